@@ -60,6 +60,7 @@ ROOMS = [
     "inspect",
     "certify",
     "tune",
+    "train",
     "serve",
     "cli",
     "__main__",

@@ -66,7 +66,7 @@ def test_a_shift_of_states_against_tokens_is_caught(
     monkeypatch.setattr(recurrent, "StepInput", Shifted)
     assert (
         acceptance(target, {"method": "eagle3", "model": head, "tree": "chain", "num_speculative_tokens": 1})
-        < 0.05
+        < 0.1
     )
 
 

@@ -66,3 +66,5 @@ def _save(figure: Any, axes: Any, title: str, out: Path) -> None:
         figure.savefig(out.expanduser(), dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the plot cannot be written to {str(out)!r}: {error}") from error
+    finally:
+        _pyplot().close(figure)

@@ -23,6 +23,7 @@ from outrider.cli.generate import generate
 from outrider.cli.models import models
 from outrider.cli.quantize import quantize
 from outrider.cli.serve import serve
+from outrider.cli.train import train
 from outrider.cli.verify import verify
 from outrider.errors import OutriderError
 from outrider.version import VERSION
@@ -60,7 +61,7 @@ def root(
     """
 
 
-for command in (generate, chat, bench, estimate, verify, models, quantize, demo):
+for command in (generate, chat, bench, estimate, verify, models, quantize, train, demo):
     app.command()(command)
 app.command(
     add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}

@@ -60,7 +60,7 @@ class GatedMlp(nn.Module):
 
 def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> Tensor:
     """[n, head_dim / 2] of the positions [n]."""
-    return positions[:, None] * theta ** -(torch.arange(0, head_dim, 2) / head_dim)
+    return positions[:, None] * theta ** -(torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -70,9 +70,9 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def causal_mask(n: int) -> Tensor:
+def causal_mask(n: int, device: torch.device | None = None) -> Tensor:
     """bool [n, n]: row i attends to 0 … i."""
-    return torch.ones(n, n, dtype=torch.bool).tril()
+    return torch.ones(n, n, dtype=torch.bool, device=device).tril()
 
 
 class Attention(nn.Module):
@@ -147,8 +147,8 @@ class Layer(nn.Module):
 
     def over_text(self, x: Tensor, theta: float) -> Tensor:
         """x [T, hidden] of the positions 0 … T - 1 through the layer."""
-        angles = rotary_angles(torch.arange(len(x)), self.self_attn.head_dim, theta)
-        out: Tensor = self(x, angles, causal_mask(len(x)))
+        angles = rotary_angles(torch.arange(len(x), device=x.device), self.self_attn.head_dim, theta)
+        out: Tensor = self(x, angles, causal_mask(len(x), x.device))
         return out
 
     def feed_forward(self, x: Tensor) -> Tensor:
@@ -183,4 +183,4 @@ def register_vocabulary(module: nn.Module, ids: Tensor, vocabulary: int) -> None
 
 def soft_cross_entropy(logits: Tensor, target_logits: Tensor) -> Tensor:
     """[n]: cross entropy of every row with the target's distribution; logits [n, V] both."""
-    return -(target_logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    return -(target_logits.softmax(-1) * logits.float().log_softmax(-1)).sum(-1)

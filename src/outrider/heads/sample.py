@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.models.base import Model
 
@@ -21,12 +22,25 @@ class Sample:
 
     tokens: int64 [T].
     states: FINAL or a layer -> float32 [T, hidden], as `Needs.states` names them.
-    logits: float32 [T, V] of the target; logits[t] are for the token after tokens[t].
+    logits: float32 [T, V] of the target; logits[t] are for the token after tokens[t].  Empty for losses
+        that do not read them.
+    mask: bool [T], whether what place t predicts, the token at t + 1, counts.  None: all places count.
     """
 
     tokens: Tensor
     states: dict[int, Tensor]
     logits: Tensor
+    mask: Tensor | None = None
+
+    def mean(self, losses: Tensor, first: int, known: Tensor | None = None) -> Tensor:
+        """Mean of losses [n] of the places first, first + 1, … that count; 0 if none does.
+
+        known: bool [n], a further condition.
+        """
+        counted = torch.ones_like(losses, dtype=torch.bool) if known is None else known
+        if self.mask is not None:
+            counted = counted & self.mask[first : first + len(losses)]
+        return (losses * counted).sum() / counted.sum().clamp_min(1)
 
 
 @dataclass(frozen=True)
@@ -47,15 +61,25 @@ class TargetWeights:
 
 def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
     """The sample of one text.  wanted: the states, as in `Needs.states`."""
+    states = read_states(model, tokens, {*wanted, FINAL})
+    logits = target_logits(model, states[FINAL])
+    return Sample(torch.tensor(tokens), {which: states[which] for which in wanted}, logits)
+
+
+def read_states(model: Model, tokens: Sequence[int], wanted: Collection[int]) -> dict[int, Tensor]:
+    """States float32 [T, hidden] of one text, as `Needs.states` names them."""
     pool, table = model.pool(len(tokens)), array("i", range(len(tokens)))
     states: dict[int, list[Tensor]] = {which: [] for which in wanted}
-    logits = []
     for first in range(0, len(tokens), CHUNK):
         step_input, found = StepInput(), dict.fromkeys(wanted, torch.empty(0))
         step_input.chain(table, first, tokens[first : first + CHUNK])
-        step_input.logits_rows = [*range(step_input.length)]
-        logits.append(model.forward_step(step_input.build(), pool, found).clone())  # the buffer is reused
+        step_input.logits_rows = [step_input.length - 1]
+        model.forward_step(step_input.build(), pool, found)
         for which in wanted:
-            states[which].append(found[which].float())
-    joined = {which: torch.cat(parts) for which, parts in states.items()}
-    return Sample(torch.tensor(tokens), joined, torch.cat(logits))
+            states[which].append(found[which].float().clone())  # a backend may reuse its memory
+    return {which: torch.cat(parts) for which, parts in states.items()}
+
+
+def target_logits(model: Model, states: Tensor) -> Tensor:
+    """Logits float32 [T, V] of states FINAL [T, hidden]."""
+    return model.head_logits(states.to(model.device, model.backend.activations)).clone()

@@ -75,9 +75,9 @@ def block_mask(anchors: Tensor, block: int, context: int, window: int, causal: b
 
     R = A · block rows; anchors [A]: the position of each block's first row.  window: in tokens, 0 for none.
     """
-    owner = torch.arange(len(anchors)).repeat_interleave(block)
-    position = (anchors[:, None] + torch.arange(block)).flatten()
-    before = torch.arange(context)
+    owner = torch.arange(len(anchors), device=anchors.device).repeat_interleave(block)
+    position = (anchors[:, None] + torch.arange(block, device=anchors.device)).flatten()
+    before = torch.arange(context, device=anchors.device)
     to_context = before < anchors[owner, None]
     to_rows = owner == owner[:, None]
     if causal:
@@ -98,8 +98,8 @@ class BlockLayer(Layer):
     def read(self, x: Tensor, context: Tensor, anchors: Tensor) -> Tensor:
         """x [R, hidden] of all blocks, context [T, hidden], anchors [A] -> [R, hidden]."""
         s, attention, u = self.shape, self.self_attn, self.input_layernorm(x)
-        positions = (anchors[:, None] + torch.arange(s.block)).flatten()
-        before = rotary_angles(torch.arange(len(context)), s.head_dim, s.theta)
+        positions = (anchors[:, None] + torch.arange(s.block, device=x.device)).flatten()
+        before = rotary_angles(torch.arange(len(context), device=x.device), s.head_dim, s.theta)
         own = rotary_angles(positions, s.head_dim, s.theta)
         k = torch.cat([attention.keys(context, before), attention.keys(u, own)], dim=1)
         v = torch.cat([attention.values(context), attention.values(u)], dim=1)
@@ -185,7 +185,7 @@ class Network(nn.Module):
         """
         s = self.shape
         context = self.hidden_norm(self.fc(taps))
-        ids = torch.full((len(anchors), s.block), s.mask)
+        ids = torch.full((len(anchors), s.block), s.mask, device=anchors.device)
         ids[:, 0] = tokens[anchors]
         x = outer.embedding[ids.flatten()]
         for layer in self.layers:
@@ -195,7 +195,7 @@ class Network(nn.Module):
         logits = logits.view(*ids.shape, -1)
         if not s.markov:
             return logits
-        before = anchors[:, None] + torch.arange(s.block) - s.skipped
+        before = anchors[:, None] + torch.arange(s.block, device=anchors.device) - s.skipped
         first, second = self.markov_head["markov_w1"], self.markov_head["markov_w2"]
         added: Tensor = second(first(tokens[before.clamp(0, len(tokens) - 1)]))
         return logits + added
@@ -203,16 +203,20 @@ class Network(nn.Module):
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy with the text over the rows that predict, weighted by exp(-depth / DECAY)."""
         s, tokens = self.shape, sample.tokens
-        anchors = torch.randperm(len(tokens) - 1)[:ANCHORS]
+        mask = torch.ones_like(tokens, dtype=torch.bool) if sample.mask is None else sample.mask
+        places = mask[:-1].nonzero().flatten()
+        anchors = places[torch.randperm(len(places), device=places.device)[:ANCHORS]]
         logits = self(torch.cat([sample.states[tap] for tap in s.taps], dim=-1), tokens, anchors, outer)
-        depth = torch.arange(s.block) - s.skipped
+        depth = torch.arange(s.block, device=tokens.device) - s.skipped
         at = anchors[:, None] + 1 + depth
         following = tokens[at.clamp_max(len(tokens) - 1)]
-        counted = (at < len(tokens)) & (depth >= 0)
+        counted = (at < len(tokens)) & (depth >= 0) & mask[(at - 1).clamp_max(len(tokens) - 1)]
         if s.ids:
             t2d: Any = self.t2d
             counted = counted & t2d[following]
-            following = torch.searchsorted(torch.tensor(s.ids), following).clamp_max(len(s.ids) - 1)
+            known = t2d.nonzero().flatten()
+            following = torch.searchsorted(known, following).clamp_max(len(known) - 1)
         weight = counted * torch.exp(-depth / DECAY)
-        losses = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none")
+        rows = logits.flatten(0, 1).float()
+        losses = F.cross_entropy(rows, following.flatten(), reduction="none")
         return (losses.view_as(weight) * weight).sum() / weight.sum().clamp_min(1e-6)

@@ -14,7 +14,9 @@ from outrider.heads.layer import Sizes
 from outrider.heads.parts import Layer, sizes_config, small_sizes, soft_cross_entropy
 from outrider.heads.sample import Sample, TargetWeights
 
-NOISE = 0.2  # half width of uniform noise on the states in training: recurrent states are inexact, too
+# Width of the uniform noise on states in training, at up to NOISE_LENGTH tokens, and less for longer texts:
+# recurrent states are inexact, too.
+NOISE, NOISE_LENGTH = 0.2, 512
 TOKEN_WEIGHT = 0.1  # of the cross entropy beside the loss of the states
 
 
@@ -63,7 +65,9 @@ class Network(nn.Module):
         pair            0     1   … T-1
         """
         states, count = sample.states[FINAL], len(sample.tokens) - 1
-        noise = (torch.rand_like(states[:count]) - 0.5) * 2 * NOISE * self.training
+        width = NOISE * min(1.0, NOISE_LENGTH / count) * self.training
+        noise = (torch.rand_like(states[:count]) - 0.5) * width
         out = self(outer.embedding[sample.tokens[1:]], states[:count] + noise)
-        tokens = soft_cross_entropy(out @ outer.lm_head.T, sample.logits[1:]).mean()
-        return F.smooth_l1_loss(out, states[1:]) + TOKEN_WEIGHT * tokens
+        tokens = soft_cross_entropy(out @ outer.lm_head.T, sample.logits[1:])
+        features = F.smooth_l1_loss(out.float(), states[1:], reduction="none").mean(-1)
+        return sample.mean(features + TOKEN_WEIGHT * tokens, first=1)

@@ -81,6 +81,24 @@ class Settings:
         return Settings(*shape, taps, drafted, embeds=embeds, positions=target.max_len)
 
 
+def attend_to_paths(q: Tensor, keys: Keys) -> Tensor:
+    """[heads, n, head_dim] of the queries q: row i attends to the rows 0 … i of step 0 and to row i of the
+    later steps.  Costs n² scores once, and n for every later step.
+    """
+    groups, n = len(q) // len(keys[0][0]), q.shape[1]
+    (k, v), *later = [
+        (k.repeat_interleave(groups, dim=0), v.repeat_interleave(groups, dim=0)) for k, v in keys
+    ]
+    text = (q @ k.transpose(1, 2)).masked_fill(~causal_mask(n, q.device), float("-inf"))
+    path = [(q * k_later).sum(-1, keepdim=True) for k_later, _ in later]
+    scores = torch.cat([text, *path], dim=-1) * q.shape[-1] ** -0.5
+    weights = scores.float().softmax(-1).to(q.dtype)
+    out: Tensor = weights[..., :n] @ v
+    for i, (_, v_later) in enumerate(later):
+        out = out + weights[..., n + i, None] * v_later
+    return out
+
+
 class PathLayer(Layer):
     """A layer in which a row attends to the committed text and to its own path.
 
@@ -95,24 +113,20 @@ class PathLayer(Layer):
     def step(self, u: Tensor, residual: Tensor, angles: Tensor, keys: Keys) -> Tensor:
         """x [n, hidden]: residual + attend(u), through the MLP; adds this step's keys and values to
         `keys`."""
-        attention, n = self.self_attn, len(u)
+        attention = self.self_attn
         keys.append((attention.keys(u, angles), attention.values(u)))
-        k, v = (torch.cat(steps, dim=1) for steps in zip(*keys))
-        own_path = torch.eye(n, dtype=torch.bool).repeat(1, len(keys) - 1)
-        mask = torch.cat([causal_mask(n), own_path], dim=-1)
-        return self.feed_forward(residual + attention.attend(attention.queries(u, angles), k, v, mask))
+        attended = attend_to_paths(attention.queries(u, angles), keys)
+        return self.feed_forward(residual + attention.o_proj(attended.transpose(0, 1).flatten(1)))
 
 
 class Network(nn.Module):
-    """steps: steps in the loss (the reference 7, speculators 3).
+    def __init__(self, settings: Settings, steps: int = 3, decay: float = 1.0) -> None:
+        """steps: steps in the loss (the reference 7, speculators 3).
 
-    decay: weight of a step relative to the one before it.
-    """
-
-    steps, decay = 3, 1.0
-
-    def __init__(self, settings: Settings) -> None:
+        decay: weight of a step relative to the one before it (the reference 0.8).
+        """
         super().__init__()
+        self.steps, self.decay = steps, decay
         s = self.settings = settings
         if s.tap_normed:
             self.fc_norm = nn.ModuleList(RmsNorm(s.target_hidden, s.eps) for _ in s.taps)
@@ -142,7 +156,7 @@ class Network(nn.Module):
     def ids(self) -> Tensor:
         """int64 [Vd]: the target's tokens in the head's vocabulary."""
         d2t: Any = self.d2t
-        return torch.arange(len(d2t)) + d2t  # type: ignore[no-any-return]
+        return torch.arange(len(d2t), device=d2t.device) + d2t  # type: ignore[no-any-return]
 
     def config(self) -> dict[str, Any]:
         s = self.settings
@@ -186,7 +200,7 @@ class Network(nn.Module):
         keys: of every layer.
         """
         s, first = self.settings, self.midlayer
-        angles = rotary_angles(torch.arange(len(g)) + len(keys[0]), s.head_dim, s.theta)
+        angles = rotary_angles(torch.arange(len(g), device=g.device) + len(keys[0]), s.head_dim, s.theta)
         normed: Tensor = first.hidden_norm(g)
         u = torch.cat([first.input_layernorm(embedded), normed], dim=-1)
         x = first.step(u, normed if s.residual_normed else g, angles, keys[0])
@@ -213,14 +227,16 @@ class Network(nn.Module):
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy with the target's distribution over the head's tokens.
 
-        Counts the places where the target's likeliest token is one of them.
+        Counts the places where the target's likeliest token is one of them.  The last places of a text have
+        fewer steps.
         """
+        tokens = torch.cat([sample.tokens, sample.tokens.new_zeros(self.steps - 1)])
         states = torch.cat([sample.states[tap] for tap in self.settings.taps], dim=-1)
         t2d: Any = self.t2d
         total = states.new_zeros(())
-        for step, logits in enumerate(self(states, sample.tokens, outer.embedding, self.steps)):
-            theirs = sample.logits[step + 1 : step + 1 + len(logits), : self.settings.vocabulary]
+        for step, logits in enumerate(self(states, tokens, outer.embedding, self.steps)):
+            theirs = sample.logits[step + 1 :, : self.settings.vocabulary]
             known = t2d[theirs.argmax(-1)]
-            losses = soft_cross_entropy(logits, theirs[:, self.ids])
-            total = total + self.decay**step * (losses * known).sum() / known.sum().clamp_min(1)
+            losses = soft_cross_entropy(logits[: len(theirs)], theirs[:, self.ids])
+            total = total + self.decay**step * sample.mean(losses, step + 1, known)
         return total

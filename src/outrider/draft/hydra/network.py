@@ -119,7 +119,7 @@ class Network(nn.Module):
         """
         heads = self(sample.states[FINAL], outer.embedding[sample.tokens], outer.lm_head)
         losses = [
-            soft_cross_entropy(logits, sample.logits[i + 1 :]).mean()
+            sample.mean(soft_cross_entropy(logits, sample.logits[i + 1 :]), first=i + 1)
             for i, logits in enumerate(heads)
             if len(logits)
         ]

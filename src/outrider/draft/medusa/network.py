@@ -72,5 +72,7 @@ class Network(nn.ModuleList):
         total = states.new_zeros(())
         for i, logits in enumerate(self(states, outer.lm_head)):
             if len(tokens) > i + 2:
-                total = total + DECAY**i * F.cross_entropy(logits[: len(tokens) - i - 2], tokens[i + 2 :])
+                rows = logits[: len(tokens) - i - 2].float()
+                losses = F.cross_entropy(rows, tokens[i + 2 :], reduction="none")
+                total = total + DECAY**i * sample.mean(losses, first=i + 1)
         return total

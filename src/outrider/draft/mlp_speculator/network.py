@@ -97,11 +97,13 @@ class Speculator(nn.Module):
         tokens            x_t+1   x_t+2   x_t+3
         step 0 reads f_t and x_t+1, and predicts x_t+2;  step 1 reads x_t+2 and predicts x_t+3;  …
         """
-        tokens, count = sample.tokens, len(sample.tokens) - self.n_predict - 1
-        assert count > 0, "a text must be longer than the number of steps"
-        steps = self(sample.states[FINAL][:count], tokens[1:])
-        losses = [F.cross_entropy(logits, tokens[i + 2 : i + 2 + count]) for i, logits in enumerate(steps)]
-        return torch.stack(losses).sum()
+        tokens, count = sample.tokens, max(0, len(sample.tokens) - self.n_predict - 1)
+        steps = self(sample.states[FINAL][:count], tokens[1:])  # none for a text of too few tokens
+        losses = [
+            F.cross_entropy(logits.float(), tokens[i + 2 : i + 2 + count], reduction="none")
+            for i, logits in enumerate(steps)
+        ]
+        return torch.stack([sample.mean(loss, i + 1) for i, loss in enumerate(losses)]).sum()
 
     def config(self) -> dict[str, Any]:
         return {

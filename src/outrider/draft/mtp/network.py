@@ -98,6 +98,6 @@ class Network(nn.Module):
             tokens = outer.embedding[sample.tokens[depth + 1 :]]
             states, out = self(tokens, states[: len(tokens)], depth)
             weight = DECAY ** max(0, depth - len(self.layers) + 1)
-            loss = soft_cross_entropy(out @ outer.lm_head.T, sample.logits[depth + 1 :]).mean()
-            total, weights = total + weight * loss, weights + weight
+            losses = soft_cross_entropy(out @ outer.lm_head.T, sample.logits[depth + 1 :])
+            total, weights = total + weight * sample.mean(losses, depth + 1), weights + weight
         return total / weights

@@ -74,5 +74,6 @@ class Network(nn.Module):
         for step in range(1, min(STEPS, len(tokens) - 2) + 1):
             count = len(tokens) - step - 1  # positions t with a token at t + step + 1
             s = self.step(s[:count], embedded[step : step + count])
-            total = total + F.cross_entropy(self(f[:count], s), tokens[step + 1 :])
+            rows = self(f[:count], s).float()
+            total = total + sample.mean(F.cross_entropy(rows, tokens[step + 1 :], reduction="none"), step)
         return total

@@ -1,0 +1,83 @@
+"""Answers of the target to the prompts of the data, in a file that grows as they are made."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.core.params import SamplingParams
+from outrider.llm import LLM
+from outrider.train.data import SHORTEST, Item
+from outrider.train.options import TrainOptions
+
+CHUNK = 128  # prompts between two writes: what a kill can lose
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt of `prompt` tokens and its answer."""
+
+    ids: list[int]
+    prompt: int
+
+    @property
+    def usable(self) -> bool:
+        return len(self.ids) - self.prompt >= SHORTEST
+
+
+def given(items: Sequence[Item]) -> list[Text]:
+    """The answers of the data."""
+    return [Text(item.prompt + item.answer, len(item.prompt)) for item in items]
+
+
+def regenerated(
+    llm: LLM, items: Sequence[Item], options: TrainOptions, path: Path, tick: Callable[[int, int], None]
+) -> list[Text]:
+    """The target's answers, in the order of the items; one that failed is empty.
+
+    path: JSON lines of (item, ids), which an interrupted run goes on with.  tick(texts, tokens) is called
+    for what has become known.
+    """
+    answers = _read(path)
+    tick(len(answers), 0)
+    todo = [i for i in range(len(items)) if i not in answers]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for first in range(0, len(todo), CHUNK):
+        new = answered(llm, {i: items[i] for i in todo[first : first + CHUNK]}, options)
+        answers.update(new)
+        with path.open("a") as file:
+            file.writelines(json.dumps([i, ids]) + "\n" for i, ids in new.items())
+            file.flush()
+            os.fsync(file.fileno())
+        tick(len(new), sum(map(len, new.values())))
+    return [Text(item.prompt + answers[i], len(item.prompt)) for i, item in enumerate(items)]
+
+
+def answered(llm: LLM, items: Mapping[int, Item], options: TrainOptions) -> dict[int, list[int]]:
+    """Answers by the items' numbers, in one batch; [] for one that failed."""
+    prompts = [{"prompt_token_ids": item.prompt} for item in items.values()]
+    outputs = llm.generate(prompts, [_params(i, item, options) for i, item in items.items()])
+    return {i: [] if out.error else list(out.outputs[0].token_ids) for i, out in zip(items, outputs)}
+
+
+def _params(i: int, item: Item, options: TrainOptions) -> SamplingParams:
+    return SamplingParams(
+        temperature=options.temperatures[i % len(options.temperatures)],
+        max_tokens=min(options.answer_tokens, options.length - len(item.prompt)),
+        seed=options.seed + i,
+        detokenize=False,
+    )
+
+
+def _read(path: Path) -> dict[int, list[int]]:
+    """The answers in the file.  A line that a kill has cut is removed."""
+    if not path.exists():
+        return {}
+    content = path.read_text()
+    whole = content[: content.rfind("\n") + 1]
+    if whole != content:
+        path.write_text(whole)
+    return dict(map(json.loads, whole.splitlines()))

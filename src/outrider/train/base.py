@@ -1,0 +1,135 @@
+"""The interface of a trainable method: a file in train/methods, which is the registry."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from outrider.checkpoints.quantize import bits_of
+from outrider.core.step import FINAL
+from outrider.drafting.base import Target
+from outrider.errors import ConfigError
+from outrider.heads.base import FINGERPRINT
+from outrider.heads.layer import Sizes
+from outrider.heads.sample import Sample, TargetWeights
+from outrider.models.export import packed, scheme
+from outrider.train.options import TrainOptions
+
+Files = tuple[dict[str, Any], dict[str, Tensor]]  # config and tensors
+WIDTH = 4096  # hidden size of most published heads; the rate is inversely proportional to it
+HIGHEST_RATE = 3e-3
+
+
+class Method:
+    """A network to be trained for a target.
+
+    wanted: the target's states that it reads.  logits: whether the loss reads the target's logits.
+    base_rate: peak learning rate for a hidden size of `WIDTH`, that of the publication if it names one.
+    drafts: speculative_config of evaluations, besides the model and its depth.
+    """
+
+    Options: ClassVar[type[TrainOptions]] = TrainOptions
+    base_rate: ClassVar[float] = 1e-4
+    logits: ClassVar[bool] = True
+    drafts: ClassVar[Mapping[str, Any]] = {"tree": "chain"}
+    wanted: tuple[int, ...] = (FINAL,)
+
+    def __init__(self, options: Any, target: Target, counts: Tensor) -> None:
+        """counts: int64 [V], how often the answers have each token."""
+        self.options, self.target, self.counts = options, target, counts
+        self.outer = TargetWeights.of(target.decoder)
+        self.network = self.build()
+        if options.init is not None:
+            self._start_from(Path(options.init).expanduser())
+        self.network.to(target.decoder.device)
+
+    def build(self) -> Any:
+        """The network, with its initial weights."""
+        raise NotImplementedError
+
+    def loss(self, sample: Sample) -> Tensor:
+        loss: Tensor = self.network.loss(sample, self.outer)
+        return loss
+
+    def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
+        """The same in another published layout."""
+        raise ConfigError(f"format {layout!r}: heads of this method have one layout, leave it out.")
+
+    def files(self) -> Files:
+        """Config and tensors in the reference's layout; tied tensors are there once."""
+        tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self.network.state_dict().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                tensors[name] = tensor.detach().cpu()
+        return self.network.config(), tensors
+
+    def save(self, folder: Path) -> None:
+        """Write config.json and model.safetensors, each in one step."""
+        config, tensors = self.files()
+        layout, bits = self.options.format, bits_of(self.options.quantization)
+        if layout is not None:
+            config, tensors = self.exported(config, tensors, layout)
+        config |= {FINGERPRINT: self.target.checkpoint.fingerprint, "torch_dtype": "bfloat16"}
+        stored = {name: _half(tensor) for name, tensor in tensors.items()}
+        if bits is not None:
+            config["quantization_config"] = scheme(bits)
+            stored = packed(stored.items(), bits)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
+        save_file(stored, folder / "model.safetensors.tmp", {"format": "pt"})
+        shutil.move(folder / "model.safetensors.tmp", folder / "model.safetensors")
+
+    def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
+        """speculative_config that drafts chains with the saved weights."""
+        return {"model": str(folder), "num_speculative_tokens": depth, **self.drafts}
+
+    @property
+    def rate(self) -> float:
+        """The learning rate: given, or `base_rate` scaled to the width of the target."""
+        scaled = self.base_rate * WIDTH / self.target.decoder.spec.hidden
+        return float(self.options.rate or min(HIGHEST_RATE, scaled))
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of a block: the target's own, with `inner` as given."""
+        spec, config = self.target.decoder.spec, self.target.checkpoint.config
+        heads = getattr(config, "num_attention_heads", None) or max(1, spec.hidden // spec.head_dim)
+        inner = self.options.inner or getattr(config, "intermediate_size", None) or 2 * spec.hidden
+        eps = getattr(config, "rms_norm_eps", None) or 1e-6
+        return Sizes(spec.hidden, inner, heads, spec.kv_heads, spec.head_dim, eps)
+
+    def _start_from(self, folder: Path) -> None:
+        """Load the weights of an earlier head.  Raises ConfigError if they are not for this network."""
+        try:
+            tensors = load_file(folder / "model.safetensors")
+            own = self.network.state_dict()
+            self.network.load_state_dict({name: tensors.get(name, own[name]) for name in own})
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"init: {str(folder)!r} is no head of this shape: {error}") from error
+        if not {*tensors} & {*own}:
+            names = ", ".join(sorted(own)[:3])
+            raise ConfigError(f"init: {str(folder)!r} has none of the tensors {names} …")
+
+
+def _half(tensor: Tensor) -> Tensor:
+    return (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous().clone()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file beside the old one, then replace it."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def parameter_count(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)

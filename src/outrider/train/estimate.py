@@ -1,0 +1,96 @@
+"""What a run will take: time by part, from a few measured texts, and sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from rich.table import Table
+
+from outrider.llm import LLM
+from outrider.train import answers, data
+from outrider.train.base import parameter_count
+from outrider.train.loop import Trainer
+from outrider.train.options import TrainOptions
+from outrider.train.report import Report
+from outrider.train.run import Texts, new_features, new_method, step_count
+
+MEASURED = 16  # texts
+STEPS = 2
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """seconds: by part.  weights: of the head.  tokens: of all answers.  head, features: bytes on disk."""
+
+    texts: int
+    tokens: int
+    steps: int
+    weights: int
+    head: int
+    features: int
+    seconds: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Estimate:
+    """Measure a few texts and two steps, and extrapolate.  Nothing is written."""
+    options = replace(options, cache_gb=0.0, minutes=None)
+    items, sources = data.read(llm, options)
+    report.sources(sources)
+    some = items[:MEASURED]
+    if options.regenerate:
+        seconds, made = _timed(lambda: answers.answered(llm, dict(enumerate(some)), options))
+        texts = [answers.Text(item.prompt + made[i], len(item.prompt)) for i, item in enumerate(some)]
+    else:
+        seconds, texts = 0.0, answers.given(some)
+    texts = [text for text in texts if text.usable] or answers.given(some)
+    share = len(items) / len(some)
+    sample = Texts(texts, [0], list(range(len(texts))), sources, "")
+    steps = step_count(options, replace(sample, chosen=list(range(len(items)))))
+    method = new_method(llm, name, options, sample)
+    features = new_features(llm, method, sample)
+    spent = {"answers": seconds * share}
+    spent["features"] = _timed(lambda: [features.sample(i) for i in range(len(texts))])[0] * share
+    trainer = Trainer(method, features, sample.chosen, STEPS)
+    for _ in range(STEPS):
+        trainer.advance()
+    for what in ("loss", "optimizer"):
+        spent[what] = trainer.seconds[what] / STEPS * steps
+    weights, bits = parameter_count(method.network), 2 if options.quantization is None else 1
+    places = features.starts[-1] * share
+    tokens = round(share * sum(len(text.ids) - text.prompt for text in texts))
+    size = round(2 * features.width * places)
+    return Estimate(len(items), tokens, steps, weights, bits * weights, size, spent)
+
+
+def table(found: Estimate, limit: float) -> Table:
+    """The estimate for the terminal.  limit: gigabytes of features that may be kept."""
+    made = Table(show_header=False, show_edge=False)
+    rows: Sequence[tuple[str, str]] = [
+        ("texts, answer tokens", f"{found.texts:,}, about {found.tokens:,}"),
+        ("steps", f"{found.steps:,}"),
+        ("weights", f"{found.weights:,}, {found.head / 1e6:,.1f} MB on disk"),
+        ("features on disk", f"{min(found.features / 1e9, limit):,.2f} of {found.features / 1e9:,.2f} GB"),
+        *((what, _minutes(seconds)) for what, seconds in found.seconds.items()),
+        ("together, without evaluations", _minutes(found.total)),
+    ]
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:,.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+
+
+def _timed(call: Callable[[], T]) -> tuple[float, T]:
+    began = time.perf_counter()
+    made = call()
+    return time.perf_counter() - began, made

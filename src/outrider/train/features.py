@@ -1,0 +1,100 @@
+"""Hidden states of the target for all texts: computed once, kept in a memory-mapped file.
+
+    states.bin   bfloat16 [places, states * hidden]     the first texts, as far as the limit allows
+    done.json    {"texts": n}                           texts whose states are complete
+
+States of the texts beyond the limit are computed whenever they are needed, with the same rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.core.step import FINAL
+from outrider.heads.sample import Sample, read_states, target_logits
+from outrider.models.base import Model
+from outrider.train.answers import Text
+
+SAVE_EVERY = 64  # texts
+
+
+class Features:
+    """Training samples of texts.
+
+    wanted: states that the method reads, as in `Needs.states`.  logits: whether it reads the target's.
+    folder: of the file, None without one.  limit: most bytes of it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        texts: Sequence[Text],
+        wanted: Sequence[int],
+        logits: bool,
+        folder: Path | None,
+        limit: float,
+    ) -> None:
+        self.model, self.texts, self.wanted, self.logits, self.folder = model, texts, wanted, logits, folder
+        self.kept = tuple(sorted({*wanted, FINAL} if logits else {*wanted}))
+        self.width = len(self.kept) * model.spec.hidden
+        self.starts = [0]
+        for text in texts:
+            self.starts.append(self.starts[-1] + len(text.ids))
+        places = int(limit // (2 * self.width)) if folder else 0
+        self.cached = sum(start <= places for start in self.starts[1:])
+        self.store: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return 2 * self.width * self.starts[self.cached]
+
+    def fill(self, tick: Callable[[int], None]) -> None:
+        """Compute what the file lacks.  tick(texts) is called for those that are done."""
+        if not self.cached or self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        progress = self.folder / "done.json"
+        done = min(json.loads(progress.read_text())["texts"], self.cached) if progress.exists() else 0
+        size = self.width * self.starts[self.cached]
+        shape = (self.starts[self.cached], self.width)
+        path = str(self.folder / "states.bin")
+        self.store = torch.from_file(path, shared=True, size=size, dtype=torch.bfloat16).view(shape)
+        tick(done)
+        for i in range(done, self.cached):
+            self.store[self.starts[i] : self.starts[i + 1]] = self._states(i)
+            if (i + 1) % SAVE_EVERY == 0 or i + 1 == self.cached:
+                _write(progress, json.dumps({"texts": i + 1}))
+            tick(1)
+
+    def sample(self, i: int) -> Sample:
+        """The sample of text i on the target's device."""
+        text, device = self.texts[i], self.model.device
+        if self.store is not None and i < self.cached:
+            rows = self.store[self.starts[i] : self.starts[i + 1]]
+        else:
+            rows = self._states(i)
+        parts = rows.to(device).float().chunk(len(self.kept), dim=-1)
+        states = {which: part.contiguous() for which, part in zip(self.kept, parts)}
+        logits = target_logits(self.model, states[FINAL]) if self.logits else torch.empty(0, device=device)
+        places = torch.arange(len(text.ids), device=device)
+        mask = (places + 1 >= text.prompt) & (places < len(text.ids) - 1)
+        return Sample(torch.tensor(text.ids, device=device), states, logits, mask)
+
+    def _states(self, i: int) -> Tensor:
+        """bfloat16 [T, width]."""
+        states = read_states(self.model, self.texts[i].ids, self.kept)
+        return torch.cat([states[which] for which in self.kept], dim=-1).to(torch.bfloat16)
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a small file in one step."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

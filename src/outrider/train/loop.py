@@ -1,0 +1,144 @@
+"""The training loop: AdamW, a cosine schedule, and checkpoints from which a run goes on bit for bit.
+
+A step depends on the saved state and the step's number alone: the order of the texts is a function of seed
+and epoch, and the random numbers of a loss are seeded by the step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from outrider.errors import ConfigError
+from outrider.train.base import Method
+from outrider.train.features import Features
+from outrider.train.options import TrainOptions, differences
+
+BETAS = (0.9, 0.95)
+
+
+def rate_factor(step: int, steps: int, warmup: float) -> float:
+    """Learning rate relative to its peak: a linear warm-up, then a cosine to 0."""
+    rising = max(1, round(warmup * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+class Trainer:
+    """State of a run.
+
+    chosen: the texts to train on, by number.  losses: of every step so far.  records: evaluations so far.
+    seconds: by "features", "loss" and "optimizer", of this process.  tokens: answer tokens, of this process.
+    """
+
+    def __init__(self, method: Method, features: Features, chosen: Sequence[int], steps: int) -> None:
+        self.method, self.features, self.chosen, self.steps = method, features, chosen, steps
+        self.options: TrainOptions = method.options
+        self.parameters = [p for p in method.network.parameters() if p.requires_grad]
+        decay = self.options.weight_decay
+        self.adam = torch.optim.AdamW(self.parameters, lr=method.rate, betas=BETAS, weight_decay=decay)
+        self.device = features.model.device
+        self.step, self.losses = 0, list[float]()
+        self.records: list[dict[str, Any]] = []
+        self.seconds, self.tokens = defaultdict[str, float](float), 0
+
+    def advance(self) -> float:
+        """One optimizer step; returns the loss per counted place."""
+        torch.manual_seed(1_000_003 * self.options.seed + self.step)
+        self.method.network.train()
+        texts = [self._text(self.step * self.options.batch + j) for j in range(self.options.batch)]
+        weights = [len(self.features.texts[i].ids) - self.features.texts[i].prompt for i in texts]
+        total = 0.0
+        for i, weight in zip(texts, weights):
+            with self._timed("features"):
+                sample = self.features.sample(i)
+            with self._timed("loss"):
+                with self._autocast():
+                    loss = self.method.loss(sample) * (weight / sum(weights))
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+        if not math.isfinite(total):
+            raise ConfigError(f"the loss is {total} at step {self.step + 1}: take a smaller rate.")
+        with self._timed("optimizer"):
+            nn.utils.clip_grad_norm_(self.parameters, self.options.clip)
+            for group in self.adam.param_groups:
+                group["lr"] = self.method.rate * rate_factor(self.step, self.steps, self.options.warmup)
+            self.adam.step()
+            self.adam.zero_grad(set_to_none=True)
+        self.step, self.tokens = self.step + 1, self.tokens + sum(weights)
+        self.losses.append(total)
+        return total
+
+    @torch.no_grad()
+    def held_loss(self, texts: Sequence[int]) -> float:
+        """Mean loss of held-out texts."""
+        torch.manual_seed(self.options.seed)
+        self.method.network.eval()
+        with self._autocast():
+            return sum(float(self.method.loss(self.features.sample(i))) for i in texts) / len(texts)
+
+    def save(self) -> None:
+        """Write the checkpoint beside the old one, then replace it."""
+        path = self.options.work / "checkpoint.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "run": self._identity(),
+            "network": self.method.network.state_dict(),
+            "adam": self.adam.state_dict(),
+            "step": self.step,
+            "losses": self.losses,
+            "records": self.records,
+        }
+        with path.with_suffix(".tmp").open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        path.with_suffix(".tmp").replace(path)
+
+    def load(self) -> bool:
+        """Go on with the checkpoint, if there is one.  Raises ConfigError if it is of another run."""
+        path = self.options.work / "checkpoint.pt"
+        if not path.exists():
+            return False
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        if changed := differences(state["run"], self._identity()):
+            raise ConfigError(
+                f"{self.options.out!r} holds a run with other values of {', '.join(changed)}: give the same, "
+                "or another folder as out."
+            )
+        self.method.network.load_state_dict(state["network"])
+        self.adam.load_state_dict(state["adam"])
+        self.step, self.losses, self.records = state["step"], state["losses"], state["records"]
+        return True
+
+    def _identity(self) -> dict[str, Any]:
+        """What the weights depend on."""
+        target = self.method.target.checkpoint.fingerprint
+        shared = {"method": type(self.method).__module__, "target": target, "texts": len(self.features.texts)}
+        return {**self.options.decisive, **shared, "steps": self.steps}
+
+    def _text(self, place: int) -> int:
+        """The text at a place of the endless sequence of epochs."""
+        epoch, i = divmod(place, len(self.chosen))
+        order = list(self.chosen)
+        random.Random(f"{self.options.seed} {epoch}").shuffle(order)
+        return order[i]
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.dtype == "bfloat16")
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - began

@@ -1,0 +1,34 @@
+"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): smooth L1 of states, cross entropy of tokens.
+
+The two share their weights and differ in the draft tree only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from outrider.draft.eagle.layouts import exported
+from outrider.draft.eagle.network import Network
+from outrider.train.base import Files, Method
+from outrider.train.options import TrainOptions
+
+
+class Eagle(Method):
+    @dataclass(frozen=True)
+    class Options(TrainOptions):
+        """inner: of the MLP; None: the target's.  bias: of fc; vLLM reads none."""
+
+        inner: int | None = None
+        bias: bool = False
+
+    base_rate = 3e-5
+
+    def build(self) -> Network:
+        return Network(self.sizes, self.target.decoder.spec.vocabulary, bias=self.options.bias)
+
+    def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
+        return exported(config, tensors, layout)

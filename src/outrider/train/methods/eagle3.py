@@ -1,0 +1,61 @@
+"""EAGLE-3 (arXiv 2503.01840): cross entropy with the target on the head's own outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.draft.eagle3.layouts import exported
+from outrider.draft.eagle3.network import Network, Settings
+from outrider.errors import ConfigError
+from outrider.train.base import Files, Method
+from outrider.train.options import TrainOptions
+
+
+class Eagle3(Method):
+    @dataclass(frozen=True)
+    class Options(TrainOptions):
+        """draft_vocab_size: the most frequent tokens of the answers; all, if the target has no more.
+        test_steps, decay: steps of the training-time test, and the weight of each relative to the one before.
+        taps: the layers whose inputs are read; None: the published three.  inner: of the MLP; None: the
+        target's.
+        """
+
+        draft_vocab_size: int = 32000
+        test_steps: int = 7
+        decay: float = 0.8
+        taps: Sequence[int] | None = None
+        inner: int | None = None
+
+    base_rate = 1e-4
+
+    def build(self) -> Network:
+        options, spec, sizes = self.options, self.target.decoder.spec, self.sizes
+        layers, vocabulary = spec.layers, self.target.vocabulary
+        taps = options.taps or sorted({min(max(tap, 0), layers) for tap in (2, layers // 2, layers - 3)})
+        if not all(0 <= tap <= layers for tap in taps):
+            raise ConfigError(f"taps must be in 0 … {layers}, the layers of the target: got {list(taps)}.")
+        self.wanted = tuple(taps)
+        settings = Settings(
+            vocabulary, sizes.hidden, sizes.inner, sizes.heads, sizes.kv_heads, sizes.head_dim, spec.hidden,
+            self.wanted, frequent(self.counts, options.draft_vocab_size), eps=sizes.eps,
+            positions=self.target.max_len,
+        )  # fmt: skip
+        network = Network(settings, options.test_steps, options.decay)
+        network.lm_head.weight.data.copy_(self.outer.lm_head[network.ids])
+        return network
+
+    def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
+        return exported(config, tensors, layout)
+
+
+def frequent(counts: Tensor, most: int) -> tuple[int, ...] | None:
+    """The `most` most frequent tokens, ascending; None if that is all of them."""
+    if most >= len(counts):
+        return None
+    order = torch.sort(counts, descending=True, stable=True).indices
+    return tuple(sorted(order[:most].tolist()))

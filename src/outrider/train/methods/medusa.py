@@ -1,0 +1,39 @@
+"""Medusa-1 (arXiv 2401.10774): heads on the last state, cross entropy with the text, decayed by head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from outrider.draft.medusa.layouts import exported
+from outrider.draft.medusa.network import Network
+from outrider.train.base import Files, Method
+from outrider.train.options import TrainOptions
+
+
+class Medusa(Method):
+    @dataclass(frozen=True)
+    class Options(TrainOptions):
+        """heads: number of future tokens.  blocks: residual blocks of each.  own: each head has an lm_head,
+        as in the reference; otherwise all use the target's.
+        """
+
+        heads: int = 4
+        blocks: int = 1
+        own: bool = True
+
+    base_rate = 1e-3
+    logits = False
+
+    def build(self) -> Network:
+        options = self.options
+        return Network.beside(self.outer, options.heads, options.blocks, options.own)
+
+    def speculation(self, folder: Any, depth: int) -> dict[str, Any]:
+        return super().speculation(folder, min(depth, self.options.heads))
+
+    def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
+        return exported(config, tensors, layout)

@@ -1,0 +1,39 @@
+"""Multi-token prediction layers (DeepSeek-V3, arXiv 2412.19437; FastMTP): cross entropy with the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from outrider.core.step import FINAL
+from outrider.draft.mtp.layouts import exported
+from outrider.draft.mtp.network import Network
+from outrider.train.base import Files, Method
+from outrider.train.options import TrainOptions
+
+
+class Mtp(Method):
+    @dataclass(frozen=True)
+    class Options(TrainOptions):
+        """layers: prediction layers.  test_steps: depths in the loss; the last layer predicts those beyond.
+        prenorm: they read states before the target's last norm.  inner: of the MLP; None: the target's.
+        """
+
+        layers: int = 1
+        test_steps: int = 3
+        prenorm: bool = False
+        inner: int | None = None
+
+    base_rate = 1e-4
+
+    def build(self) -> Network:
+        options, spec = self.options, self.target.decoder.spec
+        self.wanted = (spec.layers if options.prenorm else FINAL,)
+        steps = max(options.test_steps, options.layers)
+        return Network(self.sizes, spec.vocabulary, spec.layers, options.layers, steps, options.prenorm)
+
+    def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
+        return exported(config, tensors, layout)

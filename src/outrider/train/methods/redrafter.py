@@ -1,0 +1,30 @@
+"""ReDrafter (arXiv 2403.09919): a recurrent head, cross entropy with the text over five steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from outrider.draft.redrafter.network import Network
+from outrider.train.base import Method
+from outrider.train.options import TrainOptions
+
+
+class ReDrafter(Method):
+    @dataclass(frozen=True)
+    class Options(TrainOptions):
+        """layers: residual blocks.  exit_dim: their width; None: twice the target's.  rnn: otherwise states
+        are sums of embeddings.
+        """
+
+        layers: int = 2
+        exit_dim: int | None = None
+        rnn: bool = True
+
+    base_rate = 1e-3
+    logits = False
+    drafts: ClassVar = {"beam_width": 1}
+
+    def build(self) -> Network:
+        options, spec = self.options, self.target.decoder.spec
+        return Network(spec.hidden, spec.vocabulary, options.layers, options.exit_dim, options.rnn)

@@ -1,0 +1,143 @@
+"""Options of a training run that all methods share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.checkpoints.quantize import bits_of
+from outrider.core.validate import FLAG, TEXT, Kind, check_fields, either, is_real, optional, real, whole
+from outrider.errors import ConfigError
+
+COUNT, FRACTION = whole(1), real("a number in [0, 1)", lambda value: 0 <= value < 1)
+POSITIVE = real("a number above 0", lambda value: value > 0)
+TEMPERATURES = Kind(
+    "a list of temperatures of at least 0",
+    lambda value: len(value) > 0 and all(is_real(one) and one >= 0 for one in value),
+)
+KINDS = {
+    "regenerate": FLAG,
+    "temperatures": TEMPERATURES,
+    "prompt_tokens": COUNT,
+    "answer_tokens": COUNT,
+    "length": whole(8),
+    "limit": optional(COUNT),
+    "held_out": COUNT,
+    "steps": optional(COUNT),
+    "epochs": POSITIVE,
+    "batch": COUNT,
+    "rate": optional(POSITIVE),
+    "warmup": FRACTION,
+    "weight_decay": FRACTION,
+    "clip": POSITIVE,
+    "dtype": either(Kind('"float32"', lambda value: False), "float32", "bfloat16"),
+    "seed": whole(0),
+    "depth": whole(1, 64),
+    "evaluate_every": COUNT,
+    "evaluate_prompts": COUNT,
+    "evaluate_tokens": whole(2),
+    "checkpoint_every": COUNT,
+    "minutes": optional(POSITIVE),
+    "init": optional(TEXT),
+    "cache": optional(TEXT),
+    "cache_gb": real("a number of at least 0", lambda value: value >= 0),
+    "format": optional(TEXT),
+}
+# Options that a resumed run may change: none has an effect on the weights.
+CHANGEABLE = (
+    "out", "cache", "cache_gb", "checkpoint_every", "minutes", "evaluate_every", "evaluate_prompts",
+    "evaluate_tokens", "depth", "quantization", "format",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of a training run.
+
+    data              files with texts or conversations (data.py)
+    out               folder of the result
+    regenerate        replace the answers by the target's own
+    temperatures      of the target's answers, in turn
+    prompt_tokens     of a plain text, whose continuation is the answer
+    answer_tokens     most tokens of an answer
+    length            most tokens of a text
+    limit             number of texts; None: all
+    held_out          texts for evaluation only, at most a tenth
+    steps, epochs     optimizer steps; None: so many passes over the texts
+    batch             texts of a step
+    rate              peak learning rate of AdamW; None: the published one, scaled to the width
+    warmup            share of the steps; a cosine to 0 follows
+    weight_decay, clip   of AdamW; largest norm of the gradient
+    dtype             of the forward in training; weights and optimizer are float32
+    depth             draft tokens of a step in evaluations
+    evaluate_every, checkpoint_every   in steps
+    evaluate_prompts, evaluate_tokens  held-out prompts, and tokens of their greedy answers
+    minutes           stop after this time; the same command goes on later
+    init              folder of a head in the layout of `out` to start from
+    cache, cache_gb   folder of answers and features, by default in `out`; most gigabytes of features.  Texts
+                      beyond are computed again in every pass.
+    quantization      of the weights on disk: int8 or int4; None: bfloat16
+    format            published layout; None: the reference's
+    """
+
+    data: Sequence[str] = ()
+    out: str = ""
+    regenerate: bool = True
+    temperatures: Sequence[float] = (0.0, 0.8)
+    prompt_tokens: int = 32
+    answer_tokens: int = 256
+    length: int = 1024
+    limit: int | None = None
+    held_out: int = 64
+    steps: int | None = None
+    epochs: float = 3.0
+    batch: int = 8
+    rate: float | None = None
+    warmup: float = 0.03
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    dtype: str = "float32"
+    seed: int = 0
+    depth: int = 3
+    evaluate_every: int = 250
+    evaluate_prompts: int = 24
+    evaluate_tokens: int = 64
+    checkpoint_every: int = 100
+    minutes: float | None = None
+    init: str | None = None
+    cache: str | None = None
+    cache_gb: float = 8.0
+    quantization: str | None = None
+    format: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, KINDS)
+        bits_of(self.quantization, "quantization of the trained weights")
+        if not self.data:
+            raise ConfigError("training needs data: files with texts or conversations, .jsonl or .txt.")
+        if not self.out:
+            raise ConfigError("training needs out: the folder for the trained weights.")
+
+    @property
+    def work(self) -> Path:
+        """Folder of the checkpoint and the log."""
+        return Path(self.out).expanduser() / "work"
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """The options that the weights depend on."""
+        return {name: value for name, value in as_json(self).items() if name not in CHANGEABLE}
+
+
+def as_json(options: TrainOptions) -> dict[str, Any]:
+    """All options as JSON values."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in asdict(options).items()
+    }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names of the values that differ."""
+    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))

@@ -1,0 +1,59 @@
+"""`outrider train`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import Run
+
+from outrider.draft import detect
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": f"the cat {n} sat on the mat"}) + "\n" for n in range(12)) + "x\n"
+    )
+    return path
+
+
+def test_a_head_is_trained_and_its_run_reported(run: Run, mute: str, data: Path, tmp_path: Path) -> None:
+    short = (
+        "--steps",
+        2,
+        "--batch",
+        2,
+        "--answer-tokens",
+        12,
+        "--options",
+        '{"prompt_tokens": 6, "heads": 2}',
+    )
+    done = run("train", "medusa", "-m", mute, "--data", data, "--out", tmp_path / "head", *short)
+    assert done.status == 0, done.err
+    assert "12 of 13 lines" in done.out and "left out, line 13: no JSON" in done.out
+    assert "tokens/step" in done.out and "answer tokens/s" in done.out and "optimizer" in done.out
+    assert detect(str(tmp_path / "head")) == "medusa"
+    again = run("train", "medusa", "-m", mute, "--data", data, "--out", tmp_path / "head", *short)
+    assert again.status == 0 and "going on after step 2" in again.out
+
+
+def test_the_estimate_writes_nothing(run: Run, mute: str, data: Path, tmp_path: Path) -> None:
+    given = ("--data", data, "--out", tmp_path / "head", "--options", '{"prompt_tokens": 6}', "--estimate")
+    done = run("train", "eagle", "-m", mute, "--answer-tokens", 12, *given)
+    assert done.status == 0, done.err
+    for part in ("answers", "features", "loss", "optimizer", "MB on disk", "together"):
+        assert part in done.out
+    assert not (tmp_path / "head").exists()
+
+
+def test_mistakes_are_one_line(run: Run, mute: str, data: Path, tmp_path: Path) -> None:
+    given = ("-m", mute, "--data", data, "--out", tmp_path / "head")
+    done = run("train", "eagel", *given)
+    assert done.status == 2 and "Did you mean 'eagle'" in done.err
+    done = run("train", "eagle", *given, "--options", '{"heads": 2}')
+    assert done.status == 2 and "training option" in done.err
+    done = run("train", "eagle", "-m", mute, "--data", data, "--out", tmp_path / "no" / "head")
+    assert done.status == 2 and "there is no folder" in done.err

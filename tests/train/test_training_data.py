@@ -1,0 +1,82 @@
+"""Forms of training data, and what is done with bad lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM
+from outrider.errors import RequestError
+from outrider.train.data import example_of, read
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "Good night"},
+]
+
+
+def line(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def test_conversations_end_with_the_last_user_message() -> None:
+    found = example_of(line({"messages": CHAT}), ".jsonl")
+    assert [dict(one) for one in found.messages] == CHAT[:4] and found.answer == "Good night"
+    named = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    found = example_of(line({"conversations": named}), ".jsonl")
+    assert [dict(one) for one in found.messages] == CHAT[1:2] and found.answer == "Hello"
+
+
+@pytest.mark.parametrize(
+    ("record", "asked", "answer"),
+    [
+        ({"prompt": "P", "response": "R"}, "P", "R"),
+        ({"question": "Q", "answer": "A"}, "Q", "A"),
+        ({"instruction": "I", "input": "more", "output": "O"}, "I\nmore", "O"),
+        ({"category": "math", "turns": ["T", "later"]}, "T", ""),
+    ],
+)
+def test_pairs_and_turns_are_conversations(record: dict[str, Any], asked: str, answer: str) -> None:
+    found = example_of(line(record), ".jsonl")
+    assert [dict(one) for one in found.messages] == [{"role": "user", "content": asked}]
+    assert found.answer == answer
+
+
+@pytest.mark.parametrize("bad", [b"{", b"[1]", b'{"text": " "}', b'{"messages": [{"role": "user"}]}'])
+def test_other_lines_are_refused(bad: bytes) -> None:
+    with pytest.raises(RequestError):
+        example_of(bad, ".jsonl")
+
+
+def test_a_text_file_has_a_text_in_every_paragraph(target: LLM, run_options: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("the cat\nsat on the mat\n\n\nrain fell on the roof\n\nshe said no, and ran home\n")
+    given = run_options("medusa", tmp_path, data=(str(path),), regenerate=False)
+    items, (source,) = read(target, given)
+    tokenizer = target.tokenizer
+    assert [tokenizer.decode(item.prompt + item.answer) for item in items][:2] == [
+        "the cat\nsat on the mat", "rain fell on the roof"
+    ]  # fmt: skip
+    assert all(len(item.prompt) == 1 for item in items) and source.lines == 3 and not source.bad
+
+
+def test_texts_are_cut_and_long_prompts_left_out(target: LLM, run_options: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    records = [{"prompt": "the cat " * n, "response": "ate it all up " * 9} for n in (1, 2, 40)]
+    path.write_bytes(b"\n".join(line(one) for one in records))
+    given = run_options("medusa", tmp_path, data=(str(path),), regenerate=False)
+    items, (source,) = read(target, given)
+    assert [len(item.prompt) + len(item.answer) for item in items] == [24, 24]
+    assert len(source.bad) == 1 and source.bad[0].startswith("line 3: a prompt of")
+    assert len(read(target, run_options("medusa", tmp_path, data=(str(path),), limit=2))[0]) == 2
+    path.write_text("nothing\n")
+    with pytest.raises(RequestError, match=r"0 usable texts\. line 1: no JSON"):
+        read(target, given)
+    with pytest.raises(RequestError, match="cannot be read"):
+        read(target, run_options("medusa", tmp_path, data=("missing.jsonl",)))

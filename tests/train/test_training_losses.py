@@ -1,0 +1,92 @@
+"""Losses on one fixed batch, beside the formulas of the reference trainers written out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from outrider.core.step import FINAL
+from outrider.draft.eagle.network import Network as Eagle
+from outrider.draft.eagle3.network import Network as Eagle3
+from outrider.draft.eagle3.network import Settings, attend_to_paths
+from outrider.heads.layer import Sizes
+from outrider.heads.sample import Sample, TargetWeights
+
+T, H, V, TAPS = 11, 32, 40, (1, 2, 3)
+
+
+def batch(masked: bool) -> tuple[Sample, TargetWeights]:
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tokens = torch.randint(V, (T,), generator=generator)
+    states, lm_head = {tap: normal(T, H) for tap in (FINAL, *TAPS)}, normal(V, H)
+    mask = torch.arange(T) >= 4 if masked else None
+    sample = Sample(tokens, states, states[FINAL] @ lm_head.T, mask)
+    return sample, TargetWeights(normal(V, H), lm_head)
+
+
+def test_eagle_equals_the_formulas_of_its_authors_trainer() -> None:
+    """vloss: smooth L1, mean over the state, then over the mask; ploss: soft cross entropy; 1.0 and 0.1."""
+    torch.manual_seed(1)
+    network = Eagle(Sizes(H, 48, 4, 2, 8), V).eval()
+    for masked in (False, True):
+        sample, outer = batch(masked)
+        predict = network(outer.embedding[sample.tokens[1:]], sample.states[FINAL][:-1])[None]
+        target = sample.states[FINAL][None, 1:]
+        loss_mask = torch.ones(1, T - 1, 1) if sample.mask is None else sample.mask[None, 1:, None].float()
+        target_p = nn.Softmax(dim=2)(target @ outer.lm_head.T)
+        plogp = target_p * nn.LogSoftmax(dim=2)(predict @ outer.lm_head.T)
+        ploss = -torch.sum(torch.sum(loss_mask * plogp, 2)) / (loss_mask.sum() + 1e-5)
+        criterion = nn.SmoothL1Loss(reduction="none")
+        vloss = torch.sum(torch.mean(loss_mask * criterion(predict, target), 2)) / (loss_mask.sum() + 1e-5)
+        torch.testing.assert_close(network.loss(sample, outer), vloss + 0.1 * ploss, rtol=1e-5, atol=1e-5)
+
+
+def test_eagle3_equals_the_formulas_of_its_authors_trainer() -> None:
+    """The reference's means are over all places, ours over those that count."""
+    ids = tuple(range(0, V, 3))
+    network = Eagle3.random(Settings(V, H, 48, 4, 2, 8, H, TAPS, ids))
+    network.steps, network.decay = 3, 0.8
+    for masked in (False, True):
+        sample, outer = batch(masked)
+        states = torch.cat([sample.states[tap] for tap in TAPS], dim=-1)
+        tokens = torch.cat([sample.tokens, torch.zeros(2, dtype=torch.int64)])
+        total = torch.zeros(())
+        for step, logits in enumerate(network(states, tokens, outer.embedding, 3)):
+            loss_mask, target = torch.zeros(1, T - 1, 1), torch.zeros(1, T - 1, V)
+            for place in range(T - 1 - step):
+                counted = sample.mask is None or sample.mask[place + step + 1]
+                loss_mask[0, place], target[0, place] = float(counted), sample.logits[place + step + 1]
+            position_mask = network.t2d[target.argmax(-1)][..., None].int() * loss_mask
+            target_p = nn.Softmax(dim=2)(target[..., network.t2d].float())
+            reference = -torch.sum(position_mask * target_p * nn.LogSoftmax(dim=2)(logits[None]), 2).mean()
+            total = total + 0.8**step * reference * (T - 1) / position_mask.sum().clamp_min(1)
+        assert total > 0
+        torch.testing.assert_close(network.loss(sample, outer), total, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_to_paths_equals_a_mask_over_all_keys() -> None:
+    torch.manual_seed(2)
+    q, n = torch.randn(4, 6, 8), 6
+    keys = [(torch.randn(2, n, 8), torch.randn(2, n, 8)) for _ in range(3)]
+    k, v = (torch.cat(parts, dim=1)[None] for parts in zip(*keys))
+    own = torch.eye(n, dtype=torch.bool).repeat(1, 2)
+    mask = torch.cat([torch.ones(n, n, dtype=torch.bool).tril(), own], dim=-1)
+    expected = nn.functional.scaled_dot_product_attention(q[None], k, v, attn_mask=mask, enable_gqa=True)[0]
+    torch.testing.assert_close(attend_to_paths(q, keys), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_places_outside_answers_do_not_count() -> None:
+    """Losses of an answer stay what they are if the target's logits in the prompt change."""
+    torch.manual_seed(1)
+    sample, outer = batch(True)
+    assert sample.mask is not None
+    changed = sample.logits.clone()
+    changed[~sample.mask] = torch.randn(int((~sample.mask).sum()), V) * 9
+    other = Sample(sample.tokens, sample.states, changed, sample.mask)
+    for network in (Eagle(Sizes(H, 48, 4, 2, 8), V).eval(),
+                    Eagle3.random(Settings(V, H, 48, 4, 2, 8, H, TAPS))):  # fmt: skip
+        assert torch.equal(network.loss(sample, outer), network.loss(other, outer))

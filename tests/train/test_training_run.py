@@ -1,0 +1,183 @@
+"""Runs of every method on a tiny target: what is learnt, saved, resumed and served."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from outrider import LLM, SamplingParams
+from outrider.checkpoints.heads import Head
+from outrider.errors import ConfigError
+from outrider.heads.base import FINGERPRINT
+from outrider.train import run
+from outrider.train.loop import Trainer, rate_factor
+from outrider.train.methods import method, methods
+from outrider.train.report import Report
+from outrider.train.run import Result, train
+
+SMALL: dict[str, dict[str, Any]] = {
+    "eagle3": {"draft_vocab_size": 200, "test_steps": 2, "inner": 96},
+    "medusa": {"rate": 1e-2, "steps": 50, "heads": 2},
+    "hydra": {"rate": 1e-2, "heads": 2, "layers": 2, "inner": 96, "dropout": 0.0},
+    "mlp_speculator": {"rate": 1e-2},
+    "redrafter": {"rate": 1e-2, "layers": 1},
+    "mtp": {"inner": 96, "test_steps": 2},
+    "dflash": {"rate": 1e-2, "block": 3, "layers": 1, "inner": 96},
+    "draft_model": {"layers": 2},
+}
+PROMPTS = [{"prompt": text} for text in ("the cat", "ten men", "it is", "rain")]
+PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=20, ignore_eos=True) for t in (0.0, 0.8) * 2]
+
+
+class Killed(BaseException):
+    """As if the process had been ended."""
+
+
+@pytest.mark.parametrize("name", sorted(methods()))
+def test_a_short_run_raises_acceptance_and_leaves_the_text(
+    name: str, target: LLM, run_options: Any, tmp_path: Path
+) -> None:
+    result = train(target, name, run_options(name, tmp_path / "out", **SMALL.get(name, {})), Report())
+    first, last = result.records[0], result.records[-1]
+    assert result.finished and last["step"] == len(result.losses)
+    assert last["held_loss"] < 0.9 * first["held_loss"]
+    assert last["tokens_per_step"] > max(1.05, first["tokens_per_step"])
+    expected = target.generate(PROMPTS, PARAMS)
+    config = {"model": str(tmp_path / "out"), "num_speculative_tokens": 2}
+    found = target.variant(config).generate(PROMPTS, PARAMS)
+    assert [out.outputs[0].token_ids for out in found] == [out.outputs[0].token_ids for out in expected]
+    assert sum(out.outputs[0].speculation.accepted for out in found) > 0
+
+
+def test_a_killed_run_goes_on_with_equal_weights(
+    target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after step 7, the last checkpoint is of step 5.  EAGLE's loss draws noise."""
+
+    def trained(folder: str) -> Result:
+        given = run_options("eagle", tmp_path / folder, steps=12, checkpoint_every=5, evaluate_every=4)
+        return train(target, "eagle", given, Report())
+
+    whole, advance = trained("whole"), Trainer.advance
+
+    def killing(self: Trainer) -> float:
+        if self.step == 7:
+            raise Killed
+        return advance(self)
+
+    monkeypatch.setattr(Trainer, "advance", killing)
+    with pytest.raises(Killed):
+        trained("killed")
+    monkeypatch.undo()
+    loaded: list[bool] = []
+    load = Trainer.load
+    monkeypatch.setattr(Trainer, "load", lambda self: loaded.append(load(self)) or loaded[-1])
+    resumed = trained("killed")
+    assert loaded == [True] and len(resumed.losses) == 12
+    assert resumed.losses == whole.losses and resumed.records == whole.records
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_run_that_ends_in_time_goes_on(target: LLM, run_options: Any, tmp_path: Path) -> None:
+    stopped = train(target, "medusa", run_options("medusa", tmp_path, steps=6, minutes=1e-9), Report())
+    assert not stopped.finished and not stopped.losses
+    assert (tmp_path / "model.safetensors").exists()
+    assert len(train(target, "medusa", run_options("medusa", tmp_path, steps=6), Report()).losses) == 6
+    with pytest.raises(ConfigError, match="other values of batch, seed"):
+        train(target, "medusa", run_options("medusa", tmp_path, steps=6, seed=1, batch=3), Report())
+
+
+def test_answers_and_features_are_computed_once(
+    target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"steps": 1, "cache": str(tmp_path / "cache")}
+    made = [train(target, "eagle", run_options("eagle", tmp_path / "0", **given), Report())]
+    (answers,) = (tmp_path / "cache").glob("answers-*.jsonl")
+    answers.write_text(answers.read_text()[:-9])  # a kill while the last line was written
+    asked: list[int] = []
+    answered = run.answers.answered
+
+    def counting(llm: LLM, items: Any, options: Any) -> Any:
+        asked.append(len(items))
+        return answered(llm, items, options)
+
+    monkeypatch.setattr(run.answers, "answered", counting)
+    made.append(train(target, "eagle", run_options("eagle", tmp_path / "1", **given), Report()))
+    assert asked == [1]
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("states are computed again")
+
+    monkeypatch.setattr("outrider.train.features.read_states", refuse)
+    made.append(train(target, "eagle", run_options("eagle", tmp_path / "2", **given), Report()))
+    monkeypatch.undo()
+    without = {**given, "cache_gb": 0.0}
+    made.append(train(target, "eagle", run_options("eagle", tmp_path / "3", **without), Report()))
+    assert len({result.losses[0] for result in made}) == 1
+
+
+def test_the_result_tells_where_it_came_from(
+    target: LLM, run_options: Any, corpus: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b'{"text": "the cat sat on the mat"}\nno json\n{"text": "\xff"}\n')
+    given = run_options("medusa", tmp_path / "out", data=(str(corpus), str(bad)), steps=2, own=False)
+    train(target, "medusa", given, Report(Console(file=io.StringIO())))
+    told = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert told["target"]["fingerprint"] == target.engine.checkpoint.fingerprint
+    assert [source["lines"] for source in told["data"]] == [40, 3]
+    assert [line.split(":")[0] for line in told["data"][1]["bad"]] == ["line 2", "line 3"]
+    assert len(told["data"][0]["sha256"]) == 64 and told["options"]["seed"] == 0 and told["steps"] == 2
+    head = Head.open(str(tmp_path / "out"))
+    assert head.config[FINGERPRINT] == target.engine.checkpoint.fingerprint
+    assert (tmp_path / "out" / "acceptance.png").exists() and (tmp_path / "out" / "loss.png").exists()
+
+
+def test_other_layouts_and_bits_are_served(target: LLM, run_options: Any, tmp_path: Path) -> None:
+    for i, given in enumerate(({"format": "vllm"}, {"quantization": "int8", "own": False})):
+        folder = tmp_path / str(i)
+        train(target, "medusa", run_options("medusa", folder, steps=1, **given), Report())
+        target.variant({"model": str(folder), "num_speculative_tokens": 2})
+    assert "blocks.0.layers.0.weight" in Head.open(str(tmp_path / "0"))
+    assert "quantization_config" in Head.open(str(tmp_path / "1")).config
+
+
+def test_a_run_starts_from_an_earlier_head(target: LLM, run_options: Any, tmp_path: Path) -> None:
+    first = train(target, "medusa", run_options("medusa", tmp_path / "a", steps=10), Report())
+    given = run_options("medusa", tmp_path / "b", steps=1, init=str(tmp_path / "a"))
+    second = train(target, "medusa", given, Report())
+    assert second.records[0]["held_loss"] == pytest.approx(first.records[-1]["held_loss"], rel=0.02)
+    with pytest.raises(ConfigError, match="no head of this shape"):
+        train(target, "eagle", run_options("eagle", tmp_path / "c", steps=1, init="nowhere"), Report())
+
+
+def test_bfloat16_training_learns(target: LLM, run_options: Any, tmp_path: Path) -> None:
+    given = run_options("medusa", tmp_path, dtype="bfloat16", own=False, steps=15)
+    first, last = train(target, "medusa", given, Report()).records
+    assert last["held_loss"] < 0.95 * first["held_loss"]
+
+
+def test_mistakes_are_refused_by_name(run_options: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'medusa'"):
+        method("medussa")
+    with pytest.raises(ConfigError, match="Did you mean 'heads'"):
+        run_options("medusa", tmp_path, haeds=3)
+    for wrong in ({"dtype": "float16"}, {"temperatures": ()}, {"data": ()}, {"quantization": "int3"}):
+        with pytest.raises(ConfigError):
+            run_options("medusa", tmp_path, **wrong)
+    assert method("eagle2") is method("eagle")
+
+
+def test_the_rate_warms_up_and_falls_to_zero() -> None:
+    factors = [rate_factor(step, 100, 0.1) for step in range(100)]
+    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert factors[10] == 1 and factors[55] == pytest.approx(0.5) and factors[99] < 1e-3
+    assert factors[10:] == sorted(factors[10:], reverse=True)
