@@ -55,7 +55,7 @@ class DraftModel(Method):
     drafts: ClassVar = {"method": "draft_model"}
 
     def build(self) -> Any:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
 
         options, theirs = self.options, self.target.checkpoint.config
         given = {key: value for key, value in theirs.to_dict().items() if key not in OF_TARGET}
@@ -70,7 +70,8 @@ class DraftModel(Method):
         if given.get("layer_types"):
             given["layer_types"] = [given["layer_types"][i] for i in self._chosen()]
         kind = given.pop("model_type")
-        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given)).float()
+        auto: Any = transformers.AutoModelForCausalLM
+        network = auto.from_config(transformers.AutoConfig.for_model(kind, **given)).float()
         if options.cut:
             self._copy_target(network)
         return network
