@@ -31,6 +31,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "mtp": {"inner": 96, "test_steps": 2},
     "dflash": {"rate": 1e-2, "block": 3, "layers": 1, "inner": 96},
     "draft_model": {"layers": 2},
+    "layerskip": {"early_exit": 3, "rate": 1e-2},
 }
 PROMPTS = [{"prompt": text} for text in ("the cat", "ten men", "it is", "rain")]
 PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=20, ignore_eos=True) for t in (0.0, 0.8) * 2]
@@ -51,6 +52,8 @@ def test_a_short_run_raises_acceptance_and_leaves_the_text(
     assert last["tokens_per_step"] > max(1.05, first["tokens_per_step"])
     expected = target.generate(PROMPTS, PARAMS)
     config = {"model": str(tmp_path / "out"), "num_speculative_tokens": 2}
+    if name == "layerskip":
+        config = {"method": name, "exit_head": str(tmp_path / "out"), "exit_threshold": None}
     found = target.variant(config).generate(PROMPTS, PARAMS)
     assert [out.outputs[0].token_ids for out in found] == [out.outputs[0].token_ids for out in expected]
     assert sum(out.outputs[0].speculation.accepted for out in found) > 0

@@ -100,10 +100,11 @@ class Method:
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of a block: the target's own, with `inner` as given."""
+        """Sizes of a block: the target's own, with the option `inner` if there is one."""
         spec, config = self.target.decoder.spec, self.target.checkpoint.config
         heads = getattr(config, "num_attention_heads", None) or max(1, spec.hidden // spec.head_dim)
-        inner = self.options.inner or getattr(config, "intermediate_size", None) or 2 * spec.hidden
+        asked = getattr(self.options, "inner", None)
+        inner = asked or getattr(config, "intermediate_size", None) or 2 * spec.hidden
         eps = getattr(config, "rms_norm_eps", None) or 1e-6
         return Sizes(spec.hidden, inner, heads, spec.kv_heads, spec.head_dim, eps)
 

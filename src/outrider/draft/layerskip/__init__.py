@@ -35,6 +35,7 @@ from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree, Resume
 from outrider.core.validate import is_whole
 from outrider.draft.layerskip.chain import SiblingChain
 from outrider.draft.layerskip.confidence import AUTO, SIBLINGS, ExitThreshold, siblings_at
+from outrider.draft.layerskip.exit_head import ExitHead
 from outrider.draft.layerskip.options import LayerSkipOptions
 from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import Skip, known, named
@@ -64,6 +65,8 @@ class LayerSkip(Drafter):
     def __init__(self, options: LayerSkipOptions, target: Target) -> None:
         super().__init__(options, target)
         self.decoder, self.sampler = target.decoder, target.sampler
+        self.exit_head = None if options.exit_head is None else ExitHead(options.exit_head, target)
+        self.early_exit = options.early_exit if self.exit_head is None else self.exit_head.layer
         self.skip = self._initial_skip()
         self.blocks = self._blocks(self.skip)
         self.depth = self.skip.depth or self.depth
@@ -78,13 +81,13 @@ class LayerSkip(Drafter):
 
     def _initial_skip(self) -> Skip:
         options, layers, model = self.options, self.decoder.spec.layers, repr(self.target.checkpoint.name)
-        if options.early_exit is not None:
-            if not is_whole(options.early_exit, 1, layers - 1):
+        if self.early_exit is not None:
+            if not is_whole(self.early_exit, 1, layers - 1):
                 raise ConfigError(
                     f"early_exit must be in 1 … {layers - 1}, as {model} has {layers} layers: "
-                    f"got {options.early_exit!r}."
+                    f"got {self.early_exit!r}."
                 )
-            rest = range(options.early_exit, layers)
+            rest = range(self.early_exit, layers)
             return Skip.of(rest, rest, layers, model)
         if options.skip_attention is not None or options.skip_mlp is not None:
             attention = () if options.skip_attention is None else options.skip_attention
@@ -138,16 +141,16 @@ class LayerSkip(Drafter):
             self._advance_search(steps)
         for step in steps:
             self._threshold(step.row).depth = step.budget.depth
-        one_call = self.decoder.fuses_chains and self.options.siblings == 1
+        one_call = self.decoder.fuses_chains and self.options.siblings == 1 and self.exit_head is None
         one_call = one_call and not any(self._pauses(step.row) for step in steps)
         drafted = self._chains(steps) if one_call else self._by_depth(steps)
         nodes: list[list[int]] = [[] for _ in trees]
         for r, result in zip(places, drafted):
             trees[r], nodes[r] = result.draft_tree, result.nodes
-        if not self.options.early_exit:
+        if not self.early_exit:
             return Draft(trees)
         states = torch.cat([result.states for result in drafted])
-        return Draft(trees, Resume(self.options.early_exit, states, nodes))
+        return Draft(trees, Resume(self.early_exit, states, nodes))
 
     def _pauses(self, row: Row) -> bool:
         """Whether Python has work to do between the passes of a row."""
@@ -171,7 +174,7 @@ class LayerSkip(Drafter):
             stream, floor = stream_of(row.seed, row.index), self._threshold(row).value
             chains.append(Chain(i, step.budget.depth, row.distribution, stream, floor))
         states = None
-        if self.options.early_exit:
+        if self.early_exit:
             depth = max(chain.levels for chain in chains)
             states = torch.empty(len(chains), depth, self.decoder.spec.hidden)
         stop_rule = StopRule() if any(chain.floor for chain in chains) else None
@@ -196,7 +199,10 @@ class LayerSkip(Drafter):
             for chain in growing:
                 chain.add_to(step_input)
             x = self.decoder.forward(step_input.build(), self.pool, self.blocks)
-            logits = self.decoder.logits(x, list(range(len(growing))))
+            if self.exit_head is None:
+                logits = self.decoder.logits(x, list(range(len(growing))))
+            else:
+                logits = self.exit_head.logits(x)
             for i, chain in enumerate(growing):
                 chain.states.append(x[i])
                 if self.samples(chain.row):

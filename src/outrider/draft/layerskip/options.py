@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.core.validate import FLAG, SHARE, Kind, check_fields, either, optional, whole
+from outrider.core.validate import FLAG, SHARE, TEXT, Kind, check_fields, either, optional, whole
 from outrider.errors import ConfigError
 
 COUNT = whole(1)
@@ -21,6 +21,7 @@ KINDS = {
     "max_score": SHARE,
     "exit_threshold": optional(either(SHARE, "auto")),
     "siblings": either(whole(1, 64), "confidence"),
+    "exit_head": optional(TEXT),
     "layers": optional(Kind("the name of a set or a file", lambda value: isinstance(value, str))),
 }
 
@@ -35,6 +36,7 @@ class LayerSkipOptions:
     skip_attention, skip_mlp: numbers of layers, from 0.
     layers: the name of a published set, or a file of `outrider tune layerskip`.
     early_exit: draft with this many first layers only.
+    exit_head: folder of a trained exit, which names its layer: early_exit with a norm of its own.
 
     exit_threshold: stop after a token less probable than this.  "auto" starts at 0.8 for greedy rows and 0.5
         for others.  None never stops.
@@ -55,6 +57,7 @@ class LayerSkipOptions:
     skip_mlp: Sequence[int] | None = None
     layers: str | None = None
     early_exit: int | None = None
+    exit_head: str | None = None
     exit_threshold: float | str | None = "auto"
     adapt_threshold: bool = True
     siblings: int | str = 1
@@ -76,9 +79,10 @@ class LayerSkipOptions:
             "skip_attention and skip_mlp": self.skip_attention is not None or self.skip_mlp is not None,
             "layers": self.layers is not None,
             "early_exit": self.early_exit is not None,
+            "exit_head": self.exit_head is not None,
         }
         if sum(given.values()) > 1:
             names = " / ".join(name for name, is_given in given.items() if is_given)
             raise ConfigError(f"{names}: give one of these.")
-        if self.search and given["early_exit"]:
-            raise ConfigError("search looks for sublayers to skip: give it no early_exit.")
+        if self.search and (given["early_exit"] or given["exit_head"]):
+            raise ConfigError("search looks for sublayers to skip: give it no early_exit and no exit_head.")

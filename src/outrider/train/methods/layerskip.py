@@ -1,0 +1,34 @@
+"""An exit after some of the target's layers, with its own norm: cross entropy with the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.draft.layerskip.exit_head import Network
+from outrider.errors import ConfigError
+from outrider.train.base import Method
+from outrider.train.options import TrainOptions
+
+
+class LayerSkip(Method):
+    @dataclass(frozen=True)
+    class Options(TrainOptions):
+        """early_exit: number of the target's layers that draft; None: a third of them."""
+
+        early_exit: int | None = None
+
+    base_rate = 3e-4
+
+    def build(self) -> Network:
+        spec, checkpoint = self.target.decoder.spec, self.target.checkpoint
+        layer = max(1, spec.layers // 3) if self.options.early_exit is None else self.options.early_exit
+        if not 0 < layer < spec.layers:
+            raise ConfigError(f"early_exit must be in 1 … {spec.layers - 1}, got {layer}.")
+        self.wanted = (layer,)
+        norm = checkpoint.tensors().get("model.norm.weight", spec.hidden)
+        return Network(spec.hidden, layer, norm.float(), self.sizes.eps)
+
+    def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
+        return {"method": "layerskip", "exit_head": str(folder), "num_speculative_tokens": depth}
