@@ -48,7 +48,7 @@ def test_a_short_run_raises_acceptance_and_leaves_the_text(
     result = train(target, name, run_options(name, tmp_path / "out", **SMALL.get(name, {})), Report())
     first, last = result.records[0], result.records[-1]
     assert result.finished and last["step"] == len(result.losses)
-    assert last["held_loss"] < 0.9 * first["held_loss"]
+    assert last["held_loss"] < 0.95 * first["held_loss"]
     assert last["tokens_per_step"] > max(1.05, first["tokens_per_step"])
     expected = target.generate(PROMPTS, PARAMS)
     config = {"model": str(tmp_path / "out"), "num_speculative_tokens": 2}

@@ -31,4 +31,5 @@ class LayerSkip(Method):
         return Network(spec.hidden, layer, norm.float(), self.sizes.eps)
 
     def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
-        return {"method": "layerskip", "exit_head": str(folder), "num_speculative_tokens": depth}
+        given = {"method": "layerskip", "exit_head": str(folder), "exit_threshold": None}
+        return {**given, "num_speculative_tokens": depth}
