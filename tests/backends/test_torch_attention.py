@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from array import array
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from kernel_cases import Case, ragged
 from torch import Tensor
 
 from outrider.backends.base import ScoreModifier
@@ -19,26 +20,10 @@ from outrider.core.step_input import StepInput
 CPU, SLOTS = torch.device("cpu"), 2048
 
 
-class Case(NamedTuple):
-    """One request: its slots, its number of known tokens, and the paths of its nodes as slots."""
-
-    table: array[int]
-    length: int
-    paths: list[list[int]]
-
-
 def requests(rng: random.Random) -> list[Case]:
     """Requests of 1 to 300 tokens with trees of up to 12 nodes over scattered slots."""
-    slots, cases = rng.sample(range(SLOTS), SLOTS), []
-    for length in (1, rng.randint(2, 100), rng.choice([127, 128, 129]), rng.randint(200, 300)):
-        nodes = rng.randint(0, 12)
-        table = array("i", [slots.pop() for _ in range(length + nodes)])
-        paths: list[list[int]] = []
-        for node in range(nodes):
-            parent = rng.randint(-1, node - 1)
-            paths.append([*(paths[parent] if parent >= 0 else []), table[length + node]])
-        cases.append(Case(table, length, paths))
-    return cases
+    lengths = [1, rng.randint(2, 100), rng.choice([127, 128, 129]), rng.randint(200, 300)]
+    return ragged(rng, lengths, 12, SLOTS)
 
 
 def attend(

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -72,6 +72,28 @@ def random_plan(rng: random.Random, rows: int = 3) -> StepInput:
             paths.append([*(paths[parent] if parent >= 0 else []), int(table[length + node])])
             step_input.node(table, length, paths[node], 0)
     return step_input.build()
+
+
+class Case(NamedTuple):
+    """One request: its slots, its number of known tokens, and the paths of its nodes as slots."""
+
+    table: array[int]
+    length: int
+    paths: list[list[int]]
+
+
+def ragged(rng: random.Random, lengths: list[int], most_nodes: int, num_slots: int) -> list[Case]:
+    """Requests of these numbers of tokens with random trees over scattered slots, no slot twice."""
+    slots, cases = rng.sample(range(num_slots), num_slots), []
+    for length in lengths:
+        nodes = rng.randint(0, most_nodes)
+        table = array("i", [slots.pop() for _ in range(length + nodes)])
+        paths: list[list[int]] = []
+        for node in range(nodes):
+            parent = rng.randint(-1, node - 1)
+            paths.append([*(paths[parent] if parent >= 0 else []), table[length + node]])
+        cases.append(Case(table, length, paths))
+    return cases
 
 
 def heads_of(heads: int, kv_heads: int, head_dim: int, norms: bool = False) -> Any:

@@ -1,8 +1,8 @@
 """Interface of a backend: the operations under the decoder, the attention and the sampler, for one device.
 
-`backends/cpu` calls compiled C kernels.  `backends/torch` is the reference.  It serves every other device,
-machines without a compiler, and the tests.  Optional parts are declared: `Backend.fused`,
-`verifier` and `distributions` are None if a backend has none.
+`backends/cpu` calls compiled C kernels, `backends/triton` has those of CUDA devices.  `backends/torch` is
+the reference.  It serves every other device, machines without a compiler, and the tests.  Optional parts are
+declared: `Backend.fused`, `verifier` and `distributions` are None if a backend has none.
 
 Shapes: N rows of a step, h hidden, I inner, H query heads, k K/V heads, D head dimensions, V vocabulary,
 M rows with logits.

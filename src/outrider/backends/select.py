@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
+from importlib.util import find_spec
 
 import torch
 
@@ -20,21 +22,50 @@ ACTIVATIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def backend_for(device: torch.device, dtype: torch.dtype, activations: str = "float32") -> Backend:
-    """The fastest backend that runs here.  OUTRIDER_KERNELS=torch asks for the reference.
+    """The fastest backend that runs here.
 
+    OUTRIDER_KERNELS=torch asks for the reference, OUTRIDER_KERNELS=triton for the kernels of CUDA devices, on
+    a CPU too.
     activations: what the inputs of linears are rounded to.  Raises ConfigError for bfloat16 without the C
     kernels or without bfloat16 weights.
     """
     if device.type == "cpu":
         threads.limit()
-    library = compiled_library(device)
+    library = None if uses_triton(device) else compiled_library(device)
     if library is not None and dtype in (torch.float32, torch.bfloat16):
         if activations == "bfloat16" and dtype != torch.bfloat16:
             raise ConfigError("activations='bfloat16' is for bfloat16 weights: set dtype='bfloat16'.")
         return cpu.CpuBackend(library, dtype, ACTIVATIONS[activations])
     if activations != "float32":
         raise ConfigError(f"activations={activations!r} is for the C kernels of the CPU: leave it out.")
-    return reference.TorchBackend(device, dtype)
+    return _triton_backend(device, dtype) if uses_triton(device) else reference.TorchBackend(device, dtype)
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether the Triton kernels are used: if they are asked for, or on the current CUDA device.
+
+    Triton launches on the current device.  Others get the reference.
+    """
+    asked = os.environ.get("OUTRIDER_KERNELS")
+    if device.type != "cuda" or asked is not None:
+        return asked == "triton"
+    return find_spec("triton") is not None and device.index in (None, torch.cuda.current_device())
+
+
+def _triton_backend(device: torch.device, dtype: torch.dtype) -> Backend:
+    if find_spec("triton") is None:
+        raise ConfigError("OUTRIDER_KERNELS=triton needs Triton: pip install 'outrider[gpu]'.")
+    if device.type == "cpu" and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    from outrider.backends.triton.backend import TritonBackend
+    from outrider.backends.triton.dot import INTERPRETED
+
+    if (device.type == "cpu") != bool(INTERPRETED):
+        raise ConfigError(
+            f"OUTRIDER_KERNELS=triton on {device} needs TRITON_INTERPRET={int(device.type == 'cpu')} in the "
+            "environment from the start: the kernels of a process are all interpreted or all compiled."
+        )
+    return TritonBackend(device, dtype)
 
 
 def fast_bfloat16(device: torch.device) -> bool:

@@ -1,0 +1,1 @@
+"""The operations of a backend as Triton kernels."""

@@ -1,0 +1,260 @@
+"""Attention of ragged rows, chains and trees, over paged K/V, in two passes.
+
+The keys of a row are counted 0, 1, 2, … in the order of their positions (`core/step_input.py`).  Products
+are taken per BLOCK keys, at multiples of BLOCK.  The first pass sums each SPLIT keys on its own, the second
+adds the splits of a row in order.  So what is computed for a row depends on its own keys alone: not on the
+other rows, on their number, or on whether a key is in the slot table or in the path of a tree node.
+
+        keys      0        BLOCK     2 BLOCK  │  3 BLOCK            SPLIT = 3 BLOCK
+        table     ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ │ ■ ■ ■
+        node 0                                │       ■             4 and 5 are of the same number:
+        node 2                                │       ■ ■           each row has its own slot there
+
+A program computes the rows of one piece (`plan.py`) for the query heads of one K/V head, and one split.
+A block of keys that all rows have in the table is one product.  For a block with nodes, every row takes the
+product of the same shape with its own keys, and keeps its own part.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.backends.base import AttentionShape, ScoreModifier
+from outrider.backends.triton.dot import dot
+from outrider.backends.triton.elementwise import Planes
+from outrider.backends.triton.plan import PIECE, Plan
+from outrider.cache.pool import Pool
+from outrider.core.step_input import StepInput
+
+BLOCK, SPLIT = 64, 256  # keys
+TILE = 64  # query heads of all rows that a program computes, unless one row has more
+PARTIAL_BYTES = 1 << 26  # of sums between the passes; more rows are computed one part after another
+
+
+@triton.jit
+def _first_key(position, shift, pinned, WINDOW: tl.constexpr):
+    """A number that no visible key of a row is below."""
+    if WINDOW == 0:
+        return position * 0
+    oldest = position - WINDOW + 1 if WINDOW > 0 else position // -WINDOW * -WINDOW
+    return tl.where(pinned > 0, 0, tl.maximum(oldest - shift, 0))
+
+
+@triton.jit
+def _seen(j, num_keys, position, shift, pinned, WINDOW: tl.constexpr):
+    """Which of the keys j each row sees, and their distance from it (0 or below), [M, BLOCK]."""
+    at = j[None, :] + tl.where(j[None, :] >= pinned, shift[:, None], 0)
+    seen = j[None, :] < num_keys[:, None]
+    if WINDOW > 0:
+        seen = seen & (at > position[:, None] - WINDOW)
+    elif WINDOW < 0:
+        seen = seen & (at >= (position // -WINDOW * -WINDOW)[:, None])
+    return seen, at - position[:, None]
+
+
+@triton.jit
+def _add_block(
+    state, q, kv, kv_head, slots, exists, seen, ahead, scale, cap, slope, D: tl.constexpr,
+    WIDTH: tl.constexpr, CAP: tl.constexpr, SLOPES: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """`state` of each row after BLOCK more keys: highest score, mass of the weights, weights times V."""
+    best, mass, total = state
+    d = tl.arange(0, WIDTH)
+    at = kv_head.to(tl.int64) * kv.head_stride + slots.to(tl.int64) * kv.slot_stride
+    scale_at = (at + (D + 31) // 32 * 32) // 4
+    k = tl.load(kv.k + at[None, :] + d[:, None], mask=exists[None, :] & (d < D)[:, None], other=0.0)
+    scores = dot(q, k) * scale
+    if INT8:
+        scores *= tl.load(kv.k_scales + scale_at, mask=exists, other=0.0)[None, :]
+    if CAP:
+        scores = cap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / cap)) + 1.0))
+    if SLOPES:
+        scores += slope[:, None] * ahead
+    scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(best, tl.max(scores, 1))
+    finite = tl.where(highest == float("-inf"), 0.0, highest)
+    weights, shrunk = tl.exp(scores - finite[:, None]), tl.exp(best - finite)
+    mass = mass * shrunk + tl.sum(weights, 1)
+    if INT8:
+        weights *= tl.load(kv.v_scales + scale_at, mask=exists, other=0.0)[None, :]
+    v = tl.load(kv.v + at[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
+    return highest, mass, total * shrunk[:, None] + dot(weights.to(q.dtype), v)
+
+
+@triton.jit
+def _add_own_block(
+    state, plan, first, count, in_tile, table, max_path, j, q, kv, kv_head, seen, ahead, scale, cap, slope,
+    D: tl.constexpr, WIDTH: tl.constexpr, CAP: tl.constexpr, SLOPES: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """`_add_block` with keys that every row has in slots of its own."""
+    best, mass, total = state
+    for i in range(count):
+        context = tl.load(plan.contexts + first + i)
+        exists = j < tl.load(plan.num_keys + first + i)
+        path = plan.path_slots + (first + i) * max_path - context
+        in_table = tl.load(table + j, mask=exists & (j < context), other=0)
+        slots = tl.load(path + j, mask=exists & (j >= context), other=in_table)
+        new_best, new_mass, new_total = _add_block(
+            (best, mass, total), q, kv, kv_head, slots, exists, seen, ahead, scale, cap, slope,
+            D, WIDTH, CAP, SLOPES, INT8,
+        )  # fmt: skip
+        own = in_tile == i
+        best, mass = tl.where(own, new_best, best), tl.where(own, new_mass, mass)
+        total = tl.where(own[:, None], new_total, total)
+    return best, mass, total
+
+
+CHANGING = ["first_piece", "first_row", "num_splits", "pinned", "max_path"]  # with the step
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _sum_split(
+    q, kv, plan, slopes, sums, ends, first_piece, first_row, num_splits, scale, cap, pinned, max_path,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SLOPES: tl.constexpr,
+    INT8: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """First pass: sums [N, H, splits, WIDTH] of weights times V; their highest score and mass in `ends`."""
+    piece = plan.pieces + (first_piece + tl.program_id(0) // PIECES) * 3
+    skipped = tl.program_id(0) % PIECES * ROWS
+    count = tl.minimum(tl.load(piece + 1) - skipped, ROWS)
+    first, shared = tl.load(piece) + skipped, tl.load(piece + 2)
+    lane, kv_head, split = tl.arange(0, ROWS * LANES), tl.program_id(1), tl.program_id(2)
+    in_tile, head, row = lane // LANES, kv_head * GROUP + lane % LANES, first + lane // LANES
+    real = (in_tile < count) & (lane % LANES < GROUP)
+    num_keys = tl.load(plan.num_keys + row, mask=real, other=0)
+    position = tl.load(plan.positions + row, mask=real, other=0)
+    shift = tl.load(plan.shifts + row, mask=real, other=0)
+    oldest = tl.where(real, _first_key(position, shift, pinned, WINDOW), 2147483647)
+    begin, most = tl.maximum(split * SPLIT, tl.min(oldest) // BLOCK * BLOCK), tl.max(num_keys)
+    end = tl.minimum(split * SPLIT + SPLIT, most)
+    if begin >= end:
+        return
+    d = tl.arange(0, WIDTH)
+    at_q = (row.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
+    heads = tl.load(q + at_q, mask=real[:, None] & (d < D)[None, :], other=0.0)
+    slope = tl.load(slopes + head, mask=real, other=0.0) if SLOPES else num_keys * 0.0
+    best = tl.full((ROWS * LANES,), float("-inf"), tl.float32)
+    mass, total = tl.zeros((ROWS * LANES,), tl.float32), tl.zeros((ROWS * LANES, WIDTH), tl.float32)
+    table = plan.table_slots + tl.load(plan.tables + first)
+    for start in range(begin, end, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        seen, ahead = _seen(j, num_keys, position, shift, pinned, WINDOW)
+        if tl.minimum(start + BLOCK, most) <= shared:
+            slots = tl.load(table + j, mask=j < most, other=0)
+            best, mass, total = _add_block(
+                (best, mass, total), heads, kv, kv_head, slots, j < most, seen, ahead, scale, cap, slope,
+                D, WIDTH, CAP, SLOPES, INT8,
+            )  # fmt: skip
+        else:
+            best, mass, total = _add_own_block(
+                (best, mass, total), plan, first, count, in_tile, table, max_path, j, heads, kv, kv_head,
+                seen, ahead, scale, cap, slope, D, WIDTH, CAP, SLOPES, INT8,
+            )  # fmt: skip
+    at = ((row - first_row).to(tl.int64) * HEADS + head) * num_splits + split
+    tl.store(sums + at[:, None] * WIDTH + d[None, :], total, mask=real[:, None])
+    tl.store(ends + at * 2, best, mask=real)
+    tl.store(ends + at * 2 + 1, mass, mask=real)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _add_splits(
+    sums, ends, out, plan, sinks, first_row, num_splits, pinned, HEADS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Second pass, for one head of one row."""
+    row, head, d = first_row + tl.program_id(0), tl.program_id(1), tl.arange(0, WIDTH)
+    position, shift = tl.load(plan.positions + row), tl.load(plan.shifts + row)
+    first = _first_key(position, shift, pinned, WINDOW) // SPLIT
+    best, mass, total = float("-inf"), 0.0, tl.zeros((WIDTH,), tl.float32)
+    if SINKS:
+        best, mass = tl.load(sinks + head), 1.0
+    at = (tl.program_id(0).to(tl.int64) * HEADS + head) * num_splits
+    for split in range(first, tl.cdiv(tl.load(plan.num_keys + row), SPLIT)):
+        split_best = tl.load(ends + (at + split) * 2)
+        highest = tl.maximum(best, split_best)
+        finite = tl.where(highest == float("-inf"), 0.0, highest)
+        shrunk, share = tl.exp(best - finite), tl.exp(split_best - finite)
+        mass = mass * shrunk + tl.load(ends + (at + split) * 2 + 1) * share
+        total = total * shrunk + tl.load(sums + (at + split) * WIDTH + d) * share
+        best = highest
+    to = out + (row.to(tl.int64) * HEADS + head) * D + d
+    tl.store(to, (total / mass).to(out.dtype.element_ty), mask=d < D)
+
+
+class _Part(NamedTuple):
+    """Pieces that are computed together, and their rows."""
+
+    first_piece: int
+    pieces: int
+    first_row: int
+    rows: int
+
+
+def _parts(query_start: list[int], row_bytes: int) -> list[_Part]:
+    """The pieces of a step, cut where the sums of their rows would exceed PARTIAL_BYTES."""
+    most, parts = max(PIECE, PARTIAL_BYTES // row_bytes), [_Part(0, 0, 0, 0)]
+    for first, end in pairwise(query_start):
+        for at in range(first, end, PIECE):
+            rows, last = min(PIECE, end - at), parts[-1]
+            if last.rows + rows > most:
+                last = _Part(last.first_piece + last.pieces, 0, at, 0)
+                parts.append(last)
+            parts[-1] = last._replace(pieces=last.pieces + 1, rows=last.rows + rows)
+    return parts
+
+
+class Extent(NamedTuple):
+    """What a launch needs to know of a step on the host."""
+
+    query_start: list[int]
+    max_seq_len: int
+    max_path_len: int
+    pinned: int
+
+    @staticmethod
+    def of(step: StepInput) -> Extent:
+        return Extent(step.query_start, step.max_seq_len, step.max_path_len, step.pinned)
+
+
+def attend(
+    q: Tensor, spec: AttentionShape, plan: Plan, extent: Extent, pool: Pool, layer: int, scale: float,
+    window: int, modifier: ScoreModifier | None,
+) -> Tensor:  # fmt: skip
+    """`Backend.attend` of q [N, H, D]; [N, H·D]."""
+    n, heads, d = len(q), spec.heads, spec.head_dim
+    q = q.reshape(n, heads, d).contiguous()
+    group, width, modifier = heads // spec.kv_heads, _width(d), modifier or ScoreModifier()
+    lanes = triton.next_power_of_2(group)
+    rows = max(1, min(PIECE, TILE // lanes))
+    splits = triton.cdiv(extent.max_seq_len, SPLIT)
+    parts = _parts(extent.query_start, heads * splits * width * 4)
+    most = max(part.rows for part in parts)
+    sums = q.new_empty(most * heads * splits * width, dtype=torch.float32)
+    ends = q.new_empty(most * heads * splits * 2, dtype=torch.float32)
+    out = torch.empty_like(q)
+    kv = Planes.of(pool, layer)
+    slopes, sinks = (sums if x is None else x.to(sums) for x in (modifier.slopes, modifier.sinks))
+    for part in parts:
+        _sum_split[(part.pieces * (PIECE // rows), spec.kv_heads, splits)](
+            q, kv, plan, slopes, sums, ends, part.first_piece, part.first_row, splits, scale, modifier.cap,
+            extent.pinned, extent.max_path_len,
+            HEADS=heads, GROUP=group, LANES=max(lanes, 16 // rows), ROWS=rows, PIECES=PIECE // rows, D=d,
+            WIDTH=width, WINDOW=window, CAP=modifier.cap > 0, SLOPES=modifier.slopes is not None,
+            INT8=pool.dtype == torch.int8, BLOCK=BLOCK, SPLIT=SPLIT,
+        )  # fmt: skip
+        _add_splits[(part.rows, heads)](
+            sums, ends, out, plan, sinks, part.first_row, splits, extent.pinned, HEADS=heads, D=d,
+            WIDTH=width, WINDOW=window, SINKS=modifier.sinks is not None, SPLIT=SPLIT,
+        )  # fmt: skip
+    return out.view(n, heads * d)
+
+
+def _width(head_dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(head_dim)))

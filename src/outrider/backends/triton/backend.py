@@ -1,0 +1,78 @@
+"""The torch backend with Triton kernels in place of its linears, norms, attention and verification.
+
+Every kernel computes a row by a fixed sequence of operations on that row's own data, whatever the number of
+rows.  So the backend is row-invariant, as far as a device's matrix instruction computes every row of a tile
+alike.  `models/selftest.py` tries that at start-up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.backends.base import AttentionShape, ScoreModifier
+from outrider.backends.torch.backend import TorchBackend
+from outrider.backends.triton import attention, elementwise, linear
+from outrider.backends.triton.linear import TritonWeight
+from outrider.backends.triton.plan import Plan, plan_of
+from outrider.backends.triton.verifier import TreeVerifier
+from outrider.cache.pool import Pool
+from outrider.core.quantized import QuantizedWeight
+from outrider.core.step_input import StepInput
+
+
+class TritonBackend(TorchBackend):
+    """`Backend` for CUDA devices, and for the CPU in Triton's interpreter."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self.exact, self.verifier = True, TreeVerifier()
+        self.name = f"Triton on {device} ({str(dtype).removeprefix('torch.')})"
+
+    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Any:
+        return TritonWeight.packed(weight, bias, self.device, self.dtype)
+
+    def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
+        return linear.linear(x, weight, add)
+
+    def embed(self, weight: Any, step_input: StepInput) -> Tensor:
+        embeddings: Tensor = weight.embed(plan_of(step_input, self.device).input_ids, self.dtype)
+        return embeddings
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return elementwise.rms_norm(x, weight, eps)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        return elementwise.silu_mul(x)
+
+    def prepare(self, step_input: StepInput) -> Any:
+        return plan_of(step_input, self.device)
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        spec: AttentionShape,
+        rotations: Tensor,
+        step_input: StepInput,
+        pool: Pool,
+        layer: int,
+    ) -> Tensor:
+        plan: Plan = self.prepare(step_input)
+        return elementwise.rope_store(qkv, spec, rotations, plan, pool, layer)
+
+    def attend(
+        self,
+        q: Tensor,
+        spec: AttentionShape,
+        step_input: StepInput,
+        pool: Pool,
+        layer: int,
+        scale: float,
+        window: int,
+        modifier: ScoreModifier | None = None,
+    ) -> Tensor:
+        extent = attention.Extent.of(step_input)
+        plan: Plan = self.prepare(step_input)
+        return attention.attend(q, spec, plan, extent, pool, layer, scale, window, modifier)

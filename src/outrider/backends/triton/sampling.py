@@ -1,0 +1,192 @@
+"""Picks from rows of logits: the cut of the filters, the noise, and the best token of each part of a row.
+
+`core/noise.py` and `backends/torch/sampling.py` are the reference.  Scores are the same numbers, so the
+kernels are launched without fused multiply-add.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.core.params import DistributionParams
+
+PART, BLOCK = 8192, 1024  # logits of a program of `_best`, and at once
+PARAMS = 6  # numbers of `params_of`
+MIX_1, MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+INFINITY = tl.constexpr(0x7F800000)  # bits of a float32
+LATEST = tl.constexpr(0x7FFFFFFF)  # after every token
+NOISE_TOP = tl.constexpr(16.636)  # above 24 log(2)
+
+
+def params_of(distribution: DistributionParams, vocabulary: int) -> list[float]:
+    """Temperature, its float32 reciprocal, log(min_p), top_k, top_p, and whether any filter is in force.
+
+    0 for top_k and 2 for top_p turn a filter off.
+    """
+    temperature, min_p, top_k, top_p = distribution
+    if temperature == 0:
+        return [0.0, 0.0, -math.inf, 0.0, 2.0, 0.0]
+    reciprocal: float = 1 / struct.unpack("f", struct.pack("f", temperature))[0]
+    least = math.log(min_p) if min_p > 0 else -math.inf
+    top_k = top_k if top_k < vocabulary else 0
+    top_p = top_p if top_p < 1 else 2.0
+    return [temperature, reciprocal, least, float(top_k), top_p, float(min_p > 0 or top_k > 0 or top_p < 1)]
+
+
+class Rows(NamedTuple):
+    """Rows of logits to pick from.
+
+    logits:  float32 [M, V]
+    highest: float32 [M], the largest of each
+    owners:  int64 [M, 2], the tree of a row, -1 for none, and its depth below the root
+    streams: int64 [T, 2], RNG stream of a tree, and the position of the token after its root
+    params:  float64 [T, PARAMS]
+    """
+
+    logits: Tensor
+    highest: Tensor
+    owners: Tensor
+    streams: Tensor
+    params: Tensor
+
+
+@triton.jit
+def _mix(z):
+    """`core.noise.mix` of uint64."""
+    z = (z ^ (z >> 30)) * MIX_1
+    z = (z ^ (z >> 27)) * MIX_2
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _below(rows, row, stride, i, vocabulary, highest, reciprocal):
+    """Distances of the logits i of a row from its highest, at temperature; -inf past the vocabulary."""
+    x = tl.load(rows.logits + row.to(tl.int64) * stride + i, mask=i < vocabulary, other=float("-inf"))
+    return (x - highest) * reciprocal
+
+
+@triton.jit
+def _lowest(
+    rows, row, stride, vocabulary, highest, reciprocal, least, limit, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The lowest number x such that fewer than `limit` of the distances from `least` on are above it.
+
+    COUNT: 0 weighs them by their probability.
+    x is found bit by bit: floats of one sign grow with their bits.
+    """
+    lowest = tl.full((), 0, tl.int32)
+    for bit in range(31):
+        bits = lowest | (1 << (30 - bit))
+        x = -bits.to(tl.float32, bitcast=True)
+        above = tl.full((), 0.0, tl.float64)
+        for first in range(0, vocabulary, BLOCK):
+            low = _below(rows, row, stride, first + tl.arange(0, BLOCK), vocabulary, highest, reciprocal)
+            weight = tl.exp(low) if COUNT == 0 else 1.0
+            above += tl.sum(tl.where((low > x) & (low >= least), weight, 0.0).to(tl.float64), 0)
+        lowest = tl.where(above < limit, bits, lowest)
+    return -tl.minimum(lowest, INFINITY).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _cut(rows, cuts, stride, vocabulary, PARAMS: tl.constexpr, BLOCK: tl.constexpr):
+    """The distance from which on min_p, top_k and top_p leave the tokens of one row."""
+    row = tl.program_id(0)
+    tree = tl.load(rows.owners + row * 2)
+    if tree < 0:
+        return
+    params = rows.params + tree * PARAMS
+    least = tl.load(params + 2).to(tl.float32)
+    if tl.load(params + 5) > 0:
+        highest, reciprocal = tl.load(rows.highest + row), tl.load(params + 1).to(tl.float32)
+        top_k, top_p = tl.load(params + 3), tl.load(params + 4)
+        if top_k > 0:
+            cut = _lowest(rows, row, stride, vocabulary, highest, reciprocal, least, top_k, 1, BLOCK)
+            least = tl.maximum(least, cut)
+        if top_p < 1:
+            whole = tl.full((), 0.0, tl.float64)
+            for first in range(0, vocabulary, BLOCK):
+                low = _below(rows, row, stride, first + tl.arange(0, BLOCK), vocabulary, highest, reciprocal)
+                whole += tl.sum(tl.where(low >= least, tl.exp(low), 0.0).to(tl.float64), 0)
+            limit = top_p * whole
+            cut = _lowest(rows, row, stride, vocabulary, highest, reciprocal, least, limit, 0, BLOCK)
+            least = tl.maximum(least, cut)
+    tl.store(cuts + row, least)
+
+
+@triton.jit
+def _noise_bits(key, token):
+    """The 24 bits of a token's uniform, as in `core.noise.gumbel`."""
+    return (_mix(key + (token + 1).to(tl.uint64) * GOLDEN) >> 40).to(tl.int32)
+
+
+@triton.jit
+def _gumbel(bits):
+    """Noise float32 of 24 bits; logarithms in float64."""
+    uniform = (bits.to(tl.float64) + 0.5) * 5.9604644775390625e-08
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def _first_best(scores, tokens, best, token):
+    """The better of the best of `scores` and (best, token); the first of equal ones."""
+    found = tl.max(scores, 0)
+    where = tl.min(tl.where(scores == found, tokens, LATEST), 0)
+    return tl.where(found > best, found, best), tl.where(found > best, where, token)
+
+
+@triton.jit
+def _best(
+    rows, cuts, scores, tokens, stride, vocabulary, PARAMS: tl.constexpr, PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Score and token of the best of PART logits of a row.
+
+    Noise is below -log(1 - u), which float32 gives well enough.  Its float64 logarithms are computed only for
+    blocks in which that bound could win.
+    """
+    row, part = tl.program_id(0), tl.program_id(1)
+    tree = tl.load(rows.owners + row * 2)
+    if tree < 0:
+        return
+    highest, reciprocal = tl.load(rows.highest + row), tl.load(rows.params + tree * PARAMS + 1).to(tl.float32)
+    greedy = tl.load(rows.params + tree * PARAMS) == 0
+    reciprocal, cut = tl.where(greedy, 1.0, reciprocal), tl.load(cuts + row)
+    position = tl.load(rows.streams + tree * 2 + 1) + tl.load(rows.owners + row * 2 + 1)
+    key = _mix((tl.load(rows.streams + tree * 2) + position).to(tl.uint64))
+    best, token = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    for first in range(part * PART, tl.minimum(part * PART + PART, vocabulary), BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        low = _below(rows, row, stride, i, vocabulary, highest, reciprocal)
+        low = tl.where(low < cut, float("-inf"), low)
+        if greedy:
+            best, token = _first_best(low, i, best, token)
+        else:
+            bits = _noise_bits(key, i)
+            if tl.max(low + (NOISE_TOP - tl.log(16777215.5 - bits.to(tl.float32))), 0) >= best:
+                best, token = _first_best(low + _gumbel(bits), i, best, token)
+    at = row * tl.num_programs(1) + part
+    tl.store(scores + at, best)
+    tl.store(tokens + at, token)
+
+
+def best_of_parts(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Scores float32 and tokens int32 [M, parts]; the best of a row is the best of its parts."""
+    m, vocabulary = rows.logits.shape
+    parts, stride = triton.cdiv(vocabulary, PART), rows.logits.stride(0)
+    cuts = torch.empty_like(rows.highest)
+    scores = rows.highest.new_empty(m, parts)
+    tokens = torch.empty(m, parts, dtype=torch.int32, device=scores.device)
+    _cut[(m,)](rows, cuts, stride, vocabulary, PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False)
+    _best[(m, parts)](
+        rows, cuts, scores, tokens, stride, vocabulary, PARAMS=PARAMS, PART=PART, BLOCK=BLOCK,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return scores, tokens

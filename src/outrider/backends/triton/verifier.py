@@ -1,0 +1,134 @@
+"""Verification of draft trees on the device: all nodes are picked, then one program walks each tree.
+
+Queries go to the device in one transfer, and answers come back in one: the only one of a step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.backends.rules import Answer
+from outrider.backends.triton.sampling import LATEST, Rows, best_of_parts, params_of
+from outrider.core.params import DistributionParams
+from outrider.core.tree import DraftTree
+
+
+class TreeQueries:
+    """Trees for `_walk`, which writes for a tree of n nodes, one tree after another:
+
+    accepted nodes [n] | tokens to emit [n + 1] | how many, -1 if a token could not be picked
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}  # key -> nodes
+        self.distributions: list[DistributionParams] = []
+        self.owners: dict[int, tuple[int, int]] = {}  # row of the logits -> its entry in `Rows.owners`
+        self.streams = array("q")
+        self.trees, self.nodes = array("q"), array("q")  # root, first node, nodes | token, parent
+        self.answers: Tensor | None = None
+
+    def add(
+        self,
+        key: int,
+        root: int,
+        distribution: DistributionParams,
+        stream: int,
+        position: int,
+        tree: DraftTree,
+    ) -> None:
+        n, depths = tree.size, [0]
+        for parent in tree.parents[:n]:
+            depths.append(depths[parent + 1] + 1)
+        for row, depth in enumerate(depths, root):
+            self.owners[row] = len(self.sizes), depth
+        self.trees.extend((root, len(self.nodes) // 2, n))
+        for node in zip(tree.tokens[:n], tree.parents):
+            self.nodes.extend(node)
+        self.streams.extend((stream - (stream >> 63 << 64), position))
+        self.distributions.append(distribution)
+        self.sizes[key] = n
+
+    def arrays(self, num_rows: int, vocabulary: int, device: torch.device) -> list[Tensor]:
+        """`Rows.owners`, `Rows.streams`, `Rows.params`, `trees` and `nodes` on the device."""
+        owners, params = array("q"), array("d")
+        for row in range(num_rows):
+            owners.extend(self.owners.get(row, (-1, 0)))
+        for distribution in self.distributions:
+            params.extend(params_of(distribution, vocabulary))
+        words = array("q", params.tobytes())
+        parts = [owners, self.streams, words, self.trees, self.nodes]
+        for part in parts:
+            part.extend([0] * (len(part) % 2))  # every array begins at a multiple of 16 bytes
+        flat = torch.frombuffer(sum(parts, array("q")), dtype=torch.int64).to(device)
+        moved = list(flat.split([*map(len, parts)]))
+        moved[2] = moved[2].view(torch.float64)
+        return moved
+
+    def read(self) -> dict[int, Answer | None]:
+        if self.answers is None:
+            return {}
+        found, at = dict[int, Answer | None](), 0
+        data = self.answers.tolist()
+        for key, n in self.sizes.items():
+            count, emitted = data[at + 2 * n + 1], at + n
+            found[key] = (data[at : at + count - 1], data[emitted : emitted + count]) if count > 0 else None
+            at += 2 * n + 2
+        return found
+
+
+@triton.jit
+def _walk(
+    highest, scores, tokens, trees, nodes, answers, num_parts, PARTS: tl.constexpr, NODES: tl.constexpr
+):
+    """`verify.match` of one tree, from the best score and token of every part of its rows."""
+    tree = tl.program_id(0)
+    root, first, n = tl.load(trees + tree * 3), tl.load(trees + tree * 3 + 1), tl.load(trees + tree * 3 + 2)
+    accepted = answers + 2 * first + 2 * tree
+    part, node = tl.arange(0, PARTS), tl.arange(0, NODES)
+    node_tokens = tl.load(nodes + (first + node) * 2, mask=node < n, other=-1)
+    parents = tl.load(nodes + (first + node) * 2 + 1, mask=node < n, other=-2)
+    at, count = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
+    going = at < 0
+    while going:
+        row = root + 1 + at
+        score = tl.load(scores + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
+        token = tl.load(tokens + row * num_parts + part, mask=part < num_parts, other=LATEST)
+        pick = tl.min(tl.where(score == tl.max(score, 0), token, LATEST), 0)
+        finite = tl.abs(tl.load(highest + row)) < float("inf")
+        tl.store(accepted + n + count, pick)
+        child = tl.max(tl.where((parents == at) & (node_tokens == pick), node, -1), 0)
+        going = finite & (child >= 0)
+        tl.store(accepted + count, child, mask=going)
+        count = tl.where(finite, count + 1, -1)
+        at = child
+    tl.store(accepted + 2 * n + 1, count)
+
+
+class TreeVerifier:
+    """Verification by match.  The other rules are computed on the host (`verify/`)."""
+
+    rules: Collection[str] = ("match",)
+
+    def queries(self, rule: str) -> TreeQueries:
+        return TreeQueries()
+
+    def verify(self, logits: Tensor, queries: TreeQueries) -> None:
+        if not queries.sizes:
+            return
+        m, vocabulary = logits.shape
+        owners, streams, params, trees, nodes = queries.arrays(m, vocabulary, logits.device)
+        rows = Rows(logits, logits.amax(-1), owners, streams, params)
+        scores, tokens = best_of_parts(rows)
+        most, parts = max(queries.sizes.values()), scores.shape[1]
+        size = 2 * sum(queries.sizes.values()) + 2 * len(queries.sizes)
+        queries.answers = torch.empty(size, dtype=torch.int32, device=logits.device)
+        _walk[(len(queries.sizes),)](
+            rows.highest, scores, tokens, trees, nodes, queries.answers, parts,
+            PARTS=triton.next_power_of_2(parts), NODES=triton.next_power_of_2(max(1, most)),
+        )  # fmt: skip

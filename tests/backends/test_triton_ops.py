@@ -1,0 +1,99 @@
+"""Linears, norms, activation and rotary embedding of the Triton kernels, beside the reference."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from interpreted import DEVICE
+from kernel_cases import SLOTS, heads_of, random_plan
+
+from outrider.backends.torch.backend import TorchBackend
+from outrider.cache.pool import Pool
+from outrider.checkpoints.quantize import reduced
+from outrider.core.quantized import QuantizedWeight
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from outrider.backends.triton.backend import TritonBackend
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def near(found: Any, wanted: Any, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@each_dtype
+@pytest.mark.parametrize(("inputs", "outputs", "rows"), [(1, 3, 1), (100, 33, 3), (64, 32, 65)])
+def test_linear(inputs: int, outputs: int, rows: int, dtype: torch.dtype) -> None:
+    backend = TritonBackend(DEVICE, dtype)
+    weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+    x, bias, base = (torch.randn(size).to(dtype) for size in ((rows, inputs), (outputs,), (rows, outputs)))
+    exact = x.double() @ weight.double().T
+    near(backend.linear(x.to(DEVICE), backend.pack(weight)).cpu(), exact, dtype)
+    near(backend.linear(x.to(DEVICE), backend.pack(weight, bias)).cpu(), exact + bias, dtype)
+    added = base.clone().to(DEVICE)
+    assert backend.linear(x.to(DEVICE), backend.pack(weight), added) is added
+    near(added.cpu(), exact + base, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_weights_keep_their_bits(bits: int, dtype: torch.dtype) -> None:
+    backend, few = TritonBackend(DEVICE, dtype), reduced(torch.randn(40, 128) / 11, bits)
+    assert isinstance(few, QuantizedWeight)
+    packed = backend.pack(few)
+    assert packed.values.dtype == torch.int8
+    x = torch.randn(3, 128).to(dtype)
+    dense = few.dense().to(dtype)
+    near(backend.linear(x.to(DEVICE), packed).cpu(), x.double() @ dense.double().T, dtype)
+    ids = torch.tensor([3, 39, 3])
+    assert torch.equal(packed.embed(ids.to(DEVICE), dtype).cpu(), dense[ids])
+
+
+@each_dtype
+def test_a_row_of_a_linear_is_the_same_in_any_number_of_rows(dtype: torch.dtype) -> None:
+    backend = TritonBackend(DEVICE, dtype)
+    weight, x = backend.pack(torch.randn(40, 200)), torch.randn(70, 200).to(DEVICE, dtype)
+    y = backend.linear(x, weight)
+    for rows in (slice(0, 1), slice(63, 66), slice(5, 70)):
+        assert torch.equal(backend.linear(x[rows], weight), y[rows])
+
+
+@each_dtype
+@pytest.mark.parametrize("width", [1, 100])
+def test_norm_and_activation(width: int, dtype: torch.dtype) -> None:
+    ours, theirs = TritonBackend(DEVICE, dtype), TorchBackend(DEVICE, dtype)
+    x, weight = (torch.randn(3, 2 * width) * 3).to(DEVICE, dtype), torch.randn(2 * width, device=DEVICE)
+    near(ours.rms_norm(x, weight, 1e-6), theirs.rms_norm(x, weight, 1e-6), dtype)
+    near(ours.silu_mul(x), theirs.silu_mul(x), dtype)
+    far = torch.tensor([[-200.0, 88.0, 2.0, 3.0]], device=DEVICE)
+    near(ours.silu_mul(far), theirs.silu_mul(far), torch.float32)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize(("rotary", "norms"), [(0, False), (8, True), (24, False), (24, True)])
+def test_rope_store(rotary: int, norms: bool, kv_dtype: torch.dtype) -> None:
+    spec, step_input = heads_of(6, 3, 24, norms), random_plan(random.Random(rotary), 1)
+    if norms:
+        spec.q_norm, spec.k_norm = spec.q_norm.to(DEVICE), spec.k_norm.to(DEVICE)
+    angle = torch.rand(64, rotary // 2, device=DEVICE) * 6
+    turn = torch.cat([angle.cos(), angle.sin()], dim=-1).contiguous()
+    qkv = torch.randn(step_input.length, 12 * 24, device=DEVICE)
+    pools, found = [Pool(2, 3, 24, SLOTS, kv_dtype, DEVICE) for _ in range(2)], []
+    for kind, pool in zip((TritonBackend, TorchBackend), pools):
+        found.append(kind(DEVICE, torch.float32).rope_store(qkv, spec, turn, step_input, pool, 1))
+    near(*found, torch.float32)
+    slots = torch.arange(SLOTS, device=DEVICE)
+    ours, theirs = (pool.read(1, slots, torch.float32) for pool in pools)
+    near(ours, theirs, torch.bfloat16 if kv_dtype != torch.float32 else kv_dtype)
+    assert not pools[0].data[0].any(), "another layer was written to"

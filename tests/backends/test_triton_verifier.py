@@ -1,0 +1,163 @@
+"""Noise, filters and match of the Triton kernels, beside their definitions on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from interpreted import DEVICE
+from kernel_cases import sampled_row
+
+from outrider import verify
+from outrider.backends.torch import sampling as reference
+from outrider.backends.torch.backend import TorchBackend
+from outrider.core.noise import MASK, gumbel, key_of
+from outrider.core.params import DistributionParams
+from outrider.core.tree import DraftTree
+from outrider.sampling.sampler import Sampler
+from outrider.verify.base import RowPicker
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import triton
+import triton.language as tl
+
+from outrider.backends.triton import sampling
+from outrider.backends.triton.backend import TritonBackend
+from outrider.backends.triton.verifier import TreeVerifier
+
+quickly = settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
+PARAMS = st.builds(
+    DistributionParams,
+    temperature=st.sampled_from([0.0, 0.1, 0.8, 1.0, 1.7]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.4]),
+    top_k=st.sampled_from([0, 0, 1, 5, 70, 1000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.01]),
+)
+
+
+class Asked:
+    """The target as the reference asks for it, node by node."""
+
+    def __init__(self, row: Any, logits: torch.Tensor, root: int) -> None:
+        self.row, self.logits, self.root = row, logits, root
+        self.sampler = Sampler(TorchBackend(torch.device("cpu"), torch.float32))
+
+    def pick(self, row: int, node: int, path: Any) -> int:
+        return self.sampler.pick(self.row, path, self.logits, self.root + 1 + node)
+
+
+def expected(row: Any, logits: torch.Tensor, root: int, tree: DraftTree) -> Any:
+    asked: Any = Asked(row, logits, root)
+    return verify.rule("match")().walk(tree, RowPicker(asked, 0))
+
+
+def answers(logits: torch.Tensor, trees: list[tuple[Any, int, DraftTree]]) -> Any:
+    verifier, sampler = TreeVerifier(), Sampler(TritonBackend(DEVICE, torch.float32))
+    queries = verifier.queries("match")
+    for key, (row, root, tree) in enumerate(trees):
+        sampler.add_query(queries, key, row, tree, root)
+    verifier.verify(logits.to(DEVICE), queries)
+    return queries.read()
+
+
+def likely_tree(row: Any, logits: torch.Tensor, root: int, wrong: list[bool]) -> DraftTree:
+    """A chain of the target's own picks, as long as `wrong`, with a wrong sibling before the marked."""
+    sampler = Sampler(TorchBackend(torch.device("cpu"), torch.float32))
+    tokens, parents, path, parent = list[int](), list[int](), list[int](), -1
+    for beside in wrong:
+        token = sampler.pick(row, path, logits, root + 1 + parent)
+        if beside:
+            tokens.append((token + 1) % logits.shape[1])
+            parents.append(parent)
+        tokens.append(token)
+        parents.append(parent)
+        parent = len(tokens) - 1
+        path.append(token)
+    return DraftTree(tokens, parents, [0.5] * len(tokens))
+
+
+@triton.jit
+def _all_noise(out, key, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    bits = sampling._noise_bits(key.to(tl.uint64), i)
+    tl.store(out + i, sampling._gumbel(bits))
+
+
+@pytest.mark.parametrize("seed", [0, 1, (1 << 64) - 1])
+def test_noise_is_the_same_bits_as_on_the_host(seed: int) -> None:
+    key, out = key_of(seed, 3, 1000), torch.zeros(4096, device=DEVICE)
+    _all_noise[(1,)](out, key - (key >> 63 << 64), COUNT=4096)
+    differing = int((out.cpu() != gumbel(key, 4096)).sum())
+    assert differing == 0 if DEVICE.type == "cpu" else differing <= 1, (
+        "a float64 logarithm may round otherwise"
+    )
+
+
+@quickly
+@given(
+    params=PARAMS,
+    seed=st.integers(0, MASK),
+    vocabulary=st.sampled_from([4, 70, 1030, 9000]),
+    wrong=st.lists(st.booleans(), max_size=4),
+)
+def test_match_takes_the_path_of_the_reference(
+    params: DistributionParams, seed: int, vocabulary: int, wrong: list[bool]
+) -> None:
+    generator = torch.Generator().manual_seed(seed % (1 << 32))
+    logits = torch.randn(12, vocabulary, generator=generator) * 3
+    row = sampled_row([1] * 9, params, seed)
+    tree = likely_tree(row, logits, 2, wrong)
+    assert answers(logits, [(row, 2, tree)])[0] == expected(row, logits, 2, tree)
+    assert len(expected(row, logits, 2, tree)[0]) == len(wrong)
+
+
+def test_trees_of_several_requests_in_one_call() -> None:
+    """Roots, positions and streams of their own; rows of the logits that no tree asks for."""
+    logits = torch.randn(30, 50, generator=torch.Generator().manual_seed(0)) * 2
+    trees = []
+    for i, root in enumerate((1, 8, 20)):
+        row = sampled_row([1] * (5 + i), DistributionParams(0.9), i, i)
+        trees.append((row, root, likely_tree(row, logits, root, [False, True, True][: i + 1])))
+    trees.append((sampled_row([1], DistributionParams(0.0)), 29, DraftTree([], [], [])))
+    assert answers(logits, trees) == {
+        key: expected(*tree[:1], logits, *tree[1:]) for key, tree in enumerate(trees)
+    }
+
+
+def test_equal_scores_go_to_the_first_token() -> None:
+    logits = torch.zeros(1, 9000)
+    logits[0, [3000, 8500]] = 1.0
+    row = sampled_row([1], DistributionParams(0.0))
+    assert answers(logits, [(row, 0, DraftTree([], [], []))])[0] == ([], [3000])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_path_with_a_row_that_is_not_finite_has_no_answer(bad: float) -> None:
+    logits = torch.zeros(3, 20)
+    logits[0, 7], logits[1] = 1.0, bad
+    row, tree = sampled_row([1], DistributionParams(0.0)), DraftTree([7], [-1], [0.5])
+    assert answers(logits, [(row, 0, tree)])[0] is None
+    assert answers(logits, [(row, 0, DraftTree([8], [-1], [0.5]))])[0] == ([], [7])
+
+
+@quickly
+@given(params=PARAMS, seed=st.integers(0, 1 << 32), ties=st.booleans())
+def test_the_cut_leaves_the_tokens_of_the_reference(
+    params: DistributionParams, seed: int, ties: bool
+) -> None:
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(seed)) * 3
+    if ties:
+        logits = logits.round()
+    if params.temperature == 0:
+        return
+    as_ints = torch.tensor([[0, 0]], device=DEVICE)
+    numbers = torch.tensor([sampling.params_of(params, 300)], dtype=torch.float64, device=DEVICE)
+    rows = sampling.Rows(logits.to(DEVICE), logits.amax(-1).to(DEVICE), as_ints, as_ints, numbers)
+    cuts = torch.zeros(1, device=DEVICE)
+    sampling._cut[(1,)](rows, cuts, 300, 300, PARAMS=sampling.PARAMS, BLOCK=128, enable_fp_fusion=False)
+    low = (logits[0] - logits.max()) * torch.tensor(params.temperature).reciprocal()
+    assert torch.equal(low < cuts.cpu(), reference.below(logits[0], params) == float("-inf"))

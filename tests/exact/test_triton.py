@@ -1,0 +1,110 @@
+"""The Triton kernels through the whole engine: the same tokens with and without speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import answer
+from interpreted import DEVICE, needs_triton
+from torch.overrides import TorchFunctionMode
+
+from outrider import LLM, SamplingParams
+from outrider.errors import ConfigError
+from outrider.testing import (
+    KnownTexts,
+    Scripts,
+    check_idle,
+    random_prompts,
+    run_staggered,
+    tiny_checkpoint,
+    visible_parts,
+)
+
+pytestmark = needs_triton
+PROMPTS = random_prompts(2, seed=3, longest=9)
+PARAMS = [
+    SamplingParams(max_tokens=6, ignore_eos=True, temperature=temperature, top_k=40, seed=7)
+    for temperature in (0.0, 1.0)
+]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers with two heads over one.  The interpreter takes a millisecond for ten operations."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return tiny_checkpoint(tmp_path_factory.mktemp("small") / "llama", **sizes)
+
+
+@pytest.fixture(scope="module")
+def llm(small: str) -> Iterator[LLM]:
+    from outrider.backends.triton import attention
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_KERNELS", "triton")
+        if DEVICE.type == "cpu":
+            patch.setattr(attention, "BLOCK", 16)
+            patch.setattr(attention, "SPLIT", 16)
+        made = LLM(small, device=DEVICE.type, enable_prefix_caching=False)
+        assert made.engine.exact and made.engine.decoder.backend.name.startswith("Triton")
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> list[Any]:
+    """Outputs of each prompt alone, without speculation."""
+    return [answer(llm, prompt, p).outputs for prompt, p in zip(PROMPTS, PARAMS)]
+
+
+def test_triton_kernels_give_the_tokens_of_the_reference(
+    plain: list[Any], small: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
+    reference = LLM(small, device="cpu")
+    expected = [answer(reference, prompt, p).outputs for prompt, p in zip(PROMPTS, PARAMS)]
+    assert [visible_parts(o) for o in plain] == [visible_parts(o) for o in expected]
+
+
+class Syncs(TorchFunctionMode):
+    """Records what would wait for a device: numbers that Python reads from a tensor."""
+
+    NAMES = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        masks = name == "__getitem__" and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool
+        if name in self.NAMES or masks or (name == "to" and "cpu" in args):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_trees_leave_the_tokens_unchanged_with_one_read_a_step(llm: LLM, plain: list[Any]) -> None:
+    """Greedy and sampled requests in one batch, prefill beside decoding, right tokens inside random trees.
+
+    The only read of a step returns the counts and tokens of all rows.
+    """
+    truth, seen, steps = KnownTexts(), Syncs(), llm.engine.steps
+    for prompt, p, outputs in zip(PROMPTS, PARAMS, plain):
+        truth.learn(prompt, p.seed or 0, outputs)
+    llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 7, "num_speculative_tokens": 3})
+    with seen:
+        outputs = run_staggered(llm, PROMPTS, PARAMS)
+    assert [visible_parts(o.outputs) for o in outputs] == [visible_parts(o) for o in plain]
+    assert sum(o.speculation.accepted for o in outputs) > 0
+    assert seen.seen == ["tolist"] * (llm.engine.steps - steps)
+    check_idle(llm)
+
+
+def test_compiled_kernels_are_refused_on_a_cpu(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.backends.triton import dot
+
+    monkeypatch.setenv("OUTRIDER_KERNELS", "triton")
+    monkeypatch.setattr(dot, "INTERPRETED", False)
+    with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):
+        LLM(small, device="cpu")

@@ -1,0 +1,67 @@
+"""Compiles every Triton kernel for a CUDA device that need not be there: `python compile_triton.py 90`.
+
+Launches are replaced by compilation for the arguments at hand.  Prints the names of the kernels.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+from kernel_cases import CPU, heads_of, random_plan, sampled_row
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile, make_backend
+from triton.runtime import jit
+
+from outrider.backends.base import ScoreModifier
+from outrider.backends.triton.backend import TritonBackend
+from outrider.cache.pool import Pool
+from outrider.core.params import DistributionParams
+from outrider.core.tree import DraftTree
+from outrider.sampling.sampler import Sampler
+
+TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
+DONE: set[str] = set()
+
+
+def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    backend = make_backend(TARGET)
+    bound, kinds, options = jit.create_function_from_signature(self.signature, self.params, backend)(
+        *args, **named
+    )
+    if (key := f"{self.__name__} {kinds}") in DONE:
+        return
+    DONE.add(key)
+    parsed, signature, constants, attributes = self._pack_args(backend, named, bound, kinds, options)
+    compile(ASTSource(self, signature, constants, attributes), target=TARGET, options=parsed.__dict__)
+    print(self.__name__)
+
+
+def main() -> None:
+    jit.JITFunction.run = compiled
+    backend, dtype = TritonBackend(CPU, torch.bfloat16), torch.bfloat16
+    x, few = torch.randn(70, 128, dtype=dtype), torch.randn(1, 128, dtype=dtype)
+    weight = backend.pack(torch.randn(70, 128), torch.randn(70))
+    backend.linear(x, weight, torch.zeros(70, 70, dtype=dtype))
+    backend.linear(few, weight)
+    backend.rms_norm(x, torch.randn(128), 1e-6)
+    backend.silu_mul(x)
+    spec, step_input = heads_of(8, 2, 128, True), random_plan(random.Random(0))
+    turn, qkv = torch.rand(64, 128), torch.randn(step_input.length, 12 * 128, dtype=dtype)
+    modifier = ScoreModifier(3.0, torch.rand(8), torch.rand(8))
+    for kv_dtype in (torch.bfloat16, torch.int8):
+        pool = Pool(2, 2, 128, 160, kv_dtype, CPU)
+        q = backend.rope_store(qkv, spec, turn, step_input, pool, 1)
+        backend.attend(q, spec, step_input, pool, 1, 0.25, 0)
+        backend.attend(q, spec, step_input, pool, 1, 0.25, 5, modifier)
+    logits = torch.randn(3, 9000)
+    queries: Any = backend.verifier.queries("match")
+    tree = DraftTree([1, 2], [-1, 0], [0.5, 0.5])
+    Sampler(backend).add_query(queries, 0, sampled_row([1], DistributionParams(0.8, 0.1, 5, 0.9)), tree, 0)
+    backend.verifier.verify(logits, queries)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Triton's interpreter for tests: chosen before triton is imported, and without its repeated patching."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class _Patched:
+    def restore(self) -> None:
+        pass
+
+
+def keep_patched() -> None:
+    """Patch the language once.  The interpreter does so in every call of a function: 1 ms each."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if interpreter._patch_lang.__name__ == "_patch_lang":
+
+        def both() -> None: ...
+
+        both.__globals__.update(tl=tl, core=tl.core)
+        interpreter._patch_lang(both)
+        interpreter._patch_lang = lambda fn: _Patched()
+        object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+
+
+if find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":
+    keep_patched()
