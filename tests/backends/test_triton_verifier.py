@@ -145,6 +145,17 @@ def test_a_path_with_a_row_that_is_not_finite_has_no_answer(bad: float) -> None:
 
 
 @quickly
+@given(params=PARAMS, seed=st.integers(0, MASK))
+def test_a_single_pick_is_that_of_the_reference(params: DistributionParams, seed: int) -> None:
+    logits = torch.randn(3, 70, generator=torch.Generator().manual_seed(seed % (1 << 32))) * 3
+    backend = TritonBackend(DEVICE, torch.float32)
+    for row in (logits[2], logits):
+        found = backend.pick(row.to(DEVICE), params, seed, 1, False, 2)[0]
+        assert found == reference.pick(logits[2], params, seed, 1)[0]
+    assert backend.pick(torch.full((9,), float("-inf"), device=DEVICE), params, seed, 1, False)[0] == []
+
+
+@quickly
 @given(params=PARAMS, seed=st.integers(0, 1 << 32), ties=st.booleans())
 def test_the_cut_leaves_the_tokens_of_the_reference(
     params: DistributionParams, seed: int, ties: bool
@@ -156,7 +167,7 @@ def test_the_cut_leaves_the_tokens_of_the_reference(
         return
     as_ints = torch.tensor([[0, 0]], device=DEVICE)
     numbers = torch.tensor([sampling.params_of(params, 300)], dtype=torch.float64, device=DEVICE)
-    rows = sampling.Rows(logits.to(DEVICE), logits.amax(-1).to(DEVICE), as_ints, as_ints, numbers)
+    rows = sampling.Rows(logits.to(DEVICE), logits.amax(-1).to(DEVICE), as_ints, numbers)
     cuts = torch.zeros(1, device=DEVICE)
     sampling._cut[(1,)](rows, cuts, 300, 300, PARAMS=sampling.PARAMS, BLOCK=128, enable_fp_fusion=False)
     low = (logits[0] - logits.max()) * torch.tensor(params.temperature).reciprocal()

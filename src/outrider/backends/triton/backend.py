@@ -14,11 +14,12 @@ from torch import Tensor
 
 from outrider.backends.base import AttentionShape, ScoreModifier
 from outrider.backends.torch.backend import TorchBackend
-from outrider.backends.triton import attention, elementwise, linear
+from outrider.backends.triton import attention, elementwise, linear, sampling
 from outrider.backends.triton.linear import TritonWeight
 from outrider.backends.triton.plan import Plan, plan_of
 from outrider.backends.triton.verifier import TreeVerifier
 from outrider.cache.pool import Pool
+from outrider.core.params import DistributionParams
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 
@@ -76,3 +77,12 @@ class TritonBackend(TorchBackend):
         extent = attention.Extent.of(step_input)
         plan: Plan = self.prepare(step_input)
         return attention.attend(q, spec, plan, extent, pool, layer, scale, window, modifier)
+
+    def pick(
+        self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
+    ) -> tuple[list[int], list[float]]:
+        if k > 1 or probs:
+            return super().pick(logits, distribution, key, k, probs, row)
+        rows = logits[None] if logits.dim() == 1 else logits[row : row + 1]
+        token = sampling.pick_first(rows, distribution, [key])[0]
+        return ([token], [0.0]) if token >= 0 else ([], [])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,15 +47,13 @@ class Rows(NamedTuple):
 
     logits:  float32 [M, V]
     highest: float32 [M], the largest of each
-    owners:  int64 [M, 2], the tree of a row, -1 for none, and its depth below the root
-    streams: int64 [T, 2], RNG stream of a tree, and the position of the token after its root
+    owners:  int64 [M, 2], the tree of a row, -1 for none, and the 64-bit key of its noise
     params:  float64 [T, PARAMS]
     """
 
     logits: Tensor
     highest: Tensor
     owners: Tensor
-    streams: Tensor
     params: Tensor
 
 
@@ -159,8 +158,7 @@ def _best(
     highest, reciprocal = tl.load(rows.highest + row), tl.load(rows.params + tree * PARAMS + 1).to(tl.float32)
     greedy = tl.load(rows.params + tree * PARAMS) == 0
     reciprocal, cut = tl.where(greedy, 1.0, reciprocal), tl.load(cuts + row)
-    position = tl.load(rows.streams + tree * 2 + 1) + tl.load(rows.owners + row * 2 + 1)
-    key = _mix((tl.load(rows.streams + tree * 2) + position).to(tl.uint64))
+    key = tl.load(rows.owners + row * 2 + 1).to(tl.uint64)
     best, token = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     for first in range(part * PART, tl.minimum(part * PART + PART, vocabulary), BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -190,3 +188,19 @@ def best_of_parts(rows: Rows) -> tuple[Tensor, Tensor]:
         enable_fp_fusion=False,
     )  # fmt: skip
     return scores, tokens
+
+
+def signed(key: int) -> int:
+    """A 64-bit key as int64."""
+    return key - (key >> 63 << 64)
+
+
+def pick_first(logits: Tensor, distribution: DistributionParams, keys: Sequence[int]) -> list[int]:
+    """The best token of each row of [n, V], -1 where no logit is finite."""
+    device, highest = logits.device, logits.amax(-1)
+    owners = torch.tensor([[0, signed(key)] for key in keys], device=device)
+    params = torch.tensor(params_of(distribution, logits.shape[1]), dtype=torch.float64, device=device)
+    scores, tokens = best_of_parts(Rows(logits, highest, owners, params))
+    tokens = tokens.masked_fill(scores < scores.amax(-1, keepdim=True), LATEST.value).amin(-1)
+    found: list[int] = tokens.masked_fill(~highest.isfinite(), -1).tolist()
+    return found

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.rules import Answer
-from outrider.backends.triton.sampling import LATEST, Rows, best_of_parts, params_of
+from outrider.backends.triton.sampling import LATEST, Rows, best_of_parts, params_of, signed
+from outrider.core.noise import MASK, mix
 from outrider.core.params import DistributionParams
 from outrider.core.tree import DraftTree
 
@@ -29,7 +30,6 @@ class TreeQueries:
         self.sizes: dict[int, int] = {}  # key -> nodes
         self.distributions: list[DistributionParams] = []
         self.owners: dict[int, tuple[int, int]] = {}  # row of the logits -> its entry in `Rows.owners`
-        self.streams = array("q")
         self.trees, self.nodes = array("q"), array("q")  # root, first node, nodes | token, parent
         self.answers: Tensor | None = None
 
@@ -46,28 +46,27 @@ class TreeQueries:
         for parent in tree.parents[:n]:
             depths.append(depths[parent + 1] + 1)
         for row, depth in enumerate(depths, root):
-            self.owners[row] = len(self.sizes), depth
+            self.owners[row] = len(self.sizes), signed(mix(stream + position + depth & MASK))
         self.trees.extend((root, len(self.nodes) // 2, n))
         for node in zip(tree.tokens[:n], tree.parents):
             self.nodes.extend(node)
-        self.streams.extend((stream - (stream >> 63 << 64), position))
         self.distributions.append(distribution)
         self.sizes[key] = n
 
     def arrays(self, num_rows: int, vocabulary: int, device: torch.device) -> list[Tensor]:
-        """`Rows.owners`, `Rows.streams`, `Rows.params`, `trees` and `nodes` on the device."""
+        """`Rows.owners`, `Rows.params`, `trees` and `nodes` on the device."""
         owners, params = array("q"), array("d")
         for row in range(num_rows):
             owners.extend(self.owners.get(row, (-1, 0)))
         for distribution in self.distributions:
             params.extend(params_of(distribution, vocabulary))
         words = array("q", params.tobytes())
-        parts = [owners, self.streams, words, self.trees, self.nodes]
+        parts = [owners, words, self.trees, self.nodes]
         for part in parts:
             part.extend([0] * (len(part) % 2))  # every array begins at a multiple of 16 bytes
         flat = torch.frombuffer(sum(parts, array("q")), dtype=torch.int64).to(device)
         moved = list(flat.split([*map(len, parts)]))
-        moved[2] = moved[2].view(torch.float64)
+        moved[1] = moved[1].view(torch.float64)
         return moved
 
     def read(self) -> dict[int, Answer | None]:
@@ -122,8 +121,8 @@ class TreeVerifier:
         if not queries.sizes:
             return
         m, vocabulary = logits.shape
-        owners, streams, params, trees, nodes = queries.arrays(m, vocabulary, logits.device)
-        rows = Rows(logits, logits.amax(-1), owners, streams, params)
+        owners, params, trees, nodes = queries.arrays(m, vocabulary, logits.device)
+        rows = Rows(logits, logits.amax(-1), owners, params)
         scores, tokens = best_of_parts(rows)
         most, parts = max(queries.sizes.values()), scores.shape[1]
         size = 2 * sum(queries.sizes.values()) + 2 * len(queries.sizes)
