@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider.backends import candidates
 from outrider.backends.base import AttentionShape, Backend, DecoderLayer, ModelShape, ScoreModifier
+from outrider.backends.rules import TreeVerifier
 from outrider.backends.torch import attention, sampling
 from outrider.backends.torch.attention import Group
 from outrider.cache.pool import Pool
@@ -59,7 +60,7 @@ class TorchBackend:
     """`Backend` without its optional parts."""
 
     fused = None
-    verifier = None
+    verifier: TreeVerifier | None = None
     distributions = None
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -27,8 +27,8 @@ class Planes(NamedTuple):
     @staticmethod
     def of(pool: Pool, layer: int) -> Planes:
         keys, values = pool.data[layer, 0], pool.data[layer, 1]
-        wide = [part.view(torch.float32) if pool.dtype == torch.int8 else part for part in (keys, values)]
-        return Planes(keys, values, *wide, keys.stride(1), keys.stride(0))
+        wide = torch.float32 if pool.dtype == torch.int8 else pool.dtype
+        return Planes(keys, values, keys.view(wide), values.view(wide), keys.stride(1), keys.stride(0))
 
 
 HEADS = 8  # of a row that one program of `_rope_store` computes
