@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for a CUDA device that need not be there: `python compile_triton.py 90`.
 
-Launches are replaced by compilation for the arguments at hand.  Prints the names of the kernels.
+Launches are replaced by compilation for their arguments.  Prints the names of the kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The torch backend with Triton kernels in place of its linears, norms, attention and verification.
 
-Every kernel computes a row by a fixed sequence of operations on that row's own data, whatever the number of
-rows.  So the backend is row-invariant, as far as a device's matrix instruction computes every row of a tile
+Every kernel computes a row by a fixed sequence of operations on that row's own data, for any number of rows.
+So the backend is row-invariant, as far as a device's matrix instruction computes every row of a tile
 alike.  `models/selftest.py` tries that at start-up.
 """
 

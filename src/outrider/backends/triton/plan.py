@@ -69,7 +69,7 @@ def _make(step: StepInput, device: torch.device) -> Plan:
         flat.extend([0] * (ALIGNED + -len(numbers) % ALIGNED))  # none is empty
     moved = torch.frombuffer(flat, dtype=torch.int32).to(device)
     views = [moved[start : start + max(1, len(part))] for start, part in zip(starts, arrays)]
-    return Plan(*views[:-1], views[-1].view(-1, 3))
+    return Plan._make([*views[:-1], views[-1].view(-1, 3)])
 
 
 def _pieces(step: StepInput) -> Iterator[tuple[int, int, int]]:
