@@ -45,6 +45,8 @@ def main() -> None:
     if not tiny and not torch.cuda.is_available():
         sys.exit("There is no CUDA device here; --shape tiny tries the script in the interpreter.")
     os.environ["OUTRIDER_KERNELS"] = "triton"
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     began = time.time()
     found = {"date": datetime.date.today().isoformat(), **machine(device), "shape": given.shape}

@@ -61,7 +61,7 @@ def answers(logits: torch.Tensor, trees: list[tuple[Any, int, DraftTree]]) -> An
     for key, (row, root, tree) in enumerate(trees):
         sampler.add_query(queries, key, row, tree, root)
     verifier.verify(logits.to(DEVICE), queries)
-    return queries.read()
+    return dict(queries.read())
 
 
 def likely_tree(row: Any, logits: torch.Tensor, root: int, wrong: list[bool]) -> DraftTree:

@@ -6,7 +6,7 @@ Queries go to the device in one transfer, and answers come back in one: the only
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 import triton
@@ -69,16 +69,13 @@ class TreeQueries:
         moved[1] = moved[1].view(torch.float64)
         return moved
 
-    def read(self) -> dict[int, Answer | None]:
-        if self.answers is None:
-            return {}
-        found, at = dict[int, Answer | None](), 0
-        data = self.answers.tolist()
+    def read(self) -> Iterator[tuple[int, Answer | None]]:
+        data, at = [] if self.answers is None else self.answers.tolist(), 0
         for key, n in self.sizes.items():
-            count, emitted = data[at + 2 * n + 1], at + n
-            found[key] = (data[at : at + count - 1], data[emitted : emitted + count]) if count > 0 else None
+            emitted, count = at + n, data[at + 2 * n + 1]
+            answer = data[at : at + count - 1], data[emitted : emitted + count]
+            yield key, answer if count > 0 else None
             at += 2 * n + 2
-        return found
 
 
 @triton.jit
