@@ -162,7 +162,7 @@ def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any
     llm = LLM(model=str(model), max_num_batched_tokens=512)
     ours = [decode_speed(llm)]
     plain = peers.plain(str(model), PROMPT, NEW, gguf=gguf and str(gguf), openvino=openvino and str(openvino))
-    ours.append(decode_speed(llm))  # before and after the rivals: the machine's mood shows
+    ours.append(decode_speed(llm))  # before and after the rivals: shows how steady the machine is
     rows = forward_ms(llm)
     theirs = peers.batched(str(gguf)) if gguf else {}
     sampled = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=NEW, ignore_eos=True, seed=1)

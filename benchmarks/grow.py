@@ -64,7 +64,7 @@ def weights(model: Any) -> int:
 
 
 def write(folder: Path, layers: int = LAYERS, mlp: int = INNER) -> dict[str, Any]:
-    """Writes DIR/target and DIR/draft.  Raises SystemExit where the grown target says something else."""
+    """Writes DIR/target and DIR/draft.  Raises SystemExit where the grown target gives another text."""
     from transformers import AutoTokenizer
 
     source = folder / "target"

@@ -115,7 +115,7 @@ def _openvino(model_dir: str, prompt_tokens: int, new_tokens: int, threads: int,
         metrics = pipe.generate(ids, config).perf_metrics
         assert metrics.get_num_generated_tokens() == new_tokens + 1, "stopped early"
         rates.append(1000 / metrics.get_tpot().mean)
-    core = openvino.Core()  # tells the defaults of the device, which the pipeline was not asked to change
+    core = openvino.Core()  # gives the defaults of the device, which the pipeline keeps
     version = {"openvino": openvino.__version__, "genai": openvino_genai.__version__}
     version |= {key: str(core.get_property("CPU", key)) for key in ("INFERENCE_PRECISION_HINT",)}
     return {

@@ -60,7 +60,7 @@ class Answer:
     tokens: list[int]
     seconds: float
     times: list[float]
-    steps: int = 0  # 0: not told
+    steps: int = 0  # 0: unknown
     drafted: int = 0
     accepted: int = 0
 

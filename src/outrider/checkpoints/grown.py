@@ -5,7 +5,7 @@
     o, down                          as in the checkpoint   zero, with random signs
     layers behind the last                                  the same: random inputs, zero outputs
 
-What is added is computed like any other weight, and adds 0 to the residual stream.  So texts and acceptance
+The added weights are computed as the others are, and add 0 to the residual stream.  So texts and acceptance
 are those of the small model, and a forward costs what the larger one costs.  Added layers follow the old
 ones, which keep their numbers: a head that reads the input of layer 5 reads the same state.
 """

@@ -25,7 +25,7 @@ from outrider.errors import ModelError
 
 BUILTIN = Path(__file__).parent.parent / "builtin" / "heads"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # other types need a scale
-# Names of heads come first: a model may lie beside them.
+# Names of heads come first: the folder may also hold a model.
 FILE_NAMES = (
     "medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt",
     "model.safetensors", "pytorch_model.bin", "consolidated.safetensors", "model.pt", "pytorch_model.pt",

@@ -90,7 +90,7 @@ def _compressed_tensors(settings: dict[str, Any]) -> Scheme:
     groups = settings.get("config_groups") or {}
     if not groups:
         raise ModelError(
-            "the checkpoint's quantization_config has no config_groups: it does not say how its weights are "
+            "the checkpoint's quantization_config has no config_groups, which state how its weights are "
             "packed."
         )
     schemes = [_config_group(name, group or {}) for name, group in groups.items()]

@@ -170,7 +170,7 @@ def _leaves_folder(path: Path) -> bool:
 
 
 def _check_bin(path: Path, loaded: object) -> None:
-    """Raise ModelError unless `loaded` is a dict of tensors that lie within their storage."""
+    """Raise ModelError unless `loaded` is a dict of tensors that do not exceed their storage."""
     if not isinstance(loaded, dict):
         raise ModelError(f"{path} holds no named tensors but a {type(loaded).__name__}.")
     for name, value in loaded.items():

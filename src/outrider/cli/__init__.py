@@ -28,7 +28,7 @@ from outrider.cli.verify import verify
 from outrider.errors import OutriderError
 from outrider.version import VERSION
 
-# A copy of click lies in some versions of typer; others use click itself.
+# Some versions of typer contain a copy of click; others use click itself.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(

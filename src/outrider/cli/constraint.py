@@ -30,7 +30,7 @@ Regex = Annotated[
 def constraint(
     json_schema: str | None, grammar: str | None, grammar_file: str | None, regex: str | None
 ) -> dict[str, Any]:
-    """Sampling parameters for what these flags ask for; at most one of them."""
+    """Sampling parameters of these flags; at most one of them."""
     given = {"json": json_schema, "grammar": grammar, "grammar-file": grammar_file, "regex": regex}
     form = {name: text for name, text in given.items() if text is not None}
     if not form:

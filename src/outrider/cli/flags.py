@@ -269,7 +269,7 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
 
     engine = {**engine, **more}
     threads = engine.pop("threads", None)
-    limit()  # now, so that what is asked for explicitly is not lowered later
+    limit()  # now, so that an explicit number is not lowered later
     if threads is not None:
         if threads < 1:
             raise ConfigError(f"threads must be at least 1, got {threads}.")

@@ -69,7 +69,7 @@ class Calibration:
 class Reach:
     """Of one drafter: means[i], sds[i] of the probability that the token at depth i + 1 is accepted.
 
-    above: the estimate over all requests.  per_level: verified nodes by level asked for.
+    above: the estimate over all requests.  per_level: verified nodes by requested level.
     """
 
     __slots__ = ("above", "asked", "hits", "means", "misses", "per_level", "sds", "step")

@@ -14,7 +14,7 @@ from outrider.control.acceptance import Calibration, key_of
 from outrider.core.tree import ROOT, DraftTree
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512, 1024)
-CHEAP = 0.02  # a drafter whose deepest draft costs less than this part of a plain step is asked for all of it
+CHEAP = 0.02  # a drafter whose deepest draft costs less than this part of a plain step always drafts all of it
 
 
 class Option(NamedTuple):
@@ -67,7 +67,7 @@ def joint_probabilities(tree: DraftTree, calibration: Calibration, source: int =
     """Probability of each node that it is accepted.
 
     source: of nodes whose tree has no `proposers`.  A sampled node is judged by its rank among its siblings,
-    which its confidence stands for, and not by its token: rejection rules require that.
+    which determines its confidence, and not by its token: rejection rules require that.
     """
     joint: list[float] = []
     depths: list[int] = []

@@ -140,7 +140,7 @@ class DraftCost:
 
     def __init__(self, plain: float) -> None:
         self.plain = plain
-        self.idle = 0.0  # moving average of the seconds of a step that asks for nothing
+        self.idle = 0.0  # moving average of the seconds of a step without requests to drafters
         self.lines: dict[tuple[int, int], tuple[ChunkCost, float, float]] = {}  # cost, fixed, per level
 
     def line(self, drafter: int, rows: int) -> tuple[float, float]:

@@ -199,7 +199,7 @@ class PrefillPacer:
         self.costs[bucket] = cost.after(prefill, seconds, decode)
 
     def _checked(self, cost: ChunkCost, ratio: float) -> ChunkCost:
-        """Measures d again and trusts old costs less where steps show that the speed has changed."""
+        """Measure d again and lower the weight of old costs where steps show that the speed has changed."""
         self.surprises = 0 if 1 / SURPRISE < ratio < SURPRISE else self.surprises + 1
         if self.surprises < 2:
             return cost

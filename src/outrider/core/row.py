@@ -163,7 +163,7 @@ class Row:
 
     @property
     def guided(self) -> bool:
-        """Whether the request tells something of its output: what automatic drafters propose from."""
+        """Whether it has a grammar or a prediction, from which automatic drafters propose."""
         return self.grammar is not None or bool(self.prediction)
 
     @property

@@ -1,4 +1,4 @@
-"""Several drafters in order of trust: a row gets the draft tokens of the first one that proposes any.
+"""Several drafters in a fixed order: a row gets the draft tokens of the first one that proposes any.
 
 Cheap and precise drafters (look-ups) come first, those that always propose (a model, a table) last.
 """
@@ -22,7 +22,7 @@ class First(Union):
 
     @dataclass(frozen=True)
     class Options(Union.Options):
-        """drafters, nodes: as in `union`, the most trusted drafter first."""
+        """drafters, nodes: as in `union`, the first one to be tried first."""
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
@@ -39,7 +39,7 @@ class First(Union):
         """Ask all drafters in every step, since those with K/V must keep up.
 
         A row that has draft tokens has no budget left.  Probes are not draft tokens: the next drafter is
-        asked for the nodes that they leave.
+        used for the nodes that they leave.
         """
         self.drafts, left = [], [step.budget for step in batch]
         for i in range(len(self.drafters)):

@@ -37,7 +37,7 @@ from outrider.heads.vocabulary import check_size
 
 FINGERPRINT = "target_fingerprint"  # in the config of a head: `Checkpoint.fingerprint` of its target
 log = logging.getLogger("outrider")
-# Names of tensors that stand beside, or in place of, quantized weights.
+# Names of tensors beside, or in place of, quantized weights.
 QUANTIZED = re.compile(r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$")
 
 

@@ -81,7 +81,7 @@ class Net:
         return states
 
     def from_output(self, o: Tensor) -> Tensor:
-        """g for an output, which stands for the next state."""
+        """g for an output, which takes the place of the next state."""
         return o
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ class Recurrent(HeadDrafter):
             row, cursor = step.row, self.catch_up.cursor(step.row, step.start)
             cursor.drop_written(self.overlap)
             cursor.append(step.start, commit.states.of(r, self.net.taps))
-            # The last pair lies beside the pending token, whose slot may be missing.
+            # The last pair is beside the pending token, whose slot may be missing.
             has_slot = row.table is not None and row.table.room > row.computed
             if step.known > 1 and row.error is None and has_slot:
                 readings.append(self._reading(row, cursor, row.computed + 1))

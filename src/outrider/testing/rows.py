@@ -78,7 +78,7 @@ def drafted_batch(drafter: Drafter, row: Row, budget: Budget) -> Batch:
 def check_tree(tree: DraftTree, budget: Budget) -> None:
     """Raise AssertionError unless the tree is well formed and within its budget.
 
-    Parents come before their children, siblings hold distinct tokens, confidences lie in (0, 1].
+    Parents come before their children, siblings hold distinct tokens, confidences are in (0, 1].
     """
     depths = {ROOT: 0}
     for i, parent in enumerate(tree.parents):

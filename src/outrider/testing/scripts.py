@@ -76,7 +76,7 @@ class Scripts:
     def hidden(self, row: Row, budget: Budget, nodes: int = 40) -> DraftTree:
         """The correct path within a tree that grows at random.
 
-        Wrong nodes carry correct tokens at other depths, and siblings lie between the correct nodes.
+        Wrong nodes carry correct tokens at other depths, with siblings between the correct nodes.
         """
         rng, correct = _rng(row), self.known.continuation(row, budget.depth)
         tokens: list[int] = []

@@ -2,7 +2,7 @@
 
 1. Plain decoding answers the prompts, which gives the time of a step and of a prompt.
 2. Drafts of 1 … n levels and forwards of the target over their nodes are timed in turns.
-3. One teacher-forced pass of the draft over each answer tells the rank of every token in the draft's choice.
+3. One teacher-forced pass of the draft over each answer gives the rank of every token in the draft's choice.
    The tokens before it are those that a draft would continue, so the steps of a chain follow exactly.
 4. A tree of `siblings` a depth also has nodes off the answer.  How they compete is estimated: each is
    continued with the mean probability of the draft's best token.

@@ -1,7 +1,7 @@
 """A smaller language model drafts (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv
 2302.01318).
 
-Its K/V lies at the target's slots, in a pool of its own, and covers committed tokens only.  Every step first
+Its K/V is at the target's slots, in a pool of its own, and covers committed tokens only.  Every step first
 catches up with the tokens that were committed since, in the forward that also gives the first draft token.
 
     position            … e-2   e-1 │  e    e+1          e = step.end, the number of known tokens

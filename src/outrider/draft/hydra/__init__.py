@@ -8,7 +8,7 @@ before it.
     head 1 reads              P_e-2, x_e-1,     c_1 │  gives c_2, and so on
 
 P_t is f_t itself (`mlp`), or the output of a Llama block for f_0 … f_t (`prefix-mlp`: Hydra++).  That
-block's K/V of position t lies in the target's slot t and depends on nothing after t, so it is shared with
+block's K/V of position t is in the target's slot t and depends on nothing after t, so it is shared with
 the target's pages.
 
 The shape of the tree is known in advance, so that a level is one pass over all of its nodes.

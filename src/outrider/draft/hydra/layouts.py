@@ -1,7 +1,7 @@
 """Published files of Hydra heads.  Ours are the reference's names of a plain `mlp` head.
 
-    hydra_mlp.{i}.{slot}      block j of head i: slot j, or 2j + 1 where dropouts lie between them
-    hydra_lm_head.{i}.1       hydra_lm_head.{i}, where a dropout lies before it
+    hydra_mlp.{i}.{slot}      block j of head i: slot j, or 2j + 1 with dropouts between them
+    hydra_lm_head.{i}.1       hydra_lm_head.{i}, after a dropout
     prefix_embeding_layer     the prefix layer (the misspelling is the file's)
     input_embed_fn            a copy of the target's embedding, not read
 

@@ -7,7 +7,7 @@ shipped with a target.
     layer 1 reads               (a_t,                x_t+2)    output b_t, draft for t+3
     …                                                          layer k reads token t+k+1, makes draft k+1
 
-Layer k reads the output of layer k-1 at the same t, beside a token one position further on.  Its K/V lies
+Layer k reads the output of layer k-1 at the same t, beside a token one position further on.  Its K/V is
 in the slot of that token, as in heads/recurrent.py, in a table that begins k + 1 slots later than the
 target's.  After the pending token e-1, the first pairs of layer k that read a draft token are at e-1-k …
 e-2.  All nodes of the tree down to level k go through it, each with the output of layer k-1 at its parent.
@@ -158,7 +158,7 @@ class LayerForwards(Forwards):
             table = tree.table[layer:]
             for tokens, slots in tree.frontier_paths:
                 for depth, (token, slot) in enumerate(zip(tokens, slots), 1):
-                    if slot in rows:  # it lies on the path of another node, too
+                    if slot in rows:  # it is on the path of another node, too
                         continue
                     rows[slot] = step_input.length
                     at_root = depth == 1

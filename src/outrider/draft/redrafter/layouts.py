@@ -1,4 +1,4 @@
-"""Published names of ReDrafter heads.  Ours are the reference's, without what may stand in front.
+"""Published names of ReDrafter heads.  Ours are the reference's, without optional prefixes.
 
     input_proj           where the head is not as wide as its input
     lm_head.{i}.linear   residual block i of n

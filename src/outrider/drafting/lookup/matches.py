@@ -1,4 +1,4 @@
-"""Shared by the methods that look text up: how far a match is trusted, and the tree of what followed it."""
+"""Shared by the methods that look text up: the confidence of a match, and the tree of what followed it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MatchAcceptance:
     def observe(self, length: int, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Learn from the accepted path of a tree after a match of `length` tokens.
 
-        Depth d stands for a match of length + d tokens.  It counts as right if one of its nodes was accepted.
+        Depth d counts as a match of length + d tokens.  It counts as right if one of its nodes was accepted.
         """
         values, last, rate, right = self.values, len(self.values) - 1, self.rate, len(accepted)
         for n in range(length, length + right):

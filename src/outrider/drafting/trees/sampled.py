@@ -50,7 +50,7 @@ class Tree(LevelBuilder):
         if self.siblings > 1:
             super().add_to(step_input)
             return
-        for node in self.frontier:  # a chain lies in its natural slots and needs no path
+        for node in self.frontier:  # the slots of a chain are in position order: it needs no path
             self.view.chain(step_input, self.base + node, [self.tokens[node]])
 
     @property

@@ -23,7 +23,7 @@ def tokenizer_of(checkpoint: Checkpoint, whose: str) -> Any:
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids that stand for no text."""
+    """Ids without text."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(tokenizer.all_special_ids) | added
 

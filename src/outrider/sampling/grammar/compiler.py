@@ -1,6 +1,6 @@
 """Compilation of structured outputs for one tokenizer, by llguidance.
 
-docs/structured-outputs.md says why this library.
+docs/structured-outputs.md gives the reasons for this library.
 """
 
 from __future__ import annotations
