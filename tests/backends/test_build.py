@@ -212,7 +212,7 @@ def test_a_full_disk(
     assert not any(cache.iterdir())
 
 
-def test_a_write_that_stops_half_way_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_write_leaves_no_file(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
@@ -224,7 +224,7 @@ def test_a_write_that_stops_half_way_leaves_nothing(tmp_path: Path) -> None:
 
 
 @needs_c
-def test_a_temporary_library_leaves_nothing_behind(
+def test_a_temporary_library_is_removed(
     small: Recipe, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.write_text("a file")
@@ -261,7 +261,7 @@ def test_a_library_built_before_needs_no_compiler(
         ({"CC": "false"}, "'false' failed with status 1"),
     ],
 )
-def test_a_compiler_that_is_none_is_named(
+def test_an_unusable_compiler_is_reported(
     small: Recipe, cache: Path, given: dict[str, str], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert build.load(small, {**environment(cache), **given}) is None

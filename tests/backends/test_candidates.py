@@ -121,7 +121,7 @@ def test_the_likeliest_are_kept(
 
 
 @pytest.mark.parametrize("which", range(2))
-def test_nothing_found_is_no_tree(which: int) -> None:
+def test_a_level_without_candidates_gives_an_empty_tree(which: int) -> None:
     trees = kinds(3, 2, 2)
     if which >= len(trees):
         pytest.skip("no C compiler here")

@@ -91,7 +91,7 @@ def test_following_a_tree_is_picking_node_by_node(
 @needs_c
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("kept", [(), (FINAL,), (0, 1, FINAL), (2,)], ids=str)
-def test_a_model_in_one_call_is_its_parts(
+def test_fused_forward_equals_its_parts(
     kept: tuple[int, ...], quantization: str | None, checkpoint: Any
 ) -> None:
     """Logits, states and answers, bit for bit; twice in another order, since the logits buffer is reused."""

@@ -342,7 +342,7 @@ def test_the_c_kernels_build_where_a_compiler_is() -> None:
     assert cpu.library() is not None
 
 
-def test_the_environment_asks_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_selects_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     assert isinstance(backend_for(CPU, torch.float32), TorchBackend)
 

@@ -81,7 +81,7 @@ def test_minimum_detectable_distances_are_detected() -> None:
     )
 
 
-def test_all_as_one_sees_what_is_a_little_wrong_everywhere() -> None:
+def test_the_pooled_test_detects_many_small_deviations() -> None:
     rng, level = np.random.default_rng(3), 0.001
     other = P + 0.06 * np.array([1, -1, 0, 0, 0, 0, 0, 0, 0])
     each = [compare(sample(rng, P, 600), sample(rng, other, 600), level) for _ in range(12)]

@@ -199,7 +199,7 @@ def test_stop_strings_need_a_tokenizer_and_stop_ids_do_not(llm: LLM) -> None:
     assert_well(llm)
 
 
-def test_a_request_whose_every_token_is_forbidden_fails_alone(llm: LLM) -> None:
+def test_a_request_without_an_allowed_token_fails_alone(llm: LLM) -> None:
     """min_tokens forbids all stop tokens; where these are the whole vocabulary nothing is left to say."""
     outputs = llm.generate(
         [GOOD, GOOD], [GREEDY, SamplingParams(min_tokens=2, stop_token_ids=list(range(300)))]
@@ -263,7 +263,7 @@ def test_a_tokenizer_that_is_not_there(tiny: Path, tmp_path: Path) -> None:
         LLM(str(tiny), tokenizer=str(tmp_path / "nothing"))
 
 
-def test_memory_for_not_even_one_request(tiny: Path) -> None:
+def test_too_little_memory_for_one_request_is_refused(tiny: Path) -> None:
     with pytest.raises(CapacityError) as caught:
         LLM(str(tiny), kv_cache_memory_bytes=100_000)
     assert (

@@ -74,7 +74,7 @@ def random_blocks(kind: str, shape: tuple[int, int], seed: int, size: float = 1.
 
 
 @pytest.mark.parametrize("kind", SCALED)
-def test_blocks_mean_what_the_gguf_package_reads(kind: str) -> None:
+def test_blocks_equal_the_values_of_the_gguf_package(kind: str) -> None:
     rows = random_blocks(kind, (6, 768), 1)
     found = blocks.unpack(kind, rows, gguf.GGML_QUANT_SIZES[Kind[kind]][1])
     if kind in BITS:
@@ -352,11 +352,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(folder / "model.gguf", tiny_checkpoint(folder / "source"))
 
 
-def test_a_folder_with_one_file_is_that_file(plain: Path) -> None:
+def test_a_folder_with_one_gguf_file_opens_it(plain: Path) -> None:
     assert torch.equal(logits(plain.parent), logits(plain))
 
 
-def test_a_folder_with_two_files_wants_one_of_them(plain: Path, tmp_path: Path) -> None:
+def test_a_folder_with_two_gguf_files_is_refused(plain: Path, tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         shutil.copy(plain, tmp_path / name)
     with pytest.raises(ModelError, match=r"holds 2 GGUF files.*a\.gguf"):
@@ -373,7 +373,7 @@ def test_a_file_drafts_for_a_folder_and_a_folder_for_a_file(plain: Path) -> None
         assert output.speculation.acceptance > 0.9
 
 
-def test_shards_are_one_model(plain: Path, tmp_path: Path) -> None:
+def test_sharded_gguf_files_open_as_one_model(plain: Path, tmp_path: Path) -> None:
     """The first shard holds the metadata, the second all tensors that the first does not."""
     reader = gguf.GGUFReader(plain)
     for i, part in enumerate((reader.tensors[:5], reader.tensors[5:])):
@@ -409,7 +409,7 @@ def test_auto_dtype_and_quantization_follow_the_file(plain: Path, wide: str, tmp
 # ---- what is wrong with a file
 
 
-def test_a_file_cut_anywhere_is_one_clear_error(plain: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_raises_one_error(plain: Path, tmp_path: Path) -> None:
     whole, file = plain.read_bytes(), tmp_path / "cut.gguf"
     for length in (0, 3, 10, 24, 100, 1000, 5000, 20_000, len(whole) - 1000, len(whole) - 1):
         file.write_bytes(whole[:length])

@@ -49,7 +49,7 @@ def test_added_weights_compute_and_add_nothing(tiny: Path) -> None:
     assert source.linear("model.layers.3.self_attn.q_proj", 64, hidden).std() > 0.01
 
 
-def test_a_smaller_one_is_refused(tiny: Path) -> None:
+def test_a_smaller_model_is_refused(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="at least"):
         Checkpoint.open(str(tiny)).grown(1, 96)
 

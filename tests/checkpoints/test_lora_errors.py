@@ -83,7 +83,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
             tensor(Q.replace("0", "7"), 4, 64)(f),
             tensor(Q.replace("0", "7").replace("_A", "_B"), 64, 4)(f),
         ),
-        "layers.7.self_attn.q_proj is layer 7 of a model that has 2: the adapter was made for 'made/up', which is not this model",
+        "layers.7.self_attn.q_proj is layer 7 of a model that has 2: the adapter was made for 'made/up', "
+        "which is not this model",
     ),
     "half": (
         lambda f: tensors(f, lambda held: held.pop(Q)),
@@ -135,7 +136,7 @@ def test_no_such_folder(llm: LLM) -> None:
         llm.generate(PROMPT, GREEDY, lora_request=LoRARequest("x", 1, "/nowhere/at/all"))
 
 
-def test_an_id_stands_for_one_adapter(llm: LLM, tiny: Path, tmp_path: Path) -> None:
+def test_an_adapter_id_names_one_adapter(llm: LLM, tiny: Path, tmp_path: Path) -> None:
     for name in "ab":
         write_adapter(tmp_path / name, str(tiny))
     llm.generate(PROMPT, GREEDY, lora_request=LoRARequest("a", 7, str(tmp_path / "a")))

@@ -354,7 +354,7 @@ def test_what_cannot_be_read_is_refused_by_name_with_the_cure(
     assert all(part in str(error.value) for part in expected_message) and "\n" not in str(error.value)
 
 
-def test_a_dynamic_that_only_leaves_layers_out_is_fine(make: Any, tmp_path: Path) -> None:
+def test_dynamic_rules_that_only_exclude_layers_are_accepted(make: Any, tmp_path: Path) -> None:
     folder = shutil.copytree(make("gptq")[0], tmp_path / "c")
     configure(folder, GPTQ | {"dynamic": {"-:.*o_proj": {}}})
     assert torch.equal(logits(folder), logits(make("gptq")[0]))

@@ -75,7 +75,7 @@ def test_tables_and_one_line_of_json(run: Run, questions: Path, tmp_path: Path) 
     assert found["results"]["tree"]["all"]["share of time drafting"] > 0.05
 
 
-def test_json_alone_on_standard_output(run: Run, questions: Path) -> None:
+def test_standard_output_has_json_only(run: Run, questions: Path) -> None:
     result = run("bench", questions, "-n", 4, "--limit", 1, "--json", "-")
     found = figures_of(result.out)
     assert found["results"][PLAIN]["all"]["requests"] == 2, "one of each category"
@@ -187,7 +187,7 @@ def measured(times: list[list[float]], seconds: float) -> Measured:
     return Measured("x", [Group("a", seconds, Times(1.0, 2.0, 1.0), answers)])
 
 
-def test_the_latencies_are_what_their_names_say() -> None:
+def test_latency_statistics_match_their_definitions() -> None:
     result = measured([[0.1, 0.3, 0.3, 0.6], [0.2], []], 2.0)
     assert result.first_token == [0.1, 0.2]
     assert result.stalls == pytest.approx([0.2, 0.3]), "tokens of one step come together"
@@ -231,7 +231,7 @@ def answered(
     return Measured(method, runs, promise)
 
 
-def test_answers_of_one_token_are_no_measurement() -> None:
+def test_answers_of_one_token_are_not_measured() -> None:
     plain = answered(PLAIN, [1, 2, 3], [1], [4], [])
     assert too_short([plain, answered("same", [1, 2, 3], [1], [4], [])]) == {1, 2, 3}
     assert too_short([plain, answered("wrong", [1, 2, 3], [1], [5], [])]) == {1, 3}, (
@@ -318,7 +318,7 @@ def test_the_categories_of_mt_bench_are_one_task_of_spec_bench(tmp_path: Path) -
     assert {question.category for question in read(path)} == {"multi-turn", "qa", "translation"}
 
 
-def test_all_methods_by_one_word() -> None:
+def test_methods_all_selects_every_method() -> None:
     assert list(configs_of(["all"], [], None, None)) == list(demonstrations())
 
 
@@ -327,7 +327,7 @@ def test_a_plot_without_its_folder_is_refused_before_measuring(tmp_path: Path) -
         check_plot(tmp_path / "nowhere" / "x.png")
 
 
-def test_a_picture_of_tasks_and_methods(tmp_path: Path) -> None:
+def test_plot_shows_tasks_and_methods(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "x.png"
     heat_map({"ngram": [1.5, None, 0.8], "off": [1.0, 1.0, 1.0]}, ["qa", "math", "all"], "title", out)

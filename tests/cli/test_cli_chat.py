@@ -50,7 +50,7 @@ def test_system_and_reset_start_again(run: Run) -> None:
     assert len({brief, kind, none}) > 1
 
 
-def test_stats_tell_what_was_accepted_and_found(run: Run) -> None:
+def test_statistics_count_matches_and_accepted_tokens(run: Run) -> None:
     result = run(
         "chat",
         *SETTINGS,
@@ -70,13 +70,13 @@ def test_stats_tell_what_was_accepted_and_found(run: Run) -> None:
 
 
 @pytest.mark.parametrize("lossless", [True, False])
-def test_stats_tell_what_is_not_lossless(run: Run, lossless: bool) -> None:
+def test_statistics_mark_lossy_rules(run: Run, lossless: bool) -> None:
     config = {"method": "ngram", "verification": "match" if lossless else "typical", "lossless": lossless}
     result = run("chat", *SETTINGS, "--speculative-config", json.dumps(config), stdin="Hello\n/stats\n")
     assert "1 turns" in result.out and ("not lossless: the verification rule" in result.out) != lossless
 
 
-def test_help_and_what_is_no_command(run: Run) -> None:
+def test_help_and_unknown_commands(run: Run) -> None:
     result = run("chat", stdin="/help\n/nosuch\n/exit\n")
     assert result.status == 0
     assert "no command /nosuch" in result.out and result.out.count("/stats") == 2

@@ -21,11 +21,11 @@ from outrider.errors import ConfigError
 
 LLAMA_CPP = r"""
 -m builtin
--p "// Quick-sort implementation in C (4 spaces indentation + detailed comments) and sample usage:\n\n#include"
+-p "// Quick-sort implementation in C (4 spaces indentation + comments) and sample usage:\n\n#include"
 -e -ngl 1 -t 4 -n 256 -c 4096 -s 8 --top_k 1
 
 -m builtin -md builtin-draft
--p "// Quick-sort implementation in C (4 spaces indentation + detailed comments) and sample usage:\n\n#include"
+-p "// Quick-sort implementation in C (4 spaces indentation + comments) and sample usage:\n\n#include"
 -e -ngl 1 -t 4 -n 256 -c 4096 -s 8 --top_k 1 --draft 16
 
 -m builtin -md builtin-draft
@@ -179,8 +179,11 @@ def test_version(run: Run) -> None:
     assert run("--version").out == run("version").out != ""
 
 
-def test_names_come_when_they_are_asked_for() -> None:
-    code = "import sys, outrider\nassert 'torch' not in sys.modules\nfrom outrider import *\nassert LLM and SamplingParams"
+def test_public_names_load_lazily() -> None:
+    code = (
+        "import sys, outrider\nassert 'torch' not in sys.modules\n"
+        "from outrider import *\nassert LLM and SamplingParams"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     import outrider
 
@@ -204,7 +207,7 @@ def test_names_come_when_they_are_asked_for() -> None:
         ("tune disco builtin builtin-draft --prompts /no/file", "/no/file"),
     ],
 )
-def test_a_mistake_is_one_line(run: Run, words: str, message: str) -> None:
+def test_a_usage_error_is_one_line(run: Run, words: str, message: str) -> None:
     result = run(*words.split())
     assert (result.status, result.out) == (2, "")
     assert result.err.startswith("error: ") and result.err.count("\n") == 1 and message in result.err
@@ -228,7 +231,7 @@ def test_a_speculative_config_from_a_file(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["generate -p x -n 200 --ignore-eos", "models", "bench --help"])
-def test_a_closed_pipe_is_no_traceback(words: str) -> None:
+def test_a_closed_pipe_prints_no_traceback(words: str) -> None:
     command = [sys.executable, "-m", "outrider", *words.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -289,6 +289,6 @@ def test_the_answer_has_the_form_that_was_asked_for(run: Run, tmp_path: Path) ->
         (("--regex", "a", "--grammar", 'start: "a"'), "exactly one of"),
     ],
 )
-def test_a_wrong_form_is_one_line(run: Run, form: tuple[str, ...], told: str) -> None:
+def test_a_wrong_structured_output_is_one_error_line(run: Run, form: tuple[str, ...], told: str) -> None:
     result = run("generate", "-p", "a", "-n", 1, *form)
     assert result.status == 2 and told in result.err and len(result.err.strip().splitlines()) == 1

@@ -48,7 +48,7 @@ def budget(auto: AutoController, row: Row) -> tuple[Batch, Budget]:
     raise AssertionError("only plain steps")
 
 
-def test_the_only_arm_owns_the_nodes_of_whichever_drafter_proposed_them() -> None:
+def test_a_single_arm_owns_all_nodes() -> None:
     auto, row = controller(), make_row([1, 2, 3])
     batch, asked = budget(auto, row)
     assert asked.depth == DEPTH
@@ -70,7 +70,7 @@ def test_a_budget_that_was_cut_to_nothing_is_no_miss() -> None:
     assert auto.reach[0].asked == 0
 
 
-def test_a_row_with_forced_text_teaches_nothing_about_the_drafter() -> None:
+def test_rows_with_forced_text_do_not_change_the_estimates() -> None:
     auto, row = controller(), make_row([1, 2, 3])
     batch, _ = budget(auto, row)
     assert auto.forced(0)

@@ -95,7 +95,7 @@ def test_a_skipped_sublayer_is_the_identity_and_has_no_keys(
         )
 
 
-def test_sets_do_not_change_the_whole_model(decoder: Decoder) -> None:
+def test_skipped_sets_leave_the_model_unchanged(decoder: Decoder) -> None:
     before = decoder.forward(plan_of(0, [5, 9, 11]), decoder.pool(32))
     decoder.skip_sublayers((1,), (0, 2))
     assert torch.equal(decoder.forward(plan_of(0, [5, 9, 11]), decoder.pool(32)), before)

@@ -144,7 +144,7 @@ def test_window_and_pool_move_as_published(window: int, level: int) -> None:
 
 
 @pytest.mark.parametrize(("window", "level"), SHAPES)
-def test_an_element_sees_what_the_published_mask_shows_it(window: int, level: int) -> None:
+def test_lookahead_visibility_equals_the_published_mask(window: int, level: int) -> None:
     """The plan's own keys and positions, and those that the C kernels walk, in every step of a window that
     grows and moves.
     """
@@ -322,7 +322,7 @@ def test_window_without_valid_token_restarts() -> None:
     assert steps.propose().probes == 3
 
 
-def test_a_row_that_ends_leaves_nothing_but_the_pool() -> None:
+def test_forget_drops_the_window_of_a_row() -> None:
     drafter = make_drafter(Lookahead)
     steps = Steps(drafter, [1, 2, 3])
     steps.propose()

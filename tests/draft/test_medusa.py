@@ -220,7 +220,7 @@ def test_a_part_of_the_vocabulary_is_written_for_vllm_only(toy: LLM) -> None:
 # ---- what is refused
 
 
-def test_other_targets(checkpoint: Callable[..., Path]) -> None:
+def test_targets_of_other_shapes(checkpoint: Callable[..., Path]) -> None:
     """Two layers, tied, and one that transformers runs; heads that ask the target's own head."""
     for given in ({}, {"tie_word_embeddings": True}, {"family": "Phi"}):
         llm = LLM(str(checkpoint(**given)), dtype="float32")

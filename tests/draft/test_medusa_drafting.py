@@ -277,7 +277,7 @@ def test_a_row_without_a_state_gets_no_drafts(toy: LLM, tmp_path: Path) -> None:
     llm = toy.variant({"model": folder})
     asked: list[Row] = []
     ready = llm.engine.drafter.ready  # type: ignore[attr-defined]
-    llm.engine.drafter.ready = lambda batch: [asked.append(batch.rows[r]) or r for r in ready(batch)]  # type: ignore
+    llm.engine.drafter.ready = lambda batch: [asked.append(batch.rows[r]) or r for r in ready(batch)]
     prompts = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [8, 9]}]
     params = [SamplingParams(temperature=0, max_tokens=9, speculate=i == 0) for i in range(2)]
     out = llm.generate(prompts, params)

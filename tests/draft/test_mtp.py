@@ -47,7 +47,7 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
     out = drafter.net.forward(step_input.build(), pool, drafter.net.from_states(f))
     expected = naive(w, 0, outer.embedding[ids], f, paired=kind == "ernie")
     assert torch.allclose(out.double(), expected, atol=1e-4)
-    last = toy.engine.decoder.norm if kind == "ernie" else w["layers.0.norm.weight"]  # type: ignore[attr-defined]
+    last = toy.engine.decoder.norm if kind == "ernie" else w["layers.0.norm.weight"]
     assert torch.allclose(
         drafter.net.logits(out).double(), norm(expected, last.double()) @ outer.lm_head.double().T, atol=1e-3
     )

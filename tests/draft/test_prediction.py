@@ -1,4 +1,4 @@
-"""A predicted output saves steps where the output repeats it, costs little where not, and never changes it."""
+"""A predicted output saves steps where the output repeats it, and never changes the output."""
 
 from __future__ import annotations
 

@@ -177,7 +177,9 @@ def test_the_engine_hands_over_the_best_ids_of_every_node(
     assert sum(output.speculation.accepted for output in outputs) > 0
 
 
-def test_a_drafter_that_asks_for_nothing_gets_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topk_is_not_computed_without_a_drafter_that_needs_it(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = LLM(str(tiny), speculative_config={"method": "ngram"})
     monkeypatch.setattr(type(llm.engine.sampler), "best", lambda *given: pytest.fail("nobody asked"))
     monkeypatch.setattr(

@@ -150,7 +150,7 @@ def test_finished_requests_are_remembered_and_the_oldest_forgotten() -> None:
     )
 
 
-def test_only_what_finished_is_remembered() -> None:
+def test_only_finished_requests_enter_the_shared_index() -> None:
     drafter = make_drafter(Suffix)
     drafter.forget(make_row(list(range(40)), prompt=0), "preempted")
     assert propose_tree(drafter, make_row(list(range(10))), 12).tokens == []

@@ -266,7 +266,7 @@ def test_nodes_are_capped() -> None:
     assert propose_tree(union, make_row([9]), 3).tokens == [4, 1]
 
 
-def test_the_first_that_knows_something_is_heard() -> None:
+def test_the_first_drafter_with_a_proposal_is_used() -> None:
     silent, sure, spare = (
         Fixed(EMPTY_TREE),
         Fixed(DraftTree.chain([1, 2], [0.5, 0.5])),
@@ -285,7 +285,7 @@ def test_the_first_that_knows_something_is_heard() -> None:
     assert propose_tree(first, make_row([9]), 0).tokens == []
 
 
-def test_probes_are_nothing_to_say() -> None:
+def test_first_asks_further_drafters_beside_probes() -> None:
     """The next one is asked as well, for the nodes that are left, and the window rides along."""
     window, sure = (
         Fixed(DraftTree([8, 9], [-1, 0], [0.0, 0.0], probes=2), topk=1),
@@ -494,7 +494,7 @@ def test_parents_with_one_distribution_sample_independently() -> None:
     first, second = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.6, 0.3, 0.1]).double()
     tree = DraftTree([0, 1, 0, 0], [ROOT, ROOT, 0, 1], [0.5] * 4, [first, second], [0, 0, 1, 1])
     apart = independent(tree)
-    assert torch.equal(apart.distribution(2), second) and torch.equal(apart.distribution(3), second)  # type: ignore[arg-type]
+    assert torch.equal(apart.distribution(2), second) and torch.equal(apart.distribution(3), second)
     assert torch.equal(apart.distribution(1), random_streams.without(first, 0))  # type: ignore[arg-type]
 
 
@@ -618,7 +618,7 @@ def test_the_text_is_that_of_plain_decoding(
             )
 
 
-def test_the_next_one_is_heard_where_the_first_is_silent(tiny: Path) -> None:
+def test_the_next_drafter_is_used_where_the_first_has_no_proposal(tiny: Path) -> None:
     """The last drafter is the target itself: rows without other drafts are drafted right."""
     members = [
         {"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 6},

@@ -39,14 +39,14 @@ def test_what_tokens_say(kind: Any) -> None:
 
 @KINDS
 @pytest.mark.parametrize("seed", range(4))
-def test_a_text_that_grows_is_tokenised_as_if_it_had_been_there(kind: Any, seed: int) -> None:
+def test_incremental_tokens_equal_those_of_the_whole_text(kind: Any, seed: int) -> None:
     """In bits of every size: at each of them the ids are those of the whole text so far, and a step looks at
     the end of it only.
     """
     rng, spoken = random.Random(seed), language(kind)
     reading, at, looked = IncrementalTokens(spoken, 6), 0, []
     tokens = spoken.tokens
-    spoken.tokens = lambda text, *contexts: looked.append(len(text)) or tokens(text, *contexts)  # type: ignore[method-assign, func-returns-value]
+    spoken.tokens = lambda text, *contexts: looked.append(len(text)) or tokens(text, *contexts)
     while at < len(TEXT):
         size = rng.choice([1, 2, 3, 9, 30])
         before, fixed = list(reading.ids), reading.fixed
@@ -68,7 +68,7 @@ def test_what_was_computed_is_kept_up_to_the_first_difference() -> None:
     assert reading.consumed == 3
 
 
-def test_half_a_character_waits_for_the_other() -> None:
+def test_half_a_character_is_held_back() -> None:
     reading = IncrementalTokens(language(byte_level), 6)
     assert reading.extend(b"a\xc3", 2) == 0
     assert reading.within_character and reading.tail == "a"

@@ -184,7 +184,7 @@ def test_a_copy_is_of_its_own(make: Make) -> None:
     assert everything(two.find((), (), ())) == before and two.first == 5
 
 
-def test_the_environment_asks_for_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_selects_the_reference_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     assert isinstance(index_for(10), ReferenceIndex)
     monkeypatch.delenv("OUTRIDER_KERNELS")

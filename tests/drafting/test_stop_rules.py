@@ -185,7 +185,7 @@ def test_lambda_follows_the_share_that_was_right() -> None:
         assert (entropy > stop_rule.most) == (1 - math.sqrt(0.3 * entropy) < threshold)
 
 
-def test_a_step_that_is_interrupted_leaves_nothing() -> None:
+def test_forget_drops_the_rounds_of_a_row() -> None:
     rules, row = stop.Stop(options(assistant_confidence_threshold=0.4)), make_row([1])
     rules.begin(row, 4)
     rules.forget(row)

@@ -102,7 +102,7 @@ def test_an_ended_request_leaves_before_the_next_step(how: str, engine: AsyncLLM
     running(engine, task)
 
 
-def test_a_slow_reader_gets_the_newest_output_and_no_queue_of_old_ones(engine: AsyncLLM) -> None:
+def test_a_slow_reader_gets_the_newest_output_only(engine: AsyncLLM) -> None:
     async def task() -> None:
         counts = []
         async for output in engine.generate(PROMPTS[1], params_of(1, max_tokens=100)):

@@ -15,8 +15,9 @@ from outrider.testing import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.x }}"
-    "{% endif %}{{ eos_token }}{% endfor %}{% if tools %}({{ tools[0].function.name }}){% endif %}{% if loud %}!{% endif %}"
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.x }}{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if tools %}({{ tools[0].function.name }}){% endif %}{% if loud %}!{% endif %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 ASKED = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello there"}]
@@ -158,7 +159,7 @@ def test_the_next_turn_finds_the_last_one_in_the_cache() -> None:
 # ---- the clock
 
 
-def test_the_clock_tells_prompts_from_decoding() -> None:
+def test_times_of_prefill_and_decode_are_separate() -> None:
     llm = LLM(
         "builtin",
         speculative_config={"model": "builtin-draft", "num_speculative_tokens": 3},

@@ -33,7 +33,7 @@ def test_no_config_is_plain_decoding() -> None:
     assert SpeculativeOptions.of({}).method is draft.method("off")
 
 
-def test_a_model_alone_means_a_draft_model() -> None:
+def test_model_without_method_selects_draft_model() -> None:
     taken = SpeculativeOptions.of({"model": "builtin-draft", "num_speculative_tokens": 3})
     assert taken.method is DraftModel and taken.options.model == "builtin-draft"
     assert taken.control.num_speculative_tokens == 3
@@ -158,7 +158,7 @@ def test_the_target_drafts_for_itself_in_a_mix_too() -> None:
             parse({"model": wrong})
 
 
-def test_ranges_that_only_touch_are_fine() -> None:
+def test_adjacent_ranges_are_accepted() -> None:
     table = [(4, 9, 1), [1, 3, 5]]
     given = {"method": "ngram", "num_speculative_tokens_per_batch_size": table}
     assert SpeculativeOptions.of(given).control.num_speculative_tokens_per_batch_size == table

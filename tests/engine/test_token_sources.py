@@ -36,7 +36,7 @@ def test_accepted_tokens_name_their_drafter(
     assert bool(drafted) == bool(methods)
 
 
-def test_a_mix_tells_its_drafters_apart(tiny: Path) -> None:
+def test_a_mix_records_the_drafter_of_every_token(tiny: Path) -> None:
     """A look-up that finds nothing leaves its tokens to the other drafter, and none to itself."""
     never = {"method": "ngram", "prompt_lookup_min": 30, "prompt_lookup_max": 31}
     for drafters in ([never, RECYCLE], [RECYCLE, never]):

@@ -25,7 +25,7 @@ for i in range(2000):
 @pytest.mark.parametrize(
     ("min_p", "top_k", "top_p"), [(0.1, 0, 0.9), (0.0, 5, 0.9), (0.0, 0, 0.9), (0.1, 5, 1.0)]
 )
-def test_one_nan_among_the_logits(min_p: float, top_k: int, top_p: float) -> None:
+def test_a_nan_among_the_logits(min_p: float, top_k: int, top_p: float) -> None:
     """In a process of its own, because it used to be killed for writing out of bounds."""
     program = PROGRAM.format(min_p=min_p, top_k=top_k, top_p=top_p)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

@@ -98,7 +98,9 @@ def test_depth_never_exceeds_nodes(depth: int, nodes: int, fewer: int) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_drafter_alone_keeps_to_its_budget(name: str, fast: LLM, expected: list[RequestOutput]) -> None:
+def test_small_budgets_leave_the_output_unchanged(
+    name: str, fast: LLM, expected: list[RequestOutput]
+) -> None:
     assert_plain_output(fast, example(name, fast.engine.target), SMALL, expected)
 
 

@@ -62,12 +62,14 @@ TEMPLATES = (
     "Write a Python class for a {thing} with a name and a price.",
     "What does this code print? for i in range({m}): print(i * {n})",
     "Write the Python file tools/{thing}.py",
-    "Summarize: {name} walked from {city} to the coast in {m} days. It rained for {n} hours. The {thing} was lost on the way, and found "
-    "again by a farmer, who gave it back and asked for nothing.",
-    "Summarize: The council of {city} met {m} times this year. It decided to build {n} houses, to plant trees along the river, and to "
-    "keep the old {thing} in the museum.",
-    "Answer from the context.\nContext: The {thing} in the hall of {city} is {n}0 years old and weighs {m} tons.\nQuestion: How old is it?",
-    "Answer from the context.\nContext: {name} was born in {city} and has {m} sisters.\nQuestion: Where was {name} born?",
+    "Summarize: {name} walked from {city} to the coast in {m} days. It rained for {n} hours. The {thing} was "
+    "lost on the way, and found again by a farmer, who gave it back and asked for nothing.",
+    "Summarize: The council of {city} met {m} times this year. It decided to build {n} houses, to plant "
+    "trees along the river, and to keep the old {thing} in the museum.",
+    "Answer from the context.\nContext: The {thing} in the hall of {city} is {n}0 years old and weighs {m} "
+    "tons.\nQuestion: How old is it?",
+    "Answer from the context.\nContext: {name} was born in {city} and has {m} sisters."
+    "\nQuestion: Where was {name} born?",
     "Can a {thing} be dangerous?",
     "Explain in {m} sentences why the sky is blue.",
     "Repeat after me: {name}, {city}, {thing}, {n}, {m}, {name}, {city}, {thing}, {n}, {m}.",

@@ -50,7 +50,7 @@ def test_a_token_that_ends_the_text_is_not_part_of_it(
     check_idle(llm)
 
 
-def test_a_stream_takes_nothing_back(llm: LLM, told: list[list[int]]) -> None:
+def test_a_stream_never_retracts_text(llm: LLM, told: list[list[int]]) -> None:
     """What might be the beginning of a stop string is held back until that is decided."""
     params = []
     for tokens in told:
@@ -127,7 +127,7 @@ def test_special_tokens_can_be_shown(streaming: bool, fast: LLM) -> None:
 
 
 @both
-def test_no_text_where_none_is_wanted(streaming: bool, llm: LLM, told: list[list[int]]) -> None:
+def test_detokenize_false_gives_no_text(streaming: bool, llm: LLM, told: list[list[int]]) -> None:
     params = [SamplingParams(**{**vars(FREE), "detokenize": False})] * len(PROMPTS)
     assert texts(llm, streaming, params) == [""] * len(PROMPTS)
     assert [output.outputs[0].token_ids for output in llm.generate(token_prompts(PROMPTS), params)] == told

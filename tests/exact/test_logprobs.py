@@ -103,7 +103,7 @@ def test_they_are_those_of_the_model(temperature: float, plain: LLM, llama: str)
     assert sample.cumulative_logprob == pytest.approx(sums, abs=1e-3)
 
 
-def test_none_all_and_no_others(plain: LLM, llama: str) -> None:
+def test_logprobs_of_no_token_and_of_the_whole_vocabulary(plain: LLM, llama: str) -> None:
     """0 is the token alone, -1 the whole vocabulary."""
     output = answer(
         plain, PROMPTS[1], SamplingParams(**{**SAMPLED, "logprobs": 0, "prompt_logprobs": 0, "seed": 1})
@@ -159,7 +159,7 @@ def test_the_prefix_cache_hides_no_prompt(drafter: str, llama: str, plain: LLM, 
         check_idle(llm)
     hits: list[int] = []
     match = llm.engine.cache.match
-    llm.engine.cache.match = lambda *given: (hits.append(match(*given)), hits[-1])[1]  # type: ignore[method-assign]
+    llm.engine.cache.match = lambda *given: (hits.append(match(*given)), hits[-1])[1]
     answer(llm, PROMPTS[-1], asking()[-1])
     answer(llm, PROMPTS[-1], asking(prompt_logprobs=None)[-1])
     assert hits == [0, (len(PROMPTS[-1]) - 1) // PAGE * PAGE]
@@ -317,7 +317,7 @@ def count_logits(llm: LLM, scored: list[int], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(decoder, "forward_step", counting)
 
 
-def test_the_logits_of_a_prompt_are_never_held(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logits_are_computed_in_slices(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows at a time, each once, and only for the request that asks."""
     scored: list[int] = []
     count_logits(plain, scored, monkeypatch)

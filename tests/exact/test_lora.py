@@ -183,7 +183,7 @@ def test_every_drafter(
         expected.append(visible_parts(outputs))
     if drafter == "tree":
         known = truth.continuation
-        truth.continuation = lambda row, count: known(_seeded(row, params), count)  # type: ignore[method-assign]
+        truth.continuation = lambda row, count: known(_seeded(row, params), count)
         llm.use(
             {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6}
         )

@@ -1,8 +1,8 @@
-"""The exactness tests can fail: an engine broken on purpose says other tokens, and the comparison notices.
+"""The exactness tests can fail: an engine broken on purpose emits other tokens, and the comparison fails.
 
-Every test first shows that the healthy engine emits the tokens of plain decoding, then breaks one thing and
-shows that at least one prompt of the same traffic comes out differently.  The controls at the end break what must
-not matter.
+Every test first shows that the intact engine emits the tokens of plain decoding, then breaks one thing and
+shows that at least one prompt of the same traffic has another output.  The controls at the end break what
+must not matter.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_a_node_that_misses_a_known_token(scene: Setup, monkeypatch: pytest.Monk
     assert broken.differences() > 0
 
 
-def test_a_node_one_position_too_far(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_at_the_next_position_is_detected(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rotation is that of the next position."""
     broken = scene()
 
@@ -149,7 +149,7 @@ def test_noise_alone_does_not_matter_to_a_greedy_request(
     assert unbroken.differences() == 0
 
 
-def test_one_min_tokens_state_for_all_nodes(
+def test_min_tokens_state_shared_by_all_nodes_is_detected(
     scene: Setup, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text that may end from its ninth token on, and ends there inside a path."""
@@ -208,7 +208,7 @@ def test_a_token_accepted_unseen(scene: Setup, monkeypatch: pytest.MonkeyPatch) 
     assert broken.differences() > 0
 
 
-def test_a_child_of_someone_else(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepting_a_child_of_another_node_is_detected(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule accepts a node with the right token under any parent."""
     broken = scene()
 
@@ -236,7 +236,9 @@ def test_an_accepted_path_left_where_it_was(scene: Setup, monkeypatch: pytest.Mo
     assert broken.differences() > 0
 
 
-def test_an_accepted_path_moved_one_slot_too_far(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accepted_path_moved_one_slot_too_far_is_detected(
+    scene: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = scene()
     move = Pool.move
     monkeypatch.setattr(

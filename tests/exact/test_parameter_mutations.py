@@ -58,7 +58,7 @@ def advance(processor: Penalties, tokens: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("script", ["right", "hidden"])
-def test_one_penalty_state_that_every_node_moves_on(
+def test_penalty_state_shared_by_all_nodes_is_detected(
     script: str, scene: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node adds its token to the row's own count, and it is never removed."""
@@ -147,7 +147,7 @@ def test_log_probabilities_of_the_wrong_node(
     assert broken.differences() > 0
 
 
-def test_log_probabilities_of_the_prompt_one_off(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs_shifted_by_one_are_detected(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = scene(ASKING)
     score = Runner._score_prompt
     monkeypatch.setattr(

@@ -164,7 +164,7 @@ def test_samples_fork_in_every_pool(split: Split) -> None:
     ] == alone
 
 
-def test_a_path_that_moves_in_one_pool_only_is_noticed(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_moved_in_one_pool_only_is_detected(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     alone, truth = expected(split("aabb", "a"), SAMPLED)
     llm = split("aabb", "a")
     llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6})

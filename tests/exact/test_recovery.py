@@ -34,7 +34,7 @@ def output(llm: LLM, prompt: Any = PROMPT, params: SamplingParams = PARAMS) -> l
     return llm.generate(prompt, params)[0].outputs[0].token_ids
 
 
-def test_a_drafter_that_does_not_fit_leaves_the_old_one_at_work(llama: str) -> None:
+def test_a_drafter_that_does_not_fit_keeps_the_old_one(llama: str) -> None:
     room = LLM(model=llama, dtype="float32", max_model_len=64)
     slot = room.engine.decoder.slot_bytes
     tight = LLM(model=llama, dtype="float32", max_model_len=64, kv_cache_memory_bytes=(64 + PAGE) * slot)
@@ -161,7 +161,7 @@ class Careless(Scripted):
         return Draft([DraftTree.chain(wild, [0.5] * len(wild)) for _ in batch])
 
 
-def test_a_careless_drafter_costs_time_and_nothing_else(llm: LLM) -> None:
+def test_a_bad_drafter_leaves_the_output_unchanged(llm: LLM) -> None:
     before = output(llm)
     config = SpeculativeOptions.of({"method": "scripted", "num_speculative_tokens": 4})
     llm.engine.use(Careless(Careless.Options(), llm.engine.target), config)

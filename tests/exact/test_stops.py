@@ -144,9 +144,7 @@ def test_draft_ends_after_the_first_node_that_the_rule_stops_at(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_tree_is_not_grown_behind_what_the_rule_dislikes(
-    temperature: float, fast: LLM, random_draft: str
-) -> None:
+def test_a_tree_does_not_grow_after_a_stopped_node(temperature: float, fast: LLM, random_draft: str) -> None:
     drafter = use(fast, random_draft, siblings=3, assistant_confidence_threshold=0.1)
     trees, propose = [], drafter.propose
 

@@ -102,7 +102,7 @@ def test_shuffled_ids_draft_the_same_text(
 
 
 @pytest.mark.parametrize("which", ["output", "input"])
-def test_a_shift_by_one_is_noticed(
+def test_a_position_shift_of_one_is_detected(
     which: str, fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above fails if the draft's logits, or the ids that it is fed, are off by one."""

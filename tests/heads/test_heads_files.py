@@ -252,7 +252,7 @@ def test_head_with_the_targets_logits_drafts_the_targets_token(temperature: floa
                 assert distribution is not None and torch.equal(distribution, expected)
 
 
-def test_a_head_that_knows_more_tokens_than_the_target() -> None:
+def test_head_vocabulary_larger_than_the_targets() -> None:
     """Padding of its head is never drafted."""
     backend = backend_for(CPU, torch.float32)
     chooser, logits = Chooser(target_of(backend)), torch.randn(2, V + 56)
@@ -261,7 +261,7 @@ def test_a_head_that_knows_more_tokens_than_the_target() -> None:
     assert tokens.max() < V and chooser.wide(logits).shape == (2, V)
 
 
-def test_a_head_that_knows_fewer_tokens_than_are_asked_for() -> None:
+def test_top_k_above_the_head_vocabulary() -> None:
     chooser = Chooser(target_of(backend_for(CPU, torch.float32)), torch.tensor([5, 9], dtype=torch.int32))
     tokens, shares = chooser.best(row_of(0.0), [[1]], torch.tensor([[1.0, 2.0]]), 8)
     assert tokens.tolist() == [[9, 5]] and float(shares.sum()) == pytest.approx(1.0)

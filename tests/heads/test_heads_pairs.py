@@ -409,7 +409,7 @@ def test_committed_states_equal_those_of_transformers(family: str, tmp_path: Pat
         assert sorted(states) == list(range(len(row.tokens) - 1))
         with torch.no_grad():
             out = reference(torch.tensor([row.tokens]), output_hidden_states=True)
-        # transformers' last hidden state is the one behind the last norm; what enters that norm is checked through it
+        # transformers' last hidden state is the one after the last norm: the input of that norm is checked so
         seen = torch.stack([states[t] for t in sorted(states)]).chunk(len(wanted), dim=-1)
         for mine, theirs in zip(
             (seen[0], seen[1], seen[3]), (out.hidden_states[0], out.hidden_states[1], out.hidden_states[2])

@@ -110,7 +110,7 @@ def joint(seed: int, path: Sequence[int]) -> float:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 9999), nodes=st.integers(2, 6), depth=st.integers(1, 3))
-def test_a_dynamic_tree_is_the_likeliest_of_all(seed: int, nodes: int, depth: int) -> None:
+def test_a_dynamic_tree_has_the_likeliest_nodes(seed: int, nodes: int, depth: int) -> None:
     """Without a cut of levels, against every set of nodes that is closed under parents."""
     k, row = 2, row_at(0.0)
     growing = DynamicTree(row, TABLE, BASE, Budget(depth, max(nodes, depth)), k)

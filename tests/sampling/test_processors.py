@@ -271,7 +271,7 @@ def test_failing_processor_drafts_nothing(sampler: Sampler) -> None:
         sampler.pick(row, [], torch.zeros(V))
 
 
-def test_nothing_asked_is_no_processor() -> None:
+def test_default_parameters_need_no_processor() -> None:
     neutral: dict[str, Any] = {
         "repetition_penalty": 1,
         "presence_penalty": 0,

@@ -98,7 +98,7 @@ def random_distribution(rng: random.Random, vocabulary: int) -> DistributionPara
 
 @needs_c
 @pytest.mark.parametrize(("vocabulary", "trials"), [(1, 100), (5, 600), (100, 600), (8192, 150), (50000, 40)])
-def test_c_picks_what_torch_picks(vocabulary: int, trials: int) -> None:
+def test_c_and_torch_pick_the_same_tokens(vocabulary: int, trials: int) -> None:
     rng, backend = random.Random(vocabulary), c_backend()
     for _ in range(trials):
         logits, distribution, key, k = (
@@ -130,7 +130,7 @@ def test_c_picks_what_torch_picks(vocabulary: int, trials: int) -> None:
     top_p=st.sampled_from([1e-3, 0.35, 0.75, 1.0]),
     key=st.integers(0, MASK),
 )
-def test_c_picks_what_torch_picks_for_any_few_logits(
+def test_c_and_torch_pick_the_same_tokens_of_random_logits(
     logits: list[float], temperature: float, min_p: float, top_k: int, top_p: float, key: int
 ) -> None:
     if max(logits) == NEVER:
@@ -159,7 +159,7 @@ def test_c_picks_what_torch_picks_for_any_few_logits(
     ],
     ids=str,
 )
-def test_c_filters_that_drop_nothing_drop_nothing(
+def test_c_and_torch_agree_on_filters_without_effect(
     distribution: DistributionParams, logits: list[float]
 ) -> None:
     for key in range(20):
@@ -357,18 +357,18 @@ def test_min_tokens_ignores_tokens_that_do_not_exist(sampler: Sampler) -> None:
     )
 
 
-def test_no_minimum_is_no_processor() -> None:
+def test_min_tokens_without_effect_needs_no_processor() -> None:
     assert min_tokens(5, 0, [1]) == [] and min_tokens(5, 3, []) == []
 
 
-def test_nothing_finite_is_an_error_with_a_reason(sampler: Sampler) -> None:
+def test_logits_without_a_finite_value_are_an_error(sampler: Sampler) -> None:
     for bad in (float("nan"), NEVER):
         with pytest.raises(ModelError, match="finite"):
             sampler.pick(sampled_row([1], DistributionParams(0.0)), [], torch.full((10,), bad))
 
 
 @needs_c
-def test_nothing_finite_is_an_error_in_c_too() -> None:
+def test_c_reports_logits_without_a_finite_value() -> None:
     for bad in (float("nan"), NEVER):
         for distribution in (
             DistributionParams(0.0),

@@ -124,11 +124,11 @@ def test_other_faults_have_their_status(server: Served) -> None:
     refused(server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/"}), 403, "allow-lora")
 
 
-def test_the_client_gets_errors_of_a_stream_before_it_starts(server: Served) -> None:
+def test_errors_before_the_first_event_of_a_stream_have_a_status(server: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="does not exist"):
         server.client().completions.create(model="builtin", prompt=[10**9], stream=True)
     with pytest.raises(openai.NotFoundError, match="no model"):
-        server.client().chat.completions.create(model="no", messages=HELLO, stream=True)  # type: ignore[call-overload]
+        server.client().chat.completions.create(model="no", messages=HELLO, stream=True)
 
 
 def test_the_server_is_well_afterwards(server: Served) -> None:

@@ -76,7 +76,7 @@ def test_a_request_that_takes_too_long_ends(engine: AsyncLLM) -> None:
     ask(engine, task, request_timeout=0.02)
 
 
-def test_a_defect_in_one_request_is_its_own(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defective_request_fails_alone(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def task(client: httpx.AsyncClient) -> None:
         monkeypatch.setattr("outrider.serve.answers.usage_of", lambda _: 1 / 0)
         answer = await client.post("/v1/completions", json=BODY)

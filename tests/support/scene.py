@@ -37,7 +37,7 @@ class Scene:
             truth.learn(prompt, 5, output.outputs)
         self.expected = [told(output) for output in outputs]
         ahead = truth.continuation
-        truth.continuation = lambda row, count: ahead(row, count) if row.seed == 5 else []  # type: ignore[method-assign]
+        truth.continuation = lambda row, count: ahead(row, count) if row.seed == 5 else []
         fast.use(
             {
                 "method": "scripted",

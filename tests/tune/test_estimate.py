@@ -41,7 +41,7 @@ def test_a_chain_ends_at_the_first_miss_and_a_tree_at_a_better_rival() -> None:
     assert steps_of(Answer([0, 0, -1, 0], probs), 2, 1) == 2
 
 
-def test_prediction_is_arithmetic_on_costs() -> None:
+def test_predicted_speed_up_follows_from_costs() -> None:
     answer = Answer([0] * 9, [[0.7, 0.1, 0.1]] * 9)
     shapes = [(s, d) for s in (1, 2, 3) for d in (1, 2)]
     costs = Costs(1.0, 0.1, {(s, d): 0.01 * s * d for s, d in shapes}, dict.fromkeys(shapes, 0.05))
