@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from outrider.core.params import SamplingParams
 from outrider.core.row import LoRARequest
-from outrider.errors import EngineError
+from outrider.errors import EngineError, RankError
 from outrider.llm import LLM
 from outrider.outputs import RequestOutput
 from outrider.progress import Request, RowState
@@ -186,7 +186,7 @@ class AsyncLLM:
                 self.llm.loop.run_until(self._between_steps)
             except Exception as error:  # the loop has ended the requests of the step
                 log.exception("a step of the engine failed")
-                if self.restart_on_error:
+                if self.restart_on_error and not isinstance(error, RankError):
                     self.restarts += 1
                 else:
                     self.error = EngineError(f"the engine has stopped: {type(error).__name__}: {error}")

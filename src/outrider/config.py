@@ -22,6 +22,7 @@ from outrider.core.validate import FLAG, TEXT, Kind, check_fields, optional, rea
 from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError, unknown
 from outrider.models.placement import check_gpu_layers
+from outrider.parallel.layout import Layout
 from outrider.verify.base import Rule
 
 T = TypeVar("T")
@@ -52,6 +53,8 @@ ENGINE_OPTIONS = {
     "seed": optional(whole()),
     "max_loras": _COUNT,
     "max_lora_rank": _COUNT,
+    "tensor_parallel_size": _COUNT,
+    "pipeline_parallel_size": _COUNT,
     "enable_prefix_caching": FLAG,
     "trust_remote_code": FLAG,
     "enable_lora": FLAG,
@@ -80,6 +83,8 @@ class EngineOptions:
     kv_cache_memory_bytes   memory for K/V of target and draft together; None: enough for max_num_seqs full
                             requests, at most a quarter of the free memory on a CPU, gpu_memory_utilization of
                             a GPU
+    tensor_parallel_size    number of processes (on GPUs: one each) that share every layer
+    pipeline_parallel_size  number of stages of consecutive layers, each of tensor_parallel_size processes
     seed                    requests without a seed derive theirs from it
     logprobs_mode           raw_logprobs, processed_logprobs (after all sampling parameters), raw_logits or
                             processed_logits; those of a prompt are always raw
@@ -105,6 +110,7 @@ class EngineOptions:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     seed: int | None = None
     logprobs_mode: str = "raw_logprobs"
     enable_lora: bool = False
@@ -125,11 +131,14 @@ class EngineOptions:
         if self.logprobs_mode not in MODES:
             raise ConfigError(unknown("logprobs_mode", self.logprobs_mode, MODES))
         check_gpu_layers(self.gpu_layers, "gpu_layers")
-        if self.tensor_parallel_size != 1:
+        if self.gpu_layers is not None and self.layout.size > 1:
             raise ConfigError(
-                f"tensor_parallel_size must be 1, got {self.tensor_parallel_size!r}: "
-                "one device runs the model; leave it out."
+                "gpu_layers is for a model in one process: leave it out, or the parallel sizes."
             )
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.tensor_parallel_size, self.pipeline_parallel_size)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ OutriderError
 ├── ModelError       a checkpoint that is missing, corrupt or unsupported
 ├── CapacityError    memory limits that are too small
 └── EngineError      a failed step, for every request in it; __cause__ is the original error
+    └── RankError    a lost rank: the model must be loaded again
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class CapacityError(OutriderError):
 
 class EngineError(OutriderError):
     """Failure of an engine step, which ended this request.  The engine remains usable."""
+
+
+class RankError(EngineError):
+    """Loss of a rank of a model on several processes.  The engine fails until the model is loaded again."""
 
 
 def unknown(

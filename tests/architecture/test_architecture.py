@@ -42,6 +42,7 @@ ROOMS = [
     "sampling",
     "checkpoints",
     "models",
+    "parallel",
     "verify",
     "control",
     "drafting",

@@ -46,7 +46,7 @@ def test_the_options_of_vllms_page_are_read(dash: str, run: Run, started: list[S
     [
         ("--speculative_model x", "use --speculative-config"),
         ("--speculative-model x --num-speculative-tokens 5", "use --speculative-config"),
-        ("-tp 2", "tensor_parallel_size must be 1"),
+        ("-tp 0", "tensor_parallel_size must be"),
         ("--port 99999", "port must be"),
         ("--api-key-file /no/such/file", "api_key_file"),
         ("--ssl-keyfile a", "ssl_certfile"),

@@ -183,7 +183,8 @@ class LayerOps(Protocol):
         """Residual stream [N, h] after all blocks.  `x` [N, h] may be overwritten, and may be the result.
 
         runs:  rows whose linears add the updates of an adapter
-        u:     [N, K], input of the first `qkv` in place of norm(x); it may be x
+        u:     [N, K], input of the first `qkv` in place of norm(x), or of the first `gate_up` if that
+               attention is skipped; it may be x
         layer: layer of the pool that holds the K/V of the first block
         """
 

@@ -111,6 +111,8 @@ ENGINE = (
     Flag("gpu_layers", str, "--gpu-layers -ngl --n-gpu-layers",
          "Number of last layers on the GPU, the others on the CPU; default: all on the device.",
          read=_layers),
+    Flag("tensor_parallel_size", int, "--tensor-parallel-size -tp", "Processes that share every layer."),
+    Flag("pipeline_parallel_size", int, "--pipeline-parallel-size -pp", "Stages of consecutive layers."),
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id of the tokenizer, if the model has none."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
     Flag("threads", int, "--threads -t", "CPU threads; default: OMP_NUM_THREADS, or one per core."),
@@ -196,9 +198,8 @@ MEASURED = (
     Flag("seed", int, _names(*SEED), "Seed of every request.", 7),
     Flag("ignore_eos", bool, "--ignore-eos", "Ignore the end-of-sequence token.", False),
 )
-FORM = tuple(
-    flag for flag in ENGINE if flag.field not in ("model", "tokenizer", "threads", "gpu_layers")
-)  # what decides about memory
+_PLACES = ("model", "tokenizer", "threads", "gpu_layers", "tensor_parallel_size", "pipeline_parallel_size")
+FORM = tuple(flag for flag in ENGINE if flag.field not in _PLACES)  # what decides about memory
 GROUPS = {
     "engine": (ENGINE, "Model"),
     "form": (FORM, "Model"),

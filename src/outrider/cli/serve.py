@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from outrider.async_llm import AsyncLLM
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
-ALIASES = {"model": "-m", "tensor_parallel_size": "-tp", "threads": "-t"}
+ALIASES = {
+    "model": "-m", "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "threads": "-t"
+}  # fmt: skip
 ENVIRONMENT = {"api_key": "OUTRIDER_API_KEY"}
 NEW_SPELLING = """use --speculative-config, such as '{"model": "…", "num_speculative_tokens": 5}'"""
 REFUSED = (  # options of earlier versions of vLLM
@@ -85,6 +87,7 @@ def command() -> Callable[..., None]:
 def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, threads: int | None) -> None:
     """Check all options, then load and serve."""
     from outrider.config import EngineOptions, SpeculativeOptions
+    from outrider.parallel.start import join, placed
     from outrider.serve.run import run
 
     EngineOptions(**engine)
@@ -92,6 +95,8 @@ def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, t
     options.keys()
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, got {threads}.")
+    if placed():
+        join()  # one rank serves
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING, force=True)
 
     def load() -> AsyncLLM:

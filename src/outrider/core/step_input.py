@@ -97,6 +97,12 @@ class StepInput:
         self._paths: list[Sequence[int]] = []
         self._derived: dict[object, Any] = {}
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """What another process needs: slot tables as far as they are read, nothing that a backend derived."""
+        kept = {name: getattr(self, name) for name in self.__slots__}
+        kept["slot_tables"] = [table[: self.max_seq_len] for table in self.slot_tables]
+        return None, {**kept, "_derived": {}}
+
     @staticmethod
     def of_ids(ids: Sequence[int]) -> StepInput:
         """A built step of tokens without context, for embeddings alone."""

@@ -10,6 +10,7 @@ from outrider.checkpoints.peft import PeftAdapter
 from outrider.core.row import LoRARequest
 from outrider.errors import ModelError, RequestError
 from outrider.models.decoder import Decoder
+from outrider.parallel.model import ParallelModel
 
 
 class Adapters:
@@ -18,7 +19,7 @@ class Adapters:
     most: adapters in memory at once.  max_rank: largest accepted rank.
     """
 
-    def __init__(self, decoder: Decoder, most: int, max_rank: int) -> None:
+    def __init__(self, decoder: Decoder | ParallelModel, most: int, max_rank: int) -> None:
         self.decoder, self.most, self.max_rank = decoder, most, max_rank
         # Never evicted: keys of the prefix index contain adapter ids.
         self.known: dict[int, tuple[LoRARequest, PeftAdapter]] = {}

@@ -33,6 +33,8 @@ from outrider.models.base import Model
 from outrider.models.decoder import Decoder
 from outrider.models.placement import pick_device, pick_dtype, place
 from outrider.models.selftest import bit_exact
+from outrider.parallel import load as parallel
+from outrider.parallel.model import ParallelModel
 from outrider.sampling.sampler import Sampler
 from outrider.verify import rules
 
@@ -78,6 +80,11 @@ class Engine:
 
     def _load_target(self, options: EngineOptions) -> Model:
         dtype = pick_dtype(options.dtype, self.checkpoint.stored_dtype, self.device)
+        if (layout := options.layout).size > 1:
+            return parallel.load(
+                self.checkpoint, dtype, self.device, self.max_len, options.quantization,
+                options.kv_cache_dtype, layout, options.activations, options.revision,
+            )  # fmt: skip
         where = place(self.checkpoint.spec.layers, self.device, options.gpu_layers)
         bits, kv_dtype = options.quantization, options.kv_cache_dtype
         args = self.checkpoint, dtype, self.device, self.max_len, bits, kv_dtype, where
@@ -136,7 +143,7 @@ class Engine:
         return Scheduler(self.cache, limits, hooks, self.adapters)
 
     def _adapters(self) -> Adapters:
-        if not isinstance(self.decoder, Decoder):
+        if not isinstance(self.decoder, (Decoder, ParallelModel)):
             raise ConfigError(
                 f"enable_lora is for {', '.join(FAMILIES)}, not for {self.checkpoint.spec.architecture}: "
                 "leave it out."

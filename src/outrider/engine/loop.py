@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 from outrider.core.row import Row
 from outrider.engine.engine import Engine
-from outrider.errors import ConfigError, EngineError, RequestError
+from outrider.errors import ConfigError, EngineError, RankError, RequestError
 
 MAX_WAIT = 1.0  # timeout of a waiting thread, in seconds: an interrupt in another thread can lose its wake-up
 log = logging.getLogger("outrider")
@@ -226,8 +226,10 @@ class EngineLoop:
         open_ = [ticket for ticket in self.tickets.values() if ticket not in self._arriving]
         self.engine.restart([row for ticket in open_ for row in ticket.rows])
         if isinstance(error, Exception):
-            failure = EngineError(f"a step of the engine failed with {type(error).__name__}: {error}")
-            failure.__cause__ = error
+            failure: Exception = error
+            if not isinstance(error, RankError):
+                failure = EngineError(f"a step of the engine failed with {type(error).__name__}: {error}")
+                failure.__cause__ = error
             for ticket in open_:
                 ticket.fail(failure)
         for ticket in open_:

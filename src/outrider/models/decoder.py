@@ -20,43 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend, Chain, Weight
+from outrider.backends.base import Backend, Chain
 from outrider.backends.rules import TreeQueries
 from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool, SplitPool, kv_dtype
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.quantize import bits_of, reduced
+from outrider.checkpoints.quantize import bits_of
 from outrider.checkpoints.spec import Spec
-from outrider.checkpoints.weights import Source
 from outrider.core.lora import Adapted, Runs
-from outrider.core.quantized import join
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained, StopRule
 from outrider.errors import CapacityError, ConfigError, ModelError, first_line
+from outrider.models.layers import LayerReader
 from outrider.models.placement import Placement, place
 from outrider.models.rope import fix_rope
 from outrider.models.steps import forward_parts
 
 MAX_ROTATIONS = 1 << 31  # numbers: 16 million positions of 128 dimensions
-
-
-@dataclass
-class Layer:
-    """Weights of one block (`backends.base.DecoderLayer`)."""
-
-    norm_in: Tensor
-    qkv: Weight  # [(heads + 2 kv_heads) head_dim, hidden]
-    o: Weight
-    norm_post: Tensor
-    gate_up: Weight  # [2 inner, hidden]
-    down: Weight
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    window: int
 
 
 @dataclass
@@ -94,12 +74,10 @@ class Decoder:
         backends = {at: backend_for(at, dtype, activations) for at in {where.outer, *where.layers}}
         self.split = len(backends) > 1  # over several devices
         self.backend: Backend = backends[where.outer]
-        weights = checkpoint.tensors()
+        reader = LayerReader(checkpoint.tensors(), spec, dtype, self.bits)
         table = rotations(checkpoint.config, max_len, 32)  # the self-test computes 24 positions
-        self.embedding = self._fused(
-            self.backend, weights, [("model.embed_tokens", spec.vocabulary)], spec.hidden, outer=True
-        )
-        self.layers = [self._layer(backends[at], weights, i) for i, at in enumerate(where.layers)]
+        self.embedding = reader.embedding(self.backend)
+        self.layers = [reader.layer(backends[at], i) for i, at in enumerate(where.layers)]
         self.parts: list[Part] = []
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
             numbers = list(group)
@@ -107,12 +85,8 @@ class Decoder:
             stack = backends[at].pack_layers(spec, self.layers[first : first + count], table.to(at))
             self.parts.append(Part(backends[at], stack, first, count))
         self.layer_range = lru_cache(maxsize=8)(self._layer_range)
-        self.norm = self._vector(self.backend, weights, "model.norm", spec.hidden)
-        self.lm_head = self.embedding
-        if not spec.tied:
-            self.lm_head = self._fused(
-                self.backend, weights, [("lm_head", spec.vocabulary)], spec.hidden, outer=True
-            )
+        self.norm = reader.norm(self.backend)
+        self.lm_head = self.embedding if spec.tied else reader.lm_head(self.backend)
         self.fused = None if self.split else self.backend.fused
         self.ends: Any = None
         if self.fused is not None:
@@ -239,53 +213,6 @@ class Decoder:
         return self.fused.draft_chain(
             stack, self.ends, step_input, pool, chains, vocabulary, stop_rule, states
         )
-
-    def _layer(self, backend: Backend, weights: Source, i: int) -> Layer:
-        s, at = self.spec, f"model.layers.{i}"
-        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-        attention = [(f"{at}.self_attn.{name}_proj", size) for name, size in (("q", q), ("k", kv), ("v", kv))]
-        mlp = [(f"{at}.mlp.{name}_proj", s.inner) for name in ("gate", "up")]
-        return Layer(
-            norm_in=self._vector(backend, weights, f"{at}.input_layernorm", s.hidden),
-            qkv=self._fused(backend, weights, attention, s.hidden),
-            o=self._linear(backend, weights, f"{at}.self_attn.o_proj", s.hidden, q),
-            norm_post=self._vector(backend, weights, f"{at}.post_attention_layernorm", s.hidden),
-            gate_up=self._fused(backend, weights, mlp, s.hidden),
-            down=self._linear(backend, weights, f"{at}.mlp.down_proj", s.hidden, s.inner),
-            q_norm=(
-                self._vector(backend, weights, f"{at}.self_attn.q_norm", s.head_dim) if s.qk_norm else None
-            ),
-            k_norm=(
-                self._vector(backend, weights, f"{at}.self_attn.k_norm", s.head_dim) if s.qk_norm else None
-            ),
-            heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, eps=s.eps, window=s.windows[i],
-        )  # fmt: skip
-
-    def _vector(self, backend: Backend, weights: Source, name: str, size: int) -> Tensor:
-        return weights.get(f"{name}.weight", size).float().to(backend.device).contiguous()
-
-    def _linear(self, backend: Backend, weights: Source, name: str, outputs: int, inputs: int) -> Weight:
-        return self._fused(backend, weights, [(name, outputs)], inputs)
-
-    def _fused(
-        self,
-        backend: Backend,
-        weights: Source,
-        parts: list[tuple[str, int]],
-        inputs: int,
-        outer: bool = False,
-    ) -> Weight:
-        """Linears of the same input as one, outputs concatenated; biases are used where the file has them.
-
-        outer: whether this is the embedding or the head.
-        """
-        bits = 8 if outer and self.bits else self.bits
-        read = [reduced(weights.linear(name, size, inputs), bits) for name, size in parts]
-        biased = any(f"{name}.bias" in weights for name, _ in parts)
-        bias = (
-            torch.cat([weights.get(f"{name}.bias", size).float() for name, size in parts]) if biased else None
-        )
-        return backend.pack(join(read, self.dtype), bias)
 
 
 def _runs(step_input: StepInput, part: int) -> Runs:

@@ -200,15 +200,16 @@ class TorchBackend:
     ) -> Tensor:
         for i, (block, skip) in enumerate(zip(stack.layers, stack.skips)):
             linear = _AdaptedLayer(self, block, i, runs)
+            given = None if i else u
             if not skip & 1:
-                seen = self.rms_norm(x, block.norm_in, block.eps) if u is None or i else u
+                seen = self.rms_norm(x, block.norm_in, block.eps) if given is None else given
                 q = self.rope_store(linear("qkv", seen), block, stack.rotations, step_input, pool, layer + i)
                 scale = block.head_dim**-0.5
                 found = self.attend(q, block, step_input, pool, layer + i, scale, block.window)
-                x = linear("o", found, add=x)
+                x, given = linear("o", found, add=x), None
             if not skip & 2:
-                gate_up = linear("gate_up", self.rms_norm(x, block.norm_post, block.eps))
-                x = linear("down", self.silu_mul(gate_up), add=x)
+                seen = self.rms_norm(x, block.norm_post, block.eps) if given is None else given
+                x = linear("down", self.silu_mul(linear("gate_up", seen)), add=x)
         return x
 
     def should_stop(

@@ -66,10 +66,12 @@ static void attention_block(const ModelShape *s, const Layer *layer, const Layer
     project(at, &layer->o, LORA_O, 1, b.inner, s->heads * s->head_dim, x, s->hidden, 1);
 }
 
-/* x += MLP of norm(x). */
-static void mlp_block(const ModelShape *s, const Layer *layer, const LayerRows *at, Buffers b, float *x) {
-    rms_norm(x, layer->norm_post, at->rows->num_rows, s->hidden, s->eps, b.normed);
-    project(at, &layer->gate_up, LORA_GATE, 2, b.normed, s->hidden, b.projected, 2 * s->inner, 0);
+/* x += MLP of `input` [rows,hidden]; of norm(x) if it is null. */
+static void mlp_block(const ModelShape *s, const Layer *layer, const LayerRows *at, const float *input,
+                      Buffers b, float *x) {
+    if (!input) rms_norm(x, layer->norm_post, at->rows->num_rows, s->hidden, s->eps, b.normed);
+    input = input ? input : b.normed;
+    project(at, &layer->gate_up, LORA_GATE, 2, input, s->hidden, b.projected, 2 * s->inner, 0);
     silu_mul(b.projected, at->rows->num_rows, s->inner, b.inner);
     project(at, &layer->down, LORA_DOWN, 1, b.inner, s->inner, x, s->hidden, 1);
 }
@@ -82,16 +84,18 @@ void stack(const ModelShape *s, const Layer *layers, const Rows *rows, char *poo
         const Layer *layer = layers + i;
         const LayerRows at = {rows, i};
         char *keys = pool + 2 * i * plane_bytes;
+        const float *given = i == 0 ? first_input : 0;
         if (taps && taps[i]) memcpy(taps[i], x, (size_t)state_bytes);
         if (!(layer->skip & SKIP_ATTENTION)) {
-            if (first_input && i == 0) {
-                attention_block(s, layer, &at, keys, plane_bytes, first_input, first_width, b, x);
+            if (given) {
+                attention_block(s, layer, &at, keys, plane_bytes, given, first_width, b, x);
+                given = 0;
             } else {
                 rms_norm(x, layer->norm_in, n, s->hidden, s->eps, b.normed);
                 attention_block(s, layer, &at, keys, plane_bytes, b.normed, s->hidden, b, x);
             }
         }
-        if (!(layer->skip & SKIP_MLP)) mlp_block(s, layer, &at, b, x);
+        if (!(layer->skip & SKIP_MLP)) mlp_block(s, layer, &at, given, b, x);
     }
     if (taps && taps[s->layers]) memcpy(taps[s->layers], x, (size_t)state_bytes);
     free(b.normed);

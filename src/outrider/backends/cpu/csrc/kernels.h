@@ -133,8 +133,8 @@ typedef struct {
 
 /* Runs the decoder layers over x [rows,hidden], in place.
  * pool, plane_bytes: K of layer i is plane 2i of the pool, V plane 2i+1.
- * first_input [rows,first_width] or null: replaces norm(x) as the input of the first layer's attention; it
- * may be x.
+ * first_input [rows,first_width] or null: replaces norm(x) as the input of the first layer's attention, or of
+ * its MLP if the attention is skipped; it may be x.
  * taps [layers+1] or null: where to copy the input of each layer and the output of the last, each
  * [rows,hidden] or null. */
 void stack(const ModelShape *shape, const Layer *layers, const Rows *rows, char *pool, int64_t plane_bytes,

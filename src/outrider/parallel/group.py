@@ -1,0 +1,246 @@
+"""All ranks as rank 0 sees them: commands to them, results, and what became of them.
+
+    caller ──call──▶ connections ──▶ other ranks        same commands in the same order
+              └────▶ queue ──▶ thread of rank 0's own stage ──▶ future
+
+Rank 0's stage runs in a thread of its own, so that an interrupt of the caller leaves the ranks in step.  A
+second thread watches the connections.  A rank that dies ends its connection; one that freezes sends no beats.
+Either way all ranks are ended, and every call from then on raises the same RankError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+from typing import Any
+
+from outrider.errors import OutriderError, RankError
+from outrider.parallel.links import Answer
+from outrider.parallel.messages import (
+    BEAT,
+    FAILED,
+    READY,
+    Report,
+    Setup,
+    check_same,
+    hear,
+    tell,
+    versions,
+)
+from outrider.parallel.stage import Stage
+from outrider.parallel.start import Ranks
+
+SILENCE = 8.0  # seconds without a beat after which a rank counts as frozen
+START_TIMEOUT = 600.0  # seconds for the other ranks to load, after rank 0 has
+SETTLING = 0.2  # seconds for the end of a rank to show, after another one has failed
+DIAGNOSIS = 2.0  # seconds: a transfer fails before it is known which rank ended
+Results = Future[dict[Any, Any]]
+
+
+class Group:
+    """Rank 0's stage and its connections to the others.  `open` and `begin` come before the first `call`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.failure: RankError | None = None
+        self.reports: list[Report] = []  # of rank 0, 1, …
+        self.dropped: deque[tuple[str, int]] = deque()  # commands for what was garbage collected
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._failed, self._closed = threading.Event(), False
+        self._queue: SimpleQueue[tuple[Results, str, tuple[Any, ...]] | None] = SimpleQueue()
+        self._awaited: SimpleQueue[tuple[Results, Answer] | None] = SimpleQueue()
+        self._news: SimpleQueue[tuple[int, tuple[Any, ...]]] = SimpleQueue()
+        self._seen: dict[int, float] = {}  # rank -> when it last sent anything
+        self._ended: list[int] = []  # ranks whose connection is closed
+        self._told: dict[int, OutriderError | str] = {}  # rank -> error; may follow from another one's end
+        self._open = set[Results]()
+        self._numbers: dict[Connection[Any, Any], int] = {}
+
+    # ---- starting
+
+    def open(self, setup: Setup) -> None:
+        """Have the other ranks load.  Raises ConfigError if their versions differ from rank 0's."""
+        own = versions()
+        for connection in self.ranks.connections:
+            rank, found = self._hello(connection)
+            check_same(rank, found, own)
+            self._numbers[connection], self._seen[rank] = rank, time.monotonic()
+        tell(setup, *self.ranks.connections)
+        self._run(self._watch)
+
+    def begin(self, stage: Stage, report: Report) -> None:
+        """Wait for the other ranks, connect them, and start to take commands.
+
+        Raises the error of a rank that could not load, and ConfigError if its weights or kernels differ.
+        """
+        reports = {0: report}
+        while len(reports) <= len(self.ranks.connections):
+            rank, message = self._next_news()
+            if message[0] == FAILED:
+                raise self._failure_of(rank, message[1])
+            reports[rank] = message[1]
+        self.reports = [reports[rank] for rank in sorted(reports)]
+        for rank, found in enumerate(self.reports):
+            check_same(rank, found.facts, report.facts)
+        self._send(None)  # all have loaded
+        stage.links = self.ranks.links(stage.backend.device)
+        self._run(lambda: self._compute(stage))
+        self._run(self._await_transfers)
+
+    def _hello(self, connection: Connection[Any, Any]) -> tuple[int, dict[str, str]]:
+        """Rank and versions at the other end."""
+        message = (BEAT,)
+        with contextlib.suppress(EOFError, OSError):
+            while message[0] == BEAT and connection.poll(START_TIMEOUT):
+                message = hear(connection)
+        if not isinstance(message[0], int):
+            raise RankError("a rank ended while it started, or did not start in time: see its messages.")
+        rank, found = message
+        return rank, found
+
+    def _next_news(self) -> tuple[int, tuple[Any, ...]]:
+        deadline = time.monotonic() + START_TIMEOUT
+        while self.failure is None and time.monotonic() < deadline:
+            with contextlib.suppress(Exception):
+                return self._news.get(timeout=0.1)
+        raise self.failure or RankError(f"not all ranks have loaded after {START_TIMEOUT:.0f} seconds.")
+
+    # ---- commands
+
+    def call(self, name: str, *args: Any, x: Any = None) -> Results:
+        """Have all ranks run a command of `Stage`.  x: its last argument on rank 0, if given."""
+        with self._lock:
+            while self.dropped:
+                self._submit(*self.dropped.popleft())
+            return self._submit(name, *args, x=x)
+
+    def _submit(self, name: str, *args: Any, x: Any = None) -> Results:
+        if self.failure is not None:
+            raise self.failure
+        future = Results()
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        self._send((name, args))
+        self._queue.put((future, name, args if x is None else (*args, x)))
+        return future
+
+    def _send(self, message: Any) -> None:
+        try:
+            tell(message, *self.ranks.connections)
+        except OSError as error:
+            self._failed.wait(DIAGNOSIS)
+            raise self.failure or RankError(f"a rank cannot be reached: {error}") from error
+
+    # ---- threads
+
+    def _run(self, target: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=target, daemon=True))
+        self._threads[-1].start()
+
+    def _compute(self, stage: Stage) -> None:
+        """Run rank 0's side of every command."""
+        while (entry := self._queue.get()) is not None:
+            future, name, args = entry
+            try:
+                answer = getattr(stage, name)(*args) or Answer()
+            except Exception as error:
+                self._transfer_failed(error)
+                return
+            if answer.arrivals:
+                self._awaited.put((future, answer))
+            else:
+                _resolve(future, answer.tensors)
+
+    def _await_transfers(self) -> None:
+        """Complete the results that other ranks send, in the order of the commands."""
+        while (entry := self._awaited.get()) is not None:
+            future, answer = entry
+            try:
+                tensors = answer.wait()
+            except Exception as error:
+                self._transfer_failed(error)
+                return
+            _resolve(future, tensors)
+
+    def _transfer_failed(self, error: Exception) -> None:
+        """Rank 0's stage raised, usually because another one ended: let `_watch` say which."""
+        if not self._failed.wait(DIAGNOSIS):
+            self._fail(f"rank 0 failed with {type(error).__name__}: {error}")
+
+    def _watch(self) -> None:
+        """Read what the ranks tell, and notice those that end or freeze."""
+        while not self._closed and self.failure is None:
+            with contextlib.suppress(OSError, ValueError):  # `close` may be quicker
+                self._read_all(SILENCE / 8)
+            if self._told and not self._ended:
+                time.sleep(SETTLING)
+                self._read_all(0)
+            for rank in self._ended:
+                self._fail(f"rank {rank} has ended")
+            for rank, error in self._told.items():
+                self._fail(f"rank {rank} failed with {error}")
+            for rank, seen in self._seen.items():
+                if time.monotonic() - seen > SILENCE:
+                    self._fail(f"rank {rank} has not answered for {SILENCE:.0f} seconds")
+
+    def _read_all(self, timeout: float) -> None:
+        for connection in wait(self.ranks.connections, timeout):
+            assert isinstance(connection, Connection)
+            rank = self._numbers[connection]
+            try:
+                message = hear(connection)
+            except (EOFError, OSError):
+                if rank not in self._told:
+                    self._ended.append(rank)
+                continue
+            self._seen[rank] = time.monotonic()
+            if message[0] == READY or (message[0] == FAILED and not self.reports):
+                self._news.put((rank, message))
+            elif message[0] == FAILED:
+                self._told[rank] = message[1]
+
+    # ---- ending
+
+    def _failure_of(self, rank: int, error: OutriderError | str) -> OutriderError:
+        if isinstance(error, OutriderError):
+            return type(error)(f"rank {rank}: {error}")
+        return RankError(f"rank {rank} could not load: {error}")
+
+    def _fail(self, reason: str) -> None:
+        """End all ranks and every open call.  The first reason counts."""
+        if self.failure is not None or self._closed:
+            return
+        self.failure = RankError(
+            f"{reason}: the model's {len(self.ranks.connections) + 1} ranks work together only. Load the "
+            "model again."
+        )
+        self._failed.set()
+        self.ranks.end()
+        for future in list(self._open):
+            _resolve(future, self.failure)
+
+    def close(self) -> None:
+        """End the other ranks and the threads."""
+        self._closed = True
+        self._queue.put(None)
+        self._awaited.put(None)
+        self.ranks.end()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(SILENCE)  # at the interpreter's exit none may be inside torch
+
+
+def _resolve(future: Results, result: dict[Any, Any] | Exception) -> None:
+    """Complete a future, unless another thread already has."""
+    with contextlib.suppress(Exception):
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

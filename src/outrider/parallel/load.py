@@ -1,0 +1,61 @@
+"""Loading of a model on several ranks."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.spec import FAMILIES, Spec
+from outrider.errors import ConfigError
+from outrider.models.decoder import rotations
+from outrider.parallel.group import Group
+from outrider.parallel.layout import Layout
+from outrider.parallel.messages import Report, Setup, pinned_device
+from outrider.parallel.model import ParallelModel
+from outrider.parallel.stage import ModelOptions, Stage
+from outrider.parallel.start import join, placed, start, threads_of_rank
+
+log = logging.getLogger("outrider")
+SELF_TEST = 32  # positions that the self-test computes
+
+
+def load(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    quantization: str | None,
+    kv_cache_dtype: str,
+    layout: Layout,
+    activations: str = "float32",
+    revision: str | None = None,
+) -> ParallelModel:
+    """Start the other ranks and load the model on all of them.
+
+    In a process that a launcher made another rank than 0, this does not return: see `start.join`.
+    Raises ConfigError for a model that cannot be divided so, and what the ranks raise.
+    """
+    if placed():
+        join()
+    spec = checkpoint.spec
+    if not isinstance(spec, Spec):
+        raise ConfigError(
+            f"tensor_parallel_size and pipeline_parallel_size are for {', '.join(FAMILIES)}; "
+            f"{spec.architecture} runs in one process: leave them out."
+        )
+    layout.check(spec)
+    own, threads = pinned_device(device, 0), threads_of_rank(layout.size, device)
+    table = rotations(checkpoint.config, max_len, SELF_TEST)
+    options = ModelOptions(spec, layout, device.type, dtype, quantization, kv_cache_dtype, activations, table)
+    torch.set_num_threads(threads)
+    group = Group(start(layout, own, threads))
+    try:
+        group.open(Setup.of(checkpoint, revision, options, threads))
+        stage = Stage(checkpoint.tensors(), options, 0, own)
+        group.begin(stage, Report.of(stage, checkpoint))
+    except BaseException:
+        group.close()
+        raise
+    return ParallelModel(group, stage, max_len)

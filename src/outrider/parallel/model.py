@@ -1,0 +1,152 @@
+"""A model on several ranks, as the engine and the drafters see it: a `Model` whose calls are commands."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.backends.rules import TreeQueries
+from outrider.cache.pool import Pool
+from outrider.core.lora import Adapted
+from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import Chained
+from outrider.parallel.group import Group
+from outrider.parallel.stage import LAST, AdapterHandle, Stage, Wanted
+
+Skips = Sequence[int]  # of every layer: 1 its attention, 2 its MLP
+
+
+class ParallelPool(Pool):
+    """K/V cache that every rank has a part of, with the same slots."""
+
+    def __init__(self, group: Group, number: int) -> None:
+        self.group, self.number = group, number
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.group.call("move", self.number, sources, targets)
+
+
+class ParallelModel:
+    """`Model` on all ranks of a group.  The layers of rank 0 are in `stage`."""
+
+    embedding: None = None  # every rank of the first stage has a slice
+    fuses_chains = False
+
+    def __init__(self, group: Group, stage: Stage, max_len: int) -> None:
+        self.group, self.stage, self.max_len = group, stage, max_len
+        options = stage.options
+        self.spec, self.layout, self.dtype = options.spec, options.layout, options.dtype
+        self.kv_cache_dtype = options.kv_cache_dtype
+        self.backend, self.device = stage.backend, stage.backend.device
+        self._numbers = itertools.count()
+        self._everything = (0,) * self.spec.layers
+        self.close = weakref.finalize(self, group.close)
+
+    @property
+    def exact(self) -> bool:
+        return all(report.exact for report in self.group.reports)
+
+    @property
+    def footprint(self) -> Counter[torch.device]:
+        """Bytes of K/V per slot on this machine, by device."""
+        sizes, host = Counter[torch.device](), self.group.reports[0].host
+        for report in self.group.reports:
+            if report.host == host:
+                sizes[report.device] += report.slot_bytes
+        return sizes
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.footprint.total()
+
+    def pool(self, slots: int) -> Pool:
+        number = next(self._numbers)
+        self.group.call("add_pool", number, slots)
+        pool = ParallelPool(self.group, number)
+        weakref.finalize(pool, self.group.dropped.append, ("drop_pool", number))
+        return pool
+
+    def pack_adapter(self, layers: Adapted) -> AdapterHandle:
+        handle = AdapterHandle(next(self._numbers))
+        self.group.call("add_adapter", handle.number, list(layers)).result()
+        weakref.finalize(handle, self.group.dropped.append, ("drop_adapter", handle.number))
+        return handle
+
+    def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Skips:
+        return tuple((i in attention) + 2 * (i in mlp) for i in range(self.spec.layers))
+
+    def layer_range(self, first: int, last: int) -> Skips:
+        rest = {*range(first), *range(last, self.spec.layers)}
+        return self.skip_sublayers(rest, rest)
+
+    def forward(
+        self,
+        step_input: StepInput,
+        pool: Pool,
+        blocks: Skips | None = None,
+        x: Tensor | None = None,
+        taps: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        taps = {} if taps is None else taps
+        found = self._run(step_input, pool, Wanted((*taps, LAST)), blocks, x)
+        taps.update((layer, found[layer]) for layer in taps)
+        out: Tensor = found[LAST]
+        return out
+
+    def forward_step(
+        self,
+        step_input: StepInput,
+        pool: Pool,
+        states: dict[int, Tensor],
+        queries: TreeQueries | None = None,
+    ) -> Tensor:
+        wanted = Wanted(tuple(states), tuple(step_input.logits_rows))
+        found = self._run(step_input, pool, wanted)
+        states.update((which, found[which]) for which in states)
+        logits = self._joined(found)
+        if queries is not None:
+            assert self.backend.verifier is not None, "queries come from the backend's verifier"
+            self.backend.verifier.verify(logits, queries)
+        return logits
+
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        x: Tensor = self.group.call("embed", list(ids)).result()[LAST]
+        return x
+
+    def final(self, x: Tensor) -> Tensor:
+        return self.backend.rms_norm(x, self.stage.norm, self.spec.eps)
+
+    def head_logits(self, x: Tensor) -> Tensor:
+        return self._joined(self.group.call("head", len(x), x=x).result())
+
+    def logits(self, x: Tensor, rows: list[int]) -> Tensor:
+        return self.head_logits(self.final(x if len(rows) == x.shape[0] else x[rows]))
+
+    def draft_chain(self, *_: Any) -> Chained:
+        raise AssertionError("fuses_chains is False")
+
+    def _run(
+        self,
+        step_input: StepInput,
+        pool: Pool,
+        wanted: Wanted,
+        blocks: Skips | None = None,
+        x: Tensor | None = None,
+    ) -> dict[Any, Any]:
+        assert isinstance(pool, ParallelPool)
+        skips = self._everything if blocks is None else blocks
+        call = self.group.call("forward", pool.number, step_input, skips, wanted, x is not None, x=x)
+        return call.result()
+
+    def _joined(self, found: dict[Any, Any]) -> Tensor:
+        """Logits [M, V] from the slices of all ranks of the last stage."""
+        slices = [found["logits", i] for i in range(self.layout.tensor) if ("logits", i) in found]
+        if not slices:
+            return torch.empty(0, self.spec.vocabulary, device=self.device)
+        return slices[0] if len(slices) == 1 else torch.cat(slices, dim=1)

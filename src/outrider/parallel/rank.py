@@ -1,0 +1,152 @@
+"""The process of a rank other than 0: it loads its part and runs what rank 0 tells it.
+
+`python -m outrider.parallel.rank` starts the ranks of one machine for `start.Local`: it imports torch once and
+forks.  Its standard input is open as long as rank 0 lives; at its end all ranks are killed, frozen ones too.
+
+    rank 0 ──Setup──▶ load ──Report──▶ rank 0 ──all have loaded──▶ links ──▶ commands, until the connection ends
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from outrider.errors import OutriderError
+from outrider.parallel.layout import Layout
+from outrider.parallel.links import Links, SocketLinks, TorchLinks
+from outrider.parallel.messages import (
+    BEAT,
+    BEAT_INTERVAL,
+    FAILED,
+    READY,
+    Report,
+    Setup,
+    hear,
+    pinned_device,
+    tell,
+    versions,
+)
+from outrider.parallel.stage import Stage
+
+
+class RankProcess:
+    """One rank and its connection to rank 0.
+
+    local_rank: number on this machine; links: makes those of this rank, once all have loaded
+    """
+
+    def __init__(
+        self,
+        connection: Connection[Any, Any],
+        rank: int,
+        local_rank: int,
+        links: Callable[[Layout, torch.device], Links],
+    ) -> None:
+        self.connection, self.rank, self.local_rank = connection, rank, local_rank
+        self.links = links
+        self._sending = threading.Lock()
+
+    def run(self) -> None:
+        """Serve until rank 0 ends the connection.  An error ends this rank, and rank 0 learns of it."""
+        threading.Thread(target=self._beat, daemon=True).start()
+        try:
+            self._tell(self.rank, versions())
+            self._serve(self._load(hear(self.connection)))
+        except (EOFError, ConnectionError):
+            pass  # rank 0 has ended
+        except Exception as error:
+            expected = isinstance(error, OutriderError)
+            self._tell(FAILED, error if expected else f"{type(error).__name__}: {error}")
+
+    def _load(self, setup: Setup) -> Stage:
+        torch.set_num_threads(setup.threads)
+        checkpoint = setup.checkpoint()
+        device = pinned_device(torch.device(setup.options.device), self.local_rank)
+        stage = Stage(checkpoint.tensors(), setup.options, self.rank, device)
+        self._tell(READY, Report.of(stage, checkpoint))
+        hear(self.connection)
+        stage.links = self.links(setup.options.layout, device)
+        return stage
+
+    def _serve(self, stage: Stage) -> None:
+        while (command := hear(self.connection)) is not None:
+            name, args = command
+            getattr(stage, name)(*args)
+
+    def _tell(self, *message: Any) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            tell(message, self.connection)
+
+    def _beat(self) -> None:
+        """Tell rank 0 again and again that this process is not frozen."""
+        while True:
+            time.sleep(BEAT_INTERVAL)
+            self._tell(BEAT)
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """Sockets of one rank, as numbers of open files: to rank 0 for commands, and those of `SocketLinks`.
+
+    port: of the store of rank 0, for GPUs
+    """
+
+    rank: int
+    port: int
+    control: int
+    sums: Mapping[int, int]
+    direct: Mapping[int, int]
+
+    @property
+    def numbers(self) -> list[int]:
+        return [self.control, *self.sums.values(), *self.direct.values()]
+
+    def links(self, layout: Layout, device: torch.device) -> Links:
+        if device.type == "cuda":
+            library: Any = torch.distributed
+            store = library.TCPStore("127.0.0.1", self.port, is_master=False)
+            return TorchLinks(layout, self.rank, device, store)
+        sums, direct = (
+            {peer: socket.socket(fileno=number) for peer, number in lines.items()}
+            for lines in (self.sums, self.direct)
+        )
+        return SocketLinks(layout, self.rank, sums, direct)
+
+
+def main(everyone: Sequence[Sockets]) -> None:
+    """Fork the ranks that have these sockets; kill them when stdin ends."""
+    children, numbers = [], {number for sockets in everyone for number in sockets.numbers}
+    for own in everyone:
+        child = os.fork()
+        if child == 0:
+            for other in numbers.difference(own.numbers):
+                os.close(other)
+            os.close(sys.stdin.fileno())
+            RankProcess(Connection(own.control), own.rank, own.rank, own.links).run()
+            os._exit(0)
+        children.append(child)
+    for number in numbers:
+        os.close(number)
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main([Sockets(**given) for given in ast.literal_eval(sys.argv[1])])

@@ -1,0 +1,282 @@
+"""One rank's part of a model: some layers, a slice of each, and their K/V.
+
+All ranks run the same commands in the same order.  Rank 0 gets the results:
+
+    stage 0     embed, layers ──x──▶ stage 1     layers ──x──▶ … last stage   layers, norm, head
+    rank 0 ◀── tapped hidden states ─┘ ◀─────────────────────────┘ final states, logits (one slice a rank)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.backends.base import Backend
+from outrider.backends.select import backend_for
+from outrider.cache.pool import Pool, kv_dtype
+from outrider.checkpoints.quantize import bits_of
+from outrider.checkpoints.spec import Spec
+from outrider.checkpoints.weights import Source
+from outrider.core.lora import Adapted, Runs
+from outrider.core.step import FINAL
+from outrider.core.step_input import StepInput
+from outrider.models.layers import Layer, LayerReader
+from outrider.parallel.layout import Layout, Share, vocabulary_ranges
+from outrider.parallel.links import Answer, Links, add_parts
+from outrider.parallel.slices import SlicedSource, slice_update
+
+ATTENTION, MLP = 1, 2  # bits of a sublayer that is skipped
+LAST = "x"  # key of the residual stream after the last layer
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What every rank needs to know of a model.
+
+    device: a kind of device; rotations: see `models.decoder.rotations`
+    """
+
+    spec: Spec
+    layout: Layout
+    device: str
+    dtype: torch.dtype
+    quantization: str | None
+    kv_cache_dtype: str
+    activations: str
+    rotations: Tensor
+
+
+class Wanted(NamedTuple):
+    """Results of a forward.
+
+    states: layers whose input, FINAL, or LAST: [N, hidden] each
+    logits: rows of the logits
+    """
+
+    states: tuple[int | str, ...]
+    logits: tuple[int, ...] = ()
+
+
+class Block(NamedTuple):
+    """One layer.  stacks[skip]: packed, without some sublayers (`Backend.skip_sublayers`)."""
+
+    layer: Layer
+    stacks: Sequence[Any]
+
+
+class AdapterHandle:
+    """A LoRA adapter that every rank has packed under this number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Stage:
+    """Weights and K/V of one rank, and its side of every command.  Attribute `links` is set before use."""
+
+    links: Links
+
+    def __init__(self, weights: Source, options: ModelOptions, rank: int, device: torch.device) -> None:
+        self.options, self.rank = options, rank
+        layout, spec = options.layout, options.spec
+        self.index, self.number = layout.index(rank), layout.stage(rank)
+        self.last = self.number == layout.pipeline - 1
+        self.share = Share.of(spec, layout.tensor, self.index)
+        self.backend: Backend = backend_for(device, options.dtype, options.activations)
+        own = self.share.spec
+        source = SlicedSource(weights, spec, self.share)
+        reader = LayerReader(source, own, options.dtype, bits_of(options.quantization))
+        self.range = layout.layers(spec.layers)[self.number]
+        table = options.rotations.to(device)
+        self.blocks = [self._block(reader.layer(self.backend, i), own, table) for i in self.range]
+        self.norm = reader.norm(self.backend)
+        self.embedding: Any = None
+        if self.number == 0 or (self.last and spec.tied):
+            self.embedding = reader.embedding(self.backend)
+        self.lm_head = self.embedding if spec.tied or not self.last else reader.lm_head(self.backend)
+        self.pools: dict[int, Pool] = {}
+        self.adapters: dict[int, list[Any]] = {}
+
+    @property
+    def slot_bytes(self) -> int:
+        own, dtype = self.share.spec, kv_dtype(self.options.kv_cache_dtype, self.options.dtype)
+        return Pool.bytes_per_slot(len(self.range), own.kv_heads, own.head_dim, dtype)
+
+    def _block(self, layer: Layer, spec: Spec, rotations: Tensor) -> Block:
+        stack = self.backend.pack_layers(spec, [layer], rotations)
+        return Block(layer, [self.backend.skip_sublayers(stack, [skip]) for skip in range(3)])
+
+    # ---- commands
+
+    def add_pool(self, number: int, slots: int) -> None:
+        own, dtype = self.share.spec, kv_dtype(self.options.kv_cache_dtype, self.options.dtype)
+        device = self.backend.device
+        self.pools[number] = Pool(len(self.range), own.kv_heads, own.head_dim, slots, dtype, device)
+
+    def drop_pool(self, number: int) -> None:
+        del self.pools[number]
+
+    def move(self, pool: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.pools[pool].move(sources, targets)
+
+    def add_adapter(self, number: int, layers: Adapted) -> None:
+        spec, share = self.options.spec, self.share
+        own = [slice_update(layers[i], spec, share) for i in self.range]
+        self.adapters[number] = [self.backend.pack_adapter(share.spec, [layer]) for layer in own]
+
+    def drop_adapter(self, number: int) -> None:
+        del self.adapters[number]
+
+    def embed(self, ids: Sequence[int], x: None = None) -> Answer:
+        """Embeddings of tokens, on the ranks of the first stage."""
+        return Answer({LAST: self._embed(ids)} if self.number == 0 else {})
+
+    def forward(
+        self,
+        pool: int,
+        step_input: StepInput,
+        skips: Sequence[int],
+        wanted: Wanted,
+        given: bool,
+        x: Tensor | None = None,
+    ) -> Answer:
+        """Run the layers over a step.
+
+        skips: of every layer of the model, ATTENTION, MLP or both
+        given: the input of the first stage is x, which rank 0 has, and not the embeddings
+        """
+        self.links.settle()
+        shape = (step_input.length, self.options.spec.hidden)
+        if self.number > 0:
+            x = self._receive(shape, self.rank - self.options.layout.tensor)
+        elif given:
+            x = self._from_rank_0(x, shape, self.options.layout.peers(0))
+        else:
+            x = self._embed(step_input.input_ids)
+        states: dict[int | str, Tensor] = {}
+        x = self._layers(x, step_input, self.pools[pool], skips, wanted, states)
+        if not self.last:
+            self.links.send(x, self.rank + self.options.layout.tensor)
+        elif FINAL in wanted.states:
+            states[FINAL] = self.backend.rms_norm(x, self.norm, self.options.spec.eps)
+        if self.last and LAST in wanted.states:
+            states[LAST] = x
+        found: dict[Any, Tensor] = {**states} if self.index == 0 else {}
+        if self.last and wanted.logits:
+            rows = x if len(wanted.logits) == len(x) else x[list(wanted.logits)]
+            found["logits", self.index] = self._logits(
+                self.backend.rms_norm(rows, self.norm, self.options.spec.eps)
+            )
+        return self._answer(found, wanted, step_input.length)
+
+    def head(self, num_rows: int, x: Tensor | None = None) -> Answer:
+        """Logits of states after the last norm, which rank 0 has."""
+        self.links.settle()
+        layout, found = self.options.layout, dict[Any, Tensor]()
+        peers = layout.peers(layout.pipeline - 1)
+        if self.last or self.rank == 0:
+            x = self._from_rank_0(x, (num_rows, self.options.spec.hidden), peers)
+        if self.last:
+            assert x is not None
+            found["logits", self.index] = self._logits(x)
+        return self._answer(found, Wanted((), tuple(range(num_rows))), num_rows)
+
+    # ---- parts of commands
+
+    def _embed(self, ids: Sequence[int]) -> Tensor:
+        """Embeddings [N, hidden] from all slices of the vocabulary.  Exactly one is not zero."""
+        own, parts = self.share.vocabulary, self.options.layout.tensor
+        local = [token - own.start if token in own else 0 for token in ids]
+        x = self.backend.embed(self.embedding, StepInput.of_ids(local))
+        if parts == 1:
+            return x
+        x[[i for i, token in enumerate(ids) if token not in own]] = 0.0
+        return add_parts(self.links, torch.zeros_like(x), x)
+
+    def _layers(
+        self,
+        x: Tensor,
+        step_input: StepInput,
+        pool: Pool,
+        skips: Sequence[int],
+        wanted: Wanted,
+        states: dict[int | str, Tensor],
+    ) -> Tensor:
+        for at, (i, block) in enumerate(zip(self.range, self.blocks)):
+            if i in wanted.states:
+                states[i] = x.clone()  # x is changed in place
+            if skips[i] == ATTENTION | MLP:
+                continue
+            runs = self._runs(step_input, at)
+            if self.options.layout.tensor == 1:
+                x = self.backend.run_layers(block.stacks[skips[i]], x, step_input, pool, runs, layer=at)
+                continue
+            for sublayer, norm in ((ATTENTION, block.layer.norm_in), (MLP, block.layer.norm_post)):
+                if not skips[i] & sublayer:
+                    stack = block.stacks[ATTENTION + MLP - sublayer]  # without the other one
+                    normed = self.backend.rms_norm(x, norm, self.options.spec.eps)
+                    part = torch.zeros_like(x)
+                    part = self.backend.run_layers(stack, part, step_input, pool, runs, normed, at)
+                    x = add_parts(self.links, x, part)
+        if self.last and (end := self.options.spec.layers) in wanted.states:
+            states[end] = x.clone()
+        return x
+
+    def _runs(self, step_input: StepInput, at: int) -> Runs:
+        """Rows with an adapter, and it as packed for layer `at` of this stage."""
+        return [
+            (first, count, self.adapters[handle.number][at]) for first, count, handle in step_input.adapters
+        ]
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.backend.linear(x, self.lm_head).float()
+
+    def _receive(self, shape: Sequence[int], source: int) -> Tensor:
+        x = torch.empty(*shape, dtype=self.backend.activations, device=self.backend.device)
+        self.links.expect(x, source)()
+        return x
+
+    def _from_rank_0(self, x: Tensor | None, shape: Sequence[int], to: range) -> Tensor:
+        """Hand a tensor that rank 0 has to these ranks."""
+        if self.rank:
+            return self._receive(shape, 0)
+        assert x is not None
+        x = x.to(self.backend.device, self.backend.activations)
+        for rank in to:
+            if rank:
+                self.links.send(x, rank)
+        return x.clone() if 0 in to and len(to) > 1 else x  # `forward` may change it while it is sent
+
+    def _answer(self, found: Mapping[Any, Tensor], wanted: Wanted, num_rows: int) -> Answer:
+        """Send what this rank found to rank 0; there, expect what other ranks send."""
+        if self.rank:
+            for key, owner, _, _ in self._results(wanted, num_rows):
+                if owner == self.rank:
+                    self.links.send(found[key], 0)
+            return Answer()
+        answer = Answer()
+        for key, owner, shape, dtype in self._results(wanted, num_rows):
+            if owner == 0:
+                answer.tensors[key] = found[key]
+                continue
+            answer.tensors[key] = torch.empty(shape, dtype=dtype, device=self.backend.device)
+            answer.arrivals.append(self.links.expect(answer.tensors[key], owner))
+        return answer
+
+    def _results(self, wanted: Wanted, num_rows: int) -> list[tuple[Any, int, tuple[int, int], torch.dtype]]:
+        """Key, owner, shape and dtype of every result, in the order in which it is sent."""
+        layout, spec = self.options.layout, self.options.spec
+        final, results = layout.pipeline - 1, list[Any]()
+        for key in wanted.states:
+            inner = isinstance(key, int) and key != FINAL
+            stage = layout.stage_of(int(key), spec.layers) if inner else final
+            results.append((key, layout.rank(stage), (num_rows, spec.hidden), self.backend.activations))
+        if wanted.logits:
+            for index, tokens in enumerate(vocabulary_ranges(spec, layout.tensor)):
+                shape = len(wanted.logits), len(tokens)
+                results.append((("logits", index), layout.rank(final, index), shape, torch.float32))
+        return results

@@ -1,0 +1,40 @@
+"""One engine for every layout, shared by the tests: each starts processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from outrider import LLM
+from outrider.parallel.layout import Layout
+from outrider.testing import tiny_checkpoint
+
+Ranks = Callable[[Layout], LLM]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Llama of four layers, four heads and two K/V heads."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("parallel"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="session")
+def ranks(model: str) -> Ranks:
+    """`ranks(layout)`: an engine that cuts prompts into chunks."""
+    engines: dict[Layout, LLM] = {}
+
+    def make(layout: Layout) -> LLM:
+        if layout not in engines:
+            engines[layout] = LLM(
+                model,
+                tensor_parallel_size=layout.tensor,
+                pipeline_parallel_size=layout.pipeline,
+                max_num_seqs=4,
+                max_num_batched_tokens=16,
+                max_model_len=64,
+                enable_lora=True,
+            )
+        return engines[layout]
+
+    return make

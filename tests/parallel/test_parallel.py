@@ -1,0 +1,116 @@
+"""Several ranks: the tokens of plain decoding at the same layout, with every kind of drafter."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Ranks
+from covering import covering_array, parametrized
+from helpers import answer, token_prompts, unpaced, write_adapter
+
+from outrider import LLM, LoRARequest, RequestOutput, SamplingParams
+from outrider.core.block_table import PAGE
+from outrider.core.step import FINAL
+from outrider.core.step_input import StepInput
+from outrider.engine import engine as engines
+from outrider.parallel.layout import Layout
+from outrider.testing import check_idle, check_statistics, random_prompts, use_example, visible_parts
+
+LAYOUTS = {
+    "tp2": Layout(2),
+    "tp4": Layout(4),
+    "pp2": Layout(1, 2),
+    "pp3": Layout(1, 3),
+    "tp2pp2": Layout(2, 2),
+}
+STARTED = ("tp2", "tp4", "pp3", "tp2pp2")  # by default; each starts processes
+METHODS = ["draft_model", "ngram", "eagle3", "medusa", "layerskip", "union"]
+COMMON = [5 + i * i % 290 for i in range(34)]
+PROMPTS = [[*COMMON, *tail] for tail in random_prompts(4, seed=4, longest=14)]
+PAGES = 7  # of K/V; four requests need 10
+NEVER_ACCEPTED = ("ngram", "medusa", "eagle3")  # by chance, in random text or of a random head
+
+
+FACTORS = {"layout": list(LAYOUTS), "method": METHODS, "temperature": [0.0, 0.8]}
+chosen = parametrized(FACTORS, {*covering_array([STARTED, METHODS, FACTORS["temperature"]])})
+
+
+def params_of(temperature: float) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=16, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+
+
+def plain_outputs(llm: LLM, temperature: float) -> list[RequestOutput]:
+    """Each prompt alone, without speculation and without cached pages."""
+    llm.use(None)
+    outputs = []
+    for prompt, params in zip(PROMPTS, params_of(temperature)):
+        llm.engine.forget_prefixes()
+        outputs.append(answer(llm, prompt, params))
+    return outputs
+
+
+@chosen
+def test_speculation_keeps_every_token(
+    ranks: Ranks, layout: str, method: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with chunked prompts, preemption and cached prefixes."""
+    monkeypatch.setattr(engines, "plan_pages", lambda *given: PAGES)
+    llm = ranks(LAYOUTS[layout])
+    assert llm.engine.exact
+    expected = [visible_parts(output.outputs) for output in plain_outputs(llm, temperature)]
+    use_example(llm, method)
+    unpaced(llm)
+    outputs = llm.generate(token_prompts(PROMPTS), params_of(temperature))
+    assert [visible_parts(output.outputs) for output in outputs] == expected
+    check_statistics([sample for output in outputs for sample in output.outputs])
+    assert method in NEVER_ACCEPTED or sum(o.speculation.accepted for o in outputs) > 0
+    assert llm.engine.scheduler.preemptions > 0
+    cached = [answer(llm, PROMPTS[0], params_of(temperature)[0]) for _ in range(2)][1]
+    assert visible_parts(cached.outputs) == expected[0] and cached.num_cached_tokens >= PAGE
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in STARTED], ids=STARTED)
+def test_hidden_states_and_logits_are_those_of_one_process(ranks: Ranks, model: str, layout: Layout) -> None:
+    """To the bit if layers are not divided, else up to the order of sums."""
+    one, several = LLM(model).engine.decoder, ranks(layout).engine.decoder
+    found = []
+    for decoder in (one, several):
+        step, pool = StepInput(), decoder.pool(32)
+        step.chain(array("i", range(32)), 0, PROMPTS[0][:12])
+        step.logits_rows = [3, 11]
+        states = dict.fromkeys((0, 1, 2, 3, 4, FINAL), torch.empty(0))
+        found.append((decoder.forward_step(step.build(), pool, states).clone(), states))
+    (logits, states), (own_logits, own_states) = found
+    for which, state in states.items():
+        torch.testing.assert_close(own_states[which], state, rtol=1e-4, atol=1e-4)
+        assert layout.tensor > 1 or torch.equal(own_states[which], state)
+    torch.testing.assert_close(own_logits, logits, rtol=1e-4, atol=1e-4)
+    ids = [5, 299, 0, 150]
+    assert torch.equal(several.embed(ids), one.embed(ids))
+    torch.testing.assert_close(several.head_logits(states[FINAL][:3]), one.head_logits(states[FINAL][:3]))
+
+
+def test_adapters_keep_every_token_and_are_those_of_one_process(
+    ranks: Ranks, model: str, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path, model)
+    loras = [None, LoRARequest("it", 1, str(tmp_path)), None, None]
+
+    def tokens(llm: LLM, loras: list[LoRARequest | None]) -> list[object]:
+        outputs = llm.generate(token_prompts(PROMPTS), params_of(0.8), lora_request=loras)
+        return [visible_parts(output.outputs) for output in outputs]
+
+    llm, one = ranks(LAYOUTS["tp2pp2"]), LLM(model, enable_lora=True)
+    llm.use(None)
+    expected = tokens(llm, loras)
+    assert expected == tokens(one, loras) != tokens(one, [None] * 4)
+    use_example(llm, "layerskip")
+    assert tokens(llm, loras) == expected
+    check_idle(llm)

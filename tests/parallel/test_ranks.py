@@ -1,0 +1,165 @@
+"""Ranks that differ, die or freeze: one clear error within seconds, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import token_prompts
+
+from outrider import LLM, ConfigError, SamplingParams
+from outrider.errors import RankError
+from outrider.parallel import group, messages
+from outrider.parallel.layout import Layout
+from outrider.testing import random_prompts
+
+LONG = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+PROMPTS = token_prompts(random_prompts(2, seed=1))
+
+
+def processes_of(llm: LLM) -> list[int]:
+    """Process ids of the ranks that an engine started, in rank order."""
+    launcher = llm.engine.decoder.group.ranks.process.pid
+    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from outrider.testing import tiny_checkpoint
+
+    return tiny_checkpoint(tmp_path_factory.mktemp("long"), max_position_embeddings=2200)
+
+
+@pytest.fixture
+def pair(long_model: str) -> Iterator[LLM]:
+    llm = LLM(long_model, pipeline_parallel_size=2)
+    yield llm
+    llm.engine.decoder.close()
+
+
+SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, SHORT)]
+
+
+def interrupt(llm: LLM) -> None:
+    """Ctrl-C in the middle of a step leaves the ranks in step."""
+    expected = tokens(llm)
+    threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, LONG)
+    assert tokens(llm) == expected
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_lost_rank_ends_all_requests(pair: LLM, fate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "SILENCE", 3.0)
+    if fate == signal.SIGKILL:
+        interrupt(pair)
+    pids = processes_of(pair)
+    assert len(pids) == 1 and all(map(alive, pids))
+    threading.Timer(0.5, os.kill, (pids[0], fate)).start()
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 has (ended|not answered)") as raised:
+        pair.generate(PROMPTS, LONG)
+    assert time.monotonic() - began < 15
+    assert "Load the model again" in str(raised.value)
+    with pytest.raises(RankError, match="rank 1"):  # at once, not after a time limit
+        pair.generate(PROMPTS, LONG)
+    assert not any(map(alive, pids))
+    assert not pair.has_unfinished_requests()
+
+
+def test_differences_are_named() -> None:
+    own = {"torch": "2.13", "outrider": "1.0"}
+    messages.check_same(1, own, own)
+    with pytest.raises(
+        ConfigError, match=r"rank 3 differs from rank 0: torch is '2.9', and '2.13' on rank 0"
+    ):
+        messages.check_same(3, {"torch": "2.9", "outrider": "1.0"}, own)
+
+
+def test_a_rank_with_another_version_is_refused_and_ends(
+    long_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, real = list[start.Local](), start.Local
+    monkeypatch.setattr(start, "Local", lambda *given: made.append(real(*given)) or made[0])
+    monkeypatch.setattr(group, "versions", lambda: {"outrider": "0.0"})
+    with pytest.raises(ConfigError, match="rank 1 differs from rank 0: outrider is"):
+        LLM(long_model, pipeline_parallel_size=2)
+    assert made[0].process.returncode is not None
+
+
+def test_a_launcher_with_another_number_of_processes_is_refused(
+    long_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"started 3 processes \(WORLD_SIZE\).* is 2"):
+        LLM(long_model, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"tensor_parallel_size": 3},
+            "does not divide 4 attention heads with 2 K/V heads: choose one of 1, 2, 4",
+        ),
+        ({"pipeline_parallel_size": 3}, "more than the 2 layers"),
+        ({"tensor_parallel_size": 2, "gpu_layers": 1}, "gpu_layers"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": "2"}, "pipeline_parallel_size"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(
+    long_model: str, options: dict[str, object], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LLM(long_model, **options)
+
+
+def test_models_outside_the_lean_decoder_are_refused(tmp_path: Path) -> None:
+    from outrider.testing import bare_checkpoint
+
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel runs in one process"):
+        LLM(str(bare_checkpoint(tmp_path, "GPT2")), tensor_parallel_size=2)
+
+
+@pytest.mark.full
+def test_a_file_that_is_missing_on_a_rank_is_its_error(
+    long_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of the other ranks lies elsewhere: on another machine, it may not be there at all."""
+    real = messages.Setup.of
+    monkeypatch.setattr(messages.Setup, "of", lambda *given: replace(real(*given), model="/nowhere"))
+    with pytest.raises(Exception, match="rank 1: there is no checkpoint folder '/nowhere'"):
+        LLM(long_model, pipeline_parallel_size=2)
+
+
+def test_layout_splits() -> None:
+    layout = Layout(2, 2)
+    assert [(layout.stage(r), layout.index(r)) for r in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert layout.layers(5) == [range(2), range(2, 5)]
+    assert [layout.stage_of(i, 5) for i in range(6)] == [0, 0, 1, 1, 1, 1]

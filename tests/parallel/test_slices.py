@@ -1,0 +1,114 @@
+"""Slices of weights: together they are the whole, and each rank holds its part only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import token_prompts
+
+from outrider import LLM, SamplingParams
+from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.quantize import quantize
+from outrider.checkpoints.spec import Spec
+from outrider.core.quantized import QuantizedWeight
+from outrider.parallel.layout import Share, split
+from outrider.parallel.slices import SlicedSource, columns, rows
+from outrider.testing import check_idle, random_prompts, use_example, visible_parts
+
+LINEARS = {
+    "self_attn": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "mlp": ["gate_proj", "up_proj", "down_proj"],
+}
+
+
+def spec_of(folder: str) -> Spec:
+    spec = Checkpoint.open(folder).spec
+    assert isinstance(spec, Spec)
+    return spec
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_slices_of_a_checkpoint_are_its_tensors(model: str, parts: int) -> None:
+    spec, whole = spec_of(model), Checkpoint.open(model).tensors()
+    shares = [Share.of(spec, parts, i) for i in range(parts)]
+    sources = [SlicedSource(whole, spec, share) for share in shares]
+    for block, names in LINEARS.items():
+        for name in names:
+            at = f"model.layers.1.{block}.{name}"
+            full = torch.as_tensor(whole.get(f"{at}.weight", *shape_of(spec, name)))
+            own = [s.linear(at, *shape_of(share.spec, name)) for s, share in zip(sources, shares)]
+            if name in ("k_proj", "v_proj") and parts > spec.kv_heads:
+                own = own[:: parts // spec.kv_heads]  # neighbours hold the same head
+            joined = torch.cat(
+                [torch.as_tensor(part) for part in own], dim=1 if name in ("o_proj", "down_proj") else 0
+            )
+            assert torch.equal(joined, full)
+    embedding = [
+        s.linear("model.embed_tokens", share.spec.vocabulary, spec.hidden)
+        for s, share in zip(sources, shares)
+    ]
+    assert torch.equal(
+        torch.cat([torch.as_tensor(e) for e in embedding]), whole.get("model.embed_tokens.weight", 300, 64)
+    )
+
+
+def shape_of(spec: Spec, name: str) -> tuple[int, int]:
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    shapes = {"q": (q, spec.hidden), "k": (kv, spec.hidden), "v": (kv, spec.hidden), "o": (spec.hidden, q)}
+    mlp = {
+        "gate": (spec.inner, spec.hidden),
+        "up": (spec.inner, spec.hidden),
+        "down": (spec.hidden, spec.inner),
+    }
+    return {**shapes, **mlp}[name.removesuffix("_proj")]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("border", [32, 48])
+def test_slices_of_a_quantized_weight_are_exact(bits: int, border: int) -> None:
+    """Also where a border is inside a group."""
+    weight = quantize(torch.randn(6, 96, generator=torch.Generator().manual_seed(0)), bits)
+    assert isinstance(weight, QuantizedWeight)
+    for cut, size, dim in ((columns, 96, 1), (rows, 6, 0)):
+        ranges = [range(border), range(border, 96)] if dim else [range(2), range(2, size)]
+        parts = [cut(weight, part) for part in ranges]
+        assert all(isinstance(part, QuantizedWeight) for part in parts)
+        joined = torch.cat([part.dense() for part in parts if isinstance(part, QuantizedWeight)], dim=dim)
+        assert torch.equal(joined, weight.dense())
+
+
+def test_splits_are_even_and_whole_groups_where_possible() -> None:
+    assert split(96, 2, 32) == [range(32), range(32, 96)]
+    assert split(96, 4, 32) == [range(24), range(24, 48), range(48, 72), range(72, 96)]
+    assert split(7, 3) == [range(2), range(2, 4), range(4, 7)]
+
+
+def test_each_rank_has_its_part_of_weights_and_kv(model: str) -> None:
+    spec = spec_of(model)
+    for parts in (2, 4):
+        shares = [Share.of(spec, parts, i).spec for i in range(parts)]
+        assert [s.heads for s in shares] == [4 // parts] * parts
+        assert [s.kv_heads for s in shares] == [max(1, 2 // parts)] * parts
+        assert sum(s.inner for s in shares) == spec.inner
+        assert sum(s.vocabulary for s in shares) == spec.vocabulary
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "int4", "kv_cache_dtype": "int8"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.full),
+        pytest.param({"quantization": "int8"}, marks=pytest.mark.full),
+    ],
+)
+def test_formats_keep_every_token(model: str, options: dict[str, str]) -> None:
+    llm = LLM(model, tensor_parallel_size=2, max_num_seqs=4, max_model_len=64, **options)
+    prompts = token_prompts(random_prompts(3, seed=6, longest=30))
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=16, ignore_eos=True) for t in (0.0, 0.0, 0.8)]
+    assert llm.engine.exact
+    plain = [visible_parts(output.outputs) for output in llm.generate(prompts, params)]
+    use_example(llm, "draft_model")
+    outputs = llm.generate(prompts, params)
+    assert [visible_parts(output.outputs) for output in outputs] == plain
+    assert sum(output.speculation.accepted for output in outputs) > 0
+    check_idle(llm)
