@@ -15,7 +15,7 @@ from helpers import token_prompts
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.errors import RankError
-from outrider.parallel import group, messages
+from outrider.parallel import group, messages, start
 from outrider.parallel.layout import Layout
 from outrider.testing import random_prompts
 

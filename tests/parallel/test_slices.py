@@ -98,10 +98,14 @@ def test_each_rank_has_its_part_of_weights_and_kv(model: str) -> None:
     [
         {"quantization": "int4", "kv_cache_dtype": "int8"},
         pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.full),
+        pytest.param({}, marks=pytest.mark.full, id="torch"),
         pytest.param({"quantization": "int8"}, marks=pytest.mark.full),
     ],
 )
-def test_formats_keep_every_token(model: str, options: dict[str, str]) -> None:
+def test_formats_keep_every_token(
+    model: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_KERNELS", "torch" if not options else "c")
     llm = LLM(model, tensor_parallel_size=2, max_num_seqs=4, max_model_len=64, **options)
     prompts = token_prompts(random_prompts(3, seed=6, longest=30))
     params = [SamplingParams(temperature=t, seed=3, max_tokens=16, ignore_eos=True) for t in (0.0, 0.0, 0.8)]
