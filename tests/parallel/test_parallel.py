@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Ranks
 from covering import covering_array, parametrized
 from helpers import answer, token_prompts, unpaced, write_adapter
 
@@ -16,9 +17,11 @@ from outrider.core.block_table import PAGE
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.engine import engine as engines
+from outrider.parallel import model as parallel
 from outrider.parallel.layout import Layout
 from outrider.testing import check_idle, check_statistics, random_prompts, use_example, visible_parts
 
+Ranks = Callable[[Layout], LLM]
 LAYOUTS = {
     "tp2": Layout(2),
     "tp4": Layout(4),
@@ -59,7 +62,8 @@ def plain_outputs(llm: LLM, temperature: float) -> list[RequestOutput]:
 def test_speculation_keeps_every_token(
     ranks: Ranks, layout: str, method: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with chunked prompts, preemption and cached prefixes."""
+    """Also with chunked prompts, preemption and cached prefixes, and stages that work on several pieces."""
+    monkeypatch.setattr(parallel, "PIECE_ROWS", 3)
     monkeypatch.setattr(engines, "plan_pages", lambda *given: PAGES)
     llm = ranks(LAYOUTS[layout])
     assert llm.engine.exact
@@ -98,8 +102,9 @@ def test_hidden_states_and_logits_are_those_of_one_process(ranks: Ranks, model: 
 
 
 def test_adapters_keep_every_token_and_are_those_of_one_process(
-    ranks: Ranks, model: str, tmp_path: Path
+    ranks: Ranks, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(parallel, "PIECE_ROWS", 3)
     write_adapter(tmp_path, model)
     loras = [None, LoRARequest("it", 1, str(tmp_path)), None, None]
 
@@ -114,3 +119,24 @@ def test_adapters_keep_every_token_and_are_those_of_one_process(
     use_example(llm, "layerskip")
     assert tokens(llm, loras) == expected
     check_idle(llm)
+
+
+def test_pieces_of_a_step_are_its_rows() -> None:
+    step, tables = StepInput(), [array("i", range(at, at + 20)) for at in (0, 100)]
+    step.chain(tables[0], 2, [5, 6, 7])
+    step.nodes(tables[0], 5, [[10], [10, 11], [10, 12]], [8, 9, 10])
+    step.chain(tables[1], 0, [1, 2])
+    step.adapt(6, "adapter")
+    step.logits_rows = [2, 3, 4, 5, 7]
+    whole = step.build()
+    for borders in ([0, 8], [0, 3, 8], [0, 1, 4, 7, 8]):
+        pieces = [whole.piece(first, end) for first, end in pairwise(borders)]
+        slots = [piece.key_slots(i) for piece in pieces for i in range(piece.length)]
+        assert slots == [whole.key_slots(i) for i in range(8)]
+        rows = [first + row for piece, first in zip(pieces, borders) for row in piece.logits_rows]
+        assert rows == whole.logits_rows
+        adapted = [
+            first + at + i for p, first in zip(pieces, borders) for at, n, _ in p.adapters for i in range(n)
+        ]
+        assert adapted == [6, 7]
+        assert [t for piece in pieces for t in piece.input_ids] == [*whole.input_ids]

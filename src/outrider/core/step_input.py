@@ -199,6 +199,27 @@ class StepInput:
                 part.adapters.append(AdapterRows(before, after - before, adapter))
         return part
 
+    def piece(self, first: int, end: int) -> StepInput:
+        """Rows first, …, end - 1 of a built step, as a built step.
+
+        Rows attend to earlier rows only, so pieces may run one after another.  Rows of `block` do not.
+        """
+        part = StepInput(self.pinned)
+        part.length, part.max_seq_len, part.max_path_len = end - first, self.max_seq_len, self.max_path_len
+        for name in ("input_ids", "positions", "slot_mapping", "context_lens", "path_lens", "_paths"):
+            setattr(part, name, getattr(self, name)[first:end])
+        part.path_slots = self.path_slots[first * self.max_path_len : end * self.max_path_len]
+        for request, table in enumerate(self.slot_tables):
+            if (stop := min(self.query_start[request + 1], end) - first) > part.query_start[-1]:
+                part.slot_tables.append(table)
+                part.query_start.append(stop)
+        part.logits_rows = [row - first for row in self.logits_rows if first <= row < end]
+        for at, count, adapter in self.adapters:
+            low, high = max(at, first) - first, min(at + count, end) - first
+            if high > low:
+                part.adapters.append(AdapterRows(low, high - low, adapter))
+        return part
+
     # ---- reading a built step
 
     def build(self) -> StepInput:

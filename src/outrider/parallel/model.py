@@ -1,11 +1,17 @@
-"""A model on several ranks, as the engine and the drafters see it: a `Model` whose calls are commands."""
+"""A model on several ranks, as the engine and the drafters see it: a `Model` whose calls are commands.
+
+Over several stages, a forward of many rows runs in pieces, one after another:
+
+    stage 0   a b c d
+    stage 1     a b c d      d sees the K/V of a, b and c: every stage has computed these before
+"""
 
 from __future__ import annotations
 
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +23,11 @@ from outrider.core.lora import Adapted
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
 from outrider.parallel.group import Group
+from outrider.parallel.layout import split
 from outrider.parallel.stage import LAST, AdapterHandle, Stage, Wanted
 
+PIECE_ROWS = 32  # fewest rows of a piece: with fewer, linears take the time to read their weights
+PIECES = 4  # most pieces for each stage
 Skips = Sequence[int]  # of every layer: 1 its attention, 2 its MLP
 
 
@@ -94,10 +103,9 @@ class ParallelModel:
         taps: dict[int, Tensor] | None = None,
     ) -> Tensor:
         taps = {} if taps is None else taps
-        found = self._run(step_input, pool, Wanted((*taps, LAST)), blocks, x)
+        found, _ = self._run(step_input, pool, Wanted((*taps, LAST)), blocks, x)
         taps.update((layer, found[layer]) for layer in taps)
-        out: Tensor = found[LAST]
-        return out
+        return found[LAST]
 
     def forward_step(
         self,
@@ -106,10 +114,8 @@ class ParallelModel:
         states: dict[int, Tensor],
         queries: TreeQueries | None = None,
     ) -> Tensor:
-        wanted = Wanted(tuple(states), tuple(step_input.logits_rows))
-        found = self._run(step_input, pool, wanted)
+        found, logits = self._run(step_input, pool, Wanted(tuple(states), tuple(step_input.logits_rows)))
         states.update((which, found[which]) for which in states)
-        logits = self._joined(found)
         if queries is not None:
             assert self.backend.verifier is not None, "queries come from the backend's verifier"
             self.backend.verifier.verify(logits, queries)
@@ -123,7 +129,7 @@ class ParallelModel:
         return self.backend.rms_norm(x, self.stage.norm, self.spec.eps)
 
     def head_logits(self, x: Tensor) -> Tensor:
-        return self._joined(self.group.call("head", len(x), x=x).result())
+        return self._logits([self.group.call("head", len(x), x=x).result()])
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         return self.head_logits(self.final(x if len(rows) == x.shape[0] else x[rows]))
@@ -138,15 +144,32 @@ class ParallelModel:
         wanted: Wanted,
         blocks: Skips | None = None,
         x: Tensor | None = None,
-    ) -> dict[Any, Any]:
+    ) -> tuple[dict[Any, Tensor], Tensor]:
+        """The wanted states, and logits [M, V] (none: M = 0)."""
         assert isinstance(pool, ParallelPool)
-        skips = self._everything if blocks is None else blocks
-        call = self.group.call("forward", pool.number, step_input, skips, wanted, x is not None, x=x)
-        return call.result()
+        skips, calls = self._everything if blocks is None else blocks, []
+        for rows in self._pieces(step_input.length):
+            piece, own = step_input, x
+            if len(rows) < step_input.length:
+                piece = step_input.piece(rows.start, rows.stop)
+                own = None if x is None else x[rows.start : rows.stop]
+            logits = tuple(piece.logits_rows) if wanted.logits else ()
+            args = pool.number, piece, skips, wanted._replace(logits=logits), own is not None
+            calls.append(self.group.call("forward", *args, x=own))
+        found = [call.result() for call in calls]
+        return {key: _cat([part[key] for part in found]) for key in wanted.states}, self._logits(found)
 
-    def _joined(self, found: dict[Any, Any]) -> Tensor:
-        """Logits [M, V] from the slices of all ranks of the last stage."""
-        slices = [found["logits", i] for i in range(self.layout.tensor) if ("logits", i) in found]
-        if not slices:
-            return torch.empty(0, self.spec.vocabulary, device=self.device)
-        return slices[0] if len(slices) == 1 else torch.cat(slices, dim=1)
+    def _pieces(self, num_rows: int) -> list[range]:
+        stages = self.layout.pipeline
+        count = 1 if stages == 1 else min(PIECES * stages, num_rows // PIECE_ROWS)
+        return split(num_rows, max(1, count))
+
+    def _logits(self, found: Sequence[Mapping[Any, Tensor]]) -> Tensor:
+        """Logits [M, V] of pieces, each from the slices of all ranks of the last stage."""
+        tensor = range(self.layout.tensor)
+        joined = [_cat([part["logits", i] for i in tensor], dim=1) for part in found if ("logits", 0) in part]
+        return _cat(joined) if joined else torch.empty(0, self.spec.vocabulary, device=self.device)
+
+
+def _cat(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
