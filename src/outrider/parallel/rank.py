@@ -1,9 +1,10 @@
 """The process of a rank other than 0: it loads its part and runs what rank 0 tells it.
 
-`python -m outrider.parallel.rank` starts the ranks of one machine for `start.Local`: it imports torch once and
-forks.  Its standard input is open as long as rank 0 lives; at its end all ranks are killed, frozen ones too.
+`python -m outrider.parallel.rank` starts the ranks of one machine for `start.Local`: it imports torch once
+and forks.  Its standard input is open as long as rank 0 lives; at its end all ranks are killed, frozen ones
+too.
 
-    rank 0 ──Setup──▶ load ──Report──▶ rank 0 ──all have loaded──▶ links ──▶ commands, until the connection ends
+    rank 0 ──Setup──▶ load ──Report──▶ rank 0 ──all have loaded──▶ links ──▶ commands, until the end
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Ranks(Protocol):
         """Links of rank 0, once all ranks have loaded."""
 
     def end(self) -> None:
-        """End all ranks, whatever they do."""
+        """End all ranks, frozen ones too."""
 
 
 class Local:
