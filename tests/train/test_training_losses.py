@@ -90,3 +90,19 @@ def test_places_outside_answers_do_not_count() -> None:
     for network in (Eagle(Sizes(H, 48, 4, 2, 8), V).eval(),
                     Eagle3.random(Settings(V, H, 48, 4, 2, 8, H, TAPS))):  # fmt: skip
         assert torch.equal(network.loss(sample, outer), network.loss(other, outer))
+
+
+def test_rows_outside_answers_are_not_computed() -> None:
+    """What is left out changes no number: heads of one layer and of two, by their last rows alone."""
+    sample, outer = batch(True)
+    states = torch.cat([sample.states[tap] for tap in TAPS], dim=-1)
+    for layers in (1, 2):
+        network = Eagle3.random(Settings(V, H, 48, 4, 2, 8, H, TAPS, layers=layers))
+        whole = network.outputs(states, sample.tokens, outer.embedding, 3, 0)
+        last = network.outputs(states, sample.tokens, outer.embedding, 3, 5)
+        for one, other in zip(whole, last, strict=True):
+            assert len(other) == T - 3 - 5
+            torch.testing.assert_close(one[5:], other)
+    layer = Eagle(Sizes(H, 48, 4, 2, 8), V)
+    embedded = outer.embedding[sample.tokens]
+    torch.testing.assert_close(layer(embedded, states[:, :H])[-4:], layer(embedded, states[:, :H], 4))

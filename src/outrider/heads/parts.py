@@ -145,11 +145,13 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
         return self.feed_forward(x + self.self_attn(self.input_layernorm(x), angles, mask))
 
-    def over_text(self, x: Tensor, theta: float) -> Tensor:
-        """x [T, hidden] of the positions 0 … T - 1 through the layer."""
-        angles = rotary_angles(torch.arange(len(x), device=x.device), self.self_attn.head_dim, theta)
-        out: Tensor = self(x, angles, causal_mask(len(x), x.device))
-        return out
+    def over_text(self, x: Tensor, theta: float, last: int | None = None) -> Tensor:
+        """x [T, hidden] of the positions 0 … T - 1 through the layer.  last: so many last rows only."""
+        attention, u, rows = self.self_attn, self.input_layernorm(x), slice(-(last or len(x)), None)
+        angles = rotary_angles(torch.arange(len(x), device=x.device), attention.head_dim, theta)
+        q, k = attention.queries(u[rows], angles[rows]), attention.keys(u, angles)
+        mask = causal_mask(len(x), x.device)[rows]
+        return self.feed_forward(x[rows] + attention.attend(q, k, attention.values(u), mask))
 
     def feed_forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))

@@ -32,15 +32,21 @@ class Sample:
     logits: Tensor
     mask: Tensor | None = None
 
-    def mean(self, losses: Tensor, first: int, known: Tensor | None = None) -> Tensor:
-        """Mean of losses [n] of the places first, first + 1, … that count; 0 if none does.
+    @property
+    def first(self) -> int:
+        """The first place that counts."""
+        return 0 if self.mask is None else int(self.mask.int().argmax())
 
-        known: bool [n], a further condition.
-        """
-        counted = torch.ones_like(losses, dtype=torch.bool) if known is None else known
-        if self.mask is not None:
-            counted = counted & self.mask[first : first + len(losses)]
-        return (losses * counted).sum() / counted.sum().clamp_min(1)
+    def places(self, first: int, count: int) -> Tensor:
+        """int64, ascending: the numbers i < count of the places first + i that count."""
+        if self.mask is None:
+            return torch.arange(count, device=self.tokens.device)
+        return self.mask[first : first + count].nonzero().flatten()
+
+
+def mean_loss(losses: Tensor) -> Tensor:
+    """Mean of losses [n]; 0 if there are none."""
+    return losses.sum() / max(1, len(losses))
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,12 @@ class Features:
             rows = self._states(i)
         parts = rows.to(device).float().chunk(len(self.kept), dim=-1)
         states = {which: part.contiguous() for which, part in zip(self.kept, parts)}
-        logits = target_logits(self.model, states[FINAL]) if self.logits else torch.empty(0, device=device)
         places = torch.arange(len(text.ids), device=device)
         mask = (places + 1 >= text.prompt) & (places < len(text.ids) - 1)
+        logits = torch.empty(0, device=device)
+        if self.logits:  # where they are read only
+            logits = torch.zeros(len(text.ids), self.model.spec.vocabulary, device=device)
+            logits[mask] = target_logits(self.model, states[FINAL][mask])
         return Sample(torch.tensor(text.ids, device=device), states, logits, mask)
 
     def _states(self, i: int) -> Tensor:

@@ -37,12 +37,15 @@ def rate_factor(step: int, steps: int, warmup: float) -> float:
 class Trainer:
     """State of a run.
 
-    chosen: the texts to train on, by number.  losses: of every step so far.  records: evaluations so far.
+    chosen: the texts to train on, by number.  data: hash of what the texts depend on.  losses: of every step so far.  records: evaluations so far.
     seconds: by "features", "loss" and "optimizer", of this process.  tokens: answer tokens, of this process.
     """
 
-    def __init__(self, method: Method, features: Features, chosen: Sequence[int], steps: int) -> None:
+    def __init__(
+        self, method: Method, features: Features, chosen: Sequence[int], steps: int, data: str = ""
+    ) -> None:
         self.method, self.features, self.chosen, self.steps = method, features, chosen, steps
+        self.data = data
         self.options: TrainOptions = method.options
         self.parameters = [p for p in method.network.parameters() if p.requires_grad]
         decay = self.options.weight_decay
@@ -124,7 +127,7 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         """What the weights depend on."""
         target = self.method.target.checkpoint.fingerprint
-        shared = {"method": type(self.method).__module__, "target": target, "texts": len(self.features.texts)}
+        shared = {"method": type(self.method).__module__, "target": target, "data": self.data}
         return {**self.options.decisive, **shared, "steps": self.steps}
 
     def _text(self, place: int) -> int:

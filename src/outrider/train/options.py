@@ -47,7 +47,7 @@ KINDS = {
 }
 # Options that a resumed run may change: none has an effect on the weights.
 CHANGEABLE = (
-    "out", "cache", "cache_gb", "checkpoint_every", "minutes", "evaluate_every", "evaluate_prompts",
+    "data", "out", "cache", "cache_gb", "checkpoint_every", "minutes", "evaluate_every", "evaluate_prompts",
     "evaluate_tokens", "depth", "quantization", "format",
 )  # fmt: skip
 

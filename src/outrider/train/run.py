@@ -113,7 +113,7 @@ def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
     features = new_features(llm, made, texts)
     with report.phase("Features of the target", features.cached) as tick:
         features.fill(lambda done: tick(done, 0))
-    trainer = Trainer(made, features, texts.chosen, step_count(options, texts))
+    trainer = Trainer(made, features, texts.chosen, step_count(options, texts), texts.key)
     resumed = trainer.load()
     report.start(trainer, texts.texts, parameter_count(made.network), resumed)
     evaluate = Evaluation(llm, trainer, texts, report)

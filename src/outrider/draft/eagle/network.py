@@ -12,7 +12,7 @@ from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
 from outrider.heads.parts import Layer, sizes_config, small_sizes, soft_cross_entropy
-from outrider.heads.sample import Sample, TargetWeights
+from outrider.heads.sample import Sample, TargetWeights, mean_loss
 
 # Width of the uniform noise on states in training, at up to NOISE_LENGTH tokens, and less for longer texts:
 # recurrent states are inexact, too.
@@ -48,14 +48,12 @@ class Network(nn.Module):
             "bias": self.fc.bias is not None,
         }
 
-    def forward(self, tokens: Tensor, states: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, states: Tensor, last: int | None = None) -> Tensor:
         """Predicted states f_1 … f_T of the embeddings e(x_1) … e(x_T) and the states f_0 … f_T-1, each
-        [T, hidden]."""
-        x: Tensor = self.fc(torch.cat([tokens, states], dim=-1))
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            x = layer.over_text(x, self.theta)
-        return x
+        [T, hidden].  last: so many last ones only."""
+        (layer,) = self.layers
+        assert isinstance(layer, Layer)
+        return layer.over_text(self.fc(torch.cat([tokens, states], dim=-1)), self.theta, last)
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Smooth L1 of the states plus a tenth of the cross entropy with the target's distribution.
@@ -67,7 +65,8 @@ class Network(nn.Module):
         states, count = sample.states[FINAL], len(sample.tokens) - 1
         width = NOISE * min(1.0, NOISE_LENGTH / count) * self.training
         noise = (torch.rand_like(states[:count]) - 0.5) * width
-        out = self(outer.embedding[sample.tokens[1:]], states[:count] + noise)
-        tokens = soft_cross_entropy(out @ outer.lm_head.T, sample.logits[1:])
-        features = F.smooth_l1_loss(out.float(), states[1:], reduction="none").mean(-1)
-        return sample.mean(features + TOKEN_WEIGHT * tokens, first=1)
+        rows, start = sample.places(1, count), max(0, sample.first - 1)
+        out = self(outer.embedding[sample.tokens[1:]], states[:count] + noise, count - start)[rows - start]
+        tokens = soft_cross_entropy(out @ outer.lm_head.T, sample.logits[1 + rows])
+        features = F.smooth_l1_loss(out.float(), states[1 + rows], reduction="none").mean(-1)
+        return mean_loss(features + TOKEN_WEIGHT * tokens)

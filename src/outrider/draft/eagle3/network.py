@@ -13,7 +13,7 @@ own path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from outrider.heads.parts import (
     sizes_config,
     soft_cross_entropy,
 )
-from outrider.heads.sample import Sample, TargetWeights
+from outrider.heads.sample import Sample, TargetWeights, mean_loss
 
 Keys = list[tuple[Tensor, Tensor]]  # keys and values of the steps so far, of one layer
 
@@ -82,14 +82,16 @@ class Settings:
 
 
 def attend_to_paths(q: Tensor, keys: Keys) -> Tensor:
-    """[heads, n, head_dim] of the queries q: row i attends to the rows 0 … i of step 0 and to row i of the
-    later steps.  Costs n² scores once, and n for every later step.
+    """[heads, m, head_dim] of the queries q of the last m of n rows.
+
+    Row i attends to the rows 0 … i of step 0, whose keys are [heads, n, head_dim], and to row i of the later
+    steps, which have m.  That is m · n scores once, and m for every later step.
     """
-    groups, n = len(q) // len(keys[0][0]), q.shape[1]
+    groups, m, n = len(q) // len(keys[0][0]), q.shape[1], keys[0][0].shape[1]
     (k, v), *later = [
         (k.repeat_interleave(groups, dim=0), v.repeat_interleave(groups, dim=0)) for k, v in keys
     ]
-    text = (q @ k.transpose(1, 2)).masked_fill(~causal_mask(n, q.device), float("-inf"))
+    text = (q @ k.transpose(1, 2)).masked_fill(~causal_mask(n, q.device)[n - m :], float("-inf"))
     path = [(q * k_later).sum(-1, keepdim=True) for k_later, _ in later]
     scores = torch.cat([text, *path], dim=-1) * q.shape[-1] ** -0.5
     weights = scores.float().softmax(-1).to(q.dtype)
@@ -110,13 +112,15 @@ class PathLayer(Layer):
         if first:
             self.hidden_norm = RmsNorm(sizes.hidden, sizes.eps)
 
-    def step(self, u: Tensor, residual: Tensor, angles: Tensor, keys: Keys) -> Tensor:
-        """x [n, hidden]: residual + attend(u), through the MLP; adds this step's keys and values to
-        `keys`."""
-        attention = self.self_attn
+    def step(self, u: Tensor, residual: Tensor, angles: Tensor, keys: Keys, last: int) -> Tensor:
+        """x [last, hidden]: residual + attend(u), through the MLP, of the last rows.
+
+        Adds this step's keys and values, of all rows, to `keys`.
+        """
+        attention, rows = self.self_attn, slice(len(u) - last, None)
         keys.append((attention.keys(u, angles), attention.values(u)))
-        attended = attend_to_paths(attention.queries(u, angles), keys)
-        return self.feed_forward(residual + attention.o_proj(attended.transpose(0, 1).flatten(1)))
+        attended = attend_to_paths(attention.queries(u[rows], angles[rows]), keys)
+        return self.feed_forward(residual[rows] + attention.o_proj(attended.transpose(0, 1).flatten(1)))
 
 
 class Network(nn.Module):
@@ -194,35 +198,43 @@ class Network(nn.Module):
     def logits(self, o: Tensor) -> Tensor:
         return self.lm_head(self.norm(o))  # type: ignore[no-any-return]
 
-    def step(self, g: Tensor, embedded: Tensor, keys: Sequence[Keys]) -> Tensor:
-        """o [n, hidden] of g and the embeddings of the tokens that follow, [n, hidden] both.
+    def step(self, g: Tensor, embedded: Tensor, keys: Sequence[Keys], last: int) -> Tensor:
+        """o [last, hidden] of the last rows of g and the embeddings of the tokens that follow, [n, hidden].
 
         keys: of every layer.
         """
-        s, first = self.settings, self.midlayer
-        angles = rotary_angles(torch.arange(len(g), device=g.device) + len(keys[0]), s.head_dim, s.theta)
+        s, first, n = self.settings, self.midlayer, len(g)
+        places = keys[0][0][0].shape[1] if keys[0] else n  # of step 0
+        positions = torch.arange(places - n, places, device=g.device) + len(keys[0])
+        angles = rotary_angles(positions, s.head_dim, s.theta)
         normed: Tensor = first.hidden_norm(g)
         u = torch.cat([first.input_layernorm(embedded), normed], dim=-1)
-        x = first.step(u, normed if s.residual_normed else g, angles, keys[0])
+        residual = normed if s.residual_normed else g
+        x = first.step(u, residual, angles, keys[0], n if self.layers else last)
         for layer, own in zip(self.layers.values(), keys[1:]):
             assert isinstance(layer, PathLayer)
-            x = layer.step(layer.input_layernorm(x), x, angles, own)
-        return x
+            x = layer.step(layer.input_layernorm(x), x, angles, own, n)
+        return x[-last:]
 
     def forward(self, states: Tensor, tokens: Tensor, embedding: Tensor, steps: int = 1) -> list[Tensor]:
-        """Logits [n, Vd] of every step.
+        """Logits [n, Vd] of every step."""
+        return [self.logits(o) for o in self.outputs(states, tokens, embedding, steps, 0)]
+
+    def outputs(
+        self, states: Tensor, tokens: Tensor, embedding: Tensor, steps: int, start: int
+    ) -> Iterator[Tensor]:
+        """o [n - start, hidden] of every step, for the places start …
 
         Place t of n = len(tokens) - steps reads states[t] and tokens[t + 1 + step].
         """
         s, n = self.settings, len(tokens) - steps
         keys: list[Keys] = [[] for _ in range(s.layers)]
-        g, logits = self.enter(states[:n]), []
+        g = self.enter(states[:n])
         for step in range(steps):
-            ids = tokens[step + 1 : step + 1 + n]
-            o = self.step(g, self.embed_tokens(ids) if s.embeds else embedding[ids], keys)
-            logits.append(self.logits(o))
+            ids = tokens[step + 1 + n - len(g) : step + 1 + n]
+            o = self.step(g, self.embed_tokens(ids) if s.embeds else embedding[ids], keys, n - start)
+            yield o
             g = self.norm(o) if s.output_normed else o
-        return logits
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy with the target's distribution over the head's tokens.
@@ -234,9 +246,11 @@ class Network(nn.Module):
         states = torch.cat([sample.states[tap] for tap in self.settings.taps], dim=-1)
         t2d: Any = self.t2d
         total = states.new_zeros(())
-        for step, logits in enumerate(self(states, tokens, outer.embedding, self.steps)):
-            theirs = sample.logits[step + 1 :, : self.settings.vocabulary]
+        start = max(0, sample.first - self.steps)
+        for step, o in enumerate(self.outputs(states, tokens, outer.embedding, self.steps, start)):
+            rows = sample.places(step + 1, len(states) - step - 1)
+            theirs = sample.logits[step + 1 + rows, : self.settings.vocabulary]
             known = t2d[theirs.argmax(-1)]
-            losses = soft_cross_entropy(logits[: len(theirs)], theirs[:, self.ids])
-            total = total + self.decay**step * sample.mean(losses, step + 1, known)
+            losses = soft_cross_entropy(self.logits(o[rows[known] - start]), theirs[known][:, self.ids])
+            total = total + self.decay**step * mean_loss(losses)
         return total

@@ -15,7 +15,7 @@ from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
 from outrider.heads.parts import Layer, ResidualBlock, RmsNorm, sizes_config, small_sizes, soft_cross_entropy
-from outrider.heads.sample import Sample, TargetWeights
+from outrider.heads.sample import Sample, TargetWeights, mean_loss
 
 THETA = 10000.0
 
@@ -97,16 +97,25 @@ class Network(nn.Module):
 
         lm_head [V, hidden]: the target's, for heads without one.
         """
+        inputs = self.inputs(states, embedded)
+        return [self.logits(i, z, lm_head) for i, z in enumerate(inputs)]
+
+    def inputs(self, states: Tensor, embedded: Tensor) -> list[Tensor]:
+        """z [T - 1 - i, inputs] of each head i."""
         z: Tensor = self.prefix_embeding_layer(states) if self.prefix else states
-        logits = []
-        for i, mlp in enumerate(self.hydra_mlp):
+        inputs = []
+        for i in range(len(self.hydra_mlp)):
             z = torch.cat([z[:-1], embedded[i + 1 :]], dim=-1)
-            if self.own:
-                logits.append(self.hydra_lm_head[i](mlp(z)))
-            else:
-                assert lm_head is not None
-                logits.append(mlp(z) @ lm_head.T)
-        return logits
+            inputs.append(z)
+        return inputs
+
+    def logits(self, i: int, z: Tensor, lm_head: Tensor | None = None) -> Tensor:
+        """[n, V] of head i for its inputs [n, inputs]."""
+        x: Tensor = self.hydra_mlp[i](z)
+        if self.own:
+            return self.hydra_lm_head[i](x)  # type: ignore[no-any-return]
+        assert lm_head is not None
+        return x @ lm_head.T
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Teacher loss: each head's cross entropy with the target's distribution of its predicted token.
@@ -117,10 +126,9 @@ class Network(nn.Module):
         head 0 reads      P_t        e(x_t+1)                       predicts x_t+2, taught by logits[t+1]
         head 1 reads      P_t        e(x_t+1)   e(x_t+2)            predicts x_t+3, taught by logits[t+2]
         """
-        heads = self(sample.states[FINAL], outer.embedding[sample.tokens], outer.lm_head)
-        losses = [
-            sample.mean(soft_cross_entropy(logits, sample.logits[i + 1 :]), first=i + 1)
-            for i, logits in enumerate(heads)
-            if len(logits)
-        ]
-        return torch.stack(losses).sum()
+        total = outer.embedding.new_zeros(())
+        for i, z in enumerate(self.inputs(sample.states[FINAL], outer.embedding[sample.tokens])):
+            rows = sample.places(i + 1, len(z))
+            theirs = sample.logits[i + 1 + rows]
+            total = total + mean_loss(soft_cross_entropy(self.logits(i, z[rows], outer.lm_head), theirs))
+        return total

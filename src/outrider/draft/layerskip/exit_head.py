@@ -20,7 +20,7 @@ from outrider.heads.layer import residual
 from outrider.heads.outer import lm_logits
 from outrider.heads.parts import ResidualBlock, RmsNorm, soft_cross_entropy
 from outrider.heads.reader import Reader
-from outrider.heads.sample import Sample, TargetWeights
+from outrider.heads.sample import Sample, TargetWeights, mean_loss
 
 TYPE = "early_exit"
 
@@ -40,8 +40,9 @@ class Network(nn.Module):
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy with the target's distribution of the same token."""
-        x = self.norm(self.block(sample.states[self.layer]))
-        return sample.mean(soft_cross_entropy(x @ outer.lm_head.T, sample.logits), 0)
+        rows = sample.places(0, len(sample.tokens))
+        x = self.norm(self.block(sample.states[self.layer][rows]))
+        return mean_loss(soft_cross_entropy(x @ outer.lm_head.T, sample.logits[rows]))
 
 
 class ExitHead:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outrider.core.step import FINAL
 from outrider.heads.parts import ResidualBlock
-from outrider.heads.sample import Sample, TargetWeights
+from outrider.heads.sample import Sample, TargetWeights, mean_loss
 
 DECAY = 0.8  # weight of a head's loss relative to the head before it
 
@@ -53,11 +53,15 @@ class Network(nn.ModuleList):
 
         lm_head: the target's, for heads without one.
         """
-        outputs = [head(states) for head in self]
+        return [self.logits(i, states, lm_head) for i in range(len(self))]
+
+    def logits(self, i: int, states: Tensor, lm_head: Tensor | None = None) -> Tensor:
+        """[T, V] of head i."""
+        x: Tensor = self[i](states)
         if self.own:
-            return outputs
+            return x
         assert lm_head is not None
-        return [x @ lm_head.T for x in outputs]
+        return x @ lm_head.T
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy of each head with the text, weighted by DECAY.
@@ -70,9 +74,9 @@ class Network(nn.ModuleList):
         """
         tokens, states = sample.tokens, sample.states[FINAL]
         total = states.new_zeros(())
-        for i, logits in enumerate(self(states, outer.lm_head)):
-            if len(tokens) > i + 2:
-                rows = logits[: len(tokens) - i - 2].float()
-                losses = F.cross_entropy(rows, tokens[i + 2 :], reduction="none")
-                total = total + DECAY**i * sample.mean(losses, first=i + 1)
+        for i in range(len(self)):
+            rows = sample.places(i + 1, max(0, len(tokens) - i - 2))
+            logits = self.logits(i, states[rows], outer.lm_head).float()
+            losses = F.cross_entropy(logits, tokens[i + 2 + rows], reduction="none")
+            total = total + DECAY**i * mean_loss(losses)
         return total

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.draft.mlp_speculator.layouts import GATES, LSTM, RNN
 from outrider.heads.parts import RmsNorm, rms_normalize
-from outrider.heads.sample import Sample, TargetWeights
+from outrider.heads.sample import Sample, TargetWeights, mean_loss
 
 EPS = 1e-6
 
@@ -79,15 +79,19 @@ class Speculator(nn.Module):
 
         states [T, hidden]; tokens [T + n_predict - 1], each after the token of its state.
         """
+        return torch.stack([head(s) for head, s in zip(self.head, self.outputs(states, tokens))])
+
+    def outputs(self, states: Tensor, tokens: Tensor) -> list[Tensor]:
+        """The recurrent state [T, inner] after every step; arguments as of `forward`."""
         count = len(states)
         s, cell = states, states.new_zeros(count, self.inner)
         if self.scale_input:
             s = rms_normalize(states, EPS) * 0.5**0.5
-        logits = []
+        outputs = []
         for i in range(self.n_predict):
             s, cell = self.step(i, s, cell, tokens[i : i + count])
-            logits.append(self.head[i](s))
-        return torch.stack(logits)
+            outputs.append(s)
+        return outputs
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy with the text, summed over the steps (IBM's first stage).
@@ -98,12 +102,12 @@ class Speculator(nn.Module):
         step 0 reads f_t and x_t+1, and predicts x_t+2;  step 1 reads x_t+2 and predicts x_t+3;  …
         """
         tokens, count = sample.tokens, max(0, len(sample.tokens) - self.n_predict - 1)
-        steps = self(sample.states[FINAL][:count], tokens[1:])  # none for a text of too few tokens
-        losses = [
-            F.cross_entropy(logits.float(), tokens[i + 2 : i + 2 + count], reduction="none")
-            for i, logits in enumerate(steps)
-        ]
-        return torch.stack([sample.mean(loss, i + 1) for i, loss in enumerate(losses)]).sum()
+        total = outer.embedding.new_zeros(())
+        for i, s in enumerate(self.outputs(sample.states[FINAL][:count], tokens[1:])):
+            rows = sample.places(i + 1, count)  # none for a text of too few tokens
+            logits = self.head[i](s[rows]).float()
+            total = total + mean_loss(F.cross_entropy(logits, tokens[i + 2 + rows], reduction="none"))
+        return total
 
     def config(self) -> dict[str, Any]:
         return {

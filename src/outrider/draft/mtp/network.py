@@ -11,7 +11,7 @@ from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
 from outrider.heads.parts import Layer, RmsNorm, sizes_config, small_sizes, soft_cross_entropy
-from outrider.heads.sample import Sample, TargetWeights
+from outrider.heads.sample import Sample, TargetWeights, mean_loss
 
 DECAY = 0.6  # FastMTP's weight of each further depth that the last layer predicts
 
@@ -98,6 +98,8 @@ class Network(nn.Module):
             tokens = outer.embedding[sample.tokens[depth + 1 :]]
             states, out = self(tokens, states[: len(tokens)], depth)
             weight = DECAY ** max(0, depth - len(self.layers) + 1)
-            losses = soft_cross_entropy(out @ outer.lm_head.T, sample.logits[depth + 1 :])
-            total, weights = total + weight * sample.mean(losses, depth + 1), weights + weight
+            rows = sample.places(depth + 1, len(tokens))
+            theirs = sample.logits[depth + 1 + rows]
+            loss = mean_loss(soft_cross_entropy(out[rows] @ outer.lm_head.T, theirs))
+            total, weights = total + weight * loss, weights + weight
         return total / weights

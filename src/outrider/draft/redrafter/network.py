@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.draft.redrafter.layouts import MODEL_TYPE
 from outrider.heads.parts import ResidualBlock
-from outrider.heads.sample import Sample, TargetWeights
+from outrider.heads.sample import Sample, TargetWeights, mean_loss
 
 STEPS = 5  # in the loss
 
@@ -74,6 +74,8 @@ class Network(nn.Module):
         for step in range(1, min(STEPS, len(tokens) - 2) + 1):
             count = len(tokens) - step - 1  # positions t with a token at t + step + 1
             s = self.step(s[:count], embedded[step : step + count])
-            rows = self(f[:count], s).float()
-            total = total + sample.mean(F.cross_entropy(rows, tokens[step + 1 :], reduction="none"), step)
+            rows = sample.places(step, count)
+            logits = self(f[rows], s[rows]).float()
+            losses = F.cross_entropy(logits, tokens[step + 1 + rows], reduction="none")
+            total = total + mean_loss(losses)
         return total

@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.validate import Kind, check_fields, optional, whole
 from outrider.heads.parts import soft_cross_entropy
-from outrider.heads.sample import Sample
+from outrider.heads.sample import Sample, mean_loss
 from outrider.train.base import Files, Method, replace_text
 from outrider.train.options import TrainOptions
 
@@ -100,13 +100,15 @@ class DraftModel(Method):
                 own.data.copy_(source.get(theirs, *own.shape))
 
     def loss(self, sample: Sample) -> Tensor:
-        logits = self.network(sample.tokens[None], use_cache=False).logits[0].float()
+        rows = sample.places(0, len(sample.tokens))
+        output = self.network(sample.tokens[None], use_cache=False, logits_to_keep=rows)
+        logits, theirs = output.logits[0].float(), sample.logits[rows]
         if self.options.divergence == "forward":
-            return sample.mean(soft_cross_entropy(logits, sample.logits), 0)
-        p, q = sample.logits.log_softmax(-1), logits.log_softmax(-1)
+            return mean_loss(soft_cross_entropy(logits, theirs))
+        p, q = theirs.log_softmax(-1), logits.log_softmax(-1)
         if self.options.divergence == "reverse":
-            return sample.mean((q.exp() * (q - p)).sum(-1), 0)
-        return sample.mean((p.exp() - q.exp()).abs().sum(-1) / 2, 0)
+            return mean_loss((q.exp() * (q - p)).sum(-1))
+        return mean_loss((p.exp() - q.exp()).abs().sum(-1) / 2)
 
     def files(self) -> Files:
         config = json.loads(self.network.config.to_json_string(use_diff=False))
