@@ -94,7 +94,7 @@ def test_a_run_that_ends_in_time_goes_on(target: LLM, run_options: Any, tmp_path
     assert not stopped.finished and not stopped.losses
     assert (tmp_path / "model.safetensors").exists()
     assert len(train(target, "medusa", run_options("medusa", tmp_path, steps=6), Report()).losses) == 6
-    with pytest.raises(ConfigError, match="other values of batch, seed"):
+    with pytest.raises(ConfigError, match="other values of batch, data, seed"):
         train(target, "medusa", run_options("medusa", tmp_path, steps=6, seed=1, batch=3), Report())
 
 
@@ -149,6 +149,9 @@ def test_other_layouts_and_bits_are_served(target: LLM, run_options: Any, tmp_pa
         folder = tmp_path / str(i)
         train(target, "medusa", run_options("medusa", folder, steps=1, **given), Report())
         target.variant({"model": str(folder), "num_speculative_tokens": 2})
+    given = run_options("draft_model", tmp_path / "2", steps=1, quantization="int8", hidden=80, inner=96)
+    train(target, "draft_model", given, Report())  # 80 inputs are no multiple of the group
+    target.variant({"method": "draft_model", "model": str(tmp_path / "2"), "num_speculative_tokens": 2})
     assert "blocks.0.layers.0.weight" in Head.open(str(tmp_path / "0"))
     assert "quantization_config" in Head.open(str(tmp_path / "1")).config
 

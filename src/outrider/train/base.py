@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from outrider.checkpoints.quantize import bits_of
+from outrider.checkpoints.quantize import GROUP, bits_of
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.errors import ConfigError
@@ -81,7 +81,9 @@ class Method:
         config |= {FINGERPRINT: self.target.checkpoint.fingerprint, "torch_dtype": "bfloat16"}
         stored = {name: _half(tensor) for name, tensor in tensors.items()}
         if bits is not None:
-            config["quantization_config"] = scheme(bits)
+            matrices = (name for name, tensor in stored.items() if tensor.dim() == 2)
+            whole = [name for name in matrices if stored[name].shape[1] % GROUP]  # not quantised
+            config["quantization_config"] = scheme(bits, whole)
             stored = packed(stored.items(), bits)
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
