@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +13,7 @@ from outrider.draft.eagle.network import Network as Eagle
 from outrider.draft.eagle3.network import Network as Eagle3
 from outrider.draft.eagle3.network import Settings, attend_to_paths
 from outrider.heads.layer import Sizes
+from outrider.heads.parts import acceptance_loss
 from outrider.heads.sample import Sample, TargetWeights
 
 T, H, V, TAPS = 11, 32, 40, (1, 2, 3)
@@ -77,6 +81,20 @@ def test_attention_to_paths_equals_a_mask_over_all_keys() -> None:
     mask = torch.cat([torch.ones(n, n, dtype=torch.bool).tril(), own], dim=-1)
     expected = nn.functional.scaled_dot_product_attention(q[None], k, v, attn_mask=mask, enable_gqa=True)[0]
     torch.testing.assert_close(attend_to_paths(q, keys), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_acceptance_loss_is_that_of_rejection_sampling() -> None:
+    """-log of the sum of min(p, q), token by token; 0 for the target itself."""
+    torch.manual_seed(3)
+    ours, theirs = torch.randn(4, 9), torch.randn(4, 9)
+    p, q = theirs.softmax(-1).tolist(), ours.softmax(-1).tolist()
+    expected = [-math.log(sum(map(min, one, other))) for one, other in zip(p, q)]
+    assert acceptance_loss(ours, theirs).tolist() == pytest.approx(expected, rel=1e-5)
+    assert float(acceptance_loss(theirs, theirs).abs().max()) < 1e-6
+    network = Eagle3.random(Settings(V, H, 48, 4, 2, 8, H, TAPS))
+    plain = network.loss(*batch(True))
+    network.row_loss = acceptance_loss
+    assert 0 < network.loss(*batch(True)) < plain
 
 
 def test_places_outside_answers_do_not_count() -> None:

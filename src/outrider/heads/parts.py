@@ -186,3 +186,9 @@ def register_vocabulary(module: nn.Module, ids: Tensor, vocabulary: int) -> None
 def soft_cross_entropy(logits: Tensor, target_logits: Tensor) -> Tensor:
     """[n]: cross entropy of every row with the target's distribution; logits [n, V] both."""
     return -(target_logits.softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
+
+
+def acceptance_loss(logits: Tensor, target_logits: Tensor) -> Tensor:
+    """[n]: -log of the expected acceptance, sum of min(p, q), of every row (LK losses, arXiv 2602.23881)."""
+    shared = torch.minimum(target_logits.softmax(-1), logits.float().softmax(-1))
+    return -shared.sum(-1).clamp_min(1e-9).log()

@@ -37,8 +37,10 @@ def rate_factor(step: int, steps: int, warmup: float) -> float:
 class Trainer:
     """State of a run.
 
-    chosen: the texts to train on, by number.  data: hash of what the texts depend on.  losses: of every step so far.  records: evaluations so far.
-    seconds: by "features", "loss" and "optimizer", of this process.  tokens: answer tokens, of this process.
+    chosen: the texts to train on, by number.  data: hash of what the texts depend on.
+    losses: of every step so far.  records: evaluations so far.
+    seconds: by "features", "loss", "optimizer" and "evaluation", of this process.
+    tokens: answer tokens, of this process.
     """
 
     def __init__(

@@ -26,6 +26,7 @@ from outrider.heads.layer import Sizes
 from outrider.heads.parts import (
     Layer,
     RmsNorm,
+    acceptance_loss,
     causal_mask,
     register_vocabulary,
     rotary_angles,
@@ -124,13 +125,17 @@ class PathLayer(Layer):
 
 
 class Network(nn.Module):
-    def __init__(self, settings: Settings, steps: int = 3, decay: float = 1.0) -> None:
+    def __init__(
+        self, settings: Settings, steps: int = 3, decay: float = 1.0, acceptance: bool = False
+    ) -> None:
         """steps: steps in the loss (the reference 7, speculators 3).
 
         decay: weight of a step relative to the one before it (the reference 0.8).
+        acceptance: the loss is `acceptance_loss`, not the cross entropy with the target.
         """
         super().__init__()
         self.steps, self.decay = steps, decay
+        self.row_loss = acceptance_loss if acceptance else soft_cross_entropy
         s = self.settings = settings
         if s.tap_normed:
             self.fc_norm = nn.ModuleList(RmsNorm(s.target_hidden, s.eps) for _ in s.taps)
@@ -251,6 +256,6 @@ class Network(nn.Module):
             rows = sample.places(step + 1, len(states) - step - 1)
             theirs = sample.logits[step + 1 + rows, : self.settings.vocabulary]
             known = t2d[theirs.argmax(-1)]
-            losses = soft_cross_entropy(self.logits(o[rows[known] - start]), theirs[known][:, self.ids])
+            losses = self.row_loss(self.logits(o[rows[known] - start]), theirs[known][:, self.ids])
             total = total + self.decay**step * mean_loss(losses)
         return total

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.validate import Kind, check_fields, optional, whole
-from outrider.heads.parts import soft_cross_entropy
+from outrider.heads.parts import acceptance_loss, soft_cross_entropy
 from outrider.heads.sample import Sample, mean_loss
 from outrider.train.base import Files, Method, replace_text
 from outrider.train.options import TrainOptions
 
-DIVERGENCES = ("forward", "reverse", "tvd")
+DIVERGENCES = ("forward", "reverse", "tvd", "acceptance")
 OF_TARGET = ("quantization_config", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
 SIZE = optional(whole(1))
 
@@ -29,8 +29,8 @@ class DraftModel(Method):
     class Options(TrainOptions):
         """layers: of the model.  hidden, inner, heads, kv_heads: None: the target's; then the model begins as
         some of the target's layers, from the first to the last.
-        divergence: "forward" Kullback-Leibler, "reverse", or "tvd": total variation, 1 minus the expected
-        acceptance of rejection sampling.
+        divergence: "forward" Kullback-Leibler, "reverse", "tvd": total variation, 1 minus the expected
+        acceptance of rejection sampling, or "acceptance": -log of that (LK losses, arXiv 2602.23881).
         """
 
         layers: int = 2
@@ -105,6 +105,8 @@ class DraftModel(Method):
         logits, theirs = output.logits[0].float(), sample.logits[rows]
         if self.options.divergence == "forward":
             return mean_loss(soft_cross_entropy(logits, theirs))
+        if self.options.divergence == "acceptance":
+            return mean_loss(acceptance_loss(logits, theirs))
         p, q = theirs.log_softmax(-1), logits.log_softmax(-1)
         if self.options.divergence == "reverse":
             return mean_loss((q.exp() * (q - p)).sum(-1))

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from outrider.draft.eagle3.layouts import exported
 from outrider.draft.eagle3.network import Network, Settings
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, unknown
 from outrider.train.base import Files, Method
 from outrider.train.options import TrainOptions
+
+OBJECTIVES = ("kl", "acceptance")
 
 
 class Eagle3(Method):
@@ -21,6 +23,7 @@ class Eagle3(Method):
     class Options(TrainOptions):
         """draft_vocab_size: the most frequent tokens of the answers; all, if the target has no more.
         test_steps, decay: steps of the training-time test, and the weight of each relative to the one before.
+        objective: "kl", or "acceptance": -log of the expected acceptance (LK losses, arXiv 2602.23881).
         taps: the layers whose inputs are read; None: the published three.  inner: of the MLP; None: the
         target's.
         """
@@ -28,8 +31,14 @@ class Eagle3(Method):
         draft_vocab_size: int = 32000
         test_steps: int = 7
         decay: float = 0.8
+        objective: str = "kl"
         taps: Sequence[int] | None = None
         inner: int | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.objective not in OBJECTIVES:
+                raise ConfigError(unknown("objective", self.objective, OBJECTIVES))
 
     base_rate = 1e-4
 
@@ -45,7 +54,8 @@ class Eagle3(Method):
             self.wanted, frequent(self.counts, options.draft_vocab_size), eps=sizes.eps,
             positions=self.target.max_len,
         )  # fmt: skip
-        network = Network(settings, options.test_steps, options.decay)
+        accepted = options.objective == "acceptance"
+        network = Network(settings, options.test_steps, options.decay, accepted)
         network.lm_head.weight.data.copy_(self.outer.lm_head[network.ids])
         return network
 
