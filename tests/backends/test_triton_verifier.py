@@ -156,6 +156,21 @@ def test_a_single_pick_is_that_of_the_reference(params: DistributionParams, seed
 
 
 @quickly
+@given(params=PARAMS, seed=st.integers(0, MASK - 3), k=st.sampled_from([1, 5, 64]), mapped=st.booleans())
+def test_rows_are_picked_as_by_the_reference(
+    params: DistributionParams, seed: int, k: int, mapped: bool
+) -> None:
+    """Several tokens a row with their probabilities; columns that stand for other tokens; a row of NaN."""
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed % (1 << 32))) * 3
+    logits[1, 5] = float("nan")
+    keys, ids = [seed, seed + 1, seed + 2], torch.arange(90, 50, -1, dtype=torch.int32) if mapped else None
+    found = TritonBackend(DEVICE, torch.float32).pick_rows(logits.to(DEVICE), params, keys, k, ids)
+    expected = TorchBackend(torch.device("cpu"), torch.float32).pick_rows(logits, params, keys, k, ids)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
+
+
+@quickly
 @given(params=PARAMS, seed=st.integers(0, 1 << 32), ties=st.booleans())
 def test_the_cut_leaves_the_tokens_of_the_reference(
     params: DistributionParams, seed: int, ties: bool

@@ -59,6 +59,9 @@ def main() -> None:
     logits = torch.randn(3, 9000)
     queries: Any = backend.verifier.queries("match")
     tree = DraftTree([1, 2], [-1, 0], [0.5, 0.5])
+    backend.pick(logits, DistributionParams(), 5, 1, False)
+    backend.pick_rows(logits, DistributionParams(0.8), [5, 6, 7], 3, torch.arange(9000, dtype=torch.int32))
+    backend.pick_rows(logits, DistributionParams(0.0), [0, 0, 0], 3)
     Sampler(backend).add_query(queries, 0, sampled_row([1], DistributionParams(0.8, 0.1, 5, 0.9)), tree, 0)
     backend.verifier.verify(logits, queries)
 

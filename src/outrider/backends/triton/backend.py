@@ -7,6 +7,7 @@ alike.  `models/selftest.py` tries that at start-up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from outrider.backends.base import AttentionShape, ScoreModifier
 from outrider.backends.torch.backend import TorchBackend
-from outrider.backends.triton import attention, elementwise, linear, sampling
+from outrider.backends.triton import attention, elementwise, linear, picking
 from outrider.backends.triton.linear import TritonWeight
 from outrider.backends.triton.plan import Plan, plan_of
 from outrider.backends.triton.verifier import TreeVerifier
@@ -81,8 +82,22 @@ class TritonBackend(TorchBackend):
     def pick(
         self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
     ) -> tuple[list[int], list[float]]:
-        if k > 1 or probs:
-            return super().pick(logits, distribution, key, k, probs, row)
         rows = logits[None] if logits.dim() == 1 else logits[row : row + 1]
-        token = sampling.pick_first(rows, distribution, [key])[0]
-        return ([token], [0.0]) if token >= 0 else ([], [])
+        if k == 1 and not probs:
+            tokens = [token for token in picking.pick_first(rows, distribution, [key]) if token >= 0]
+            return tokens, [0.0] * len(tokens)
+        found, shares = picking.pick_rows(rows, distribution, [key], k, None)
+        tokens = [token for token in found[0].tolist() if token >= 0]
+        return tokens, shares[0, : len(tokens)].tolist()
+
+    def pick_rows(
+        self,
+        logits: Tensor,
+        distribution: DistributionParams,
+        keys: Sequence[int],
+        k: int,
+        ids: Tensor | None = None,
+        probs: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        found, shares = picking.pick_rows(logits, distribution, keys, k, ids)
+        return found, shares if probs else torch.zeros_like(shares)

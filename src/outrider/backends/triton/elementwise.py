@@ -71,8 +71,9 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _normed(x, weight, scale, i, mask, dtype):
-    """Entries i of heads x, times `scale` [HEADS], times a weight, each rounded as the reference does."""
+def _normed(x, weight, scale, i, mask, like):
+    """Entries i of heads x, times `scale` [TILE], times a weight, each rounded to the dtype of `like`."""
+    dtype = like.dtype.element_ty
     factor = tl.load(weight + i, mask=mask, other=0.0).to(dtype).to(tl.float32)
     return ((x * scale[:, None]).to(dtype).to(tl.float32) * factor[None, :]).to(dtype).to(tl.float32)
 
@@ -106,10 +107,10 @@ def _rope_store(
     raw = tl.load(source + d[None, :], mask=mask, other=0.0).to(tl.float32)
     x, partner = raw, tl.load(source + other[None, :], mask=mask, other=0.0).to(tl.float32)
     if NORM:
-        scale, in_d, dtype = tl.rsqrt(tl.sum(x * x, 1) / D + eps), d < D, qkv.dtype.element_ty
-        q_x, k_x = _normed(x, q_norm, scale, d, in_d, dtype), _normed(x, k_norm, scale, d, in_d, dtype)
-        q_partner = _normed(partner, q_norm, scale, other, in_d, dtype)
-        k_partner = _normed(partner, k_norm, scale, other, in_d, dtype)
+        scale, in_d = tl.rsqrt(tl.sum(x * x, 1) / D + eps), d < D
+        q_x, k_x = _normed(x, q_norm, scale, d, in_d, qkv), _normed(x, k_norm, scale, d, in_d, qkv)
+        q_partner = _normed(partner, q_norm, scale, other, in_d, qkv)
+        k_partner = _normed(partner, k_norm, scale, other, in_d, qkv)
         x, partner = tl.where(is_q[:, None], q_x, k_x), tl.where(is_q[:, None], q_partner, k_partner)
     if HALF > 0:
         table = rotations + tl.load(positions + row).to(tl.int64) * (2 * HALF) + tl.where(lower, d, d - HALF)

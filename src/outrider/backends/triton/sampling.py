@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -175,17 +174,23 @@ def _best(
     tl.store(tokens + at, token)
 
 
+def cuts_of(rows: Rows) -> Tensor:
+    """The cut of each row, float32 [M]; unset for a row without a tree."""
+    m, vocabulary = rows.logits.shape
+    cuts, stride = torch.empty_like(rows.highest), rows.logits.stride(0)
+    _cut[(m,)](rows, cuts, stride, vocabulary, PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False)
+    return cuts
+
+
 def best_of_parts(rows: Rows) -> tuple[Tensor, Tensor]:
     """Scores float32 and tokens int32 [M, parts]; the best of a row is the best of its parts."""
     m, vocabulary = rows.logits.shape
-    parts, stride = triton.cdiv(vocabulary, PART), rows.logits.stride(0)
-    cuts = torch.empty_like(rows.highest)
+    parts = triton.cdiv(vocabulary, PART)
     scores = rows.highest.new_empty(m, parts)
     tokens = torch.empty(m, parts, dtype=torch.int32, device=scores.device)
-    _cut[(m,)](rows, cuts, stride, vocabulary, PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False)
     _best[(m, parts)](
-        rows, cuts, scores, tokens, stride, vocabulary, PARAMS=PARAMS, PART=PART, BLOCK=BLOCK,
-        enable_fp_fusion=False,
+        rows, cuts_of(rows), scores, tokens, rows.logits.stride(0), vocabulary, PARAMS=PARAMS, PART=PART,
+        BLOCK=BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     return scores, tokens
 
@@ -193,14 +198,3 @@ def best_of_parts(rows: Rows) -> tuple[Tensor, Tensor]:
 def signed(key: int) -> int:
     """A 64-bit key as int64."""
     return key - (key >> 63 << 64)
-
-
-def pick_first(logits: Tensor, distribution: DistributionParams, keys: Sequence[int]) -> list[int]:
-    """The best token of each row of [n, V], -1 where no logit is finite."""
-    device, highest = logits.device, logits.amax(-1)
-    owners = torch.tensor([[0, signed(key)] for key in keys], device=device)
-    params = torch.tensor(params_of(distribution, logits.shape[1]), dtype=torch.float64, device=device)
-    scores, tokens = best_of_parts(Rows(logits, highest, owners, params))
-    tokens = tokens.masked_fill(scores < scores.amax(-1, keepdim=True), LATEST.value).amin(-1)
-    found: list[int] = tokens.masked_fill(~highest.isfinite(), -1).tolist()
-    return found
