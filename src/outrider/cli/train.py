@@ -51,6 +51,7 @@ def train(
     """Train a draft head, or a small draft model, on the target's own answers."""
     from rich.console import Console
 
+    from outrider.checkpoints.hub import Checkpoint
     from outrider.config import options as checked
     from outrider.train import estimate as estimates
     from outrider.train import methods, run
@@ -63,7 +64,10 @@ def train(
     if not out.expanduser().parent.is_dir():
         raise ConfigError(f"there is no folder {str(out.parent)!r} for the trained weights.")
     console = Console()
-    llm, report = load(named(engine, target), max_num_seqs=32), Report(console)
+    engine = named(engine, target)
+    context = Checkpoint.open(engine["model"], engine.get("revision")).spec.context
+    room = engine.get("max_model_len") or min(settings.length, context)  # K/V memory for texts of a run only
+    llm, report = load({**engine, "max_model_len": room}, max_num_seqs=32), Report(console)
     if estimate:
         found = estimates.estimate(llm, method, settings, report)
         console.print(estimates.table(found, settings.cache_gb))

@@ -24,17 +24,22 @@ class Acceptance:
 
 
 class Evaluator:
-    """Greedy answers to some prompts, with the drafter to be judged.  They share the target's weights."""
+    """Greedy answers to some prompts, with the drafter to be judged.
+
+    The engine itself is used, whose drafter is replaced: a second one would need K/V memory of its own.
+    """
 
     def __init__(self, llm: LLM, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        self.llm = llm.variant(None)
+        self.llm = llm
         self.prompts = [{"prompt_token_ids": list(ids)} for ids in prompts]
         self.params = SamplingParams(temperature=0.0, max_tokens=tokens, detokenize=False)
 
     def measure(self, speculative_config: Mapping[str, Any]) -> Acceptance:
         self.llm.use(speculative_config)
-        total = Speculation()
-        for output in self.llm.generate(self.prompts, self.params):
-            total = total + output.outputs[0].speculation
-        self.llm.use(None)
+        try:
+            total = Speculation()
+            for output in self.llm.generate(self.prompts, self.params):
+                total = total + output.outputs[0].speculation
+        finally:
+            self.llm.use(None)
         return Acceptance.of(total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,7 +90,8 @@ class Report:
             self.say(f"{trainer.tokens / busy:,.0f} answer tokens/s in training; time: {shares}")
         if not finished:
             self.say(f"Stopped after step {trainer.step} of {trainer.steps}: the same command goes on.")
-        self.say(f'{out}: use it with --speculative-config \'{{"model": "{out}"}}\'')
+        config = json.dumps(trainer.method.speculation(Path(out), trainer.options.depth))
+        self.say(f"{out}: evaluated with --speculative-config '{config}'")
         self._plot(trainer, Path(out).expanduser())
 
     def _plot(self, trainer: Trainer, folder: Path) -> None:

@@ -106,7 +106,7 @@ def step_count(options: TrainOptions, texts: Texts) -> int:
 
 
 def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
-    """Train a head for the target and write it to `options.out`."""
+    """Train a head for the target and write it to `options.out`.  Afterwards `llm` has no drafter."""
     method(name)  # refuses unknown names before anything slow
     began, texts = time.perf_counter(), collect(llm, options, report)
     made = new_method(llm, name, options, texts)
