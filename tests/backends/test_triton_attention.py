@@ -26,6 +26,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from outrider.backends.triton import attention
 from outrider.backends.triton.plan import plan_of
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of masked lanes
 SLOTS = 1024
 MODIFIERS = ["none", "cap", "slopes", "sinks", "all"]
 DTYPES = [  # of queries and of K/V

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from outrider.backends.triton.backend import TritonBackend
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of masked lanes
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
