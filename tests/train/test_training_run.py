@@ -157,10 +157,16 @@ def test_other_layouts_and_bits_are_served(target: LLM, run_options: Any, tmp_pa
 
 
 def test_a_run_starts_from_an_earlier_head(target: LLM, run_options: Any, tmp_path: Path) -> None:
-    first = train(target, "medusa", run_options("medusa", tmp_path / "a", steps=10), Report())
-    given = run_options("medusa", tmp_path / "b", steps=1, init=str(tmp_path / "a"))
-    second = train(target, "medusa", given, Report())
-    assert second.records[0]["held_loss"] == pytest.approx(first.records[-1]["held_loss"], rel=0.02)
+    for i, bits in enumerate((None, "int8")):
+        old, new = tmp_path / f"old{i}", tmp_path / f"new{i}"
+        given = run_options("medusa", old, steps=10, own=False, quantization=bits)
+        first = train(target, "medusa", given, Report())
+        given = run_options("medusa", new, steps=1, own=False, init=str(old))
+        second = train(target, "medusa", given, Report())
+        assert second.records[0]["held_loss"] == pytest.approx(first.records[-1]["held_loss"], rel=0.02)
+        assert second.records[0]["held_loss"] < 0.98 * first.records[0]["held_loss"]
+    with pytest.raises(ConfigError, match=r"no fc\.weight"):
+        train(target, "eagle", run_options("eagle", tmp_path / "c", init=str(tmp_path / "old0")), Report())
     with pytest.raises(ConfigError, match="no head of this shape"):
         train(target, "eagle", run_options("eagle", tmp_path / "c", steps=1, init="nowhere"), Report())
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import GROUP, bits_of
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import FINGERPRINT
 from outrider.heads.layer import Sizes
 from outrider.heads.sample import Sample, TargetWeights
@@ -111,16 +112,20 @@ class Method:
         return Sizes(spec.hidden, inner, heads, spec.kv_heads, spec.head_dim, eps)
 
     def _start_from(self, folder: Path) -> None:
-        """Load the weights of an earlier head.  Raises ConfigError if they are not for this network."""
+        """Load the weights of an earlier head, quantised or not.
+
+        Raises ConfigError for those of another network.
+        """
+        own = self.network.state_dict()
         try:
-            tensors = load_file(folder / "model.safetensors")
-            own = self.network.state_dict()
-            self.network.load_state_dict({name: tensors.get(name, own[name]) for name in own})
-        except (OSError, RuntimeError) as error:
+            head = Head.open(str(folder))
+            found = {name: head.raw(name) for name in own if name in head}
+            self.network.load_state_dict({**own, **found})
+        except (ModelError, RuntimeError) as error:
             raise ConfigError(f"init: {str(folder)!r} is no head of this shape: {error}") from error
-        if not {*tensors} & {*own}:
-            names = ", ".join(sorted(own)[:3])
-            raise ConfigError(f"init: {str(folder)!r} has none of the tensors {names} …")
+        known = {own[name].data_ptr() for name in found}  # tied tensors are stored once
+        if missing := [name for name in own if name not in found and own[name].data_ptr() not in known]:
+            raise ConfigError(f"init: {str(folder)!r} is no head of this shape: no {', '.join(missing[:3])}.")
 
 
 def _half(tensor: Tensor) -> Tensor:
