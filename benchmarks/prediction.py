@@ -10,6 +10,7 @@ Ways take turns, prompt by prompt, one request at a time; ratios to plain decodi
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import statistics
@@ -74,9 +75,11 @@ def measure(
         params = SamplingParams(
             temperature=temperature, seed=i, max_tokens=NEW, ignore_eos=True, prediction=prediction
         )
+        engine.engine.drafter.memory = copy.deepcopy(fresh[engine])  # of no text
         return engine.generate(prompts[i], params)[0].outputs[0]
 
     chosen = ways(llm)
+    fresh = {engine: copy.deepcopy(engine.engine.drafter.memory) for engine, _ in chosen.values()}
     answers = [answer(llm, i, None).token_ids for i in range(len(prompts))]
     results: dict[str, dict[str, Any]] = {}
     for label, texts in predictions(answers, seed=1).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.core.logprobs import Entry
-from outrider.core.row import DraftingSummary, Speculation
+from outrider.core.row import DraftingSummary, LastDraft, Speculation
 
 
 @dataclass
@@ -17,6 +17,9 @@ class CompletionOutput:
     token_times         seconds from the arrival of the request to each token; empty until the sample ends
     token_sources       for each token the method that drafted it; None: the target's own
     logprobs            for each token {id: Logprob} of itself and of the best ones; None unless requested
+    drafted_by          draft tokens by method
+    last_draft          draft tree of the last step
+    token_ends          for each token the length of the text behind it; empty unless streamed as text
     drafting            what adaptive speculation chose for it, and what came of it; None without
     cumulative_logprob  sum of the log-probabilities of the tokens; None unless requested
     """
@@ -32,6 +35,9 @@ class CompletionOutput:
     token_times: list[float] = field(default_factory=list)
     token_sources: list[str | None] = field(default_factory=list)
     drafting: DraftingSummary | None = None
+    drafted_by: dict[str, int] = field(default_factory=dict)
+    last_draft: LastDraft | None = None
+    token_ends: list[int] = field(default_factory=list)
 
 
 @dataclass

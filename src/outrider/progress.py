@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from outrider.core.logprobs import Entry
 from outrider.core.params import SamplingParams
-from outrider.core.row import DraftingSummary, Row, Speculation
+from outrider.core.row import DraftingSummary, LastDraft, Row, Speculation
 from outrider.engine.detokenizer import Detokenizer, shown
 from outrider.outputs import CompletionOutput, RequestOutput
 
@@ -24,12 +25,17 @@ class RowState(NamedTuple):
     stop_reason: int | str | None
     stats: Speculation
     drafting: DraftingSummary | None
+    drafted_by: dict[str, int]
+    last_draft: LastDraft | None
 
     @staticmethod
     def of(row: Row) -> RowState:
         text = None if row.text is None else row.text.text
         drafting = None if row.drafting is None else row.drafting.copy()
-        return RowState(len(row.arrivals), text, row.finish_reason, row.stop_reason, row.stats, drafting)
+        return RowState(
+            len(row.arrivals), text, row.finish_reason, row.stop_reason, row.stats, drafting,
+            dict(row.drafted_by), row.last_draft,
+        )  # fmt: skip
 
 
 @dataclass
@@ -48,6 +54,8 @@ class Request:
     tokenizer: Any
     streaming: bool = False
     texts: dict[int, Detokenizer] = field(default_factory=dict)  # sample -> its text, as far as it was read
+    # sample -> tokens whose log-probabilities are added up, and their sum
+    sums: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -79,16 +87,26 @@ class Request:
             so_far.stats,
             token_sources=row.sources[: so_far.num_tokens],
             drafting=so_far.drafting,
+            drafted_by=so_far.drafted_by,
+            last_draft=so_far.last_draft,
         )
+        if (text := row.text or self.texts.get(row.index)) is not None:
+            made.token_ends = text.ends[: so_far.num_tokens]
         if so_far.finish_reason is not None:
             made.token_times = [time - row.entered for time in row.arrivals]
         if row.logprobs is not None and row.logprobs.count is not None:
             # The last step may have emitted tokens past the end of the text.
             made.logprobs = row.logprobs.sampled[: len(made.token_ids)]
-            made.cumulative_logprob = sum(
-                entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids)
-            )
+            made.cumulative_logprob = self._sum(row.index, made.logprobs, ids)
         return made
+
+    def _sum(self, index: int, entries: Sequence[Entry], ids: Sequence[int]) -> float:
+        """Sum of the log-probabilities of a sample, to which its new tokens alone are added."""
+        count, total = self.sums.get(index, (0, 0.0))
+        for place in range(count, len(ids)):
+            total += entries[place][ids[place]].logprob
+        self.sums[index] = len(ids), total
+        return total
 
     def _text(self, row: Row, ids: list[int], so_far: RowState) -> str:
         """Text of the output.

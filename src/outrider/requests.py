@@ -182,6 +182,11 @@ class Reader:
             )
         limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
         prediction = self._prediction(params)
+        loaded = self.engine.drafter.sources
+        if params.draft_method not in (None, *loaded):
+            raise RequestError(
+                f"draft_method must be one that is loaded ({', '.join(loaded)}), got {params.draft_method!r}."
+            )
         seed = params.seed if params.seed is not None else mix(self.seed + number_of(id))
         bad_words = self._bad_words(params)
         detokenizes = self.tokenizer is not None and params.detokenize and bool(params.stop)

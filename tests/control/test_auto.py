@@ -30,7 +30,7 @@ PLAIN = Times(0.0, 0.001, 0.0)
 def controller() -> AutoController:
     """One drafter of chains; drafts are cheap and expected to pay."""
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
-    return AutoController(limits, [Arm("drafter", DEPTH, lambda depth: depth)], clock=lambda: 0.0)
+    return AutoController(limits, [Arm(("drafter",), DEPTH, lambda depth: depth)], clock=lambda: 0.0)
 
 
 def step_of(row: Row) -> Batch:

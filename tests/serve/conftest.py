@@ -23,3 +23,12 @@ def server() -> Iterator[Served]:
 def llm() -> LLM:
     """The model of the server, offline and without speculation."""
     return LLM("builtin", seed=42, max_model_len=512)
+
+
+@pytest.fixture(scope="session")
+def adaptive() -> Iterator[Served]:
+    """A server with an API key, whose controller chooses between two drafters."""
+    config = '{"method": "auto", "model": "builtin-draft"}'
+    with served("builtin", "--speculative-config", config, "--api-key", "secret", "--max-model-len",
+                "512", "--served-model-name", "builtin") as running:  # fmt: skip
+        yield running

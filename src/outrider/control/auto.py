@@ -116,7 +116,7 @@ class AutoController:
         for r, state in states.items():
             row = batch[r].row
             depth = min(most, row.draft_depth) if state.asleep <= row.steps else 0
-            if depth and (plan := self._plan(state, row.steps, depth, zs)):
+            if depth and (plan := self._plan(state, row, depth, zs)):
                 self.plans[r] = plan
                 budgets[r] = self._bound(plan)
         if self.plans:
@@ -152,14 +152,14 @@ class AutoController:
         nodes = sum(self.arms[option.drafter].size(option.depth) for option in plan.options)
         return Budget(depth, min(nodes, self.limits.size(depth)))
 
-    def _plan(self, state: RowState, step: int, most: int, zs: Sequence[float]) -> Plan | None:
+    def _plan(self, state: RowState, row: Row, most: int, zs: Sequence[float]) -> Plan | None:
         """The drafters to ask for a row, if any is expected to pay or due for a try."""
-        load, chosen, exploring = self.load, [], set()
+        load, chosen, exploring, step = self.load, [], set(), row.steps
         grace = state.ledger.grace = max(self.grace, GRACE_STEPS * load.plain)
         self.ledger.grace = max(self.total_grace, grace)
         room = min(state.ledger.room, self.ledger.room)
         for k, arm in enumerate(self.arms):
-            if not (depth := min(most, arm.depth)):
+            if not (depth := min(most, arm.depth)) or not row.drafts_with(arm.sources):
                 continue
             reach, price = state.reach[k], self._price(k, state.reach[k])
             reach.fade(step)

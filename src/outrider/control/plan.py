@@ -15,11 +15,15 @@ from outrider.core.tree import EMPTY_TREE, ROOT, DraftTree
 
 
 class Arm(NamedTuple):
-    """A drafter as the controller sees it: its name, its largest depth, and the nodes of a depth."""
+    """A drafter as the controller sees it: its methods, its largest depth, and the nodes of a depth."""
 
-    name: str
+    sources: Sequence[str]
     depth: int
     size: Callable[[int], int]
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.sources)
 
 
 @dataclass(slots=True)

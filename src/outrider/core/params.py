@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outrider.core.structured import StructuredOutputs
-from outrider.core.validate import FLAG, Kind, check_fields, is_real, is_whole, optional, real, whole
+from outrider.core.validate import FLAG, TEXT, Kind, check_fields, is_real, is_whole, optional, real, whole
 from outrider.errors import RequestError, shortened, unknown
 
 ALL = (1 << 31) - 1  # upper bound of top_k, above any vocabulary size
@@ -69,6 +69,7 @@ FIELDS = {
     "stop_token_ids": Kind("a list of token ids", _ids),
     "prediction": Kind("a text or a list of token ids", lambda given: isinstance(given, str) or _ids(given)),
     **dict.fromkeys(("max_tokens", "max_draft_tokens"), optional(whole(1))),
+    "draft_method": optional(TEXT),
     "min_tokens": whole(0),
     "truncate_prompt_tokens": Kind(
         "at least 1, or -1 for what the context holds, or None",
@@ -126,6 +127,7 @@ class _Fields:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = field(default=None, hash=False)
     max_draft_tokens: int | None = None
     prediction: Sequence[int] | str | None = None
+    draft_method: str | None = None
 
 
 class SamplingParams(_Fields):
@@ -162,6 +164,7 @@ class SamplingParams(_Fields):
     speculate                   False: decode this request without speculation
     structured_outputs          StructuredOutputs, or a dict of its fields: the form that the output must have
     prediction                  text or token ids that the output repeats in large parts: drafted from
+    draft_method                name of the one of several methods that drafts for this request; None: all
     max_draft_tokens            depth of this request's draft trees at most; None: no limit of its own
 
     Raises RequestError naming the parameter, its value and the valid range.

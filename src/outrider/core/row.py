@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -12,6 +13,7 @@ from outrider.core.block_table import BlockTable
 from outrider.core.logprobs import Logprobs
 from outrider.core.params import DistributionParams, SamplingParams
 from outrider.core.processor import Grammar, Processor
+from outrider.core.tree import DraftTree
 from outrider.core.validate import TEXT, check_fields, whole
 from outrider.errors import RequestError
 
@@ -60,6 +62,22 @@ class Speculation(NamedTuple):
         return Speculation(
             steps, drafted, accepted, emitted, self.lossless and other.lossless, tuple(map(sum, lengths))
         )
+
+
+class LastDraft(NamedTuple):
+    """Draft tree of a row's last step that emitted tokens.
+
+    accepted: path of nodes.  emitted: their tokens, and the target's own.  sources: names of the drafters
+    that `DraftTree.source` refers to.
+    """
+
+    tree: DraftTree
+    accepted: Sequence[int]
+    emitted: Sequence[int]
+    sources: Sequence[str]
+
+    def source_of(self, node: int) -> str:
+        return self.sources[self.tree.source_of(node)]
 
 
 @dataclass(slots=True)
@@ -160,6 +178,13 @@ class Row:
     sources: list[str | None] = field(
         default_factory=list
     )  # of each output token: its drafter, or the target
+    drafted_by: Counter[str] = field(default_factory=Counter)  # draft tokens by drafter, without probes
+    last_draft: LastDraft | None = None
+
+    def drafts_with(self, sources: Sequence[str]) -> bool:
+        """Whether one of these methods may draft for it."""
+        method = self.params.draft_method
+        return method is None or method in sources
 
     @property
     def guided(self) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from outrider.core.row import Row
+from outrider.core.row import LastDraft, Row
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, Budget, Draft, DraftTree, Resume
 
 
@@ -61,7 +61,12 @@ class RowStep:
             row.accepted += len(self.accepted)
             row.count_draft(len(self.accepted))
             row.sources += [sources[tree.source_of(node)] for node in self.accepted]
+            if tree.source:
+                row.drafted_by.update([sources[source] for source in tree.source[:size]])
+            else:
+                row.drafted_by[sources[0]] += size
         row.sources.append(None)
+        row.last_draft = LastDraft(tree, self.accepted, self.emitted, sources)
         row.lossless = lossless
         row.arrivals += [now] * len(self.emitted)
 

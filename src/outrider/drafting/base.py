@@ -111,7 +111,7 @@ class Drafter:
 
     def arms(self, depth: int) -> list[Arm]:
         """What an adaptive controller chooses from, with trees of this depth at most."""
-        return [Arm("/".join(self.sources), depth, self.size)]
+        return [Arm(self.sources, depth, self.size)]
 
     def size(self, depth: int) -> int:
         """Maximum number of nodes in a tree of this depth."""

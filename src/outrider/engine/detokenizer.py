@@ -19,18 +19,21 @@ class Detokenizer:
         self.count = 0  # tokens that were fed
         self.start = self.done = 0  # the window starts at `start`; ids before `done` are in `text`
         self.ids: list[int] = []
+        self.ends: list[int] = []  # length of the text behind each token
         self.special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def feed(self, token: int) -> str:
         """Append a token.  Returns the new text, "" while a character is incomplete."""
         self.count += 1
-        if self.skip and token in self.special:
-            return ""  # no text; in the window it would hide the space before the next piece
-        self.ids.append(token)
-        new = self._pending()
-        if new.endswith("\ufffd"):
-            return ""
-        return self._accept(new)
+        new = ""
+        if not (
+            self.skip and token in self.special
+        ):  # has no text, and hides the space before the next piece
+            self.ids.append(token)
+            new = self._pending()
+            new = "" if new.endswith("\ufffd") else self._accept(new)
+        self.ends.append(len(self.text))
+        return new
 
     def flush(self) -> str:
         """Append and return the withheld text, after the last token."""

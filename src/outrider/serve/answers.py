@@ -16,7 +16,7 @@ from outrider.progress import Request
 from outrider.serve.errors import ApiError, told
 from outrider.serve.protocol import Classic, Sampling
 from outrider.serve.state import Server
-from outrider.serve.usage import speculation_of, usage_of
+from outrider.serve.usage import origins_of, speculation_of, usage_of
 from outrider.serve.wire import DONE, event
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -50,7 +50,7 @@ class Job:
         made = self.head(self.kind)
         samples = self.body.n
         made["choices"] = [
-            {"index": i * samples + sample.index, **choice(i, sample)}
+            {"index": i * samples + sample.index, **choice(i, sample), **self._origins(sample, 0)}
             for i, output in enumerate(outputs)
             for sample in output.outputs
         ]
@@ -79,15 +79,18 @@ class Job:
         ended: dict[int, RequestOutput] = {}
         head = self.head(self.chunk_kind)
         usage = {"usage": None} if options is not None and options.include_usage else {}
-        started: set[int] = set()
+        started: dict[int, int] = {}  # choice -> tokens whose origins have been told
         async with aclosing(self.server.stream(self.requests, room)) as outputs:
             async for i, output in outputs:
                 for sample in output.outputs:
                     index = i * samples + sample.index
                     parts = delta(i, sample)
                     if index not in started:
-                        started.add(index)
+                        started[index] = 0
                         parts = first(i, sample) + parts
+                    if parts and self.body.return_origins:
+                        parts[-1] |= self._origins(sample, started[index])
+                        started[index] = len(sample.token_ids)
                     for part in parts:
                         yield {**head, "choices": [{"index": index, **part}], **usage}
                 if output.finished:
@@ -97,6 +100,11 @@ class Job:
             yield {**head, "choices": [], "usage": usage_of(total)}
         if self.body.return_speculation:
             yield {**head, "choices": [], "speculation": speculation_of(total), **usage}
+
+    def _origins(self, sample: CompletionOutput, start: int) -> dict[str, Any]:
+        if not self.body.return_origins:
+            return {}
+        return {"outrider": origins_of(sample, start, self.server.reader.piece)}
 
 
 def prompt_logprobs(body: Classic, request: Request) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from outrider.async_llm import AsyncLLM
+from outrider.control.auto import AutoController
 from outrider.errors import EngineError
 from outrider.outputs import RequestOutput
 
@@ -97,6 +98,7 @@ class EngineMetrics(Collector):
         yield from self._gauges()
         yield from self._counters()
         yield from self._depths()
+        yield from self._adaptive()
 
     def _gauges(self) -> Iterator[Metric]:
         core = self.engine.llm.engine
@@ -153,6 +155,22 @@ class EngineMetrics(Collector):
             value = sum(n for work in lengths for length, n in work.items() if length > depth)
             found.add_metric((str(depth),), value)
         yield found
+
+    def _adaptive(self) -> Iterator[Metric]:
+        """What an adaptive controller has chosen, and its ledger."""
+        controller = self.engine.llm.engine.controller
+        if not isinstance(controller, AutoController):
+            return
+        chosen = CounterMetricFamily(
+            f"{PREFIX}spec_decode_chosen", "Steps of samples by the drafters asked.", labels=("drafters",)
+        )
+        for names, count in dict(controller.total.steps).items():  # the engine changes it
+            chosen.add_metric((names,), count)
+        yield chosen
+        yield _gauge("spec_decode_gain", "Time of plain decoding over the time taken.", controller.total.gain)
+        ledger = controller.ledger
+        yield _gauge("spec_decode_ledger_loss_seconds", "Time lost to drafts, less that saved.", ledger.loss)
+        yield _gauge("spec_decode_ledger_room_seconds", "Time that drafts may still lose.", ledger.room)
 
 
 def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:

@@ -61,11 +61,13 @@ class Prediction(Body):
 class Speculate(Body):
     """Speculation of one request.
 
-    enabled: false decodes plainly.  max_tokens: depth of a draft at most.
+    enabled: false decodes plainly.  max_tokens: depth of a draft at most.  method: the one of several
+    drafting methods that is used.
     """
 
     enabled: bool = True
     max_tokens: Token | None = None
+    method: Text | None = None
 
 
 class Sampling(Body):
@@ -114,6 +116,7 @@ class Classic(Sampling):
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     prediction: Prediction | None = None
+    return_origins: bool = False  # ours
 
 
 Ids = Annotated[Many[Token], Field(min_length=1)]

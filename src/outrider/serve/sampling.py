@@ -44,6 +44,7 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
     if body.speculation is not None:
         given["speculate"] = body.speculation.enabled and body.speculation.max_tokens != 0
         given["max_draft_tokens"] = body.speculation.max_tokens or None
+        given["draft_method"] = body.speculation.method
     known = {key: value for key, value in {**given, **more}.items() if value is not None}
     return SamplingParams(**{"max_tokens": None, **known})
 

@@ -127,7 +127,7 @@ class Simulation:
 
     def __init__(self, env: Environment, grace_steps: float = 20.0, seed: int = 0) -> None:
         self.env, self.now, self.random = env, 0.0, random.Random(seed)
-        arms = [Arm(f"drafter{k}", MAX_DEPTH, lambda depth: depth) for k in range(len(env.sources))]
+        arms = [Arm((f"drafter{k}",), MAX_DEPTH, lambda depth: depth) for k in range(len(env.sources))]
         limits = FixedController(Options(), MAX_DEPTH, lambda depth: len(arms) * depth, 1000)
         measured = {n: SECONDS * env.rows[n] * self.random.uniform(0.95, 1.05) for n in ROWS}
         unit = SECONDS * env.rows[env.batch]

@@ -22,7 +22,7 @@ from outrider.control.plan import Arm
 from outrider.core.noise import mix
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
-from outrider.core.tree import ROOT, Draft, DraftTree
+from outrider.core.tree import NO_BUDGET, ROOT, Draft, DraftTree
 from outrider.core.validate import Kind, check_fields, optional, whole
 from outrider.draft.union.merge import Merged, merge
 from outrider.drafting.base import Drafter, Storage, Target
@@ -132,7 +132,7 @@ class Union(Drafter):
 
     def arms(self, depth: int) -> list[Arm]:
         return [
-            Arm("/".join(drafter.sources), min(depth, own), drafter.size)
+            Arm(drafter.sources, min(depth, own), drafter.size)
             for drafter, own in zip(self.drafters, self.depths)
         ]
 
@@ -160,7 +160,10 @@ class Union(Drafter):
         drafter, depth = self.drafters[i], self.depths[i]
         if not any(step.budget.nodes for step in batch):
             return drafter.propose(batch)
-        own = [step.budget.within(depth=depth) for step in batch]
+        own = [
+            step.budget.within(depth=depth) if step.row.drafts_with(drafter.sources) else NO_BUDGET
+            for step in batch
+        ]
         budgets = [budget.within(nodes=drafter.size(budget.depth)) for budget in own]
         return drafter.propose(batch.within(budgets))
 
