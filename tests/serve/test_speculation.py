@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 from served import Served
@@ -62,9 +63,9 @@ def test_a_stream_tells_where_every_token_comes_from(adaptive: Served) -> None:
     text = "".join(choice["text"] for choice in choices)
     tokens = [token for choice in choices for token in choice["outrider"]["tokens"]]
     assert len(tokens) == 60 and tokens[-1][2] == len(text)
-    assert all(before[2] <= after[2] for before, after in zip(tokens, tokens[1:]))
+    assert all(before[2] <= after[2] for before, after in pairwise(tokens))
     assert all((source is None) == (depth == 0) for source, depth, _ in tokens)
-    assert all(after[1] in (0, before[1] + 1) for before, after in zip(tokens, tokens[1:]))
+    assert all(after[1] in (0, before[1] + 1) for before, after in pairwise(tokens))
     statistics = chunks[-1]["speculation"]
     assert sum(source is not None for source, _, _ in tokens) == statistics["accepted"] > 0
     trees = [choice["outrider"]["tree"] for choice in choices]

@@ -20,8 +20,10 @@ def add_models(app: FastAPI, server: Server) -> None:
 
     def card(name: str, parent: str | None = None) -> dict[str, Any]:
         base = {"id": name, "object": "model", "created": created, "owned_by": "outrider"}
-        length = server.engine.llm.engine.max_len
-        return {**base, "root": parent or server.model, "parent": parent, "max_model_len": length}
+        engine = server.engine.llm.engine
+        length = engine.max_len
+        return {**base, "root": parent or server.model, "parent": parent, "max_model_len": length,
+                "speculative_methods": list(engine.drafter.sources)}  # fmt: skip
 
     @app.get("/v1/models")
     async def models() -> Json:

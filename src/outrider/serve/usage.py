@@ -91,7 +91,8 @@ def origins_of(sample: CompletionOutput, start: int, piece: Callable[[int], str]
     for source, end in zip_longest(sample.token_sources[start:], sample.token_ends[start:]):
         depth = 0 if source is None else depth + 1
         tokens.append([source, depth, end])
-    return {"tokens": tokens, "steps": sample.speculation.steps, "tree": tree_of(sample.last_draft, piece)}
+    counts = {"steps": sample.speculation.steps, "drafted": sample.speculation.drafted}
+    return {"tokens": tokens, **counts, "tree": tree_of(sample.last_draft, piece)}
 
 
 def tree_of(draft: LastDraft | None, piece: Callable[[int], str]) -> dict[str, Any] | None:
