@@ -74,7 +74,7 @@ class Reader:
                 ids = self._truncated(self._ids(prompt, text), params)
                 if lora is not None:
                     self._known(lora)
-                rows = self._rows(id, ids, params, lora)
+            rows = self._rows(id, ids, params, lora)
             for row in rows:
                 row.priority = priority
             return Request(id, text, ids, params, rows, self.tokenizer, streaming)
@@ -167,13 +167,7 @@ class Reader:
         return ids
 
     def _rows(self, id: str, ids: list[int], params: SamplingParams, lora: LoRARequest | None) -> list[Row]:
-        self._exist("allowed_token_ids: token id", params.allowed_token_ids or ())
-        self._exist("stop_token_ids: token id", params.stop_token_ids or ())
-        self._exist("logit_bias: token id", params.logit_bias or ())
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer, and the checkpoint has none: use stop_token_ids."
-            )
+        self._check(params)
         eos = frozenset() if params.ignore_eos else self.engine.ending
         ending = eos | frozenset(params.stop_token_ids or ())
         if params.min_tokens and ending.issuperset(range(self.engine.checkpoint.spec.vocabulary)):
@@ -182,11 +176,6 @@ class Reader:
             )
         limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
         prediction = self._prediction(params)
-        loaded = self.engine.drafter.sources
-        if params.draft_method not in (None, *loaded):
-            raise RequestError(
-                f"draft_method must be one that is loaded ({', '.join(loaded)}), got {params.draft_method!r}."
-            )
         seed = params.seed if params.seed is not None else mix(self.seed + number_of(id))
         bad_words = self._bad_words(params)
         detokenizes = self.tokenizer is not None and params.detokenize and bool(params.stop)
@@ -218,6 +207,21 @@ class Reader:
             )
         return rows
 
+    def _check(self, params: SamplingParams) -> None:
+        """Check what depends on the model and its drafters."""
+        self._exist("allowed_token_ids: token id", params.allowed_token_ids or ())
+        self._exist("stop_token_ids: token id", params.stop_token_ids or ())
+        self._exist("logit_bias: token id", params.logit_bias or ())
+        if params.stop and self.tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer, and the checkpoint has none: use stop_token_ids."
+            )
+        loaded = self.engine.drafter.sources
+        if params.draft_method not in (None, *loaded):
+            raise RequestError(
+                f"draft_method must be one that is loaded ({', '.join(loaded)}), got {params.draft_method!r}."
+            )
+
     def _prediction(self, params: SamplingParams) -> list[int]:
         """Token ids of the predicted output, as far as the context goes."""
         given: Any = params.prediction or ()
@@ -225,7 +229,8 @@ class Reader:
             if self.tokenizer is None:
                 raise RequestError("a text as prediction needs a tokenizer: pass its token ids.")
             try:
-                given = self.tokenizer.encode(given, add_special_tokens=False, verbose=False)
+                with self.lock:
+                    given = self.tokenizer.encode(given, add_special_tokens=False, verbose=False)
             except Exception as error:  # as for a prompt
                 raise RequestError(
                     f"prediction: the tokenizer cannot read {shortened(params.prediction)}: {error}"
@@ -237,10 +242,11 @@ class Reader:
         form = params.structured_outputs
         if not isinstance(form, StructuredOutputs):
             return None
-        if not self.compilers:
-            engine = self.engine
-            vocabulary = engine.checkpoint.spec.vocabulary
-            self.compilers.append(GrammarCompiler(self.tokenizer, vocabulary, engine.ending))
+        with self.lock:  # not while it compiles: others can be read meanwhile
+            if not self.compilers:
+                engine = self.engine
+                vocabulary = engine.checkpoint.spec.vocabulary
+                self.compilers.append(GrammarCompiler(self.tokenizer, vocabulary, engine.ending))
         return self.compilers[0].state(form, prompt, params.stop_token_ids or ())
 
     def _logprobs(self, params: SamplingParams, index: int) -> Logprobs | None:
@@ -272,10 +278,11 @@ class Reader:
         found: list[list[int]] = []
         for word in params.bad_words:
             try:
-                plain, spaced = (
-                    self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False)
-                    for space in ("", " ")
-                )
+                with self.lock:
+                    plain, spaced = (
+                        self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False)
+                        for space in ("", " ")
+                    )
             except Exception as error:  # as for a prompt
                 raise RequestError(f"bad_words: the tokenizer cannot read {word!r}: {error}") from error
             if not plain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Set
+from threading import Lock
 from typing import Any
 
 from outrider.checkpoints.peft import PeftAdapter
@@ -21,7 +22,8 @@ class Adapters:
 
     def __init__(self, decoder: Decoder | ParallelModel, most: int, max_rank: int) -> None:
         self.decoder, self.most, self.max_rank = decoder, most, max_rank
-        # Never evicted: keys of the prefix index contain adapter ids.
+        self.lock = Lock()  # `take` is called by the thread that steps the engine
+        # Until `drop`: keys of the prefix index contain adapter ids.
         self.known: dict[int, tuple[LoRARequest, PeftAdapter]] = {}
         self.loaded: OrderedDict[int, Any] = OrderedDict()  # id -> packed weights, least recently used first
 
@@ -40,13 +42,28 @@ class Adapters:
                 raise _refusal(wanted, error) from error
             self.known[wanted.lora_int_id] = wanted, found
 
+    def drop(self, adapter: LoRARequest) -> None:
+        """Forget an adapter, whose id must not be used again.
+
+        Running rows keep its weights; waiting ones will fail.
+        """
+        with self.lock:
+            self.known.pop(adapter.lora_int_id, None)
+            self.loaded.pop(adapter.lora_int_id, None)
+
     def take(self, wanted: LoRARequest, busy: Set[int]) -> Any | None:
         """Load a checked adapter and return its packed weights, for `StepInput.adapt`.
 
         Evicts the least recently used adapter that is not in `busy`.  Returns None if all loaded ones are
-        busy.  Raises RequestError if the weights cannot be read.
+        busy.  Raises RequestError if the weights cannot be read, or the adapter has been dropped.
         """
+        with self.lock:
+            return self._take(wanted, busy)
+
+    def _take(self, wanted: LoRARequest, busy: Set[int]) -> Any | None:
         key = wanted.lora_int_id
+        if key not in self.known:
+            raise RequestError(f"LoRA adapter {wanted.lora_name!r} has been unloaded.")
         if key not in self.loaded:
             if len(self.loaded) >= self.most:
                 idle = next((other for other in self.loaded if other not in busy), None)

@@ -91,7 +91,7 @@ def add_status(app: FastAPI, server: Server) -> None:
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return FileResponse(STATIC / "index.html")
+        return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": "default-src 'self'"})
 
     @app.get("/health", responses={200: {"description": "Requests are accepted"}})
     async def health() -> Json:

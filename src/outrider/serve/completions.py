@@ -107,19 +107,23 @@ class Completion:
 
     def _logprobs(self, ids: Sequence[int], entries: Sequence[Entry | None], offset: int) -> dict[str, Any]:
         """OpenAI's lists, one entry a token."""
-        piece, count = self.server.engine.llm.reader.piece, self.body.logprobs or 0
+        piece = self.server.reader.piece
         made: dict[str, list[Any]] = {name: [] for name in FIELDS}
         for token, entry in zip(ids, entries):
             text = piece(token)
             made["tokens"].append(text)
             made["text_offset"].append(offset)
             made["token_logprobs"].append(None if entry is None else bounded(entry[token].logprob))
-            best = None if entry is None else {
-                piece(other): bounded(entry[other].logprob) for other in best_of(entry, max(count, 1))
-            }  # fmt: skip
-            made["top_logprobs"].append(best)
+            made["top_logprobs"].append(None if entry is None else self._best(token, entry))
             offset += len(text)
         return made
+
+    def _best(self, token: int, entry: Entry) -> dict[str, float]:
+        """The best tokens and the sampled one, by their text; of several with one text the best."""
+        found: dict[str, float] = {}
+        for other in [*best_of(entry, self.body.logprobs or 0), token]:
+            found.setdefault(self.server.reader.piece(other), bounded(entry[other].logprob))
+        return found
 
 
 FIELDS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,14 +17,7 @@ from outrider.serve.wire import Json
 
 def add_models(app: FastAPI, server: Server) -> None:
     """/v1/models, /tokenize, /detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter."""
-    created = int(time.time())
-
-    def card(name: str, parent: str | None = None) -> dict[str, Any]:
-        base = {"id": name, "object": "model", "created": created, "owned_by": "outrider"}
-        engine = server.engine.llm.engine
-        length = engine.max_len
-        return {**base, "root": parent or server.model, "parent": parent, "max_model_len": length,
-                "speculative_methods": list(engine.drafter.sources)}  # fmt: skip
+    card = partial(card_of, server, int(time.time()))
 
     @app.get("/v1/models")
     async def models() -> Json:
@@ -62,9 +56,16 @@ def add_models(app: FastAPI, server: Server) -> None:
     async def unload_lora(body: UnloadLoraBody) -> Json:
         """Remove an adapter from the models.  Needs --allow-lora-loading."""
         _may_load(server)
-        if server.adapters.pop(body.lora_name, None) is None:
-            raise ApiError(404, f"there is no adapter {body.lora_name!r}.", "lora_name")
+        server.remove_adapter(body.lora_name)
         return Json({"status": "unloaded", "model": body.lora_name})
+
+
+def card_of(server: Server, created: int, name: str, parent: str | None = None) -> dict[str, Any]:
+    """A model in OpenAI's shape.  parent: of an adapter."""
+    engine = server.engine.llm.engine
+    base = {"id": name, "object": "model", "created": created, "owned_by": "outrider"}
+    own = {"max_model_len": engine.max_len, "speculative_methods": list(engine.drafter.sources)}
+    return {**base, "root": parent or server.model, "parent": parent, **own}
 
 
 def _may_load(server: Server) -> None:

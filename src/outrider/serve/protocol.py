@@ -109,7 +109,7 @@ class Classic(Sampling):
     stop: Text | Many[Text] | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None  # SamplingParams stops at the first fault
     max_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -107,6 +107,13 @@ class Server:
             adapters.check(adapter)
             self.adapters[name] = adapter
 
+    def remove_adapter(self, name: str) -> None:
+        """Serve an adapter no longer, and free its weights.  Raises ApiError."""
+        if (adapter := self.adapters.pop(name, None)) is None:
+            raise ApiError(404, f"there is no adapter {name!r}.", "lora_name")
+        assert self.llm.engine.adapters is not None
+        self.llm.engine.adapters.drop(adapter)
+
     def adapter_of(self, model: str | None) -> LoRARequest | None:
         """The adapter that a request's `model` names; None for the model itself."""
         if model is None or model in self.names:

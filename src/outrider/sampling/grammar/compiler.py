@@ -6,9 +6,11 @@ docs/structured-outputs.md gives the reasons for this library.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 from outrider.core.structured import FORMS, WHERE, StructuredOutputs
@@ -17,6 +19,7 @@ from outrider.sampling.grammar.faults import place_of, readable
 from outrider.sampling.grammar.state import GrammarState
 
 REMEMBERED = 64  # compiled grammars
+GBNF_RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")
 # Between two JSON tokens: nothing, a space, or a line break with indentation.  Unbounded whitespace is where
 # small models get lost.
 WHITESPACE = r"( |\n[ \t]{0,24})?"
@@ -24,7 +27,8 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 class GrammarCompiler:
-    """Compiles the grammars of requests and remembers the last ones.
+    """Compiles the grammars of requests and remembers the last ones.  Thread-safe; one compilation delays
+    only those that need a grammar, too.
 
     vocabulary: number of logits.  ending: the model's end-of-sequence tokens.
     """
@@ -32,6 +36,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any, vocabulary: int, ending: Iterable[int]) -> None:
         self.tokenizer, self.vocabulary, self.ending = tokenizer, vocabulary, frozenset(ending)
         self.compiled: dict[str, Any] = {}  # least recently used first
+        self.lock = Lock()
 
     def state(self, form: StructuredOutputs, prompt: int, stops: Iterable[int] = ()) -> GrammarState:
         """State of a new row with a prompt of so many tokens.
@@ -39,8 +44,9 @@ class GrammarCompiler:
         stops: further tokens that end the text; the special ones are allowed where the grammar may end.
         Raises RequestError naming the fault and its place.
         """
-        special = {token for token in stops if self.library.is_special_token(token)}
-        matcher = self._matcher(form).deep_copy()
+        with self.lock:
+            special = {token for token in stops if self.library.is_special_token(token)}
+            matcher = self._matcher(form).deep_copy()
         return GrammarState(matcher, prompt, self.ending | special, self.library.vocab_size)
 
     @cached_property
@@ -113,7 +119,7 @@ class GrammarCompiler:
 
 def _lark(grammar: str) -> str:
     """A GBNF grammar as a Lark one; others unchanged."""
-    if "::=" not in grammar:
+    if not GBNF_RULE.search(grammar):
         return grammar
     from llguidance.gbnf_to_lark import gbnf_to_lark
 

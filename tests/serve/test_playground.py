@@ -1,0 +1,131 @@
+"""The page at / in a real browser.  Skipped where there is none: it needs playwright and Chromium."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from served import Served
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+PROMPT = "one two three one two three one two"
+KEY = {"username": "me", "password": "secret"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as library:
+        running = library.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def page(browser: Any, adaptive: Served) -> Iterator[Any]:
+    """The page, as a browser shows it that has been given the key.  Fails for errors in its console."""
+    context = browser.new_context(http_credentials=KEY, viewport={"width": 390, "height": 800})
+    made = context.new_page()
+    errors: list[str] = []
+    made.on("pageerror", lambda error: errors.append(str(error)))
+    made.on("request", lambda r: errors.append(r.url) if not r.url.startswith(adaptive.url) else None)
+    made.goto(adaptive.url)
+    made.locator("#model option").first.wait_for(state="attached")
+    made.select_option("#mode", "text")
+    made.fill("#max_tokens", "40")
+    made.fill("#seed", "3")
+    yield made
+    assert not errors
+    context.close()
+
+
+def ask(page: Any, prompt: str = PROMPT) -> None:
+    """Type a prompt and wait until its answer has ended."""
+    page.fill("#prompt", prompt)
+    page.press("#prompt", "Enter")
+    page.locator(".facts").last.wait_for()
+    page.locator("#stop").wait_for(state="hidden")
+
+
+def test_tokens_have_the_color_of_their_origin_and_tell_alternatives(page: Any, adaptive: Served) -> None:
+    ask(page)  # the second time suffix decoding knows the text
+    page.click("#clear")
+    ask(page)
+    body = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "temperature": 0.7}
+    expected = adaptive.post("/v1/completions", body, auth=("me", "secret")).json()["choices"][0]["text"]
+    assert page.locator(".text").text_content() == expected
+    assert page.locator("#legend").text_content() == "model itselfsuffix"
+    drafted = page.locator(".token[style]").first
+    drafted.hover()
+    told = page.locator("#details").text_content()
+    assert re.match(r"Drafted by suffix, token \d+ of its draft", told) and told.count("%") >= 5
+    page.locator(".text").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".token.selected").get_attribute("data-at") == "0"
+    assert page.locator("#charts svg").count() == 3
+    assert page.locator("#tree g.accepted").count() >= 2
+    assert "accepted" in page.locator("#tree svg").get_attribute("aria-label")
+
+
+def test_a_race_gives_the_same_text_twice(page: Any) -> None:
+    page.check("#race")
+    ask(page)
+    fast, plain = page.locator(".text").all_text_contents()
+    assert fast == plain and fast
+    assert "The same text" in page.locator("#conversation > .facts").text_content()
+    assert "1.00 tokens per step" in page.locator(".run .facts").nth(1).text_content()
+
+
+def test_a_conversation_is_kept_and_constrained(page: Any) -> None:
+    page.select_option("#mode", "chat")
+    page.fill("#schema", '{"enum": ["yes", "no"]}')
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
+    ask(page, "Is it?")
+    ask(page, "Sure?")
+    assert set(page.locator(".text").all_text_contents()) <= {'"yes"', '"no"'}
+    assert [message["role"] for message in sent[1]["messages"]] == ["user", "assistant", "user"]
+    page.fill("#schema", "{no json")
+    page.fill("#prompt", "Really?")
+    page.press("#prompt", "Enter")
+    assert "no JSON" in page.locator("#failure").text_content()
+    assert page.locator("#schema").get_attribute("aria-invalid") == "true"
+
+
+def test_escape_stops_an_answer(page: Any) -> None:
+    page.fill("#max_tokens", "400")
+    page.fill("#prompt", PROMPT)
+    page.press("#prompt", "Enter")
+    page.locator(".token").first.wait_for()
+    page.keyboard.press("Escape")
+    page.locator("#stop").wait_for(state="hidden")
+    assert page.locator("#failure").text_content() == ""
+
+
+def test_a_key_is_asked_for_where_the_server_wants_one(page: Any) -> None:
+    refused = {"status": 401, "json": {"error": {"message": "the API key is missing or wrong."}}}
+
+    def judge(route: Any) -> None:
+        good = route.request.headers.get("authorization") == "Bearer secret"
+        route.continue_() if good else route.fulfill(**refused)
+
+    page.route("**/v1/models", judge)
+    page.reload()
+    for key in ("wrong", "secret"):
+        page.locator("#door[open]").wait_for()
+        page.fill("#key", key)
+        page.press("#key", "Enter")
+    page.locator("#model option").first.wait_for(state="attached")
+    page.locator("#door").wait_for(state="hidden")
+
+
+def test_the_page_fits_a_phone(page: Any) -> None:
+    ask(page)
+    boxes = [box.bounding_box() for box in page.locator(".card, .talk, header").all()]
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= 390 for box in boxes)
+    unnamed = "input:not([aria-label]), select, textarea"
+    assert all(field.evaluate("field => field.labels.length > 0") for field in page.locator(unnamed).all())
