@@ -359,6 +359,17 @@ def test_the_adapter_unused_for_longest_goes(llm: LLM, llama: str, loras: list[L
     assert list(two.engine.adapters.loaded) == [1, 3]
 
 
+def test_a_dropped_adapter_leaves_no_weights(llama: str, loras: list[LoRARequest]) -> None:
+    one = LLM(llama, enable_lora=True)
+    one.generate({"prompt_token_ids": [5, 6]}, GREEDY, lora_request=loras[0])
+    adapters = one.engine.adapters
+    assert adapters is not None and adapters.loaded
+    adapters.drop(loras[0])
+    assert not adapters.loaded and not adapters.known
+    with pytest.raises(RequestError, match="has been unloaded"):
+        adapters.take(loras[0], set())
+
+
 def test_an_adapter_that_vanishes_fails_its_own_rows_only(
     llama: str, loras: list[LoRARequest], tmp_path: Path
 ) -> None:

@@ -103,6 +103,11 @@ def test_a_grammar_that_cannot_be_read_is_refused(
         made(compiler, form)
 
 
+def test_a_lark_grammar_may_have_the_sign_of_gbnf_in_a_text(compiler: GrammarCompiler) -> None:
+    state = made(compiler, {"grammar": 'start: "a ::= b"'})
+    assert compiler.tokenizer.decode(state.forced(Ids([1, 2, 3]))) == "a ::= b"
+
+
 @pytest.mark.parametrize(
     ("value", "told"),
     [

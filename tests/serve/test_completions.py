@@ -138,6 +138,14 @@ def test_speculation_is_reported_and_can_be_off_or_capped(server: Served) -> Non
     assert math.isclose(found["tokens_per_step"], found["emitted"] / found["steps"], rel_tol=1e-3)
 
 
+def test_the_sampled_token_is_among_the_best_ones(server: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 1.5, "seed": 3, "logprobs": 1}
+    found = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+    for token, logprob, best in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"]):
+        assert best[token] >= logprob and 1 <= len(best) <= 2
+    assert any(len(best) == 2 for best in found["top_logprobs"])
+
+
 def test_a_predicted_output_saves_steps(server: Served) -> None:
     body: dict[str, Any] = {"prompt": "The cat", "max_tokens": 40, "temperature": 0.7, "seed": 2}
     body |= {"return_speculation": True, "ignore_eos": True}

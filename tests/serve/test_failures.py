@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -11,6 +16,8 @@ import pytest
 import uvicorn
 
 from outrider import AsyncLLM, SamplingParams
+from outrider.progress import Request
+from outrider.sampling.grammar.compiler import GrammarCompiler
 from outrider.serve.app import make_app
 from outrider.serve.options import ServerOptions
 from outrider.serve.run import watch_engine
@@ -61,6 +68,54 @@ def test_a_loading_server_answers_503() -> None:
         assert (await client.get("/version")).status_code == (await client.get("/metrics")).status_code == 200
 
     ask(None, task)
+
+
+LOADING = """
+import time
+from outrider.serve.options import ServerOptions
+from outrider.serve.run import run
+
+def load():
+    print("loading", flush=True)
+    time.sleep(600)
+
+run(ServerOptions(port=0), "model", load)
+"""
+
+
+def test_a_signal_ends_a_loading_server() -> None:
+    process = subprocess.Popen([sys.executable, "-c", LOADING], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"loading\n"
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+
+
+def test_a_grammar_that_compiles_delays_no_other_request(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    compile = GrammarCompiler._compile
+
+    def slow(self: GrammarCompiler, form: Any) -> Any:
+        began.set()
+        assert go_on.wait(20)
+        return compile(self, form)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
+    constrained = SamplingParams(structured_outputs={"regex": "[ab]{3}"})
+    read = partial(engine.llm.reader.request, streaming=False)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(read, "a", "One", constrained)
+        assert began.wait(20)
+        plain = pool.submit(read, "b", "Two", SamplingParams(bad_words=["no"]))
+        try:
+            assert plain.result(5).id == "b" and not waiting.done()
+        finally:
+            go_on.set()
+        assert isinstance(waiting.result(20), Request)
 
 
 def test_a_request_that_takes_too_long_ends(engine: AsyncLLM) -> None:

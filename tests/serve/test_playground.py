@@ -58,14 +58,15 @@ def test_tokens_have_the_color_of_their_origin_and_tell_alternatives(page: Any, 
     body = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "temperature": 0.7}
     expected = adaptive.post("/v1/completions", body, auth=("me", "secret")).json()["choices"][0]["text"]
     assert page.locator(".text").text_content() == expected
-    assert page.locator("#legend").text_content() == "model itselfsuffix"
+    assert set(page.locator("#legend span").all_text_contents()) <= {"model itself", "suffix", "draft_model"}
     drafted = page.locator(".token[style]").first
     drafted.hover()
     told = page.locator("#details").text_content()
-    assert re.match(r"Drafted by suffix, token \d+ of its draft", told) and told.count("%") >= 5
+    assert re.match(r"Drafted by \w+, token \d+ of its draft", told) and told.count("%") >= 5
+    at = int(drafted.get_attribute("data-at"))
     page.locator(".text").focus()
     page.keyboard.press("ArrowRight")
-    assert page.locator(".token.selected").get_attribute("data-at") == "0"
+    assert int(page.locator(".token.selected").get_attribute("data-at")) > at
     assert page.locator("#charts svg").count() == 3
     assert page.locator("#tree g.accepted").count() >= 2
     assert "accepted" in page.locator("#tree svg").get_attribute("aria-label")

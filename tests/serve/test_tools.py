@@ -32,11 +32,15 @@ def test_calls_are_read(name: str, text: str) -> None:
 @pytest.mark.parametrize(("name", "text"), [*WHOLE, *((n, f"Let me see. {t}") for n, t in TEXTS.items())])
 def test_a_growing_text_gives_each_part_once(name: str, text: str) -> None:
     """Neither content nor calls that were given are taken back."""
-    content, calls = "", []
+    content, calls, grown = "", [], False
     for end in range(len(text) + 1):
         now = PARSERS[name].parse(text[:end], end == len(text))
-        assert now.content.startswith(content) and now.calls[: len(calls)] == calls
+        assert now.content.startswith(content) and len(now.calls) >= len(calls)
+        for before, call in zip(calls, now.calls):
+            assert call == before if before.complete else call.arguments.startswith(before.arguments)
+        grown |= any(len(call.arguments) > 0 and not call.complete for call in now.calls)
         content, calls = now.content, now.calls
+    assert grown, "arguments come in parts"
     assert (content, len(calls)) == ("Let me see." if text.startswith("Let") else "", 2)
 
 
@@ -44,6 +48,23 @@ def test_a_growing_text_gives_each_part_once(name: str, text: str) -> None:
 @pytest.mark.parametrize("text", ["", "2 < 3", "<tool", "[TOOL", "<tool_call> oh", "{not json", '{"a": 1}'])
 def test_other_texts_are_content(name: str, text: str) -> None:
     assert PARSERS[name].parse(text, True) == (text, [])
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_behind_calls_is_content(name: str) -> None:
+    text, content = f"First. {TEXTS[name]} Then this.", ""
+    for end in range(len(text) + 1):
+        now = PARSERS[name].parse(text[:end], end == len(text))
+        assert now.content.startswith(content)
+        content = now.content
+    assert content == "First.\nThen this." and len(now.calls) == 2
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "{oh"])
+def test_arguments_that_are_no_json_are_no_call(name: str, value: str) -> None:
+    text = TEXTS[name].replace("[2,", f"[{value},")
+    assert "add" not in [call.name for call in PARSERS[name].parse(text, True).calls]
 
 
 def test_bare_json_that_calls_no_tool_is_content() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from outrider.serve.errors import ApiError
 from outrider.serve.protocol import ChatBody, ResponsesBody
 from outrider.serve.sampling import checked_tools, named_tool, params_of, tool_form
 from outrider.serve.state import Server
-from outrider.serve.tools import Parsed, ToolCall, ToolParser
+from outrider.serve.tools import Parsed, ToolCall, ToolParser, listed
 
 
 async def chat_job(server: Server, body: ChatBody) -> Job:
@@ -62,7 +61,7 @@ class Reply:
     parallel: bool = True  # False: only the first call
 
     def read(self, text: str, finished: bool) -> Parsed:
-        """Content and complete calls of a text so far."""
+        """Content and calls of a text so far."""
         content, calls = self._parsed(text, finished)
         return Parsed(content, calls if self.parallel else calls[:1])
 
@@ -72,18 +71,17 @@ class Reply:
         for token in self.ending:
             text = text.removesuffix(token)
         if (name := named_tool(self.choice)) is not None:
-            return Parsed("", [ToolCall(name, text)] if finished else [])
+            return Parsed("", [ToolCall(name, text, finished)])
         if self.choice == "required":
-            return Parsed("", _required(text) if finished else [])
+            calls = listed(text).calls
+            return Parsed("", [call for call in calls if call.complete or not finished])
         return self.parser.parse(text, finished, self.names)
 
 
-def _required(text: str) -> list[ToolCall]:
-    """The calls of a JSON list, the constrained output for tool_choice "required"."""
-    try:
-        return [ToolCall(call["name"], json.dumps(call["parameters"])) for call in json.loads(text)]
-    except (ValueError, TypeError, KeyError):  # cut off by max_tokens
-        return []
+def called(call: ToolCall) -> dict[str, Any]:
+    """A call in OpenAI's shape, with a new id."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def reply_for(server: Server, tools: Sequence[Mapping[str, Any]], body: ChatBody | ResponsesBody) -> Reply:
@@ -99,11 +97,28 @@ def reply_for(server: Server, tools: Sequence[Mapping[str, Any]], body: ChatBody
 
 @dataclass
 class Sent:
-    """What has been sent of one choice: characters of content, tokens with log-probabilities, calls."""
+    """What has been sent of one choice: characters of content and of each call's arguments, tokens with
+    log-probabilities.
+    """
 
     characters: int = 0
     tokens: int = 0
-    calls: int = 0
+    calls: list[int] = field(default_factory=list)
+
+    def new_calls(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+        """The new parts of calls: of a new one its name, then of each what was added to its arguments."""
+        made: list[dict[str, Any]] = []
+        for index, call in enumerate(calls):
+            begins = index == len(self.calls)
+            if begins:
+                self.calls.append(0)
+            if new := call.arguments[self.calls[index] :]:
+                self.calls[index] += len(new)
+            if begins:
+                made.append({"index": index, **called(call._replace(arguments=new))})
+            elif new:
+                made.append({"index": index, "function": {"arguments": new}})
+        return made
 
 
 @dataclass
@@ -121,7 +136,7 @@ class Chat:
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.calls:
             message["content"] = parsed.content or None
-            message["tool_calls"] = [self._call(call) for call in parsed.calls]
+            message["tool_calls"] = [called(call) for call in parsed.calls]
         return {
             "message": message,
             "logprobs": self._logprobs(sample, 0),
@@ -137,17 +152,15 @@ class Chat:
         """What is new in a sample since the last call."""
         sent = self.sent.setdefault(sample.index, Sent())
         parsed = self.reply.read(sample.text, sample.finish_reason is not None)
-        content, calls = parsed.content[sent.characters :], parsed.calls[sent.calls :]
+        cut_off = len(parsed.calls) < len(sent.calls)  # a call that was begun is no content
+        content = "" if cut_off else parsed.content[sent.characters :]
         made: dict[str, Any] = {"content": content} if content else {}
-        if calls:
-            made["tool_calls"] = [
-                {"index": sent.calls + n, **self._call(call)} for n, call in enumerate(calls)
-            ]
+        if calls := sent.new_calls(parsed.calls):
+            made["tool_calls"] = calls
         if not (made or sample.finish_reason):
             return []
         logprobs = self._logprobs(sample, sent.tokens)
         sent.characters += len(content)
-        sent.calls += len(calls)
         sent.tokens = len(sample.token_ids)
         reason = self._reason(sample, bool(parsed.calls))
         part = {"delta": made, "logprobs": logprobs, "finish_reason": reason}
@@ -158,11 +171,6 @@ class Chat:
         return (
             "tool_calls" if calls and sample.finish_reason == "stop" and not forced else sample.finish_reason
         )
-
-    @staticmethod
-    def _call(call: ToolCall) -> dict[str, Any]:
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
 
     def _logprobs(self, sample: CompletionOutput, start: int) -> dict[str, Any] | None:
         if sample.logprobs is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import FrameType
 
 import uvicorn
@@ -65,7 +66,7 @@ async def _load(
     process: Process, server: Server, load: Callable[[], AsyncLLM], failure: list[Exception]
 ) -> None:
     try:
-        server.started(await asyncio.to_thread(load))
+        server.started(await _result(load))
     except Exception as error:
         failure.append(error)
         process.should_exit = True
@@ -76,6 +77,32 @@ async def _load(
         host, port = socket.getsockname()[:2]
         scheme = "https" if server.options.ssl_certfile else "http"
         log.info("%s is served at %s://%s:%d", server.names[0], scheme, host, port)
+
+
+async def _result(load: Callable[[], AsyncLLM]) -> AsyncLLM:
+    """What `load` returns, from a daemon thread: a process that is told to end does not wait for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[AsyncLLM] = loop.create_future()
+
+    def settle(result: AsyncLLM | None, error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        elif result is not None:
+            future.set_result(result)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = load()
+        except Exception as raised:
+            error = raised
+        with suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name="load", daemon=True).start()
+    return await future
 
 
 async def watch_engine(process: uvicorn.Server, server: Server, failure: list[Exception]) -> None:

@@ -8,21 +8,39 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_DECODER = json.JSONDecoder()
+
+def _refused(number: str) -> Any:
+    raise ValueError(f"{number} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refused)
+# the beginning of a call as models write it, up to the brace of its arguments
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
 class ToolCall(NamedTuple):
-    """name: of the function.  arguments: JSON text."""
+    """name: of the function.  arguments: JSON text, as the model wrote it if they come last.
+
+    complete: False while the arguments go on.
+    """
 
     name: str
     arguments: str
+    complete: bool = True
 
 
 class Parsed(NamedTuple):
-    """content: text that is no call.  calls: those that are complete."""
+    """content: text that is no call.  calls: of a text that is not finished, the last one may go on."""
 
     content: str
     calls: list[ToolCall]
+
+
+class Found(NamedTuple):
+    """calls: those in a text.  behind: the texts behind them."""
+
+    calls: list[ToolCall]
+    behind: list[str]
 
 
 @dataclass(frozen=True)
@@ -30,11 +48,11 @@ class ToolParser:
     """One format.
 
     marker: where calls begin.  bare: a text that begins with `{` is a call, too.
-    read: text from the first marker on -> complete calls.
+    read: text from the first marker on -> its calls.
     """
 
     marker: str
-    read: Callable[[str], list[ToolCall]]
+    read: Callable[[str], Found]
     bare: bool = False
 
     def parse(self, text: str, finished: bool, names: Container[str] | None = None) -> Parsed:
@@ -43,29 +61,46 @@ class ToolParser:
         A finished text without a complete call is content.
         names: functions; a bare object that calls none of them is content.
         """
-        bare = False
-        start = text.find(self.marker)
+        start, bare = text.find(self.marker), False
         if self.bare and start < 0 and text.lstrip().startswith("{"):
             start, bare = len(text) - len(text.lstrip()), True
-        if start >= 0:
-            calls = self.read(text[start:])
-            if bare and names is not None:
-                calls = [call for call in calls if call.name in names]
-            if finished and not calls:
-                return Parsed(text, [])
-            return Parsed(text[:start].rstrip(), calls)
-        if finished:
-            return Parsed(text, [])
+        if start < 0:
+            return Parsed(text if finished else self._certain(text).rstrip(), [])  # space before a marker
+        calls, behind = self.read(text[start:])
+        calls = [call for call in calls if call.complete or not finished]
+        if bare and names is not None:
+            calls = [call for call in calls if call.name in names]
+        if not calls and (finished or bare):
+            return Parsed(text if finished else "", [])
+        content = text[:start].rstrip()
+        for part in behind:
+            if part := (part if finished else self._certain(part)).strip():
+                content += f"\n{part}" if content else part
+        return Parsed(content, calls)
+
+    def _certain(self, text: str) -> str:
+        """The text without an end that may become a marker."""
         most = min(len(text), len(self.marker) - 1)
         held = next((n for n in range(most, 0, -1) if self.marker.startswith(text[-n:])), 0)
-        return Parsed(text[: len(text) - held].rstrip(), [])  # space before a marker is no content
+        return text[: len(text) - held]
 
 
-def _call(value: Any, strict: bool) -> ToolCall | None:
-    """The call of a JSON object with a name and arguments (Llama 3: parameters).
+def call_at(text: str, at: int, strict: bool = False) -> tuple[ToolCall | None, int]:
+    """The call of a JSON object at an index of the text, and where it ends: -1 if it is not complete.
 
     strict: an object without arguments is no call.
     """
+    head = _HEAD.match(text, at)
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+        if head is None:
+            return _call(value, strict), end
+        return ToolCall(json.loads(head[1]), text[head.end() : _DECODER.raw_decode(text, head.end())[1]]), end
+    except (ValueError, RecursionError):
+        return (ToolCall(json.loads(head[1]), text[head.end() :], False) if head else None), -1
+
+
+def _call(value: Any, strict: bool) -> ToolCall | None:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return None
     if strict and not ("arguments" in value or "parameters" in value):
@@ -75,50 +110,69 @@ def _call(value: Any, strict: bool) -> ToolCall | None:
     return ToolCall(value["name"], text)
 
 
-def _values(text: str, at: int, strict: bool = False) -> tuple[list[ToolCall], int]:
-    """The calls in one JSON value at an index of the text, and where it ends; (-1) if it is not complete."""
-    try:
-        value, end = _DECODER.raw_decode(text, at)
-    except (ValueError, RecursionError):
-        return [], -1
-    items = value if isinstance(value, list) else [value]
-    return [call for item in items if (call := _call(item, strict)) is not None], end
+def calls_in(text: str, at: int, separator: str, strict: bool = False) -> tuple[list[ToolCall], int]:
+    """The calls from an index on, with a separator between two, and where the last ends: -1 if it does not."""
+    calls: list[ToolCall] = []
+    between = re.compile(rf"\s*{separator}\s*")
+    while True:
+        call, end = call_at(text, at, strict)
+        calls += [] if call is None else [call]
+        follows = between.match(text, end) if end >= 0 else None
+        if follows is None:
+            return calls, end
+        at = follows.end()
 
 
-def _hermes(text: str) -> list[ToolCall]:
+def listed(text: str) -> Found:
+    """The calls of a JSON list, or of a single object."""
+    at = len(text) - len(text.lstrip())
+    is_list = text.startswith("[", at)
+    calls, end = calls_in(text, len(text) - len(text[at + 1 :].lstrip()) if is_list else at, ",")
+    closing = re.compile(r"\s*\]").match(text, end) if is_list and end >= 0 else None
+    end = closing.end() if closing else -1 if is_list else end
+    return Found(calls, [text[end:]] if calls and end >= 0 else [])
+
+
+def _hermes(text: str) -> Found:
     """<tool_call>{"name": …, "arguments": {…}}</tool_call>, several times."""
-    calls: list[ToolCall] = []
-    for found in re.finditer(r"<tool_call>\s*", text):
-        calls += _values(text, found.end())[0]
-    return calls
+    calls, behind = list[ToolCall](), list[str]()
+    for part in text.split("<tool_call>")[1:]:
+        found = listed(part)
+        calls += found.calls
+        behind += [rest.strip().removeprefix("</tool_call>") for rest in found.behind if _closed(rest)]
+    return Found(calls, behind)
 
 
-def _llama3(text: str) -> list[ToolCall]:
+def _closed(rest: str) -> bool:
+    """Whether the text behind a call is more than the beginning of its closing marker."""
+    return not "</tool_call>".startswith(rest.strip())
+
+
+def _llama3(text: str) -> Found:
     """<|python_tag|>{"name": …, "parameters": {…}}; several are separated by semicolons."""
-    calls: list[ToolCall] = []
-    at = len(found[0]) if (found := re.match(r"(<\|python_tag\|>)?\s*", text)) else 0
-    while at >= 0:
-        more, at = _values(text, at, strict=True)
-        calls += more
-        separator = re.compile(r"\s*;\s*").match(text, at) if at >= 0 else None
-        at = separator.end() if separator else -1
-    return calls
+    begins = re.match(r"(<\|python_tag\|>)?\s*", text)
+    calls, end = calls_in(text, begins.end() if begins else 0, ";", strict=True)
+    return Found(calls, [text[end:].lstrip("; ")] if calls and end >= 0 else [])
 
 
-def _mistral(text: str) -> list[ToolCall]:
+def _mistral(text: str) -> Found:
     """[TOOL_CALLS][{"name": …, "arguments": {…}}], or [TOOL_CALLS]name[ARGS]{…}, several times."""
-    calls: list[ToolCall] = []
+    calls, behind = list[ToolCall](), list[str]()
     for part in text.split("[TOOL_CALLS]")[1:]:
         named = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)", part)
-        if named is None:
-            calls += _values(part, len(part) - len(part.lstrip()))[0]
-            continue
-        try:
-            arguments, _ = _DECODER.raw_decode(part, named.end())
-            calls.append(ToolCall(named[1], json.dumps(arguments, ensure_ascii=False)))
-        except (ValueError, RecursionError):
-            continue
-    return calls
+        found = _named(named[1], part[named.end() :]) if named else listed(part)
+        calls += found.calls
+        behind += found.behind
+    return Found(calls, behind)
+
+
+def _named(name: str, text: str) -> Found:
+    """A call whose arguments are the JSON object at the beginning of a text."""
+    try:
+        _, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError):
+        return Found([ToolCall(name, text, False)], [])
+    return Found([ToolCall(name, text[:end])], [text[end:]])
 
 
 HERMES = ToolParser("<tool_call>", _hermes)

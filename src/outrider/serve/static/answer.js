@@ -15,8 +15,8 @@ function made(name, kind, text = "") {
 function entries(logprobs) {
   if (!logprobs?.tokens) return logprobs?.content ?? [];
   return logprobs.tokens.map((token, i) => {
-    const best = Object.entries(logprobs.top_logprobs[i] ?? {}).map(([text, logprob]) => ({ token: text, logprob }));
-    return { token, top_logprobs: best };
+    const best = Object.entries(logprobs.top_logprobs[i] ?? {});
+    return { token, top_logprobs: best.map(([text, logprob]) => ({ token: text, logprob })) };
   });
 }
 
