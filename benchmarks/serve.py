@@ -17,7 +17,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -41,7 +41,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Load:
-    """One measurement.  clients: closed loop; rate: open loop, requests per second."""
+    """One measurement.  clients: closed loop; rate: open loop, requests per second.
+
+    seconds: no further request is sent after these; None: until `requests` have been.
+    """
 
     url: str
     model: str
@@ -53,6 +56,15 @@ class Load:
     clients: int | None = None
     rate: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
+
+    def numbers(self) -> Iterator[int]:
+        """Numbers of the requests, as long as one may be sent."""
+        began = time.perf_counter()
+        for i in range(self.requests):
+            if self.seconds is not None and time.perf_counter() - began > self.seconds:
+                return
+            yield i
 
     def body(self, i: int) -> dict[str, Any]:
         return {
@@ -94,7 +106,7 @@ async def ask(client: httpx.AsyncClient, load: Load, i: int) -> Answer:
 
 async def closed(load: Load, one: Callable[[int], Awaitable[Answer]]) -> list[Answer]:
     """Each of n clients sends its next request when the one before has ended."""
-    numbers, answers = iter(range(load.requests)), []
+    numbers, answers = load.numbers(), []
 
     async def client() -> None:
         for i in numbers:
@@ -107,7 +119,7 @@ async def closed(load: Load, one: Callable[[int], Awaitable[Answer]]) -> list[An
 async def opened(load: Load, one: Callable[[int], Awaitable[Answer]]) -> list[Answer]:
     """Requests arrive at random, whether or not others have ended."""
     rng, tasks = random.Random(load.seed), []
-    for i in range(load.requests):
+    for i in load.numbers():
         tasks.append(asyncio.create_task(one(i)))
         await asyncio.sleep(rng.expovariate(load.rate or 1.0))
     return list(await asyncio.gather(*tasks))

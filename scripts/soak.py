@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """Soak a server: mixed requests, random disconnects, little memory, a kill -9 and a restart in the middle.
 
-    python scripts/soak.py --requests 10000
+    python scripts/soak.py --json soak.json
 
 Every text that arrives whole is compared with the one of the offline API for the same seed.  At the end
-nothing may be left in the engine.  Memory of the server is printed as it goes.
+nothing may be left in the engine, and rows must have been preempted.  Memory of the server is printed as it
+goes, and reported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,13 @@ OPTIONS = [
     "--max-num-seqs",
     "8",
     "--kv-cache-memory-bytes",
-    "4000000",
+    "1600000",
     "--max-requests",
     "64",
     "--speculative-config",
-    '{"method": "suffix"}',
+    '{"method": "suffix", "suffix_decoding_max_cached_requests": 100}',
 ]
+EVERY = 500  # requests between two looks at the memory
 FORMS: list[dict[str, Any] | None] = [None, None, None, {"choice": ["yes", "no"]}, {"regex": "[a-z]{3,9}"}]
 
 
@@ -62,6 +64,8 @@ class Count:
     left: int = 0
     refused: int = 0
     failed: int = 0
+    megabytes: list[tuple[int, float]] = field(default_factory=list)  # (requests so far, of the server)
+    preemptions: int = 0
 
     @property
     def total(self) -> int:
@@ -127,8 +131,9 @@ async def load(server: Served, cases: Sequence[Case], requests: int, clients: in
             for i in numbers:
                 if server.process.poll() is None:
                     await one(http, server.url, rng.choice(cases), rng, count)
-                if i % 1000 == 0 and server.process.poll() is None:
-                    print(f"{count.total} requests, {megabytes(server):.0f} MB", flush=True)
+                if i % EVERY == 0 and server.process.poll() is None:
+                    count.megabytes.append((count.total, megabytes(server)))
+                    print("{} requests, {:.0f} MB".format(*count.megabytes[-1]), flush=True)
 
     await asyncio.gather(*(client() for _ in range(clients)))
 
@@ -164,9 +169,9 @@ def soak(requests: int, clients: int, seed: int, distinct: int) -> Count:
     with served(*OPTIONS) as second:
         asyncio.run(load(second, made, requests - requests // 3, clients, count))
         settled(second)
-        print(
-            f"{megabytes(second):.0f} MB at the end, {second.metric('num_preemptions_total'):.0f} preemptions"
-        )
+        count.megabytes.append((count.total, megabytes(second)))
+        count.preemptions = int(second.metric("num_preemptions_total"))
+        assert count.preemptions, "the memory was not tight"
         assert "Traceback" not in second.log
         assert second.stop() == 0
     assert not count.wrong, count.wrong[0]
@@ -179,12 +184,18 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--distinct", type=int, default=500, help="different requests")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="file for the report")
     given = parser.parse_args()
+    began = time.monotonic()
     count = soak(given.requests, given.clients, given.seed, given.distinct)
+    report = {**asdict(count), "seconds": round(time.monotonic() - began)}
     print(
         f"{count.same} equal to the offline API, {count.left} left, {count.refused} refused, "
-        f"{count.failed} cut off"
+        f"{count.failed} cut off, {count.preemptions} preemptions, {count.megabytes[-1][1]:.0f} MB at the end, "
+        f"{report['seconds']} s"
     )
+    if given.json:
+        given.json.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
