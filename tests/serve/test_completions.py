@@ -82,7 +82,7 @@ def test_echo_and_logprobs_cover_prompt_and_output(client: OpenAI, llm: LLM) -> 
         zip(ids, entries, found.token_logprobs, found.top_logprobs, strict=True)
     )[1:]:
         assert value == entry[token].logprob
-        assert len(best) <= 2 and max(best.values()) >= value
+        assert len(best) <= 3 and max(best.values()) >= value  # the two best ones, and itself
 
 
 def test_logprobs_of_a_stream_are_those_of_the_whole(client: OpenAI) -> None:

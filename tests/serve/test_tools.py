@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from outrider.serve.tools import PARSERS, parser_for
+from outrider.serve.tools import HERMES, PARSERS, ToolCall, parser_for
 
 CALLS = [("add", {"a": 1, "b": [2, "x"]}), ("now", {})]
 TEXTS = {
@@ -65,6 +65,11 @@ def test_text_behind_calls_is_content(name: str) -> None:
 def test_arguments_that_are_no_json_are_no_call(name: str, value: str) -> None:
     text = TEXTS[name].replace("[2,", f"[{value},")
     assert "add" not in [call.name for call in PARSERS[name].parse(text, True).calls]
+
+
+def test_what_follows_complete_arguments_is_no_part_of_them() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1} \n'
+    assert HERMES.parse(text, False).calls == [ToolCall("add", '{"a": 1}', False)]
 
 
 def test_bare_json_that_calls_no_tool_is_content() -> None:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.serve.errors import ApiError, told
 from outrider.serve.state import Server
+from outrider.serve.traces import HEADERS
 from outrider.serve.wire import Left
 
 OPEN = ("/health", "/version", "/metrics")  # need no key, and answer in every state
@@ -46,6 +47,7 @@ class Guard:
                 self._check(scope)
             if scope["method"] == "POST" and scope["path"] not in OPEN:
                 receive = _replayed(await self._body(scope, receive), receive)
+            HEADERS.set({name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
             await self.app(scope, receive, noted)
         except Left:
             log.debug("a client left")

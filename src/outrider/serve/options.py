@@ -37,6 +37,7 @@ SERVER_OPTIONS = {
     "ssl_keyfile": optional(TEXT),
     "chat_template": optional(TEXT),
     "trust_request_chat_template": FLAG,
+    "otlp_traces_endpoint": optional(TEXT),
     "root_path": Kind("a string", lambda value: isinstance(value, str)),
 }
 
@@ -64,6 +65,7 @@ class ServerOptions:
     chat_template        file with a Jinja template instead of the model's own
     trust_request_chat_template   requests may have templates, which can take any time and memory
     tool_call_parser     format of tool calls in the text; auto: by the chat template
+    otlp_traces_endpoint  URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces
     root_path            path under which a proxy serves this server
     """
 
@@ -88,6 +90,7 @@ class ServerOptions:
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     tool_call_parser: str = "auto"
+    otlp_traces_endpoint: str | None = None
     root_path: str = ""
 
     def __post_init__(self) -> None:

@@ -44,6 +44,8 @@ def run(options: ServerOptions, model: str, load: Callable[[], AsyncLLM]) -> Non
         await cancelled(tasks)
         if server.engine_ is not None:
             await asyncio.to_thread(server.engine_.shutdown)
+        if server.traces is not None:
+            await asyncio.to_thread(server.traces.shutdown)
 
     config = uvicorn.Config(
         make_app(server, lifespan),

@@ -23,6 +23,7 @@ from outrider.serve.errors import ApiError
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServerOptions, read_text
 from outrider.serve.tools import ToolParser, parser_for
+from outrider.serve.traces import Traces
 
 MEMORY = 0.9  # weight of the past in the mean duration of requests
 log = logging.getLogger("outrider.serve")
@@ -44,12 +45,15 @@ class Server:
     adapters: dict[str, LoRARequest] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
     template: str | None = None
+    traces: Traces | None = None
     engine_: AsyncLLM | None = None
     _adapter_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
         if self.options.chat_template is not None:
             self.template = read_text(self.options.chat_template, "chat_template")
+        if self.options.otlp_traces_endpoint is not None:
+            self.traces = Traces(self.options.otlp_traces_endpoint, self.names[0])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -191,8 +195,13 @@ class Server:
         except BaseException as error:
             self.metrics.failed(error)
             raise
-        self.metrics.finished(output)
+        self._finish(output)
         return output
+
+    def _finish(self, output: RequestOutput) -> None:
+        self.metrics.finished(output)
+        if self.traces is not None:
+            self.traces.finished(output)
 
     async def stream(
         self, requests: Sequence[Request], room: ExitStack
@@ -211,7 +220,7 @@ class Server:
                     async for output in outputs:
                         newest[i] = output
                         news.set()
-                self.metrics.finished(output)
+                self._finish(output)
             except BaseException as error:
                 self.metrics.failed(error)
                 raise

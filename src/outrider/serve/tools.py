@@ -97,7 +97,15 @@ def call_at(text: str, at: int, strict: bool = False) -> tuple[ToolCall | None, 
             return _call(value, strict), end
         return ToolCall(json.loads(head[1]), text[head.end() : _DECODER.raw_decode(text, head.end())[1]]), end
     except (ValueError, RecursionError):
-        return (ToolCall(json.loads(head[1]), text[head.end() :], False) if head else None), -1
+        return (_open_call(json.loads(head[1]), text[head.end() :]) if head else None), -1
+
+
+def _open_call(name: str, text: str) -> ToolCall:
+    """A call that goes on, with a text that begins with its arguments."""
+    try:
+        return ToolCall(name, text[: _DECODER.raw_decode(text)[1]], False)
+    except (ValueError, RecursionError):
+        return ToolCall(name, text, False)
 
 
 def _call(value: Any, strict: bool) -> ToolCall | None:
