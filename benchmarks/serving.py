@@ -1,8 +1,8 @@
 """The server with every kind of drafting, and llama-server beside it, under closed and open loops.
 
-    python benchmarks/serving.py [--json OUT]                        all loads, about 40 minutes
-    python benchmarks/serving.py --subset --json OUT                 1 and 16 clients and one rate, 6-8 minutes
-    python benchmarks/serving.py --gguf DIR/target-bf16.gguf …       llama-server, too, from OUTRIDER_LLAMA_CPP
+    python benchmarks/serving.py [--json OUT]                        all loads, 40 minutes
+    python benchmarks/serving.py --subset --json OUT                 1 and 16 clients and a rate, 7 minutes
+    python benchmarks/serving.py --gguf DIR/target-bf16.gguf …       llama-server, too (OUTRIDER_LLAMA_CPP)
 
 All servers run at once, each load takes them in turn, and idle ones take no processor.  Rates of the open
 loop (Poisson arrivals) are parts of what the plain server completes with 16 clients.

@@ -191,8 +191,8 @@ def main() -> None:
     report = {**asdict(count), "seconds": round(time.monotonic() - began)}
     print(
         f"{count.same} equal to the offline API, {count.left} left, {count.refused} refused, "
-        f"{count.failed} cut off, {count.preemptions} preemptions, {count.megabytes[-1][1]:.0f} MB at the end, "
-        f"{report['seconds']} s"
+        f"{count.failed} cut off, {count.preemptions} preemptions, "
+        f"{count.megabytes[-1][1]:.0f} MB at the end, {report['seconds']} s"
     )
     if given.json:
         given.json.write_text(json.dumps(report, indent=1))

@@ -1,4 +1,4 @@
-"""What a request may choose about speculation, and what it is told of it, on a server with several drafters."""
+"""What a request may choose about speculation, and what the answer tells of it, with several drafters."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _call(value: Any, strict: bool) -> ToolCall | None:
 
 
 def calls_in(text: str, at: int, separator: str, strict: bool = False) -> tuple[list[ToolCall], int]:
-    """The calls from an index on, with a separator between two, and where the last ends: -1 if it does not."""
+    """The calls from an index on, with a separator between two, and where the last ends: -1 if it goes on."""
     calls: list[ToolCall] = []
     between = re.compile(rf"\s*{separator}\s*")
     while True:
