@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, RequestError, SamplingParams
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 5, 6, 7, 5, 6]}
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -43,3 +43,17 @@ def test_a_mix_records_the_drafter_of_every_token(tiny: Path) -> None:
         config = {"method": "union", "drafters": drafters}
         output = LLM(str(tiny), speculative_config=config).generate(PROMPT, PARAMS)[0].outputs[0]
         assert {source for source in output.token_sources if source} == {"recycle"}
+
+
+@pytest.mark.parametrize("mix", ["union", "first", "auto"])
+def test_a_request_may_name_the_one_drafter_of_a_mix(tiny: Path, mix: str) -> None:
+    llm = LLM(str(tiny), speculative_config={"method": mix, "drafters": [NGRAM, RECYCLE]})
+    expected = llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids
+    for name in ("ngram", "recycle"):
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, draft_method=name)
+        output = llm.generate(PROMPT, params)[0].outputs[0]
+        assert output.token_ids == expected and {*output.token_sources} <= {name, None}
+        assert sum(output.drafted_by.values()) == output.speculation.drafted
+        assert output.drafted_by.keys() == {name} or mix == "auto"
+    with pytest.raises(RequestError, match=r"ngram, recycle.*got 'medusa'"):
+        llm.generate(PROMPT, SamplingParams(draft_method="medusa"))
