@@ -24,7 +24,7 @@ KEY = {"Authorization": "Bearer secret"}
 
 
 def predicted(server: Served) -> dict[str, str]:
-    """The text of BODY as a prediction: drafted from, whatever the controller chooses."""
+    """The text of BODY as a prediction: drafted from, without a choice of the controller."""
     return {"type": "content", "content": ask(server)["choices"][0]["text"]}
 
 
