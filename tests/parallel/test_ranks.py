@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,8 +28,11 @@ PROMPTS = token_prompts(random_prompts(2, seed=1))
 
 def processes_of(llm: LLM) -> list[int]:
     """Process ids of the ranks that an engine started, in rank order."""
-    launcher = llm.engine.decoder.group.ranks.process.pid
-    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+    return children(llm.engine.decoder.group.ranks.process.pid)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def alive(pid: int) -> bool:
@@ -46,8 +52,10 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def pair(long_model: str) -> Iterator[LLM]:
     llm = LLM(long_model, pipeline_parallel_size=2)
+    launcher = llm.engine.decoder.group.ranks.process
     yield llm
     llm.engine.decoder.close()
+    assert launcher.returncode is not None, "a process is left"
 
 
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -84,6 +92,63 @@ def test_a_lost_rank_ends_all_requests(pair: LLM, fate: int, monkeypatch: pytest
         pair.generate(PROMPTS, LONG)
     assert not any(map(alive, pids))
     assert not pair.has_unfinished_requests()
+
+
+PROGRAM = """
+import sys, torch
+from outrider import LLM, SamplingParams
+from outrider.testing import random_prompts
+torch.set_num_threads(1)
+llm = LLM(sys.argv[1], tensor_parallel_size=2)
+prompts = [{"prompt_token_ids": ids} for ids in random_prompts(2, seed=1)]
+outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+print([list(output.outputs[0].token_ids) for output in outputs], flush=True)
+if sys.argv[2:]:
+    print(llm.engine.decoder.group.ranks.process.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def run(*given: str, **variables: str) -> subprocess.Popen[str]:
+    """PROGRAM with these arguments and environment variables."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *given],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **variables},
+    )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.full
+def test_ranks_placed_by_a_launcher_give_the_tokens_of_local_ones(long_model: str) -> None:
+    """As torchrun starts them, over gloo."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    other, first = (run(long_model, RANK=rank, LOCAL_RANK=rank, **common) for rank in "10")
+    found = [process.communicate()[0] for process in (first, other)]
+    assert found == [f"{tokens(LLM(long_model, tensor_parallel_size=2))}\n", ""]
+    assert (first.returncode, other.returncode) == (0, 0)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.full
+def test_no_rank_survives_rank_0(long_model: str) -> None:
+    """Not even a frozen one."""
+    program = run(long_model, "wait")
+    assert program.stdout is not None
+    program.stdout.readline()
+    launcher = int(program.stdout.readline())
+    (child,) = children(launcher)
+    os.kill(child, signal.SIGSTOP)
+    program.kill()
+    program.communicate()
+    deadline = time.monotonic() + 10
+    while alive(launcher) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(launcher) and not alive(child)
 
 
 def test_differences_are_named() -> None:
