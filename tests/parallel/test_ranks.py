@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import token_prompts
@@ -66,11 +67,19 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def interrupt(llm: LLM) -> None:
-    """Ctrl-C in the middle of a step leaves the ranks in step."""
-    expected = tokens(llm)
-    threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, LONG)
+    """Ctrl-C while a command is on its way to the ranks leaves them in step."""
+    expected, real, sent = tokens(llm), group.tell, list[object]()
+
+    def tell(message: object, *connections: Any) -> None:
+        real(message, *connections)
+        sent.append(message)
+        if len(sent) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "tell", tell)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, LONG)
     assert tokens(llm) == expected
 
 

@@ -1,10 +1,10 @@
 """All ranks as rank 0 sees them: commands to them, results, and what became of them.
 
-    caller ──call──▶ connections ──▶ other ranks        same commands in the same order
-              └────▶ queue ──▶ thread of rank 0's own stage ──▶ future
+    caller ──call──▶ queue ──▶ thread ──▶ connections ──▶ other ranks     same commands in the same order
+                                  └─────▶ rank 0's own stage ──▶ future
 
-Rank 0's stage runs in a thread of its own, so that an interrupt of the caller leaves the ranks in step.  A
-second thread watches the connections.  A rank that dies ends its connection; one that freezes sends no beats.
+One thread sends commands and runs rank 0's stage, so that an interrupt of the caller leaves the ranks in
+step.  Another thread watches the connections.  A rank that dies ends its connection; one that freezes sends no beats.
 Either way all ranks are ended, and every call from then on raises the same RankError.
 """
 
@@ -54,7 +54,7 @@ class Group:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._failed, self._closed = threading.Event(), False
-        self._queue: SimpleQueue[tuple[Results, str, tuple[Any, ...]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Results, str, tuple[Any, ...], tuple[Any, ...]] | None] = SimpleQueue()
         self._awaited: SimpleQueue[tuple[Results, Answer] | None] = SimpleQueue()
         self._news: SimpleQueue[tuple[int, tuple[Any, ...]]] = SimpleQueue()
         self._seen: dict[int, float] = {}  # rank -> when it last sent anything
@@ -89,7 +89,7 @@ class Group:
         self.reports = [reports[rank] for rank in sorted(reports)]
         for rank, found in enumerate(self.reports):
             check_same(rank, found.facts, report.facts)
-        self._send(None)  # all have loaded
+        tell(None, *self.ranks.connections)  # all have loaded
         stage.links = self.ranks.links(stage.backend.device)
         self._run(lambda: self._compute(stage))
         self._run(self._await_transfers)
@@ -127,16 +127,10 @@ class Group:
         future = Results()
         self._open.add(future)
         future.add_done_callback(self._open.discard)
-        self._send((name, args))
-        self._queue.put((future, name, args if x is None else (*args, x)))
+        self._queue.put((future, name, args, () if x is None else (x,)))  # at once: an interrupt may follow
+        if self.failure is not None:
+            _resolve(future, self.failure)
         return future
-
-    def _send(self, message: Any) -> None:
-        try:
-            tell(message, *self.ranks.connections)
-        except OSError as error:
-            self._failed.wait(DIAGNOSIS)
-            raise self.failure or RankError(f"a rank cannot be reached: {error}") from error
 
     # ---- threads
 
@@ -145,11 +139,12 @@ class Group:
         self._threads[-1].start()
 
     def _compute(self, stage: Stage) -> None:
-        """Run rank 0's side of every command."""
+        """Send every command to the other ranks, and run rank 0's side of it."""
         while (entry := self._queue.get()) is not None:
-            future, name, args = entry
+            future, name, args, own = entry
             try:
-                answer = getattr(stage, name)(*args) or Answer()
+                tell((name, args), *self.ranks.connections)
+                answer = getattr(stage, name)(*args, *own) or Answer()
             except Exception as error:
                 self._transfer_failed(error)
                 return
