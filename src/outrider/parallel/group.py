@@ -4,8 +4,8 @@
                                   └─────▶ rank 0's own stage ──▶ future
 
 One thread sends commands and runs rank 0's stage, so that an interrupt of the caller leaves the ranks in
-step.  Another thread watches the connections.  A rank that dies ends its connection; one that freezes sends no beats.
-Either way all ranks are ended, and every call from then on raises the same RankError.
+step.  Another thread watches the connections.  A rank that dies ends its connection; one that freezes sends
+no beats.  Either way all ranks are ended, and every call from then on raises the same RankError.
 """
 
 from __future__ import annotations
