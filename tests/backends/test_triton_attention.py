@@ -92,7 +92,7 @@ def batch(rng: random.Random, lengths: list[int], most_nodes: int, most_known: i
     return step_input.build()
 
 
-@settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     rng=st.randoms(use_true_random=False),
     layout=st.sampled_from([(4, 2, 64), (6, 1, 16), (2, 2, 40), (2, 1, 96), (20, 1, 8), (2, 1, 256)]),

@@ -31,7 +31,7 @@ from outrider.backends.triton.picking import pick_first
 from outrider.backends.triton.verifier import TreeVerifier
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of masked lanes
-quickly = settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
+quickly = settings(max_examples=4, deadline=None, phases=[Phase.explicit, Phase.generate])
 PARAMS = st.builds(
     DistributionParams,
     temperature=st.sampled_from([0.0, 0.1, 0.8, 1.0, 1.7]),
