@@ -210,6 +210,18 @@ def _vllm(job: Job) -> tuple[Ask, dict[str, str]]:
 
 
 @contextlib.contextmanager
+def _llama_words(job: Job, port: int) -> list[str]:
+    """Arguments of llama-server."""
+    words = f"-t {job.threads} -c {job.context} -np 1 --port {port} --no-webui".split()
+    if job.mode == "lookup":
+        words += f"--spec-type ngram-simple --spec-ngram-simple-size-n {NGRAM}".split()
+        words += ["--spec-ngram-simple-size-m", str(job.draft_tree)]
+    elif job.mode == "draft":
+        words += f"--spec-type draft-simple --spec-draft-n-max {job.draft_tree}".split()
+        words += ["-md", str(job.draft)]
+    return ["-m", job.model, *words]
+
+
 def _llama_cpp(job: Job, binaries: str | None) -> Iterator[tuple[Ask, dict[str, str]]]:
     """llama-server with one slot."""
     binary = shutil.which("llama-server", path=binaries)
@@ -218,30 +230,6 @@ def _llama_cpp(job: Job, binaries: str | None) -> Iterator[tuple[Ask, dict[str, 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words: list[object] = [
-        "-m",
-        job.model,
-        "-t",
-        job.threads,
-        "-c",
-        job.context,
-        "-np",
-        1,
-        "--port",
-        port,
-        "--no-webui",
-    ]
-    if job.mode == "lookup":
-        words += [
-            "--spec-type",
-            "ngram-simple",
-            "--spec-ngram-simple-size-n",
-            NGRAM,
-            "--spec-ngram-simple-size-m",
-            job.draft_tree,
-        ]
-    elif job.mode == "draft":
-        words += ["--spec-type", "draft-simple", "-md", job.draft, "--spec-draft-n-max", job.draft_tree]
     url, headers = f"http://127.0.0.1:{port}", {"Content-Type": "application/json"}
 
     def ask(ids: list[int], setting: dict[str, float]) -> Answer:
@@ -261,7 +249,7 @@ def _llama_cpp(job: Job, binaries: str | None) -> Iterator[tuple[Ask, dict[str, 
 
     with (
         tempfile.TemporaryFile() as log,
-        subprocess.Popen([binary, *map(str, words)], stdout=log, stderr=log) as server,
+        subprocess.Popen([binary, *_llama_words(job, port)], stdout=log, stderr=log) as server,
     ):
         try:
             _wait(f"{url}/health", server)

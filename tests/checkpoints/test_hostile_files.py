@@ -6,99 +6,25 @@ import contextlib
 import json
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import write_adapter
+from hostile import GREEDY, PROMPT, SECONDS, try_all
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from outrider import LLM, CapacityError, ConfigError, LoRARequest, ModelError, RequestError, SamplingParams
-from outrider.checkpoints.gguf.file import GgufFile
+from outrider import LLM, CapacityError, LoRARequest, ModelError, RequestError
 from outrider.checkpoints.heads import builtin
 from outrider.checkpoints.validate import MAX_DEPTH, read_json
 from outrider.core.limits import MAX_HEAD_DIM
 from outrider.models.decoder import rotations
 from outrider.testing import tiny_checkpoint
-
-DEEP = "<nested too deeply>"
-NASTY: list[Any] = [
-    -1,
-    0,
-    1e30,
-    10**12,
-    1.5,
-    float("nan"),
-    "x",
-    "",
-    None,
-    [],
-    {},
-    [1, "x"],
-    True,
-    1 << 63,
-    float("-inf"),
-    DEEP,
-]
-PROMPT = {"prompt_token_ids": [5, 6, 7, 8, 9]}
-GREEDY = SamplingParams(temperature=0, max_tokens=3, min_tokens=2)
-SECONDS = 1.0  # of processor time, for one load
-
-
-def written(config: dict[str, Any]) -> str:
-    """JSON; DEEP stands for 5,000 nested lists, which `json` itself cannot write."""
-    return json.dumps(config).replace(json.dumps(DEEP), "[" * 5000 + "]" * 5000)
-
-
-def places(config: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Where the keys of a config are, those of nested objects included."""
-    for key, value in config.items():
-        yield (*path, key)
-        if isinstance(value, dict):
-            yield from places(value, (*path, key))
-
-
-def replaced(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    first, *rest = path
-    return {**config, first: replaced(config[first], tuple(rest), value) if rest else value}
-
-
-def try_all(
-    file: Path,
-    config: dict[str, Any],
-    load: Callable[[], None],
-    names: tuple[str, ...],
-    more: list[Any] | None = None,
-) -> None:
-    """Load with every key replaced by every bad value.  names: allowed in the message in place of the key."""
-    wrong: list[str] = []
-    refused = 0
-    for path in places(config):
-        for value in [*NASTY, *(more or [])]:
-            file.write_text(written(replaced(config, path, value)))
-            began, case = time.process_time(), f"{'.'.join(path)} = {value!r}"
-            try:
-                load()
-            except (ModelError, ConfigError, RequestError) as error:
-                refused += 1
-                if not any(name in str(error) for name in (*path, file.name, *names)):
-                    wrong.append(f"{case}: the message names neither key nor file: {error}")
-            except Exception as error:
-                wrong.append(f"{case}: {type(error).__name__}: {error}")
-            if (took := time.process_time() - began) > SECONDS:
-                wrong.append(f"{case}: took {took:.1f} s")
-    file.write_text(json.dumps(config))
-    assert not wrong, "\n".join(wrong)
-    assert refused > len(NASTY)
-    load()
-
 
 # ---- every key of every kind of file
 
@@ -238,144 +164,6 @@ def test_every_key_of_a_quantisation(method: str, tiny: Path, tmp_path: Path) ->
 
     names = ("quantised", "quantization_config", "group_size", "config_groups")
     try_all(Nested(folder / "config.json"), inner, lambda: answer(folder), names)
-
-
-# ---- GGUF
-
-
-def field(key: str, kind: int, value: bytes) -> bytes:
-    return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
-
-
-def strings(*values: str) -> bytes:
-    return struct.pack("<IQ", 8, len(values)) + b"".join(
-        struct.pack("<Q", len(v)) + v.encode() for v in values
-    )
-
-
-FIELDS: dict[str, tuple[int, bytes]] = {
-    "general.architecture": (8, struct.pack("<Q", 5) + b"llama"),
-    "general.alignment": (4, struct.pack("<I", 32)),
-    "split.count": (2, struct.pack("<H", 1)),
-    "llama.block_count": (4, struct.pack("<I", 1)),
-    "llama.embedding_length": (4, struct.pack("<I", 32)),
-    "llama.feed_forward_length": (4, struct.pack("<I", 32)),
-    "llama.context_length": (4, struct.pack("<I", 64)),
-    "llama.attention.head_count": (4, struct.pack("<I", 2)),
-    "llama.attention.head_count_kv": (4, struct.pack("<I", 1)),
-    "llama.attention.key_length": (4, struct.pack("<I", 16)),
-    "llama.attention.sliding_window": (4, struct.pack("<I", 32)),
-    "llama.attention.layer_norm_rms_epsilon": (6, struct.pack("<f", 1e-5)),
-    "llama.rope.freq_base": (6, struct.pack("<f", 1e4)),
-    "llama.rope.scaling.factor": (6, struct.pack("<f", 2.0)),
-    "tokenizer.ggml.model": (8, struct.pack("<Q", 4) + b"none"),
-    "tokenizer.ggml.tokens": (9, strings("a", "b")),
-    "tokenizer.ggml.token_type": (9, struct.pack("<IQ2i", 5, 2, 1, 3)),
-    "tokenizer.ggml.eos_token_id": (4, struct.pack("<I", 1)),
-}
-TENSORS = {
-    "token_embd.weight": (32, 48),
-    "output_norm.weight": (32,),
-    "blk.0.attn_norm.weight": (32,),
-    "blk.0.ffn_norm.weight": (32,),
-    "blk.0.attn_q.weight": (32, 32),
-    "blk.0.attn_k.weight": (32, 16),
-    "blk.0.attn_v.weight": (32, 16),
-    "blk.0.attn_output.weight": (32, 32),
-    "blk.0.ffn_gate.weight": (32, 32),
-    "blk.0.ffn_up.weight": (32, 32),
-    "blk.0.ffn_down.weight": (32, 32),
-}
-VALUES: list[tuple[int, bytes]] = [
-    (5, struct.pack("<i", -1)),
-    (4, struct.pack("<I", 0)),
-    (12, struct.pack("<d", 1e30)),
-    (10, struct.pack("<Q", 10**12)),
-    (6, struct.pack("<f", 1.5)),
-    (6, struct.pack("<f", float("nan"))),
-    (8, struct.pack("<Q", 1) + b"x"),
-    (8, struct.pack("<Q", 0)),
-    (9, struct.pack("<IQ", 4, 0)),
-    (9, strings("x", "y")),
-    (7, b"\1"),
-    (10, struct.pack("<Q", 1 << 63)),
-    (10, struct.pack("<Q", 1 << 40)),
-    (9, struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)),
-    (9, struct.pack("<IQ", 9, 2) * 2 + strings("x") * 4),
-    (9, struct.pack("<IQ", 8, 1 << 62)),
-    (9, struct.pack("<IQ", 4, 1 << 62)),
-    (8, struct.pack("<Q", (1 << 64) - 1)),
-    (99, b""),
-]
-
-
-def gguf_bytes(
-    fields: dict[str, tuple[int, bytes]],
-    tensors: dict[str, tuple[int, ...]] = TENSORS,
-    offset: int | None = None,
-) -> bytes:
-    head, at = b"", 0
-    for name, shape in tensors.items():
-        begin = at if offset is None else offset
-        head += (
-            struct.pack("<Q", len(name))
-            + name.encode()
-            + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, begin)
-        )
-        at += 4 * torch.Size(shape).numel() if max(shape) < 1 << 20 else 0
-    keys = b"".join(field(key, *value) for key, value in fields.items())
-    top = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(fields)) + keys + head
-    weights = torch.linspace(-0.2, 0.2, at // 4).numpy().tobytes()
-    return top + b"\0" * (-len(top) % 32) + weights
-
-
-def answer_gguf(path: Path) -> None:
-    llm = LLM(str(path), max_model_len=32, kv_cache_memory_bytes=1 << 22)
-    _ = llm.engine.checkpoint.ending
-    with contextlib.suppress(RequestError):
-        llm.generate(PROMPT, GREEDY)
-
-
-@pytest.mark.parametrize("key", FIELDS)
-def test_every_key_of_a_gguf_file(key: str, tmp_path: Path) -> None:
-    path, wrong = tmp_path / "model.gguf", list[str]()
-    path.write_bytes(gguf_bytes(FIELDS))
-    answer_gguf(path)
-    for value in VALUES:
-        path.write_bytes(gguf_bytes({**FIELDS, key: value}))
-        began = time.process_time()
-        try:
-            answer_gguf(path)
-        except (ModelError, ConfigError) as error:
-            if not any(
-                name in str(error) for name in (key, str(path), key.rpartition(".")[2], "intermediate_size")
-            ):
-                wrong.append(f"{value[1][:20]!r}: {error}")
-        except Exception as error:
-            wrong.append(f"{value[0]}, {value[1][:20]!r}: {type(error).__name__}: {error}")
-        if time.process_time() - began > SECONDS:
-            wrong.append(f"{value[1][:20]!r} takes too long")
-    assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    "whole",
-    [
-        gguf_bytes(FIELDS, offset=1 << 62),
-        gguf_bytes(FIELDS, offset=(1 << 64) - 32),
-        gguf_bytes(FIELDS, {**TENSORS, "token_embd.weight": (1 << 40, 1 << 40)}),
-        gguf_bytes(FIELDS, {**TENSORS, "token_embd.weight": (32, 0)}),
-        gguf_bytes(FIELDS)[:8] + struct.pack("<QQ", 1 << 62, 1 << 62) + gguf_bytes(FIELDS)[24:],
-        gguf_bytes(FIELDS)[:8] + struct.pack("<QQ", 1, 1 << 62) + gguf_bytes(FIELDS)[24:],
-        b"",
-        b"GGUF",
-    ],
-    ids=["offset", "last offset", "dimensions", "no elements", "counts", "keys", "empty", "magic"],
-)
-def test_gguf_headers_that_reach_beyond_the_file(whole: bytes, tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(whole)
-    with pytest.raises(ModelError, match=r"model\.gguf"):
-        GgufFile(tmp_path / "model.gguf")
 
 
 # ---- what crashed the process: in a process of its own

@@ -50,6 +50,16 @@ def official(**config: Any) -> tuple[Config, Tensors]:
     return {**base, **config}, tensors
 
 
+def rotated(x: Tensor, at: int, theta: float) -> Tensor:
+    """A head [D] at position `at`."""
+    out, half = x.clone(), D // 2
+    for i in range(half):
+        angle = torch.tensor(at * theta ** (-2 * i / D), dtype=torch.float64)
+        out[i] = x[i] * angle.cos() - x[half + i] * angle.sin()
+        out[half + i] = x[half + i] * angle.cos() + x[i] * angle.sin()
+    return out
+
+
 def naive(
     config: Config,
     tensors: Tensors,
@@ -69,21 +79,13 @@ def naive(
     def linear(x: Tensor, name: str) -> Tensor:
         return w[f"{name}.weight"] @ x + w.get(f"{name}.bias", torch.zeros((), dtype=torch.float64))
 
-    def turn(x: Tensor, at: int) -> Tensor:
-        pairs, half = x.clone(), D // 2
-        for i in range(half):
-            angle = torch.tensor(at * theta ** (-2 * i / D), dtype=torch.float64)
-            pairs[i] = x[i] * angle.cos() - x[half + i] * angle.sin()
-            pairs[half + i] = x[half + i] * angle.cos() + x[i] * angle.sin()
-        return pairs
-
     def attend(u: Tensor, name: str, at: int, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
         q, k, v = (linear(u, f"{name}.self_attn.{p}_proj").view(-1, D) for p in "qkv")
-        kept.append((torch.stack([turn(head, at) for head in k]), v))
+        kept.append((torch.stack([rotated(head, at, theta) for head in k]), v))
         out = []
         for i, head in enumerate(q):
             g = i // (HEADS // KV)
-            scores = torch.stack([turn(head, at) @ keys[g] / D**0.5 for keys, _ in kept])
+            scores = torch.stack([rotated(head, at, theta) @ keys[g] / D**0.5 for keys, _ in kept])
             out.append(sum(p * values[g] for p, (_, values) in zip(scores.softmax(0), kept)))
         return linear(torch.cat(out), f"{name}.self_attn.o_proj")
 

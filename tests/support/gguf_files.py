@@ -1,0 +1,212 @@
+"""GGUF files written from a checkpoint by the gguf package, and their comparison with it."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from helpers import answer
+from safetensors.torch import load_file, save_file
+
+from outrider import LLM, SamplingParams
+from outrider.checkpoints.hub import Checkpoint
+from outrider.core.step_input import StepInput
+from outrider.models.decoder import Decoder
+from outrider.testing import (
+    random_prompts,
+    tiny_tokenizer,
+)
+
+Kind = gguf.GGMLQuantizationType
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS = random_prompts(3)
+SCALED = {  # where in a block the float16 scales lie
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "IQ3_S": [0], "IQ2_XS": [0], "TQ2_0": [64],
+}  # fmt: skip
+
+
+def random_blocks(kind: str, shape: tuple[int, int], seed: int, size: float = 1.0) -> np.ndarray:
+    """Bytes of a tensor: every bit random, but for the scales, whose size is that of a weight."""
+    rng, (weights, width) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[Kind[kind]]
+    blocks = rng.integers(0, 256, (shape[0] * shape[1] // weights, width), dtype=np.uint8)
+    for at in SCALED[kind]:
+        blocks[:, at : at + 2] = rng.uniform(0.5, 1, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+    peak = np.abs(gguf.dequantize(blocks, Kind[kind])).max()
+    for at in SCALED[kind]:
+        blocks[:, at : at + 2] = (
+            blocks[:, at : at + 2].copy().view(np.float16) * np.float16(size / peak)
+        ).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+ARCHITECTURE = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+
+
+def theirs(name: str) -> str:
+    stem, suffix = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        return f"blk.{layer}.{NAMES[part]}.{suffix}"
+    return f"{NAMES[stem]}.{suffix}"
+
+
+def interleaved(rows: np.ndarray, width: int) -> np.ndarray:
+    """Row i and row i + half of every head side by side, as llama.cpp turns them."""
+    order = []
+    for head in range(len(rows) // width):
+        for i in range(width // 2):
+            order += [head * width + i, head * width + width // 2 + i]
+    return rows[order]
+
+
+def base_fields(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def tokenizer_fields(writer: gguf.GGUFWriter) -> None:
+    tokenizer = tiny_tokenizer()
+    words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words)
+    writer.add_token_types([3 if word in ("<|bos|>", "<|end|>", "<|pad|>") else 1 for word in words])
+    writer.add_token_merges(
+        [" ".join(pair) for pair in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]]
+    )
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+
+
+def write(
+    path: Path,
+    source: str | Path,
+    kinds: Callable[[str], str] = lambda name: "F32",
+    fields: Callable[[gguf.GGUFWriter], None] = tokenizer_fields,
+    extra: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """The checkpoint in `source` as GGUF, tensors of type kinds(name); `source` gets the same rounding."""
+    config = Checkpoint.open(str(source)).config
+    writer = gguf.GGUFWriter(path, ARCHITECTURE[config.architectures[0]])
+    base_fields(writer, config)
+    fields(writer)
+    file = Path(source) / "model.safetensors"
+    tensors = load_file(file)
+    for i, (name, tensor) in enumerate(sorted(tensors.items())):
+        kind = kinds(name) if tensor.dim() == 2 else "F32"
+        if kind in (
+            "Q2_K",
+            "Q3_K",
+            "Q4_K",
+            "Q5_K",
+            "Q6_K",
+            "IQ4_NL",
+            "IQ4_XS",
+            "IQ3_S",
+        ):  # the package cannot write these
+            rows = random_blocks(kind, tuple(tensor.shape), i, 0.4)
+        else:
+            rows = gguf.quantize(tensor.numpy(), Kind[kind])
+        tensors[name] = torch.from_numpy(np.array(gguf.dequantize(rows, Kind[kind]), dtype=np.float32)).view(
+            tensor.shape
+        )
+        if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+            rows = interleaved(rows, config.head_dim)
+        writer.add_tensor(theirs(name), rows, raw_dtype=Kind[kind])
+    for name, numbers in (extra or {}).items():
+        writer.add_tensor(name, numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(tensors, file, {"format": "pt"})
+    return path
+
+
+@torch.inference_mode()
+def logits(model: str | Path) -> torch.Tensor:
+    decoder = Decoder(Checkpoint.open(str(model)), torch.float32, torch.device("cpu"), 256)
+    step_input = StepInput()
+    step_input.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
+    return decoder.logits(
+        decoder.forward(step_input.build(), decoder.pool(256)), list(range(step_input.length))
+    )
+
+
+def same(a: str | Path, b: str | Path) -> None:
+    """Two models are one: logits as near as float32 lets them be, and the same greedy text."""
+    torch.testing.assert_close(logits(a), logits(b), rtol=1e-4, atol=1e-4)
+    one, two = (LLM(str(model), dtype="float32") for model in (a, b))
+    for prompt in PROMPTS:
+        assert (
+            answer(one, prompt, GREEDY).outputs[0].token_ids
+            == answer(two, prompt, GREEDY).outputs[0].token_ids
+        )
+
+
+def rope_fields(kind: str, **given: Any) -> Callable[[gguf.GGUFWriter], None]:
+    def fields(writer: gguf.GGUFWriter) -> None:
+        tokenizer_fields(writer)
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(given["factor"])
+        if "original_max_position_embeddings" in given:
+            writer.add_rope_scaling_orig_ctx_len(given["original_max_position_embeddings"])
+        if "attention_factor" in given:
+            writer.add_rope_scaling_yarn_attn_factor(given["attention_factor"])
+
+    return fields
+
+
+LINEAR = {"factor": 4.0}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.3}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def llama3_factors(width: int) -> np.ndarray:
+    """As llama.cpp's converter computes them, one frequency at a time."""
+    out = []
+    for i in range(0, width, 2):
+        length = 2 * np.pi * 10000.0 ** (i / width)
+        if length < 32 / 4.0:
+            out.append(1.0)
+        elif length > 32 / 1.0:
+            out.append(8.0)
+        else:
+            smooth = (32 / length - 1.0) / (4.0 - 1.0)
+            out.append(1 / ((1 - smooth) / 8.0 + smooth))
+    assert len(set(out)) > 2
+    return np.array(out, dtype=np.float32)
+
+
+def rope(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **given}}
