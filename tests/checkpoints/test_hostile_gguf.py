@@ -1,4 +1,4 @@
-"""Corrupt and hostile GGUF files: with any key replaced, or the file cut, loading works or names the fault."""
+"""Corrupt and hostile GGUF files: with any key replaced or the file cut, loading works or names the fault."""
 
 from __future__ import annotations
 
