@@ -209,7 +209,6 @@ def _vllm(job: Job) -> tuple[Ask, dict[str, str]]:
 # ---- in ours
 
 
-@contextlib.contextmanager
 def _llama_words(job: Job, port: int) -> list[str]:
     """Arguments of llama-server."""
     words = f"-t {job.threads} -c {job.context} -np 1 --port {port} --no-webui".split()
@@ -222,6 +221,7 @@ def _llama_words(job: Job, port: int) -> list[str]:
     return ["-m", job.model, *words]
 
 
+@contextlib.contextmanager
 def _llama_cpp(job: Job, binaries: str | None) -> Iterator[tuple[Ask, dict[str, str]]]:
     """llama-server with one slot."""
     binary = shutil.which("llama-server", path=binaries)
