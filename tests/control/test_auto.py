@@ -56,9 +56,9 @@ def test_a_single_arm_owns_all_nodes() -> None:
     auto.trim(batch)
     batch[0].accepted = [*range(batch[0].tree.size)]
     batch[0].emitted = [7] * (batch[0].tree.size + 1)
-    before = auto.reach[0].means[0]
+    before = auto.evidence.reach[0].estimates[0][0]
     auto.learn(Commit(batch), PLAIN)
-    assert len(batch[0].accepted) > 0 and auto.reach[0].means[0] > before
+    assert len(batch[0].accepted) > 0 and auto.evidence.reach[0].estimates[0][0] > before
 
 
 def test_a_budget_that_was_cut_to_nothing_is_no_miss() -> None:
@@ -67,7 +67,7 @@ def test_a_budget_that_was_cut_to_nothing_is_no_miss() -> None:
     batch[0].budget = NO_BUDGET
     auto.trim(batch)
     auto.learn(Commit(batch), PLAIN)
-    assert auto.reach[0].asked == 0
+    assert auto.evidence.reach[0].asked == 0
 
 
 def test_rows_with_forced_text_do_not_change_the_estimates() -> None:
@@ -78,7 +78,7 @@ def test_rows_with_forced_text_do_not_change_the_estimates() -> None:
     auto.trim(batch)
     assert batch[0].tree.size == 2
     auto.learn(Commit(batch), PLAIN)
-    assert auto.reach[0].asked == 0
+    assert auto.evidence.reach[0].asked == 0
 
 
 def test_a_plain_step_that_is_due_refuses_forced_text() -> None:
@@ -112,7 +112,7 @@ def test_a_plain_step_stays_plain_beside_forced_text() -> None:
 
 def test_plain_steps_without_number_leave_the_distance_between_anchors_bounded() -> None:
     auto, batch = controller(), step_of(make_row([1, 2, 3]))
-    auto.forward.plain_steps[1] = 10**12
+    auto.evidence.forward.plain_steps[1] = 10**12
     auto.budget(batch)
     assert not auto.anchored
     auto.since_plain = ANCHOR
@@ -126,7 +126,7 @@ def test_states_of_ended_rows_go_when_a_new_row_comes() -> None:
     budget(auto, old)
     old.finish_reason = "abort"
     budget(auto, new)
-    assert list(auto.states) == [new]
+    assert list(auto.evidence.states) == [new]
 
 
 @pytest.mark.parametrize("speculate", [True, False])
@@ -135,7 +135,7 @@ def test_a_request_limits_its_own_drafts(speculate: bool) -> None:
     assert row.draft_depth == (2 if speculate else 0)
     batch = step_of(row)
     auto = controller()
-    auto.since_plain, auto.forward.plain_steps[1] = 0, 9
+    auto.since_plain, auto.evidence.forward.plain_steps[1] = 0, 9
     assert auto.budget(batch)[0].depth == row.draft_depth
     assert auto.limits.budget(batch)[0].depth == row.draft_depth
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from outrider.control.acceptance import Calibration, Reach, key_of
 from outrider.control.choose import joint_probabilities, select
 from outrider.control.cost import ForwardCost
 from outrider.control.ledger import USED, Ledger
+from outrider.control.plan import Load
 from outrider.core.tree import ROOT, DraftTree
 
 
@@ -32,7 +35,7 @@ def test_probabilities_follow_the_observed_acceptance_and_multiply_along_a_path(
     tree = DraftTree.chain([1, 2], [0.9, 0.9])
     first, second = joint_probabilities(tree, calibration)
     assert first == pytest.approx(0.25, abs=0.03)
-    assert second == pytest.approx(first * calibration.probability(key_of(1, 2, 0.9), 0.9))
+    assert second == pytest.approx(first * calibration.probability(key_of(1, 2, 0.9)))
 
 
 def test_a_request_departs_from_the_estimate_over_all_of_them() -> None:
@@ -40,10 +43,11 @@ def test_a_request_departs_from_the_estimate_over_all_of_them() -> None:
     mine, key = Calibration(shared), key_of(1, 1, 0.5)
     for _ in range(100):
         shared.learn(key, True)
-    before = mine.probability(key, 0.5)
+    before = mine.probability(key)
     for _ in range(10):
         mine.learn(key, False)
-    assert before > 0.9 and mine.probability(key, 0.5) < 0.5 < shared.probability(key, 0.5)
+    mine.refresh()
+    assert before > 0.9 and mine.probability(key) < 0.5 < shared.probability(key)
 
 
 def test_samples_of_one_distribution_stay_in_order() -> None:
@@ -62,9 +66,9 @@ def test_reach_forgets_what_it_has_not_tried_again() -> None:
     reach = Reach(shared)
     for step in range(10):
         reach.learn(0, True, 1.0, step)
-    low = reach.means[0]
+    low = reach.estimates[0][0]
     reach.fade(1000)
-    assert low < 0.2 < reach.means[0]
+    assert low < 0.2 < reach.estimates[0][0]
 
 
 def test_the_room_of_a_ledger_grows_with_time_and_shrinks_with_losses() -> None:
@@ -86,6 +90,21 @@ def test_a_slow_step_changes_no_cost_and_a_slow_machine_changes_the_pace_only() 
         cost.learn_plain(1, 1, 0, 2.0)
     assert cost.pace(1) == pytest.approx(2.0, rel=0.01)
     assert cost.base(8) / cost.base(1) == pytest.approx(1.7)
+
+
+def test_rows_far_beyond_those_seen_have_no_price() -> None:
+    """One draft of unknown cost must not take the time of many plain steps."""
+    load = Load(ForwardCost({1: 1e-3, 2: 1.1e-3}), rows=1, pace=1.0)
+    assert load.verify(3) < 1e-2 and load.verify(200) == math.inf > load.added(200)
+    assert Load(ForwardCost(), rows=4).verify(5) == math.inf > Load(ForwardCost(), rows=4).verify(4)
+
+
+def test_the_cost_of_rows_between_those_seen_is_on_their_line() -> None:
+    cost = ForwardCost()
+    for _ in range(60):
+        cost.learn_plain(4, 4, 0, 1e-3)
+        cost.learn_drafting(4, 12, 0, 3e-3)
+    assert cost.base(8) / cost.base(4) == pytest.approx(2.0, rel=0.1)
 
 
 def test_the_cost_of_rows_is_learned_from_steps_with_drafts() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from outrider.core.clock import Times
-from outrider.core.step import Commit
+from outrider.core.step import Batch, Commit
 from outrider.testing.simulation import MAX_DEPTH, Environment, Outcome, Simulation, Source
 
 DEPTHS = (1, 2, 3, 4, 6, 8)
@@ -60,6 +60,28 @@ def test_a_useless_drafter_is_left_alone(batch: int) -> None:
     assert outcome.time < 1.02 * outcome.plain
     asked = outcome.controller.report()["drafters"]["drafter0"]["asked"]
     assert 0 < asked < 0.1 * batch * 600
+
+
+def test_while_nothing_pays_most_steps_decide_nothing() -> None:
+    simulation, looks = Simulation(environment(0.02, 0.1)), 0
+    look = simulation.controller._look
+
+    def counted(batch: Batch) -> None:
+        nonlocal looks
+        looks += 1
+        look(batch)
+
+    simulation.controller._look = counted  # type: ignore[method-assign]
+    outcome = simulation.run()
+    assert sum(outcome.controller.report()["summary"]["steps"].values()) > 500
+    assert looks < 100
+
+
+def test_a_new_number_of_rows_costs_one_plain_step() -> None:
+    """Requests of different lengths: whenever one ends, plain decoding is measured once again."""
+    env = environment(0.95, 0.02, batch=4)
+    steps = Simulation(env).run().controller.report()["summary"]["steps"]
+    assert steps["off"] < 0.2 * steps["drafter0"]
 
 
 def test_a_perfect_drafter_is_used_to_its_full_depth() -> None:

@@ -27,13 +27,13 @@ KEEP_IN_REQUEST = 0.93
 KEEP_REACH = 0.9
 FADE = 0.995  # discount of a request's reach, by step without asking
 FIRST_REACH = 0.5  # assumed before anything is known
+HEAVIEST = 1e12  # weight of an observation at which all are scaled down
 
 
 def key_of(source: int, depth: int, confidence: float) -> int:
     """The bin of a node.  source: bit set of drafters.  depth: 1 for a child of the root."""
     level = depth if depth < DEEP else DEEP
-    bin = int(confidence * BINS)
-    return (source * (DEEP + 1) + level) * (BINS + 1) + bin
+    return (source * (DEEP + 1) + level) * (BINS + 1) + int(confidence * BINS)
 
 
 class Calibration:
@@ -42,20 +42,31 @@ class Calibration:
     above: the estimate over all requests, None for that itself.
     """
 
+    __slots__ = ("above", "cells", "known")
+
     def __init__(self, above: Calibration | None = None) -> None:
         self.above = above
         self.cells: dict[int, list[float]] = {}
+        self.known: dict[int, float] = {}  # probabilities, until `refresh`
 
-    def probability(self, key: int, confidence: float) -> float:
+    def refresh(self) -> None:
+        """Let `probability` count what was learned since the last call."""
+        self.known.clear()
+
+    def probability(self, key: int) -> float:
         """Probability that a node of a bin is accepted, given that its parent is."""
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = self._estimate(key)
+        return found
+
+    def _estimate(self, key: int) -> float:
         if self.above is None:
-            prior, weight = 0.05 + 0.85 * min(confidence, 1.0), PRIOR
+            prior, weight = 0.05 + 0.85 * min(1.0, (key % (BINS + 1) + 0.5) / BINS), PRIOR
         else:
-            prior, weight = self.above.probability(key, confidence), REQUEST_PRIOR
+            prior, weight = self.above.probability(key), REQUEST_PRIOR
         cell = self.cells.get(key)
-        if cell is None:
-            return prior
-        return (weight * prior + cell[0]) / (weight + cell[0] + cell[1])
+        return prior if cell is None else (weight * prior + cell[0]) / (weight + cell[0] + cell[1])
 
     def learn(self, key: int, accepted: bool) -> None:
         keep = KEEP if self.above is None else KEEP_IN_REQUEST
@@ -67,78 +78,85 @@ class Calibration:
 
 
 class Reach:
-    """Of one drafter: means[i], sds[i] of the probability that the token at depth i + 1 is accepted.
+    """Of one drafter: the probability that the token at each depth is accepted if the one above it was.
 
-    above: the estimate over all requests.  per_level: verified nodes by requested level.
+    above: the estimate over all requests.  per_level: verified nodes by requested level.  weight: of the next
+    observation, which grows instead of shrinking all earlier ones.
     """
 
-    __slots__ = ("above", "asked", "hits", "means", "misses", "per_level", "sds", "step")
+    __slots__ = ("above", "asked", "current", "hits", "misses", "per_level", "step", "weight")
 
     def __init__(self, above: Reach | None = None) -> None:
-        self.above = above
+        self.above, self.weight = above, 1.0
         self.hits, self.misses = [0.0] * LEVELS, [0.0] * LEVELS
         self.per_level: float = 1.0 if above is None else above.per_level
         self.asked = 0
         self.step = 0  # when it last learned or faded
-        self.means: list[float] = []
-        self.sds: list[float] = []
-        self._refresh()
+        self.current: tuple[list[float], list[float]] | None = None
 
-    def _refresh(self) -> None:
-        above = self.above
+    @property
+    def estimates(self) -> tuple[list[float], list[float]]:
+        """Means and standard deviations by depth, from 1."""
+        if self.current is None:
+            self.current = self._estimates()
+        return self.current
+
+    def _estimates(self) -> tuple[list[float], list[float]]:
+        above, unit, prior = self.above, 1 / self.weight, FIRST_REACH
+        weight = 1.0 if above is None else min(REQUEST_PRIOR, 1.0 + 0.2 * above.asked)
+        priors = None if above is None else above.estimates[0]
         means: list[float] = []
         sds: list[float] = []
-        for i, (hits, misses) in enumerate(zip(self.hits, self.misses)):
-            if above is None:
-                prior, weight = (FIRST_REACH if i == 0 else means[-1]), 1.0
-            else:
-                prior, weight = above.means[i], min(REQUEST_PRIOR, 1.0 + 0.2 * above.asked)
-            count = weight + hits + misses
-            mean = (weight * prior + hits) / count
-            means.append(mean)
-            sds.append(math.sqrt(mean * (1 - mean) / (count + 1)))
-        self.means, self.sds = means, sds
+        for i in range(LEVELS):
+            if priors is not None:
+                prior = priors[i]
+            hits = unit * self.hits[i]
+            count = weight + hits + unit * self.misses[i]
+            prior = (weight * prior + hits) / count
+            means.append(prior)
+            sds.append(math.sqrt(prior * (1 - prior) / (count + 1)))
+        return means, sds
 
     def fade(self, step: int) -> None:
         """Discount what was learned before `step`, the number of steps of the request."""
         if step > self.step + 16:
-            factor = FADE ** (step - self.step)
-            self._scale(factor)
+            self._discount(FADE ** (step - self.step))
             self.step = step
-            self._refresh()
 
-    def _scale(self, factor: float) -> None:
-        self.hits = [factor * hits for hits in self.hits]
-        self.misses = [factor * misses for misses in self.misses]
+    def _discount(self, factor: float) -> None:
+        self.weight /= factor
+        self.current = None
+        if self.weight > HEAVIEST:
+            self.hits = [hits / self.weight for hits in self.hits]
+            self.misses = [misses / self.weight for misses in self.misses]
+            self.weight = 1.0
 
     def learn(self, accepted: int, missed: bool, nodes: float, step: int = 0) -> None:
         """Take in an ask: tokens accepted, whether the next one was missed, verified nodes by level."""
-        keep = KEEP if self.above is None else KEEP_REACH
-        self._scale(keep)
-        last = LEVELS - 1
+        self._discount(KEEP if self.above is None else KEEP_REACH)
+        last, weight = LEVELS - 1, self.weight
         for i in range(min(accepted, last)):
-            self.hits[i] += 1
+            self.hits[i] += weight
         if accepted > last:
-            self.hits[last] += accepted - last
+            self.hits[last] += weight * (accepted - last)
         if missed:
-            self.misses[min(accepted, last)] += 1
+            self.misses[min(accepted, last)] += weight
         self.asked += 1
         self.per_level += (0.02 if self.above is None else 0.1) * (nodes - self.per_level)
         self.step = step
-        self._refresh()
 
     def report(self) -> dict[str, Any]:
         """For people: how often it was asked, and acceptance by depth."""
-        return {"asked": self.asked, "acceptance_by_depth": [round(mean, 3) for mean in self.means]}
+        return {"asked": self.asked, "acceptance_by_depth": [round(mean, 3) for mean in self.estimates[0]]}
 
     def gains(self, z: float, depth: int) -> list[float]:
         """Expected accepted tokens by depth 1 … depth, with every mean moved by z standard deviations."""
-        gains, joint, gain, last = [], 1.0, 0.0, LEVELS - 1
-        means, sds = self.means, self.sds
+        gains, joint, gain = [], 1.0, 0.0
+        means, sds = self.estimates
+        moved = [min(0.99, max(0.0, mean + z * sd)) for mean, sd in zip(means, sds)]
+        moved += moved[-1:] * (depth - LEVELS)
         for i in range(depth):
-            at = i if i < last else last
-            p = means[at] + z * sds[at]
-            joint *= 0.0 if p < 0 else p if p < 0.99 else 0.99
+            joint *= moved[i]
             gain += joint
             gains.append(gain)
         return gains

@@ -3,11 +3,14 @@
     budget   expected gain against cost of every drafter, by Thompson sampling; none asked: a plain step
     ask      a further drafter of a mix is asked if it pays beside what the cheaper ones have proposed
     trim     the nodes of the whole batch that pay, by calibrated probability
-    learn    costs, acceptance, and the ledger that bounds what all of this may lose
+    learn    costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
 
 A drafter that does not pay is asked again after a pause that keeps its expected loss below `EXPLORE` of the
-time.  No decision changes the text under the rule "match".  Under the other rules the distribution stays, but
-a seed does not repeat the text, because budgets depend on the clock.
+time.  Plans hold for up to `DIGEST` steps, whose outcomes are taken in together.  While no row drafts, the
+controller rests: it counts plain steps and decides nothing.
+
+No decision changes the text under the rule "match".  Under the other rules the distribution stays, but a seed
+does not repeat the text, because budgets depend on the clock.
 """
 
 from __future__ import annotations
@@ -20,24 +23,23 @@ from dataclasses import asdict
 from typing import Any
 
 from outrider.control import choose
-from outrider.control.acceptance import Calibration, Reach, Reliability
+from outrider.control.acceptance import Reach
 from outrider.control.choose import Option, Price
-from outrider.control.cost import DraftCost, ForwardCost
+from outrider.control.cost import ForwardCost
+from outrider.control.evidence import EXPLORE, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import GRACE, GRACE_STEPS, TOTAL_GRACE, Ledger
-from outrider.control.plan import Arm, Load, Plan, RowState, asks_of, judged, keep, note_depths, share_of
+from outrider.control.ledger import GRACE, GRACE_STEPS, SHARE, TOTAL_GRACE, USED
+from outrider.control.plan import Arm, Load, Plan, RowState, StepRecord, Try, keep, note_depths
 from outrider.core.clock import Times
-from outrider.core.row import DraftingSummary, Row
+from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget, Draft
 
-EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
-OPTIMISM = 0.7  # standard deviations of a draw of an estimate
-LONGEST_PAUSE = 256  # steps
+OPTIMISM = 0.4  # standard deviations of a draw of an estimate
 ANCHOR = 96  # steps with drafts after which a plain one measures its cost again
-SURPRISE = 0.2  # logarithm of a step's seconds over the expected ones
 MARGIN = 1.2  # of a step's largest loss over its expected cost
-MAX_CLIP = 1.5  # of a step's seconds over the expected ones, in the ledger
+DIGEST = 16  # steps that are taken in together, once the drafters are known
+SHORTFALL = 1.5  # times the root of the expected tokens: so many fewer, and steps are taken in at once
 
 
 class AutoController:
@@ -58,157 +60,189 @@ class AutoController:
         clock: Callable[[], float] = time.perf_counter,
         seed: int = 0,
     ) -> None:
-        self.limits, self.arms, self.clock, self.grace = limits, arms, clock, grace
-        self.total_grace, self.ledger = total_grace, Ledger()
-        self.forward = forward or ForwardCost()
-        self.drafting = DraftCost(self.forward.base(1))
-        self.calibration, self.reliability = Calibration(), Reliability()
-        self.reach = [Reach() for _ in arms]
-        # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
-        self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
-        self.total = DraftingSummary()
-        self.states: dict[Row, RowState] = {}
-        self.random = random.Random(seed)
-        self.load, self.anchored = Load(), False
+        self.limits, self.arms, self.clock = limits, arms, clock
+        self.grace, self.total_grace, self.random = grace, total_grace, random.Random(seed)
+        self.evidence = Evidence(arms, forward or ForwardCost())
+        self.load = Load(self.evidence.forward)
+        self.order: Sequence[int] = range(len(arms))  # drafters of a mix, cheapest first
+        # plans of `rows`, by their place in the batch, until `stale`
+        self.rows: list[Row] = []
         self.plans: dict[int, Plan] = {}
-        self.spent: dict[int, float] = {}  # seconds of each drafter of a mix in this step
-        self.asking: list[float] = [1.0] * len(arms)  # moving average of the part of a batch that asks
-        # steps with drafts since the last plain one, and those of them in a row that took other than expected
-        self.since_plain = self.surprises = 0
+        self.stale, self.interval = True, 1
+        self.room = self.row_grace = 0.0  # seconds: left of the ledger of all requests; grace of each
+        # of this step
+        self.tries: dict[int, Try] = {}
+        self.anchored = self.resting = False
+        self.looked = 0.0  # seconds of planning
+        self.spent: dict[int, float] = {}  # seconds of each drafter of a mix
         self.mark: tuple[int, float] | None = None
-
-    @property
-    def order(self) -> Sequence[int]:
-        """Drafters of a mix, cheapest first."""
-        return sorted(range(len(self.arms)), key=lambda k: self.drafting.line(k, 1)[::-1])
+        # since the last digest, the last plain step, and the last plan
+        self.log, self.since_plain = list[StepRecord](), 0
+        self.expected = self.shortfall = 0.0  # accepted tokens
+        self.rest, self.rested, self.rest_propose = 0, list[float](), 0.0
+        self.look_seconds = 0.0  # moving average
 
     def nodes(self, rows: int) -> int:
         """The largest number of draft nodes that one of so many rows may get."""
         return self.limits.nodes(rows)
 
-    def state(self, row: Row) -> RowState:
-        found = self.states.get(row)
-        if found is None:
-            self.states = RowState.of_open(self.states)  # rows aborted between steps
-            row.drafting = DraftingSummary()
-            reach = [Reach(above) for above in self.reach]
-            found = self.states[row] = RowState(
-                Calibration(self.calibration), reach, Ledger(), row.drafting, [0] * len(self.arms)
-            )
-        return found
-
     # ---- before drafting
 
     def budget(self, batch: Batch) -> list[Budget]:
-        self.plans, self.mark = {}, None
+        if self.rest and not batch.prefill and len(batch) == len(self.rows):
+            self.rest -= 1
+            return [NO_BUDGET] * len(batch)
+        self._wake()
+        self.tries, self.mark = {}, None
         self.spent.clear()
-        batch.asker = None
-        self._measure_load(batch)
-        budgets = [NO_BUDGET] * len(batch)
-        drafting = [r for r, step in enumerate(batch) if step.emits and step.row.params.speculate]
-        states = {r: self.state(batch[r].row) for r in drafting}
+        if self.stale or batch.prefill or batch.rows != self.rows:
+            self._look(batch)
+            if not self.plans and not batch.prefill:
+                self.rest, self.resting, self.anchored = self._pause(batch), True, False
+                self.evidence.host, self.looked = self.evidence.host + self.looked, 0.0
+                return [NO_BUDGET] * len(batch)
         self.anchored = self._anchor()
         if self.anchored:
-            return budgets
-        most = self.limits.depth_for(len(batch))
-        # optimistic Thompson sampling; one draw for all rows, since they share what an ask costs
-        zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
-        for r, state in states.items():
-            row = batch[r].row
-            depth = min(most, row.draft_depth) if state.asleep <= row.steps else 0
-            if depth and (plan := self._plan(state, row, depth, zs)):
-                self.plans[r] = plan
-                budgets[r] = self._bound(plan)
-        if self.plans:
-            batch.asker = self if len(self.arms) > 1 else None
-        return budgets
+            return [NO_BUDGET] * len(batch)
+        batch.asker = self if len(self.arms) > 1 and self.plans else None
+        return [self._granted(r, step) for r, step in enumerate(batch)]
+
+    def _granted(self, r: int, step: RowStep) -> Budget:
+        plan = self.plans.get(r)
+        most = step.row.draft_depth if plan is not None else 0
+        if plan is None or not most:
+            return NO_BUDGET
+        self.tries[r] = Try(plan)
+        return plan.budget if plan.budget.depth <= most else plan.budget.within(most, self.limits.size(most))
+
+    def _wake(self) -> None:
+        """End a rest: take in its steps."""
+        if self.rested:
+            self.evidence.rested(self.rows, self.load, self.rested, self.rest_propose)
+        self.rested, self.rest_propose, self.rest = [], 0.0, 0
+        self.stale |= self.resting
+        self.resting = False
+
+    def _pause(self, batch: Batch) -> int:
+        """Steps until a drafter may be considered again, the present one not counted."""
+        states = self.evidence.states
+        waits = [states[row].asleep - row.steps for row in batch.rows if row in states]
+        least = math.ceil(self.look_seconds / (EXPLORE * self.load.plain))
+        return min(LONGEST_PAUSE, max(least, min(waits, default=LONGEST_PAUSE), 1)) - 1
 
     def _anchor(self) -> bool:
         """Whether a plain step is due, to measure its cost again."""
-        seen = self.forward.plain_steps
-        longest = min(ANCHOR, 4 << min(5, seen[self.load.batch])) if seen else 0
-        return not self.load.batch or self.since_plain >= longest or self.surprises >= 4
+        seen = self.evidence.forward.plain_steps[self.load.batch]
+        longest = min(ANCHOR, 4 << min(5, seen)) if seen else 0
+        return not self.load.batch or self.since_plain >= longest or self.evidence.surprises >= 4
 
     def forced(self, r: int) -> bool:
         """Whether row r may get forced text: not in a plain step.  Its drafters are not asked then."""
-        self.plans.pop(r, None)
+        self._wake()
+        self.tries.pop(r, None)
         return not self.anchored
 
-    def _measure_load(self, batch: Batch) -> None:
-        load = self.load
-        load.batch = load.rows = load.context = 0
-        for step in batch:
-            load.batch += step.emits
-            load.rows += step.known
-            load.context += step.known * step.end
-        load.pace = self.forward.pace(load.batch)
-        load.plain = load.pace * self.forward.base(load.rows, load.context)
-        load.rate = max(load.batch / load.plain, self.forward.rate(load.batch))
+    def _look(self, batch: Batch) -> None:
+        """Plan the next steps of all rows."""
+        began = self.clock()
+        if self.log:
+            self._digest()
+        self.load, self.rows, self.plans = Load.of(batch, self.evidence.forward), batch.rows, {}
+        ledger, plain = self.evidence.ledger, self.load.plain
+        self.row_grace = max(self.grace, GRACE_STEPS * plain)
+        ledger.grace = max(self.total_grace, self.row_grace)
+        self.room = ledger.room
+        drafting = [r for r, step in enumerate(batch) if step.emits and step.row.params.speculate]
+        most = self.limits.depth_for(len(batch))
+        # optimistic Thompson sampling; one draw for all rows, since they share what an ask costs
+        zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
+        for r in drafting:
+            row = batch[r].row
+            state, depth = self.evidence.state(row), min(most, row.draft_depth)
+            if depth and state.asleep <= row.steps and (plan := self._plan(state, row, depth, zs)):
+                self.plans[r] = plan
+        if len(self.arms) > 1:
+            line = self.evidence.drafting.line
+            self.order = sorted(range(len(self.arms)), key=lambda k: line(k, 1)[::-1])
+        self.interval, self.stale = self._steady(), False
+        self.looked = self.clock() - began
+        self.look_seconds += 0.1 * (self.looked - self.look_seconds)
 
-    def _bound(self, plan: Plan) -> Budget:
-        depth = max(option.depth for option in plan.options)
-        if len(self.arms) == 1:
-            return Budget(depth, self.arms[0].size(depth))
-        nodes = sum(self.arms[option.drafter].size(option.depth) for option in plan.options)
-        return Budget(depth, min(nodes, self.limits.size(depth)))
+    def _steady(self) -> int:
+        """Steps until the plans are made again: few while drafters are new or losses come near the room."""
+        interval, total = DIGEST, 0.0
+        for plan in self.plans.values():
+            asked = min([plan.state.reach[option.drafter].asked for option in plan.options])
+            loss = DIGEST * MARGIN * sum([option.cost for option in plan.options])
+            total += loss
+            if plan.exploring or loss > plan.state.ledger.room:
+                return 1
+            interval = min(interval, 1 + asked // 2)
+        return interval if total <= self.evidence.ledger.room else 1
 
     def _plan(self, state: RowState, row: Row, most: int, zs: Sequence[float]) -> Plan | None:
         """The drafters to ask for a row, if any is expected to pay or due for a try."""
-        load, chosen, exploring, step = self.load, [], set(), row.steps
-        grace = state.ledger.grace = max(self.grace, GRACE_STEPS * load.plain)
-        self.ledger.grace = max(self.total_grace, grace)
-        room = min(state.ledger.room, self.ledger.room)
+        load, chosen, exploring, wait = self.load, list[Option](), set[int](), LONGEST_PAUSE
+        state.ledger.grace, step = self.row_grace, row.steps
+        room = min(state.ledger.room, self.room)
+        courage = max(-1.0, min(1.0, 2 * room / (USED * self.row_grace) - 1))
         for k, arm in enumerate(self.arms):
             if not (depth := min(most, arm.depth)) or not row.drafts_with(arm.sources):
                 continue
-            reach, price = state.reach[k], self._price(k, state.reach[k])
+            reach = state.reach[k]
             reach.fade(step)
-            found = choose.options(k, reach.gains(zs[k], depth), price, load.batch, load.plain)
-            best = choose.best_option(found, load.batch, load.plain)
+            gains, price = reach.gains(courage * zs[k], depth), self._price(k, reach)
+            best = choose.best_option(k, gains, price, load.batch, load.plain)
+            need = MARGIN * best.cost
             if best.gain * load.plain <= load.batch * best.cost:
-                if step < state.retry[k] or 2 * MARGIN * best.cost > room:
+                need *= 2
+                if step < state.retry[k]:
+                    wait = min(wait, state.retry[k] - step)
                     continue
                 exploring.add(k)
-            if MARGIN * best.cost <= room:
+            if need <= room:
                 room -= MARGIN * best.cost
+                self.room -= MARGIN * best.cost
                 chosen.append(best)
+            else:
+                earned = SHARE * load.plain / load.batch  # by each plain step
+                wait = min(wait, math.ceil((need - room) / earned))
         if not chosen:
-            state.asleep = max(step + 1, min(state.retry))
+            state.asleep = step + max(1, wait)
             return None
         chosen.sort(key=lambda option: option.cost)
-        return Plan(state, chosen, exploring)
+        return Plan(state, chosen, exploring, self._bound(chosen))
+
+    def _bound(self, chosen: Sequence[Option]) -> Budget:
+        depth = max(option.depth for option in chosen)
+        nodes = sum(self.arms[option.drafter].size(option.depth) for option in chosen)
+        return Budget(depth, nodes if len(self.arms) == 1 else min(nodes, self.limits.size(depth)))
 
     def _price(self, k: int, reach: Reach) -> Price:
         """Seconds for one row, if as many ask as lately."""
-        load, rows = self.load, max(1.0, self.asking[k] * self.load.batch)
-        fixed, per_level = self.drafting.line(k, round(rows))
-        share = load.pace / rows
+        load, rows = self.load, max(1.0, self.evidence.asking[k] * self.load.batch)
+        fixed, per_level = self.evidence.drafting.line(k, round(rows))
+        share, added = load.pace / rows, load.verify
 
         def verify(nodes: float) -> float:
-            return self._verify(round(rows * nodes)) / rows
+            return added(round(rows * nodes)) / rows
 
         return Price(share * fixed, share * per_level, reach.per_level, verify)
-
-    def _verify(self, nodes: int) -> float:
-        """Seconds that so many draft nodes add to the forward."""
-        load = self.load
-        context = nodes * load.context // max(1, load.rows)
-        return load.pace * (self.forward.base(load.rows + nodes, context) - self.forward.base(load.rows))
 
     # ---- while drafting
 
     def ask(self, k: int, batch: Batch, drafts: Mapping[int, Draft]) -> list[Budget]:
         """Budgets of drafter k of a mix, after the drafts of the cheaper ones."""
         self._stop_clock()
-        budgets = [NO_BUDGET] * len(batch)
-        for r, plan in self.plans.items():
-            option = next((option for option in plan.options if option.drafter == k), None)
+        budgets, asking = [NO_BUDGET] * len(batch), False
+        for r, tried in self.tries.items():
+            option = next((option for option in tried.plan.options if option.drafter == k), None)
             granted = batch[r].budget
-            if option is None or not granted.nodes or not self._pays(plan, option, r, drafts):
+            if option is None or not granted.nodes or not self._pays(tried.plan, option, r, drafts):
                 continue
-            plan.asked[k] = min(option.depth, granted.depth)
-            budgets[r] = granted.within(plan.asked[k], self.arms[k].size(plan.asked[k]))
-        self.mark = (k, self.clock()) if any(k in plan.asked for plan in self.plans.values()) else None
+            tried.asked[k] = depth = min(option.depth, granted.depth)
+            budgets[r], asking = granted.within(depth, self.arms[k].size(depth)), True
+        self.mark = (k, self.clock()) if asking else None
         return budgets
 
     def _pays(self, plan: Plan, option: Option, r: int, drafts: Mapping[int, Draft]) -> bool:
@@ -227,124 +261,90 @@ class AutoController:
 
     def trim(self, batch: Batch) -> None:
         """Keep the nodes of the whole batch that pay, and one of each drafter that is being tried."""
+        if self.resting:
+            return
         self._stop_clock()
         if len(self.arms) == 1:
-            for r, plan in self.plans.items():  # now that the scheduler has cut the budgets
-                plan.asked = {0: depth} if (depth := batch[r].budget.depth) else {}
+            for r, tried in self.tries.items():  # now that the scheduler has cut the budgets
+                tried.asked = {0: depth} if (depth := batch[r].budget.depth) else {}
         if not any(step.tree.tokens for step in batch):
             return
-        rows: list[tuple[RowStep, Plan]] = []
-        joints = []
         self.limits.trim(batch)
-        for r, plan in self.plans.items():
-            step = batch[r]
-            if step.tree.tokens:
-                note_depths(plan, step, self.bits)
-                rows.append((step, plan))
-                joints.append(choose.joint_probabilities(step.tree, plan.state.calibration)[: step.tree.size])
-        kept, _ = choose.select(joints, self._verify, self.load.rate)
-        for (step, plan), nodes, joint in zip(rows, kept, joints):
-            if plan.exploring and not nodes and joint:
+        trees = [(batch[r], tried) for r, tried in self.tries.items() if batch[r].tree.tokens]
+        if len(trees) == 1 and trees[0][0].tree.chained and not trees[0][0].tree.probes:
+            self._trim_chain(batch, *trees[0])
+            return
+        joints = []
+        for step, tried in trees:
+            note_depths(tried, step, self.evidence.bits)
+            joint = choose.joint_probabilities(step.tree, tried.plan.state.calibration)
+            joints.append(joint[: step.tree.size])
+        kept, _ = choose.select(joints, self.load.verify, self.load.rate)
+        for (step, tried), nodes, joint in zip(trees, kept, joints):
+            if tried.plan.exploring and not nodes and joint:
                 nodes = [0]
-            plan.expected = sum(joint[i] for i in nodes)
+            tried.expected = sum(joint[i] for i in nodes)
             keep(batch, step, nodes)
+
+    def _trim_chain(self, batch: Batch, step: RowStep, tried: Try) -> None:
+        """The same for a single chain, the usual case."""
+        note_depths(tried, step, self.evidence.bits)
+        load, calibration = self.load, tried.plan.state.calibration
+        count, tried.expected = choose.prefix(step.tree, calibration, load.verify, load.rate)
+        if not count and tried.plan.exploring:
+            count, tried.expected = 1, choose.joint_probabilities(step.tree, calibration)[0]
+        keep(batch, step, [*range(count)])
 
     # ---- after the step
 
     def learn(self, commit: Commit, times: Times) -> None:
-        batch, load = commit.batch, self.load
-        nodes = sum(len(step.tree.tokens) for step in batch)
-        seconds, expected = times.forward + times.rest, load.plain
-        if nodes:
-            expected += self._verify(nodes)
+        batch = commit.batch
+        ended = any(step.row.finish_reason is not None for step in batch)
+        if self.resting:
+            self.rested.append(times.forward + times.rest)
+            self.rest_propose += times.propose
+            if ended:
+                self._wake()
+        else:
+            self._note(batch, times, ended)
+        if ended:
+            self.evidence.states = RowState.of_open(self.evidence.states)
+            self.rows, self.plans, self.tries, self.stale = [], {}, {}, True
+
+    def _note(self, batch: Batch, times: Times, ended: bool) -> None:
+        """Log a step, and take in the log if it is due."""
+        seconds = times.forward + times.rest - self.looked
+        self.evidence.host += self.looked
+        self.looked = 0.0
+        record = StepRecord(batch, self.load, self.tries, times.propose, seconds, {**self.spent}, ended)
+        self.log.append(record)
+        if any(step.tree.tokens for step in batch):
             self.since_plain += 1
-        elif load.batch:
+        elif self.load.batch:
             self.since_plain = 0
-        if not batch.prefill and load.batch:
-            context = load.context + nodes * load.context // max(1, load.rows)
-            if nodes:
-                surprise = self.forward.learn_drafting(load.batch, load.rows + nodes, context, seconds)
-                self.surprises = self.surprises + 1 if abs(surprise) > SURPRISE else 0
-            else:
-                self.forward.learn_plain(load.batch, load.rows, context, seconds)
-                self.surprises = max(0, self.surprises - 2)
-            self._learn_drafting(times.propose)
-        measured = expected if batch.prefill else min(seconds, MAX_CLIP * expected)
-        propose = times.propose
-        if not batch.prefill:
-            propose = self.drafting.clipped(propose, asks_of(self.plans), load.pace)
-        emitted = sum(len(step.emitted) for step in batch)
-        self.forward.learn_rate(load.batch, emitted, propose + measured)
-        extra = propose + (measured - load.plain if nodes else 0.0)
-        self._settle(batch, extra)
-        for r, plan in self.plans.items():
-            self._learn_row(batch[r], plan)
-        self.states = RowState.of_open(self.states)
+        for r, tried in self.tries.items():
+            self.expected += tried.expected
+            self.shortfall += tried.expected - len(batch[r].accepted)
+        surprising = self.shortfall > SHORTFALL * math.sqrt(1 + self.expected)
+        if not self.tries or ended or batch.prefill or surprising or len(self.log) >= self.interval:
+            self._digest()
 
-    def _learn_drafting(self, propose: float) -> None:
-        pace = self.load.pace
-        for k, depths in asks_of(self.plans).items():
-            self.asking[k] += 0.2 * (len(depths) / self.load.batch - self.asking[k])
-            seconds = self.spent.get(k, propose)
-            self.drafting.learn(k, len(depths), sum(depths) / len(depths), seconds / pace)
-
-    def _settle(self, batch: Batch, extra: float) -> None:
-        """Enter the step into the ledgers; what drafts cost is shared by the rows that asked for them."""
-        plain = self.load.plain / max(1, self.load.batch)
-        drafting = [r for r, step in enumerate(batch) if r in self.plans or step.tree.tokens]
-        weights = {r: 1 + len(batch[r].tree.tokens) for r in drafting}
-        total = sum(weights.values())
-        for r, step in enumerate(batch):
-            state = self.states.get(step.row)
-            if not step.emits or state is None:
-                continue
-            share = weights.get(r, 0) / total if total else 1 / self.load.batch
-            spent, saved = plain + share * extra, plain * len(step.emitted)
-            plan = self.plans.get(r)
-            names = "+".join(self.arms[k].name for k in sorted(plan.asked)) if plan else ""
-            names = names or ("automatic" if step.tree.tokens else "off")
-            expected = plan.expected if plan else 0.0
-            state.ledger.add(spent, saved)
-            self.ledger.add(spent, saved)
-            for summary in (state.summary, self.total):
-                summary.add(names, len(step.tree.tokens), expected, len(step.accepted), spent, saved)
-
-    def _learn_row(self, step: RowStep, plan: Plan) -> None:
-        state, row = plan.state, step.row
-        ended = row.finish_reason is not None  # nodes behind the end were not judged
-        for key, confidence, accepted in judged(step, ended):
-            self.reliability.add(state.calibration.probability(key, confidence), accepted)
-            state.calibration.learn(key, accepted)
-            self.calibration.learn(key, accepted)
-        for k, depth in plan.asked.items():
-            depth_accepted, verified, nodes_per_level = share_of(step, self.bits[k])
-            own = plan.proposed.get(k, 0)
-            # not missed, but not known either: at the end of the text, of the budget, and where trim has cut
-            missed = (
-                not ended and depth_accepted < depth and (verified > depth_accepted or own <= depth_accepted)
-            )
-            if depth_accepted or missed:
-                state.reach[k].learn(depth_accepted, missed, nodes_per_level, row.steps)
-                self.reach[k].learn(depth_accepted, missed, nodes_per_level)
-            if depth_accepted:
-                state.retry[k] = row.steps
-            elif k in plan.exploring:
-                option = next(option for option in plan.options if option.drafter == k)
-                cost = option.cost if own else option.ask_cost
-                pause = math.ceil(cost * self.load.batch / (EXPLORE * self.load.plain))
-                state.retry[k] = row.steps + min(LONGEST_PAUSE, pause)
-        state.asleep = 0 if plan.expected or step.accepted else state.asleep
+    def _digest(self) -> None:
+        began = self.clock()
+        self.evidence.learn(self.log)
+        self.log, self.expected, self.shortfall, self.stale = [], 0.0, 0.0, True
+        self.evidence.host += self.clock() - began
 
     def report(self) -> dict[str, Any]:
         """What was chosen and why: steps by arm, costs, acceptance, expected and real gain, the ledger."""
-        pace = self.load.pace
+        evidence, pace = self.evidence, self.load.pace
         return {
-            "summary": asdict(self.total) | {"gain": self.total.gain},
-            "step_ms": {rows: 1e3 * pace * self.forward.base(rows) for rows in (1, 2, 4, 8, 16, 32)},
+            "summary": asdict(evidence.total) | {"gain": evidence.total.gain},
+            "step_ms": {rows: 1e3 * pace * evidence.forward.base(rows) for rows in (1, 2, 4, 8, 16, 32)},
             "drafters": {
-                arm.name: reach.report() | self.drafting.report(k, pace)
-                for k, (arm, reach) in enumerate(zip(self.arms, self.reach))
+                arm.name: reach.report() | evidence.drafting.report(k, pace)
+                for k, (arm, reach) in enumerate(zip(self.arms, evidence.reach))
             },
-            "reliability": self.reliability.table(),
-            "ledger": {"loss_ms": 1e3 * self.ledger.loss, "room_ms": 1e3 * self.ledger.room},
+            "reliability": evidence.reliability.table(),
+            "ledger": {"loss_ms": 1e3 * evidence.ledger.loss, "room_ms": 1e3 * evidence.ledger.room},
         }

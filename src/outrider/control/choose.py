@@ -7,6 +7,7 @@ TurboSpec, arXiv 2406.14066, calls the rate goodput).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -41,28 +42,23 @@ class Price(NamedTuple):
     nodes_per_level: float
     verify: Callable[[float], float]
 
-    def option(self, drafter: int, depth: int, gain: float) -> Option:
-        ask = self.fixed + self.per_level * depth
-        return Option(drafter, depth, gain, ask + self.verify(self.nodes_per_level * depth), ask)
 
+def best_option(drafter: int, gains: Sequence[float], price: Price, batch: int, plain: float) -> Option:
+    """The depth with the most tokens per second in a step in which every row is asked for it.
 
-def options(drafter: int, gains: Sequence[float], price: Price, batch: int, plain: float) -> list[Option]:
-    """The options of one drafter, by depth; gains[d - 1] are expected accepted tokens of a draft of depth d.
-
-    A cheap drafter is asked for its deepest draft, since `select` cuts it where the rest does not pay.  Its
-    one option has gain and cost of the best depth.
+    gains[d - 1]: expected accepted tokens of a draft of depth d.  A cheap drafter is asked for its deepest
+    draft, since `select` cuts it where the rest does not pay; gain and cost are those of the best depth.
     """
-    deepest = len(gains)
-    depths = [depth for depth in DEPTHS if depth < deepest] + [deepest]
-    found = [price.option(drafter, depth, gains[depth - 1]) for depth in depths]
-    if price.fixed + price.per_level * deepest < CHEAP * plain:
-        return [best_option(found, batch, plain)._replace(depth=deepest)]
-    return found
-
-
-def best_option(options: Sequence[Option], batch: int, plain: float) -> Option:
-    """The option with the most tokens per second in a step in which every row takes it."""
-    return max(options, key=lambda option: (1 + option.gain) / (plain + batch * option.cost))
+    fixed, per_level, nodes_per_level, verify = price
+    deepest, best, found = len(gains), 0.0, (1, 0.0, 0.0, 0.0)
+    for depth in (*DEPTHS[: bisect_left(DEPTHS, deepest)], deepest):
+        ask, gain = fixed + per_level * depth, gains[depth - 1]
+        cost = ask + verify(nodes_per_level * depth)
+        if (rate := (1 + gain) / (plain + batch * cost)) > best:
+            best, found = rate, (depth, gain, cost, ask)
+    if fixed + per_level * deepest < CHEAP * plain:
+        return Option(drafter, deepest, *found[1:])
+    return Option(drafter, *found)
 
 
 def joint_probabilities(tree: DraftTree, calibration: Calibration, source: int = 1) -> list[float]:
@@ -78,10 +74,27 @@ def joint_probabilities(tree: DraftTree, calibration: Calibration, source: int =
         depth, above = (1, 1.0) if parent == ROOT else (depths[parent] + 1, joint[parent])
         key = key_of(proposers[i] if proposers else source, depth, confidence)
         depths.append(depth)
-        joint.append(above * probability(key, confidence))
+        joint.append(above * probability(key))
     if tree.probs_of:
         _keep_order(tree, joint)
     return joint
+
+
+def prefix(
+    chain: DraftTree, calibration: Calibration, verify: Callable[[int], float], rate: float
+) -> tuple[int, float]:
+    """The first nodes of the only chain of a batch that pay, and their expected accepted tokens."""
+    probability, source = calibration.probability, chain.proposers
+    best, best_count, best_gain, joint, gain = 0.0, 0, 0.0, 1.0, 0.0
+    for count, confidence in enumerate(chain.confidence, start=1):
+        joint *= probability(key_of(source[count - 1] if source else 1, count, confidence))
+        gain += joint
+        value = gain - rate * verify(count)
+        if value > best:
+            best, best_count, best_gain = value, count, gain
+        elif value + joint * (len(chain.confidence) - count) <= best:
+            break  # all further ones together would not pay
+    return best_count, best_gain
 
 
 def missed_by(trees: Sequence[tuple[int, DraftTree]], calibration: Calibration) -> float:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import pairwise
 
 from outrider.control.prefill import ChunkCost
 
@@ -24,6 +25,7 @@ PACE_RATE = 0.1
 RATE = 0.05  # of the moving averages of tokens per second, and of the time that idle drafters take
 OUTLIER = 3.0  # drafting that takes longer than so many times its expected seconds is cut, in the ledger
 FIRST_RATE, LAST_RATE = 0.5, 0.03  # of a table entry: at its first observation, and after many
+GROWTH = 2  # rows of a forward over the most that were seen before
 CLIP, NEW = 0.25, 3  # largest surprise of a step, as a logarithm: more for the first ones of an entry
 
 
@@ -35,24 +37,29 @@ class ForwardCost:
     """
 
     def __init__(self, measured: Mapping[int, float] | None = None, per_context: float = 0.0) -> None:
-        given = measured or {rows: 1e-3 * (1 + PRIOR_ROW * (rows - 1)) for rows in ROWS}
         self.per_context = per_context
-        self.cells = [_interpolated(given, rows) for rows in ROWS]
-        self.counts = [4 if measured else 0] * len(ROWS)
+        self.cells = [_on_line(measured or {1: 1e-3}, rows) for rows in ROWS]
+        self.counts = [NEW + 1 if measured else 0] * len(ROWS)
         self.paces: dict[int, float] = {}
         self.plain_steps: Counter[int] = Counter()  # by batch
         self.rates: dict[int, tuple[float, float]] = {}  # batch -> moving averages of tokens and seconds
         self.jumps = 0  # direction of the last plain step, if it was far off
         self.steps = 0
+        self.trusted = 0  # most rows whose cost can be told
         self._fill()
 
     def _fill(self) -> None:
-        """The table for every number of rows, increasing."""
+        """The table for every number of rows, increasing.  Entries that were never seen follow the others."""
+        if any(self.counts) and not all(self.counts):
+            seen = {rows: cell for rows, cell, count in zip(ROWS, self.cells, self.counts) if count}
+            self.cells = [_on_line(seen, rows) for rows in ROWS]
+        self.trusted = GROWTH * max([rows for rows, count in zip(ROWS, self.counts) if count], default=1)
         self.table, most = [0.0], 0.0
-        known = dict(zip(ROWS, self.cells))
-        for rows in range(1, ROWS[-1] + 1):
-            most = max(most, _interpolated(known, rows))
-            self.table.append(most)
+        for (first, low), (last, high) in pairwise(zip((0, *ROWS), (self.cells[0], *self.cells))):
+            slope = (high - low) / (last - first)
+            for rows in range(first + 1, last + 1):
+                most = max(most, high - (last - rows) * slope)
+                self.table.append(most)
         self.slope = (self.table[-1] - self.table[ROWS[-1] // 2]) / (ROWS[-1] - ROWS[-1] // 2)
 
     def pace(self, batch: int) -> float:
@@ -73,25 +80,33 @@ class ForwardCost:
         tokens, seconds = self.rates.get(batch, (0.0, 1.0))
         return tokens / seconds
 
-    def learn_rate(self, batch: int, emitted: int, seconds: float) -> None:
-        tokens, time = self.rates.get(batch, (float(emitted), seconds))
-        self.rates[batch] = (tokens + RATE * (emitted - tokens), time + RATE * (seconds - time))
+    def learn_rate(self, batch: int, emitted: float, seconds: float, steps: int = 1) -> None:
+        """Take in so many steps: tokens and seconds of each."""
+        tokens, time = self.rates.get(batch, (emitted, seconds))
+        rate = 1 - (1 - RATE) ** steps
+        self.rates[batch] = (tokens + rate * (emitted - tokens), time + rate * (seconds - time))
 
-    def learn_plain(self, batch: int, rows: int, context: int, seconds: float) -> None:
-        """Take in a step without drafts: it gives the pace.  A jump needs two steps in a row."""
+    def learn_plain(self, batch: int, rows: int, context: int, seconds: float, steps: int = 1) -> None:
+        """Take in steps without drafts, by their median: they give the pace.  A jump needs two in a row."""
         ratio = seconds / self.base(rows, context)
         deviation = math.log(max(ratio, 1e-12) / self.pace(batch))
-        self.plain_steps[batch] += 1
-        if self.plain_steps[batch] == 1:
+        first = not self.plain_steps[batch]
+        self.plain_steps[batch] += steps
+        if first:
             self.paces[batch] = ratio
+            self.counts[_nearest(rows)] |= rows in ROWS
         elif abs(deviation) < CLIP:
-            rate = max(PACE_RATE, 1 / self.plain_steps[batch])
+            rate = max(1 - (1 - PACE_RATE) ** steps, steps / self.plain_steps[batch])
             self.paces[batch] *= math.exp(rate * deviation)
             self.jumps = 0
-        elif self.jumps * deviation > 0:
+        elif steps > 2 or self.jumps * deviation > 0:
             self.paces[batch], self.jumps = ratio, 0
         else:
             self.jumps = 1 if deviation > 0 else -1
+
+    def settled(self, rows: int) -> bool:
+        """Whether the cost of so many rows was measured, so that another one would be an outlier."""
+        return self.counts[_nearest(rows)] > NEW
 
     def learn_drafting(self, batch: int, rows: int, context: int, seconds: float) -> float:
         """Take in a step with drafts: it gives the cost of its rows.  Returns the logarithmic surprise."""
@@ -107,29 +122,30 @@ class ForwardCost:
         self.counts[i] += 1
         factor = math.exp(max(LAST_RATE, FIRST_RATE / self.counts[i]) * surprise)
         self.cells[i] *= factor
-        for j, count in enumerate(self.counts):  # what was never seen moves with its neighbour
-            if not count and abs(j - i) == 1:
-                self.cells[j] *= factor
         if self.counts[i] < 16 or self.steps % 32 == 0:
             self._fill()
 
 
 def _nearest(rows: int) -> int:
     """The entry of `ROWS` next to so many rows."""
-    i = bisect_left(ROWS, rows)
+    i = min(bisect_left(ROWS, rows), len(ROWS) - 1)
     return i if ROWS[i] == rows or ROWS[i] - rows <= rows - ROWS[i - 1] else i - 1
 
 
-def _interpolated(known: Mapping[int, float], rows: int) -> float:
-    """Seconds for so many rows on the line through its neighbours; beyond the ends, that of the nearest."""
-    if rows in known:
-        return known[rows]
-    below = max((other for other in known if other < rows), default=None)
-    above = min((other for other in known if other > rows), default=None)
-    if below is None or above is None:
-        return known[above if below is None else below]  # type: ignore[index]
-    part = (rows - below) / (above - below)
-    return (1 - part) * known[below] + part * known[above]
+def _prior(rows: int) -> float:
+    """Cost of a forward over so many rows, over that of one row, as far as nothing is known."""
+    return 1 + PRIOR_ROW * (rows - 1)
+
+
+def _on_line(known: Mapping[int, float], rows: int) -> float:
+    """Seconds for so many rows, on the line through its neighbours, or through the last two."""
+    places = sorted(known)
+    i = bisect_left(places, rows)
+    if i == 0 or len(places) == 1:
+        return known[places[0]] * _prior(rows) / _prior(places[0])
+    below, above = places[i - 1 : i + 1] if i < len(places) else places[-2:]
+    slope = (known[above] - known[below]) / (above - below)
+    return max(known[below] + (rows - below) * slope, known[places[0]])
 
 
 class DraftCost:
@@ -154,22 +170,16 @@ class DraftCost:
         return found[1], found[2]
 
     def learn(self, drafter: int, rows: int, depth: float, seconds: float) -> None:
-        """Take in an ask of so many rows to a mean depth, in seconds at pace 1."""
+        """Take in asks of so many rows: their mean depth, and their mean seconds at pace 1."""
         key = drafter, _bucket(rows)
         old = self.lines[key][0] if key in self.lines else ChunkCost()
         new = old.after(max(1, round(depth)), seconds, 0.0)
         self.lines[key] = (new, *new.line())
 
-    def clipped(self, seconds: float, asks: Mapping[int, Sequence[int]], pace: float) -> float:
-        """Seconds of drafting with an outlier cut.  asks: drafter -> the depths that rows asked it for."""
-        expected = self.idle
-        for k, depths in asks.items():
-            fixed, per_level = self.line(k, len(depths))
-            expected += pace * (fixed + per_level * max(depths))
-        seconds = min(seconds, OUTLIER * expected) if expected else seconds
-        if not asks:
-            self.idle += RATE * (seconds - self.idle) if self.idle else seconds
-        return seconds
+    def expected(self, drafter: int, rows: int, depth: int) -> float:
+        """Seconds of an ask, at pace 1."""
+        fixed, per_level = self.line(drafter, rows)
+        return fixed + per_level * depth
 
     def report(self, drafter: int, pace: float) -> dict[str, float]:
         """Milliseconds of asking for one row."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.control.acceptance import Calibration, Reach, key_of
 from outrider.control.choose import Option
+from outrider.control.cost import ForwardCost
 from outrider.control.ledger import Ledger
 from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import Batch, RowStep
-from outrider.core.tree import EMPTY_TREE, ROOT, DraftTree
+from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
 
 
 class Arm(NamedTuple):
@@ -47,60 +49,130 @@ class RowState:
         return {row: state for row, state in states.items() if row.finish_reason is None}
 
 
-@dataclass(slots=True)
-class Plan:
-    """Options of one row in this step, cheapest drafter first.
+class Plan(NamedTuple):
+    """Options of one row for the next steps, cheapest drafter first.
 
-    exploring: drafters that do not seem to pay.  asked: drafter -> depth that it was asked for.
-    proposed: drafter -> depth of its tree.  expected: accepted tokens of the verified nodes.
+    exploring: drafters that do not seem to pay.  budget: for all options together.
     """
 
     state: RowState
     options: list[Option]
     exploring: set[int]
+    budget: Budget
+
+    def option(self, drafter: int) -> Option:
+        return next(option for option in self.options if option.drafter == drafter)
+
+
+@dataclass(slots=True)
+class Try:
+    """Drafts for one row in one step.
+
+    asked: drafter -> depth that it was asked for.  proposed: drafter -> depth of its tree.
+    expected: accepted tokens of the verified nodes.
+    """
+
+    plan: Plan
     asked: dict[int, int] = field(default_factory=dict)
     proposed: dict[int, int] = field(default_factory=dict)
     expected: float = 0.0
+
+
+FEW = 4  # nodes that may always be tried
 
 
 @dataclass(slots=True)
 class Load:
     """A step without its drafts: emitting rows, rows of the forward, positions they attend to, seconds."""
 
+    forward: ForwardCost
     batch: int = 1
     rows: int = 1
     context: int = 0
     pace: float = 1.0
     plain: float = 0.0
     rate: float = 0.0  # tokens per second that drafts have to beat
+    base: float = 0.0  # seconds of the rows at pace 1, without context
+
+    @staticmethod
+    def of(batch: Batch, forward: ForwardCost) -> Load:
+        emitting = rows = context = 0
+        for step in batch:
+            emitting += step.emits
+            rows += step.known
+            context += step.known * step.end
+        pace = forward.pace(emitting)
+        base = forward.base(rows)
+        plain = pace * (base + forward.per_context * context)
+        rate = max(emitting / plain, forward.rate(emitting))
+        return Load(forward, emitting, rows, context, pace, plain, rate, base)
+
+    def verify(self, nodes: int) -> float:
+        """Seconds that so many draft nodes add to the forward; infinite where that cannot be told."""
+        unknown = nodes > max(FEW, self.rows) and self.rows + nodes > self.forward.trusted
+        return math.inf if unknown else self.added(nodes)
+
+    def added(self, nodes: int) -> float:
+        """The same, extrapolated where it cannot be told."""
+        forward, rows = self.forward, self.rows
+        context = nodes * self.context // rows if rows else 0
+        return self.pace * (forward.base(rows + nodes, context) - self.base)
 
 
-def asks_of(plans: Mapping[int, Plan]) -> dict[int, list[int]]:
-    """Drafter -> the depths that rows have asked it for."""
-    asks: dict[int, list[int]] = {}
-    for plan in plans.values():
-        for k, depth in plan.asked.items():
-            asks.setdefault(k, []).append(depth)
-    return asks
+@dataclass(slots=True)
+class StepRecord:
+    """One step, to be learned from.
+
+    tries: row of the batch -> its drafts.  propose, seconds: of drafting, and of everything else.
+    spent: seconds of each drafter of a mix.  last: some row ended in it.
+    """
+
+    batch: Batch
+    load: Load
+    tries: dict[int, Try]
+    propose: float
+    seconds: float
+    spent: dict[int, float]
+    last: bool
+
+    @property
+    def nodes(self) -> int:
+        return sum([len(step.tree.tokens) for step in self.batch])
+
+    @property
+    def asks(self) -> dict[int, list[int]]:
+        """Drafter -> the depths that rows have asked it for."""
+        asks: dict[int, list[int]] = {}
+        for tried in self.tries.values():
+            for k, depth in tried.asked.items():
+                asks.setdefault(k, []).append(depth)
+        return asks
 
 
-def note_depths(plan: Plan, step: RowStep, bits: Sequence[int]) -> None:
+def note_depths(tried: Try, step: RowStep, bits: Sequence[int]) -> None:
     """Depth of each drafter's own tree, as far as it was not cut by the budget.
 
     bits[k]: those of the proposers whose nodes are drafter k's.
     """
-    tree, depths = step.tree, {ROOT: 0}
+    tree = step.tree
+    if len(bits) == 1 and tree.chained:
+        tried.proposed = dict.fromkeys(tried.asked, tree.size)
+        return
+    depths = {ROOT: 0}
     for i in range(tree.size):
         depths[i] = depths[tree.parents[i]] + 1
         source = tree.proposers[i] if tree.proposers else 1
-        for k in plan.asked:
+        for k in tried.asked:
             if source & bits[k]:
-                plan.proposed[k] = max(plan.proposed.get(k, 0), depths[i])
+                tried.proposed[k] = max(tried.proposed.get(k, 0), depths[i])
 
 
 def share_of(step: RowStep, bits: int) -> tuple[int, int, float]:
     """Of the drafter with these bits: depth accepted, depth judged, and verified nodes by level."""
-    tree = step.tree
+    tree, size = step.tree, step.tree.size
+    if not tree.proposers and tree.chained:
+        right = len(step.accepted)
+        return right, right + (right < size), 1.0 if size else 0.0
     own = [not tree.proposers or bool(tree.proposers[i] & bits) for i in range(tree.size)]
     accepted = 0
     for node in step.accepted:
@@ -135,16 +207,21 @@ def keep(batch: Batch, step: RowStep, nodes: list[int]) -> None:
     batch.resume = None  # its nodes are those of the whole trees
 
 
-def judged(step: RowStep, ended: bool) -> Iterator[tuple[int, float, bool]]:
-    """(bin, confidence, whether it was accepted) of the children of the accepted path.
+def judged(step: RowStep, ended: bool) -> Iterator[tuple[int, bool]]:
+    """(bin, whether it was accepted) of the children of the accepted path.
 
     ended: the text ended, so that what hangs from the last accepted node was not judged.
     """
     tree, path = step.tree, step.accepted
+    if not tree.proposers and tree.chained:
+        right = len(path)
+        for i in range(right if ended else min(right + 1, tree.size)):
+            yield key_of(1, i + 1, tree.confidence[i]), i < right
+        return
     on_path = {node: depth for depth, node in enumerate([ROOT, *path])}
     last = path[-1] if path else ROOT
     for i in range(tree.size):
         parent = tree.parents[i]
         if parent in on_path and not (ended and parent == last):
             source, confidence = tree.proposers[i] if tree.proposers else 1, tree.confidence[i]
-            yield key_of(source, on_path[parent] + 1, confidence), confidence, i in on_path
+            yield key_of(source, on_path[parent] + 1, confidence), i in on_path

@@ -100,10 +100,17 @@ class DraftingSummary:
     plain_seconds: float = 0.0
 
     def add(
-        self, arm: str, nodes: int, expected: float, accepted: int, seconds: float, plain_seconds: float
+        self,
+        arm: str,
+        nodes: int,
+        expected: float,
+        accepted: int,
+        seconds: float,
+        plain_seconds: float,
+        steps: int = 1,
     ) -> None:
-        """Add a step."""
-        self.steps[arm] = self.steps.get(arm, 0) + 1
+        """Add a step, or several with these sums."""
+        self.steps[arm] = self.steps.get(arm, 0) + steps
         self.nodes += nodes
         self.expected += expected
         self.accepted += accepted

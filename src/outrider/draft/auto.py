@@ -43,4 +43,6 @@ class Auto(Union):
         if options.model is not None:
             method, own, _ = parse({"model": options.model, "revision": options.revision})
             factories.append(partial(method.create, own))
+        elif options.nodes is None:
+            return factories[0](target)  # a mix of one costs host time
         return cls(options, target, factories)

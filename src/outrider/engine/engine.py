@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from outrider.checkpoints.spec import FAMILIES
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.control import Controller
 from outrider.control.auto import AutoController
+from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController
 from outrider.control.prefill import PrefillPacer
 from outrider.core.block_table import PAGE
@@ -23,6 +25,7 @@ from outrider.draft import automatic, methods_of
 from outrider.draft.union.joined import Joined
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
+from outrider.engine.calibrate import forward_cost
 from outrider.engine.memory import plan_pages
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
@@ -65,6 +68,7 @@ class Engine:
             )
         self.adapters = self._adapters() if options.enable_lora else None
         self.sampler = Sampler(self.decoder.backend)
+        self.costs: ForwardCost | None = None  # as measured, for adaptive controllers
         vocabulary = self.checkpoint.spec.vocabulary
         self.target = Target(
             self.decoder, self.checkpoint, self.sampler, vocabulary, self.max_len, methods_of
@@ -110,13 +114,21 @@ class Engine:
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
         self.controller: Controller = limits
         if speculation.adaptive:
-            self.controller = AutoController(limits, drafter.arms(limits.max_depth))
+            self.costs = self.costs or self._costs()
+            self.controller = AutoController(
+                limits, drafter.arms(limits.max_depth), copy.deepcopy(self.costs)
+            )
         self.runner = Runner(
             self.decoder, cache.pools[0], self.sampler, vars(type(self.rule)).get("kernel", "")
         )
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()
+
+    def _costs(self) -> ForwardCost:
+        options = self.options
+        about = options.dtype, options.activations, options.quantization, options.kv_cache_dtype
+        return forward_cost(self.decoder, self.max_len, self.checkpoint.stored_dtype, *about)
 
     def build_cache(self, drafter: Drafter, max_nodes: int) -> tuple[Cache, Sequence[Cache]]:
         """The page allocator with the pools of target and drafter, and the drafter's own allocators.

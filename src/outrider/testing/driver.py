@@ -129,14 +129,15 @@ def check_idle(llm: LLM) -> None:
     llm.engine.check()
     assert not llm.has_unfinished_requests(), "a finished request is still known"
     drafter = llm.engine.drafter
+    evidence = getattr(llm.engine.controller, "evidence", llm.engine.controller)
     parts = [
         drafter,
-        llm.engine.controller,
+        evidence,
         *(value for value in vars(drafter).values() if isinstance(value, CatchUp)),
     ]
     for owner, name, value in ((part, *pair) for part in parts for pair in vars(part).items()):
         if isinstance(value, Mapping):
-            aborted = ("abort", "error") if owner is llm.engine.controller else ()
+            aborted = ("abort", "error") if owner is evidence else ()
             kept = any(isinstance(key, Row) and key.finish_reason not in aborted for key in value)
             assert not kept, f"the drafter keeps a finished row in {name!r}"
 

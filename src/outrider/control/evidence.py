@@ -1,0 +1,201 @@
+"""What steps have shown: costs, acceptance by request and over all of them, and the ledgers.
+
+Steps are taken in by several at once (`Evidence.learn`): code that runs in a row costs a quarter of what it
+costs right behind a forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+
+from outrider.control.acceptance import Calibration, Reach, Reliability
+from outrider.control.cost import OUTLIER, RATE, DraftCost, ForwardCost
+from outrider.control.ledger import Ledger
+from outrider.control.plan import Arm, Load, RowState, StepRecord, Try, judged, share_of
+from outrider.core.row import DraftingSummary, Row
+from outrider.core.step import RowStep
+
+EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
+LONGEST_PAUSE = 256  # steps
+SURPRISE = 0.2  # logarithm of a step's seconds over the expected ones
+MAX_CLIP = 1.5  # of a step's seconds over the expected ones, in the ledger
+
+
+class Evidence:
+    """Estimates of an adaptive controller.
+
+    states: of the open rows.  asking: moving average of the part of a batch that asks each drafter.
+    idle: moving average of the seconds that drafters take in a step that asks none.
+    surprises: steps with drafts in a row that took other than expected.
+    host: seconds of the controller itself that no ledger has yet.
+    """
+
+    def __init__(self, arms: Sequence[Arm], forward: ForwardCost) -> None:
+        self.arms, self.forward = arms, forward
+        self.drafting = DraftCost(forward.base(1))
+        self.calibration, self.reliability = Calibration(), Reliability()
+        self.reach = [Reach() for _ in arms]
+        # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
+        self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
+        self.ledger, self.total = Ledger(), DraftingSummary()
+        self.states: dict[Row, RowState] = {}
+        self.asking = [1.0] * len(arms)
+        self.idle = self.host = 0.0
+        self.surprises = 0
+
+    def state(self, row: Row) -> RowState:
+        found = self.states.get(row)
+        if found is None:
+            self.states = RowState.of_open(self.states)  # rows aborted between steps
+            row.drafting = DraftingSummary()
+            reach = [Reach(above) for above in self.reach]
+            found = self.states[row] = RowState(
+                Calibration(self.calibration), reach, Ledger(), row.drafting, [0] * len(self.arms)
+            )
+        return found
+
+    def learn(self, records: Sequence[StepRecord]) -> None:
+        """Take in steps, oldest first."""
+        asked = dict[tuple[int, int], list[tuple[float, float]]]()
+        for record in records:
+            self._settle(record, self._costs(record, asked))
+            for r, tried in record.tries.items():
+                self._row(record, record.batch[r], tried)
+                tried.plan.state.calibration.refresh()
+        for (k, rows), asks in asked.items():
+            depths, seconds = zip(*asks)
+            self.drafting.learn(k, rows, sum(depths) / len(asks), sum(seconds) / len(asks))
+        self.calibration.refresh()
+
+    def rested(self, rows: Sequence[Row], load: Load, seconds: Sequence[float], propose: float) -> None:
+        """Take in plain steps of the same rows, during which nothing was decided."""
+        count, batch = len(seconds), load.batch
+        typical = median_low(seconds)
+        self.forward.learn_plain(batch, load.rows, load.context, typical, count)
+        self.forward.learn_rate(batch, batch, typical + propose / count, count)
+        self.surprises = 0
+        self.idle += (1 - (1 - RATE) ** count) * (propose / count - self.idle)
+        plain, extra = count * load.plain / batch, (propose + self.host) / batch
+        self.host = 0.0
+        for row in rows:
+            if (state := self.states.get(row)) is not None:
+                self._enter(state, "", 0, 0.0, 0, plain + extra, plain, count)
+
+    # ---- costs
+
+    def _costs(self, record: StepRecord, asked: dict[tuple[int, int], list[tuple[float, float]]]) -> float:
+        """Learn what a step has cost.  Returns what drafts cost in it, for the ledgers.
+
+        asked: (drafter, rows) -> depths and seconds of its asks, to be added to.
+        """
+        batch, load, nodes, asks = record.batch, record.load, record.nodes, record.asks
+        seconds, propose = record.seconds, record.propose
+        expected = load.plain + (load.added(nodes) if nodes else 0.0)
+        measured = expected
+        if not batch.prefill:
+            if load.batch:
+                self._forward(load, nodes, seconds)
+            settled = self.forward.settled(load.rows + nodes)
+            measured = min(seconds, MAX_CLIP * expected) if settled else seconds
+            propose = self._propose(record, asks, asked)
+        emitted = sum(len(step.emitted) for step in batch)
+        self.forward.learn_rate(load.batch, emitted, propose + measured)
+        extra = propose + (measured - load.plain if nodes else 0.0) + self.host
+        self.host = 0.0
+        return extra
+
+    def _forward(self, load: Load, nodes: int, seconds: float) -> None:
+        if not nodes:
+            self.forward.learn_plain(load.batch, load.rows, load.context, seconds)
+            self.surprises = max(0, self.surprises - 2)
+            return
+        context = load.context + nodes * load.context // max(1, load.rows)
+        surprise = self.forward.learn_drafting(load.batch, load.rows + nodes, context, seconds)
+        self.surprises = self.surprises + 1 if abs(surprise) > SURPRISE else 0
+
+    def _propose(
+        self,
+        record: StepRecord,
+        asks: Mapping[int, Sequence[int]],
+        asked: dict[tuple[int, int], list[tuple[float, float]]],
+    ) -> float:
+        """Note what drafting has cost.  Returns its seconds with an outlier cut."""
+        load, propose, expected = record.load, record.propose, self.idle
+        for k, depths in asks.items():
+            expected += load.pace * self.drafting.expected(k, len(depths), max(depths))
+            self.asking[k] += 0.2 * (len(depths) / load.batch - self.asking[k])
+            seconds = record.spent.get(k, propose) / load.pace
+            asked.setdefault((k, len(depths)), []).append((sum(depths) / len(depths), seconds))
+        if expected:
+            propose = min(propose, OUTLIER * expected)
+        if not asks:
+            self.idle += RATE * (propose - self.idle) if self.idle else propose
+        return propose
+
+    # ---- ledgers
+
+    def _settle(self, record: StepRecord, extra: float) -> None:
+        """Enter the step into the ledgers; what drafts cost is shared by the rows that asked for them."""
+        batch, load, tries = record.batch, record.load, record.tries
+        plain = load.plain / max(1, load.batch)
+        weights = {
+            r: 1 + len(step.tree.tokens) for r, step in enumerate(batch) if step.tree.tokens or r in tries
+        }
+        total = sum(weights.values())
+        for r, step in enumerate(batch):
+            state = self.states.get(step.row)
+            if not step.emits or state is None:
+                continue
+            share = weights.get(r, 0) / total if total else 1 / load.batch
+            tried = tries.get(r)
+            names = "+".join([self.arms[k].name for k in sorted(tried.asked)]) if tried else ""
+            names = names or ("automatic" if step.tree.tokens else "")
+            self._enter(
+                state, names, len(step.tree.tokens), tried.expected if tried else 0.0,
+                len(step.accepted), plain + share * extra, plain * len(step.emitted),
+            )  # fmt: skip
+
+    def _enter(
+        self,
+        state: RowState,
+        arm: str,
+        nodes: int,
+        expected: float,
+        accepted: int,
+        spent: float,
+        plain: float,
+        steps: int = 1,
+    ) -> None:
+        state.ledger.add(spent, plain)
+        self.ledger.add(spent, plain)
+        for summary in (state.summary, self.total):
+            summary.add(arm or "off", nodes, expected, accepted, spent, plain, steps)
+
+    # ---- acceptance
+
+    def _row(self, record: StepRecord, step: RowStep, tried: Try) -> None:
+        state, row = tried.plan.state, step.row
+        ended = record.last and row.finish_reason is not None  # nodes behind the end were not judged
+        for key, accepted in judged(step, ended):
+            self.reliability.add(state.calibration.probability(key), accepted)
+            state.calibration.learn(key, accepted)
+            self.calibration.learn(key, accepted)
+        for k, depth in tried.asked.items():
+            right, verified, nodes_per_level = share_of(step, self.bits[k])
+            own = tried.proposed.get(k, 0)
+            # not missed, but not known either: at the end of the text, of the budget, and where trim has cut
+            missed = not ended and right < depth and (verified > right or own <= right)
+            if right or missed:
+                state.reach[k].learn(right, missed, nodes_per_level, row.steps)
+                self.reach[k].learn(right, missed, nodes_per_level)
+            if right:
+                state.retry[k] = row.steps
+            elif k in tried.plan.exploring:
+                option = tried.plan.option(k)
+                cost = option.cost if own else option.ask_cost
+                pause = math.ceil(cost * record.load.batch / (EXPLORE * record.load.plain))
+                state.retry[k] = row.steps + min(LONGEST_PAUSE, pause)
+        if tried.expected or step.accepted:
+            state.asleep = 0

@@ -1,0 +1,130 @@
+"""Cost of the target's forward by its number of rows, for the adaptive controller (control/cost.py).
+
+Forwards of 1 … 32 rows are timed in rounds, the sizes in turns, for at most `SECONDS`.  The minimum of a size
+counts: other programs only add time.  The result is kept on disk, in the folder of the
+compiled kernels, under a hash of all that it depends on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import time
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.backends.cpu.build import BuildError, cache_folder, processor
+from outrider.control.cost import ForwardCost
+from outrider.core.step_input import StepInput
+from outrider.models.base import Model
+from outrider.version import VERSION
+
+log = logging.getLogger("outrider")
+
+SECONDS, ROUNDS = 0.8, 9
+ROWS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)  # the most important first, where time is short
+NEAR, FAR = 32, 480  # positions before the rows
+
+
+@dataclass
+class Measured:
+    """Least seconds so far: of forwards by their rows, behind `NEAR` positions; of one row behind `far`."""
+
+    rows: dict[int, float]
+    distant: float
+    far: int
+    rounds: int = 0
+
+    def cost(self) -> ForwardCost:
+        each = max(0.0, self.distant - self.rows[1]) / (self.far - NEAR)
+        alone = {rows: max(t - rows * NEAR * each, t / 2) for rows, t in sorted(self.rows.items())}
+        return ForwardCost(alone, each)
+
+
+def forward_cost(decoder: Model, max_len: int, *about: Any) -> ForwardCost:
+    """Costs from disk, or measured.  Those of few rounds are measured further at the next start.
+
+    about: what they depend on beside machine, threads, version and shape.  Devices other than a CPU learn
+    while they serve.
+    """
+    if decoder.device.type != "cpu" or max_len < NEAR + max(ROWS):
+        return ForwardCost()
+    path = _path(decoder, about)
+    found = _kept(path)
+    if found is None or found.rounds < ROUNDS:
+        found = measure(decoder, max_len, found)
+        _keep(path, found)
+    return found.cost()
+
+
+def measure(
+    decoder: Model,
+    max_len: int,
+    found: Measured | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Measured:
+    """Time the forwards, beginning with those that were `found`."""
+    far = min(FAR, max_len - 1)
+    pool, table = decoder.pool(far + max(ROWS)), array("i", range(far + max(ROWS)))
+
+    def seconds(rows: int, start: int) -> float:
+        step_input = StepInput()
+        step_input.chain(table, start, [1] * rows)
+        step_input.logits_rows = list(range(rows))
+        built, began = step_input.build(), clock()
+        decoder.forward_step(built, pool, {})
+        return clock() - began
+
+    least = found or Measured({}, math.inf, far)
+    began = clock()
+    while least.rounds < ROUNDS:
+        least.distant = min(least.distant, seconds(1, far))
+        for rows in ROWS:
+            if least.rows and clock() - began > SECONDS:
+                return least
+            least.rows[rows] = min(seconds(rows, NEAR), least.rows.get(rows, math.inf))
+        least.rounds += 1
+    return least
+
+
+def _path(decoder: Model, about: tuple[Any, ...]) -> Path | None:
+    """File of these costs; None where nothing can be kept."""
+    try:
+        folder = cache_folder(os.environ)
+    except BuildError:
+        return None
+    parts = (
+        VERSION, platform.node(), sorted(processor()), os.cpu_count(), torch.get_num_threads(),
+        decoder.backend.name, decoder.spec, *about,
+    )  # fmt: skip
+    return folder / f"costs-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.json"
+
+
+def _kept(path: Path | None) -> Measured | None:
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        kept = Measured(**json.loads(path.read_text())) if path is not None else None
+        if kept is not None:
+            kept.rows = {int(rows): float(seconds) for rows, seconds in kept.rows.items()}
+        return kept
+    return None
+
+
+def _keep(path: Path | None, found: Measured) -> None:
+    if path is None:
+        return
+    made = path.with_suffix(f".{os.getpid()}")
+    try:
+        made.write_text(json.dumps(asdict(found)))
+        made.replace(path)
+    except OSError as error:
+        log.warning("the costs of the target are measured anew at every start: %s", error)

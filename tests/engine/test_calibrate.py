@@ -1,0 +1,87 @@
+"""Measured costs of the target's forward: at load, once, and robust."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider import LLM
+from outrider.control.auto import AutoController
+from outrider.engine import calibrate
+from outrider.engine.calibrate import ROUNDS, ROWS, forward_cost, measure
+
+
+def costs_of(llm: LLM) -> dict[int, float]:
+    controller = llm.engine.controller
+    assert isinstance(controller, AutoController)
+    return {rows: controller.evidence.forward.base(rows) for rows in ROWS}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder; the kernels are loaded already."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_costs_are_measured_once_and_read_later(
+    tiny: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = costs_of(LLM(str(tiny), speculative_config={"method": "ngram", "adaptive": True}))
+    assert all(seconds > 0 for seconds in first.values()) and first[32] > first[1]
+    (file,) = folder.glob("costs-*.json")
+    assert json.loads(file.read_text())["rounds"] == ROUNDS
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(calibrate, "measure", refuse)
+    llm = LLM(str(tiny), speculative_config={"method": "ngram", "adaptive": True})
+    assert costs_of(llm) == pytest.approx(first)
+    with pytest.raises(AssertionError, match="measured again"):
+        LLM(str(tiny), dtype="bfloat16", speculative_config={"method": "ngram", "adaptive": True})
+
+
+def test_a_broken_file_is_measured_again(tiny: Path, folder: Path) -> None:
+    decoder = LLM(str(tiny)).engine.decoder
+    forward_cost(decoder, 512)
+    (file,) = folder.glob("costs-*.json")
+    file.write_text("[1, 2")
+    assert forward_cost(decoder, 512).settled(1)
+    assert set(json.loads(file.read_text())["rows"]) == {str(rows) for rows in ROWS}
+
+
+def test_one_slow_round_changes_nothing(tiny: Path) -> None:
+    """A clock on which the third round takes a hundred times as long."""
+    ticks = [0.0]
+
+    def clock() -> float:
+        ticks.append(ticks[-1] + (1e-1 if 65 < len(ticks) < 70 else 1e-3))
+        return ticks[-1]
+
+    found = measure(LLM(str(tiny)).engine.decoder, 512, clock=clock)
+    assert found.rounds > 2 and max(found.rows.values()) < 2e-3
+
+
+def test_where_time_runs_out_the_next_start_goes_on(
+    tiny: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "SECONDS", 0.0)
+    decoder = LLM(str(tiny)).engine.decoder
+    forward_cost(decoder, 512)
+    (file,) = folder.glob("costs-*.json")
+    kept = json.loads(file.read_text())
+    assert set(kept["rows"]) == {"1"} and kept["rounds"] == 0
+    monkeypatch.undo()
+    monkeypatch.setenv("OUTRIDER_CACHE", str(folder))
+    forward_cost(decoder, 512)
+    after = json.loads(file.read_text())
+    assert after["rounds"] == ROUNDS and after["rows"]["1"] <= kept["rows"]["1"]
+
+
+def test_plain_decoding_measures_nothing(tiny: Path, folder: Path) -> None:
+    LLM(str(tiny))
+    assert not list(folder.glob("costs-*.json"))
