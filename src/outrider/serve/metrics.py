@@ -164,11 +164,13 @@ class EngineMetrics(Collector):
         chosen = CounterMetricFamily(
             f"{PREFIX}spec_decode_chosen", "Steps of samples by the drafters asked.", labels=("drafters",)
         )
-        for names, count in dict(controller.total.steps).items():  # the engine changes it
+        for names, count in dict(controller.evidence.total.steps).items():  # the engine changes it
             chosen.add_metric((names,), count)
         yield chosen
-        yield _gauge("spec_decode_gain", "Time of plain decoding over the time taken.", controller.total.gain)
-        ledger = controller.ledger
+        yield _gauge(
+            "spec_decode_gain", "Time of plain decoding over the time taken.", controller.evidence.total.gain
+        )
+        ledger = controller.evidence.ledger
         yield _gauge("spec_decode_ledger_loss_seconds", "Time lost to drafts, less that saved.", ledger.loss)
         yield _gauge("spec_decode_ledger_room_seconds", "Time that drafts may still lose.", ledger.room)
 
