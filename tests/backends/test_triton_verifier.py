@@ -89,6 +89,21 @@ def _all_noise(out, key, COUNT: tl.constexpr):
     tl.store(out + i, sampling._gumbel(bits))
 
 
+@triton.jit
+def _noise_and_bound(noise, bound, first, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    bits = (first + i).to(tl.int32)
+    tl.store(noise + i, sampling._gumbel(bits))
+    tl.store(bound + i, sampling._noise_bound(bits))
+
+
+@pytest.mark.parametrize("first", [0, 1 << 23, (1 << 24) - 4096])
+def test_noise_is_within_its_bound(first: int) -> None:
+    noise, bound = torch.zeros(2, 4096, device=DEVICE)
+    _noise_and_bound[(1,)](noise, bound, first, COUNT=4096)
+    assert bool((noise <= bound).all())
+
+
 @pytest.mark.parametrize("seed", [0, 1, (1 << 64) - 1])
 def test_noise_is_the_same_bits_as_on_the_host(seed: int) -> None:
     key, out = key_of(seed, 3, 1000), torch.zeros(4096, device=DEVICE)

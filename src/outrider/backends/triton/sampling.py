@@ -23,7 +23,6 @@ MIX_1, MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 INFINITY = tl.constexpr(0x7F800000)  # bits of a float32
 LATEST = tl.constexpr(0x7FFFFFFF)  # after every token
-NOISE_TOP = tl.constexpr(16.636)  # above 24 log(2)
 
 
 def params_of(distribution: DistributionParams, vocabulary: int) -> list[float]:
@@ -133,6 +132,12 @@ def _gumbel(bits):
 
 
 @triton.jit
+def _noise_bound(bits):
+    """Float32 that the noise of 24 bits does not exceed: -log(1 - u), with a margin for rounding."""
+    return 16.636 - tl.log((16777216 - bits).to(tl.float32) - 0.5)  # 24 log(2) = 16.6355
+
+
+@triton.jit
 def _first_best(scores, tokens, best, token):
     """The better of the best of `scores` and (best, token); the first of equal ones."""
     found = tl.max(scores, 0)
@@ -147,8 +152,7 @@ def _best(
 ):  # fmt: skip
     """Score and token of the best of PART logits of a row.
 
-    Noise is below -log(1 - u), which float32 gives well enough.  Its float64 logarithms are computed only for
-    blocks in which that bound could win.
+    Noise and its float64 logarithms are computed only for blocks in which its bound could win.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     tree = tl.load(rows.owners + row * 2)
@@ -167,7 +171,7 @@ def _best(
             best, token = _first_best(low, i, best, token)
         else:
             bits = _noise_bits(key, i)
-            if tl.max(low + (NOISE_TOP - tl.log(16777215.5 - bits.to(tl.float32))), 0) >= best:
+            if tl.max(low + _noise_bound(bits), 0) >= best:
                 best, token = _first_best(low + _gumbel(bits), i, best, token)
     at = row * tl.num_programs(1) + part
     tl.store(scores + at, best)
