@@ -59,6 +59,25 @@ def lines(series: Mapping[str, Sequence[float]], x: str, y: str, title: str, out
     _save(figure, axes, title, out)
 
 
+def reliability(points: Mapping[str, Sequence[tuple[float, float, int]]], title: str, out: Path) -> None:
+    """Predicted (x) against observed probability (y); the area of a point is its number of observations.
+
+    points: name -> (predicted, observed, observations).
+    """
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(4.4, 4.2))
+    axes.plot([0, 1], [0, 1], color="#b8c4ce", linewidth=1)
+    most = max([n for found in points.values() for *_, n in found], default=1)
+    for name, found in points.items():
+        predicted, observed, counts = zip(*found) if found else ((), (), ())
+        areas = [12 + 150 * n / most for n in counts]
+        axes.scatter(predicted, observed, s=areas, alpha=0.6, label=f"{name}, {sum(counts)} tokens")
+    axes.set_xlabel("predicted probability")
+    axes.set_ylabel("share accepted")
+    axes.legend(frameon=False, fontsize=8)
+    _save(figure, axes, title, out)
+
+
 def _save(figure: Any, axes: Any, title: str, out: Path) -> None:
     axes.set_title(title, fontsize=10, loc="left")
     figure.tight_layout()

@@ -1,0 +1,168 @@
+"""The adaptive controller against plain decoding and every fixed setting, cell by cell.
+
+    python benchmarks/auto.py [--minutes 8] [--models builtin builtin-100m] [--folder DIR] [--json OUT]
+
+A cell is a kind of text, a temperature, a batch size and a model.  All settings of a cell take turns, round
+by round, each with a new controller.  The time of a cell is the median over the rounds of the seconds over
+those of plain decoding in the same round.  Cells are shuffled, so that `--minutes` gives a fair part of the
+grid; the cells that are left out are counted.  --folder adds the Llama shape of 100 M random weights, which
+is written there.  The machine should be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from core import checkpoint
+from rich.console import Console
+from rich.table import Table
+
+from outrider import LLM, SamplingParams
+from outrider.bench.conditions import conditions
+from outrider.bench.measure import measure
+from outrider.bench.prompts import PROMPTS, Prompt, rendered
+from outrider.bench.questions import read
+
+PLAIN, AUTO, RANDOM = "plain", "auto", "random-100m"
+DRAFT = {"method": "draft_model", "model": "builtin-draft"}
+FIXED: dict[str, Mapping[str, Any]] = {
+    "ngram": {"method": "ngram"},
+    "suffix": {"method": "suffix"},
+    "recycle": {"method": "recycle"},
+    **{f"draft {k}": {**DRAFT, "num_speculative_tokens": k} for k in (2, 4, 6)},
+}
+WITH_DRAFT = "auto, draft"
+OPEN = ("random ids", "trap")  # kinds of token ids
+KINDS = (
+    "translation", "summary", "question", "arithmetic", "retrieval", "chat", "code", "German", *OPEN,
+)  # fmt: skip
+TEMPERATURES, BATCHES = (0.0, 0.8, 1.0), (1, 4, 8, 16, 32)
+
+
+class Cell(NamedTuple):
+    model: str
+    kind: str
+    temperature: float
+    batch: int
+
+
+def prompts(kind: str, batch: int, tokenizer: Any) -> list[dict[str, list[int]]]:
+    """So many prompts of a kind; where there are fewer, they are repeated with another beginning."""
+    if kind in OPEN:
+        return [{"prompt_token_ids": _ids(kind, i)} for i in range(batch)]
+    texts = [prompt for prompt in PROMPTS if prompt.kind == kind]
+    if not texts:
+        questions = read(Path(__file__).with_name("questions.jsonl"))
+        texts = [Prompt(kind, (q.turns[0],)) for q in questions if q.category == kind]
+    made = []
+    for i in range(batch):
+        *turns, last = texts[i % len(texts)].turns
+        lead = f"({i // len(texts) + 1}) " if i >= len(texts) else ""
+        made.append(rendered(Prompt(kind, (*turns, lead + last)), tokenizer))
+    return made
+
+
+def _ids(kind: str, seed: int) -> list[int]:
+    """Random ids; or a phrase that comes again and again and goes on differently each time."""
+    r = random.Random(seed)
+    if kind == "random ids":
+        return [r.randrange(10, 4000) for _ in range(96)]
+    phrase = [r.randrange(10, 4000) for _ in range(12)]
+    return [token for _ in range(8) for token in (*phrase, r.randrange(10, 4000))]
+
+
+def settings(model: str) -> dict[str, Mapping[str, Any] | None]:
+    """Plain decoding first.  The draft model knows the built-in targets' vocabulary."""
+    fixed = {
+        name: config for name, config in FIXED.items() if model != RANDOM or not name.startswith("draft")
+    }
+    own = {} if model == RANDOM else {WITH_DRAFT: {"method": "auto", "model": "builtin-draft"}}
+    return {PLAIN: {"method": "off"}, AUTO: {"method": "auto"}, **own, **fixed}
+
+
+def run(llm: LLM, cell: Cell, tokens: int, repeats: int) -> dict[str, Any]:
+    """Seconds of every round by setting, and their median over plain decoding."""
+    params = SamplingParams(temperature=cell.temperature, max_tokens=tokens, ignore_eos=True, seed=1)
+    asked = [(cell.kind, prompt) for prompt in prompts(cell.kind, cell.batch, llm.get_tokenizer())]
+    configs = settings(cell.model)
+    results = measure(llm, configs, asked, params, repeats, batch_size=cell.batch, runs=1)
+    rounds = {label: result.runs[0].turns for label, result in zip(configs, results)}
+    ratio = {
+        label: statistics.median(mine / plain for mine, plain in zip(times, rounds[PLAIN]))
+        for label, times in rounds.items()
+    }
+    same = {label: result.tokens == results[0].tokens for label, result in zip(configs, results)}
+    return {"cell": cell._asdict(), "rounds": rounds, "time over plain": ratio, "same tokens": same}
+
+
+def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By setting: mean and largest time over plain decoding.  Of `auto`: over the best fixed setting, too."""
+    times = [cell["time over plain"] for cell in cells]
+    labels = dict.fromkeys(label for each in times for label in each)
+    by_label = {label: [each[label] for each in times if label in each] for label in labels}
+    best = [min(each[label] for label in each if label in (PLAIN, *FIXED)) for each in times]
+    worst = max(cells, key=lambda cell: cell["time over plain"][AUTO])
+    return {
+        "cells": len(cells),
+        "mean": {label: round(statistics.mean(own), 3) for label, own in by_label.items()},
+        "largest": {label: round(max(own), 3) for label, own in by_label.items()},
+        "auto over best fixed, mean": round(statistics.mean(t[AUTO] / b for t, b in zip(times, best)), 3),
+        "auto at least 0.98 of plain": sum(1 / each[AUTO] >= 0.98 for each in times),
+        "worst cell of auto": worst["cell"],
+        "same tokens": all(all(cell["same tokens"].values()) for cell in cells),
+    }
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    table = Table("setting", "mean", "largest", title="time over plain decoding")
+    for label, mean in found["mean"].items():
+        table.add_row(label, f"{mean:.3f}", f"{found['largest'][label]:.3f}")
+    console.print(table)
+    console.print({name: value for name, value in found.items() if name not in ("mean", "largest")})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["builtin", "builtin-100m"])
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--temperatures", nargs="+", type=float, default=TEMPERATURES)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    models = {name: name for name in given.models}
+    if given.folder:
+        models[RANDOM] = str(checkpoint(given.folder / "llama100m"))
+    grid = [Cell(*cell) for cell in itertools.product(models, given.kinds, given.temperatures, given.batches)]
+    grid = [cell for cell in grid if cell.model != RANDOM or cell.kind in OPEN]  # it has no tokenizer
+    random.Random(0).shuffle(grid)
+    console, began, cells = Console(), time.monotonic(), []
+    llms = {name: LLM(path, max_num_seqs=max(given.batches)) for name, path in models.items()}
+    for cell in grid:
+        if time.monotonic() - began > 60 * given.minutes:
+            break
+        cells.append(run(llms[cell.model], cell, given.tokens, given.repeats))
+        ratio = cells[-1]["time over plain"]
+        console.print(*cell, {label: round(value, 3) for label, value in ratio.items()})
+    found = {"left out": len(grid) - len(cells), **summary(cells)}
+    show(found, console)
+    if given.json:
+        made = {"conditions": conditions(), "summary": found, "cells": cells}
+        given.json.write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
