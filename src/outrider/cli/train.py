@@ -20,7 +20,7 @@ GROUPS["training"] = (
         Flag("dtype", str, "--dtype-train", "float32 or bfloat16, of the forward in training."),
         Flag("length", int, "--length", "Most tokens of a text; default: 1024."),
         Flag("answer_tokens", int, "--answer-tokens", "Most tokens of a regenerated answer; default: 256."),
-        Flag("temperatures", list[float], "--temp --temperature", "Of answers, several in turn; default: 0, 0.8."),
+        Flag("temperatures", list[float], "--temp --temperature", "Of answers, in turn; default: 0, 0.8."),
         Flag("limit", int, "--limit", "Number of texts."),
         Flag("seed", int, " ".join(SEED), "Seed of weights, order and answers; default: 0."),
         Flag("minutes", float, "--minutes", "Stop after this time; the same command goes on."),
