@@ -55,5 +55,7 @@ def test_mistakes_are_one_line(run: Run, mute: str, data: Path, tmp_path: Path) 
     assert done.status == 2 and "Did you mean 'eagle'" in done.err
     done = run("train", "eagle", *given, "--options", '{"heads": 2}')
     assert done.status == 2 and "training option" in done.err
+    done = run("train", "eagle", *given, "--options", "[]")
+    assert done.status == 2 and "--options must be" in done.err
     done = run("train", "eagle", "-m", mute, "--data", data, "--out", tmp_path / "no" / "head")
     assert done.status == 2 and "there is no folder" in done.err

@@ -114,3 +114,13 @@ def test_the_longest_and_then_the_nearest_match_counts() -> None:
 def test_tokens_of_a_prediction_must_exist(llm: LLM, wrong: Any) -> None:
     with pytest.raises(RequestError, match="prediction"):
         run(llm, prediction=wrong)
+
+
+def test_a_prediction_that_begins_wrong_and_is_verbatim_later_is_found() -> None:
+    follower = Follower(list(range(10, 40)))
+    for token in range(100, 110):  # the output
+        follower.draft([token], 4)
+        follower.learn(4, 0)
+        follower.follow([token])
+    assert follower.draft([21, 22, 23], 3) == []
+    assert follower.draft([20, 21, 22, 23], 3) == [24, 25, 26]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +93,9 @@ def test_the_acceptance_loss_is_that_of_rejection_sampling() -> None:
     expected = [-math.log(sum(map(min, one, other))) for one, other in zip(p, q)]
     assert acceptance_loss(ours, theirs).tolist() == pytest.approx(expected, rel=1e-5)
     assert float(acceptance_loss(theirs, theirs).abs().max()) < 1e-6
+    apart = torch.tensor([[0.0, 90.0]], requires_grad=True)
+    acceptance_loss(apart, torch.tensor([[90.0, 0.0]])).sum().backward()
+    assert apart.grad is not None and float(apart.grad.abs().max()) > 0.1, "nothing in common"
     network = Eagle3.random(Settings(V, H, 48, 4, 2, 8, H, TAPS))
     plain = network.loss(*batch(True))
     network.row_loss = acceptance_loss
@@ -124,3 +129,17 @@ def test_rows_outside_answers_are_not_computed() -> None:
     layer = Eagle(Sizes(H, 48, 4, 2, 8), V)
     embedded = outer.embedding[sample.tokens]
     torch.testing.assert_close(layer(embedded, states[:, :H])[-4:], layer(embedded, states[:, :H], 4))
+
+
+def test_a_bias_of_the_lm_head_is_no_part_of_its_weight() -> None:
+    weight, bias = torch.randn(V, H), torch.randn(V)
+    model: Any = SimpleNamespace(
+        spec=SimpleNamespace(hidden=H, vocabulary=V),
+        backend=SimpleNamespace(activations=torch.float32),
+        device="cpu",
+        head_logits=lambda x: x @ weight.T + bias,
+        embed=lambda ids: torch.zeros(len(ids), H),
+    )
+    outer, x = TargetWeights.of(model), torch.randn(3, H)
+    torch.testing.assert_close(outer.lm_head, weight, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outer.logits(x), model.head_logits(x), rtol=1e-4, atol=1e-4)

@@ -185,7 +185,25 @@ def test_mistakes_are_refused_by_name(run_options: Any, tmp_path: Path) -> None:
     for wrong in ({"dtype": "float16"}, {"temperatures": ()}, {"data": ()}, {"quantization": "int3"}):
         with pytest.raises(ConfigError):
             run_options("medusa", tmp_path, **wrong)
+    for name, wrong in (
+        ("medusa", {"heads": 0}), ("hydra", {"dropout": 1.0}), ("dflash", {"block": 1}),
+        ("layerskip", {"early_exit": "3"}), ("eagle3", {"taps": 3}), ("eagle", {"temperatures": 0.5}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            run_options(name, tmp_path, **wrong)
     assert method("eagle2") is method("eagle")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("eagle3", {"taps": [99]}), ("dflash", {"mask_token": 10**6}), ("medusa", {"format": "nothing"})],
+)
+def test_what_does_not_fit_the_target_is_refused_before_its_answers(
+    name: str, wrong: Any, target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "collect", lambda *_: pytest.fail("the data is read"))
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        train(target, name, run_options(name, tmp_path, **wrong), Report())
 
 
 def test_the_rate_warms_up_and_falls_to_zero() -> None:

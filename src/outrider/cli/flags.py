@@ -324,21 +324,21 @@ def config_of(speculation: Given) -> dict[str, Any] | None:
     return {**config, **given} or None
 
 
-def parsed(text: str) -> dict[str, Any]:
-    """The object of a --speculative-config: JSON, or @FILE with JSON in it."""
+def parsed(text: str, what: str = "speculative_config") -> dict[str, Any]:
+    """The object of an option: JSON, or @FILE with JSON in it.  what: its name in errors."""
     where = f"{text!r}"
     if text.startswith("@"):
         where = f"file {text[1:]!r}"
         try:
             text = Path(text[1:]).expanduser().read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"speculative_config: the {where} cannot be read: {error}") from error
+            raise ConfigError(f"{what}: the {where} cannot be read: {error}") from error
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"speculative_config {where} is no JSON: {error}.") from error
+        raise ConfigError(f"{what} {where} is no JSON: {error}.") from error
     if not isinstance(config, dict):
-        raise ConfigError(f'speculative_config must be an object such as {{"method": "ngram"}}, got {where}.')
+        raise ConfigError(f'{what} must be an object such as {{"name": 1}}, got {where}.')
     return config
 
 

@@ -23,7 +23,7 @@ GROUPS["training"] = (
         Flag("temperatures", list[float], "--temp --temperature", "Of answers, in turn; default: 0, 0.8."),
         Flag("limit", int, "--limit", "Number of texts."),
         Flag("seed", int, " ".join(SEED), "Seed of weights, order and answers; default: 0."),
-        Flag("minutes", float, "--minutes", "Stop after this time; the same command goes on."),
+        Flag("minutes", float, "--minutes", "Start no step after this time; the same command goes on."),
         Flag("init", str, "--init", "Folder of an earlier head to start from."),
         Flag("cache", str, "--cache", "Folder of answers and features; default: in --out."),
         Flag("cache_gb", float, "--cache-gb", "Most gigabytes of features; default: 8."),
@@ -43,8 +43,9 @@ def train(
     out: Annotated[Path, Option(*OUT, help="Folder of the trained weights.")],
     target: Annotated[str | None, Option("--target", help="The same as -m.")] = None,
     regenerate: Annotated[
-        bool, Option("--regenerate/--no-regenerate", help="Replace the answers by the target's own.")
-    ] = True,
+        bool | None,
+        Option("--regenerate/--no-regenerate", help="Replace the answers by the target's own; the default."),
+    ] = None,
     options: Annotated[str, Option("--options", help="Further options as JSON or @FILE.")] = "{}",
     estimate: Annotated[bool, Option("--estimate", help="Tell time and size, and end.")] = False,
 ) -> None:
@@ -58,8 +59,10 @@ def train(
     from outrider.train.report import Report
 
     kind = methods.method(method)  # before anything slow
-    given: dict[str, Any] = {**parsed(options), **training}
-    given |= {"data": [str(path) for path in data], "out": str(out), "regenerate": regenerate}
+    given: dict[str, Any] = {**parsed(options, "--options"), **training}
+    given |= {"data": [str(path) for path in data], "out": str(out)}
+    if regenerate is not None:
+        given["regenerate"] = regenerate
     settings = checked(kind.Options, given, "training option")
     if not out.expanduser().parent.is_dir():
         raise ConfigError(f"there is no folder {str(out.parent)!r} for the trained weights.")

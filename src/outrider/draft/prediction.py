@@ -87,7 +87,7 @@ class Follower:
             self.reach = min(LONGEST, 2 * self.reach)
         else:
             self.reach = max(RETRY, min(self.reach, 2 * accepted))
-        self.misses = 0 if accepted else min(MATCH, self.misses + 1)
+        self.misses = 0 if accepted else min(MATCH - 1, self.misses + 1)
 
 
 class Prediction(TextDrafter):

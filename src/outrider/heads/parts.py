@@ -189,6 +189,10 @@ def soft_cross_entropy(logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def acceptance_loss(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """[n]: -log of the expected acceptance, sum of min(p, q), of every row (LK losses, arXiv 2602.23881)."""
-    shared = torch.minimum(target_logits.softmax(-1), logits.float().softmax(-1))
-    return -shared.sum(-1).clamp_min(1e-9).log()
+    """[n]: -log of the expected acceptance, sum of min(p, q), of every row (LK losses, arXiv 2602.23881).
+
+    Computed from logarithms, so that rows almost without common tokens have a gradient too.  p and q are over
+    the tokens of the given logits; for EAGLE-3 these are the head's.
+    """
+    p, q = target_logits.log_softmax(-1), logits.float().log_softmax(-1)
+    return -torch.minimum(p, q).logsumexp(-1)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.core.step import FINAL
@@ -51,18 +52,28 @@ def mean_loss(losses: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """Embedding and lm_head of the target, float32 [V, hidden] each.  Heads do not train them."""
+    """Embedding and lm_head of the target, float32 [V, hidden] each.  Heads do not train them.
+
+    bias: float32 [V], of the lm_head; None if it has none.
+    """
 
     embedding: Tensor
     lm_head: Tensor
+    bias: Tensor | None = None
 
     @staticmethod
     def of(model: Model) -> TargetWeights:
-        """An lm_head with a bias or a soft cap is replaced by its logits of the unit vectors."""
+        """The bias is the logits of zeros; an lm_head with a soft cap is replaced by those of unit vectors."""
         hidden = model.spec.hidden
         unit_vectors = torch.eye(hidden, dtype=model.backend.activations, device=model.device)
-        lm_head = model.head_logits(unit_vectors).T.contiguous()
-        return TargetWeights(model.embed(range(model.spec.vocabulary)).float(), lm_head)
+        bias = model.head_logits(torch.zeros_like(unit_vectors[:1]))[0].clone()
+        lm_head = (model.head_logits(unit_vectors) - bias).T.contiguous()
+        embedding = model.embed(range(model.spec.vocabulary)).float()
+        return TargetWeights(embedding, lm_head, bias if bias.any() else None)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[n, V] of states [n, hidden] after the last norm."""
+        return F.linear(x, self.lm_head, self.bias)
 
 
 def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:

@@ -34,19 +34,24 @@ def given(items: Sequence[Item]) -> list[Text]:
 
 
 def regenerated(
-    llm: LLM, items: Sequence[Item], options: TrainOptions, path: Path, tick: Callable[[int, int], None]
+    llm: LLM,
+    items: Sequence[Item],
+    options: TrainOptions,
+    path: Path,
+    tick: Callable[[int, int], None],
+    failed: Callable[[int, str], None],
 ) -> list[Text]:
     """The target's answers, in the order of the items; one that failed is empty.
 
     path: JSON lines of (item, ids), which an interrupted run goes on with.  tick(texts, tokens) is called
-    for what has become known.
+    for what has become known, failed(item, error) for requests that fail now.
     """
     answers = _read(path)
     tick(len(answers), 0)
     todo = [i for i in range(len(items)) if i not in answers]
     path.parent.mkdir(parents=True, exist_ok=True)
     for first in range(0, len(todo), CHUNK):
-        new = answered(llm, {i: items[i] for i in todo[first : first + CHUNK]}, options)
+        new = answered(llm, {i: items[i] for i in todo[first : first + CHUNK]}, options, failed)
         answers.update(new)
         with path.open("a") as file:
             file.writelines(json.dumps([i, ids]) + "\n" for i, ids in new.items())
@@ -56,10 +61,18 @@ def regenerated(
     return [Text(item.prompt + answers[i], len(item.prompt)) for i, item in enumerate(items)]
 
 
-def answered(llm: LLM, items: Mapping[int, Item], options: TrainOptions) -> dict[int, list[int]]:
+def answered(
+    llm: LLM,
+    items: Mapping[int, Item],
+    options: TrainOptions,
+    failed: Callable[[int, str], None] = lambda item, error: None,
+) -> dict[int, list[int]]:
     """Answers by the items' numbers, in one batch; [] for one that failed."""
     prompts = [{"prompt_token_ids": item.prompt} for item in items.values()]
     outputs = llm.generate(prompts, [_params(i, item, options) for i, item in items.items()])
+    for i, out in zip(items, outputs):
+        if out.error:
+            failed(i, str(out.error))
     return {i: [] if out.error else list(out.outputs[0].token_ids) for i, out in zip(items, outputs)}
 
 

@@ -87,9 +87,9 @@ class Method:
             config["quantization_config"] = scheme(bits, whole)
             stored = packed(stored.items(), bits)
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
         save_file(stored, folder / "model.safetensors.tmp", {"format": "pt"})
         shutil.move(folder / "model.safetensors.tmp", folder / "model.safetensors")
+        replace_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
 
     def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
         """speculative_config that drafts chains with the saved weights."""
@@ -119,13 +119,17 @@ class Method:
         own = self.network.state_dict()
         try:
             head = Head.open(str(folder))
-            found = {name: head.raw(name) for name in own if name in head}
+            found = {
+                name: head.get(name, *tensor.shape) if tensor.is_floating_point() else head.raw(name)
+                for name, tensor in own.items()
+                if name in head
+            }
             self.network.load_state_dict({**own, **found})
         except (ModelError, RuntimeError) as error:
             raise ConfigError(f"init: {str(folder)!r} is no head of this shape: {error}") from error
         known = {own[name].data_ptr() for name in found}  # tied tensors are stored once
         if missing := [name for name in own if name not in found and own[name].data_ptr() not in known]:
-            raise ConfigError(f"init: {str(folder)!r} is no head of this shape: no {', '.join(missing[:3])}.")
+            raise ConfigError(f"init: {str(folder)!r} is no head of this shape: no {', '.join(missing)}.")
 
 
 def _half(tensor: Tensor) -> Tensor:

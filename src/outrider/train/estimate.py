@@ -41,7 +41,7 @@ class Estimate:
 
 def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Estimate:
     """Measure a few texts and two steps, and extrapolate.  Nothing is written."""
-    options = replace(options, cache_gb=0.0, minutes=None)
+    limit, options = options.cache_gb * 1e9, replace(options, cache_gb=0.0, minutes=None)
     items, sources = data.read(llm, options)
     report.sources(sources)
     some = items[:MEASURED]
@@ -67,6 +67,9 @@ def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Esti
     places = features.starts[-1] * share
     tokens = round(share * sum(len(text.ids) - text.prompt for text in texts))
     size = round(2 * features.width * places)
+    again = max(0.0, 1 - limit / size)  # share of the features that every step computes
+    spent["features"] *= 1 - again
+    spent["features"] += again * trainer.seconds["features"] / STEPS * steps
     return Estimate(len(items), tokens, steps, weights, bits * weights, size, spent)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.step import FINAL
+from outrider.errors import ConfigError
 from outrider.heads.sample import Sample, read_states, target_logits
 from outrider.models.base import Model
 from outrider.train.answers import Text
@@ -64,8 +66,9 @@ class Features:
         done = min(json.loads(progress.read_text())["texts"], self.cached) if progress.exists() else 0
         size = self.width * self.starts[self.cached]
         shape = (self.starts[self.cached], self.width)
-        path = str(self.folder / "states.bin")
-        self.store = torch.from_file(path, shared=True, size=size, dtype=torch.bfloat16).view(shape)
+        path = self.folder / "states.bin"
+        _check_space(path, self.bytes)
+        self.store = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16).view(shape)
         tick(done)
         for i in range(done, self.cached):
             self.store[self.starts[i] : self.starts[i + 1]] = self._states(i)
@@ -94,6 +97,16 @@ class Features:
         """bfloat16 [T, width]."""
         states = read_states(self.model, self.texts[i].ids, self.kept)
         return torch.cat([states[which] for which in self.kept], dim=-1).to(torch.bfloat16)
+
+
+def _check_space(path: Path, size: int) -> None:
+    """Raise ConfigError if the disk has no room for what a file of this size lacks: it is made with holes."""
+    held = path.stat().st_blocks * 512 if path.exists() else 0
+    if size - held > (free := shutil.disk_usage(path.parent).free):
+        raise ConfigError(
+            f"the features need {(size - held) / 1e9:.1f} GB in {str(path.parent)!r}, which has "
+            f"{free / 1e9:.1f} GB left: give a smaller cache_gb, or another folder as cache."
+        )
 
 
 def _write(path: Path, text: str) -> None:

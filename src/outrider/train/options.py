@@ -5,19 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from outrider.checkpoints.quantize import bits_of
-from outrider.core.validate import FLAG, TEXT, Kind, check_fields, either, is_real, optional, real, whole
+from outrider.core.validate import (
+    FLAG,
+    TEXT,
+    Kind,
+    check_fields,
+    either,
+    is_real,
+    is_whole,
+    optional,
+    real,
+    whole,
+)
 from outrider.errors import ConfigError
+
+
+def is_list(value: Any) -> bool:
+    """Whether this is a list or tuple."""
+    return isinstance(value, (list, tuple))
+
 
 COUNT, FRACTION = whole(1), real("a number in [0, 1)", lambda value: 0 <= value < 1)
 POSITIVE = real("a number above 0", lambda value: value > 0)
 TEMPERATURES = Kind(
     "a list of temperatures of at least 0",
-    lambda value: len(value) > 0 and all(is_real(one) and one >= 0 for one in value),
+    lambda value: is_list(value) and len(value) > 0 and all(is_real(one) and one >= 0 for one in value),
 )
-KINDS = {
+FILES = Kind("a list of files", lambda value: is_list(value) and all(isinstance(one, str) for one in value))
+TAPS = Kind("a list of layers", lambda value: is_list(value) and len(value) > 0 and all(map(is_whole, value)))
+SHARED = {
+    "data": FILES,
+    "out": Kind("a folder", lambda value: isinstance(value, str)),
     "regenerate": FLAG,
     "temperatures": TEMPERATURES,
     "prompt_tokens": COUNT,
@@ -74,13 +95,15 @@ class TrainOptions:
     depth             draft tokens of a step in evaluations
     evaluate_every, checkpoint_every   in steps
     evaluate_prompts, evaluate_tokens  held-out prompts, and tokens of their greedy answers
-    minutes           stop after this time; the same command goes on later
+    minutes           start no step after this time, answers and features included; the same command goes on later
     init              folder of a head in the layout of `out` to start from
     cache, cache_gb   folder of answers and features, by default in `out`; most gigabytes of features.  Texts
                       beyond are computed again in every pass.
     quantization      of the weights on disk: int8 or int4; None: bfloat16
     format            published layout; None: the reference's
     """
+
+    KINDS: ClassVar[Mapping[str, Kind]] = {}  # of the further options of a method
 
     data: Sequence[str] = ()
     out: str = ""
@@ -113,7 +136,7 @@ class TrainOptions:
     format: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, KINDS)
+        check_fields(self, {**SHARED, **self.KINDS})
         bits_of(self.quantization, "quantization of the trained weights")
         if not self.data:
             raise ConfigError("training needs data: files with texts or conversations, .jsonl or .txt.")

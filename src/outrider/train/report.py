@@ -40,6 +40,13 @@ class Report:
             if len(source.bad) > SHOWN:
                 self.say(f"  and {len(source.bad) - SHOWN} more", "yellow")
 
+    def failed(self, item: int, error: str) -> None:
+        self.say(f"  no answer to text {item + 1}: {error}", "yellow")
+
+    def empty(self, count: int, texts: int) -> None:
+        if count:
+            self.say(f"{count} of {texts} texts have no answer of the target and are left out", "yellow")
+
     @contextmanager
     def phase(self, what: str, total: int) -> Iterator[Callable[[int, int], None]]:
         """A bar over texts.  Yields tick(texts, tokens)."""

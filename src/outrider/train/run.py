@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.bench.conditions import conditions
-from outrider.errors import RequestError
+from outrider.errors import ConfigError, RequestError
 from outrider.llm import LLM
 from outrider.train import answers, data
 from outrider.train.answers import Text
@@ -29,12 +29,16 @@ from outrider.train.methods import method
 from outrider.train.options import TrainOptions, as_json
 from outrider.train.report import Report
 
+WEIGHTS = (".safetensors", ".bin")
 SHARE = 10  # at most one text of so many is held out
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of a run.  held, chosen: numbers of those for evaluation and for training.  key: of the cache."""
+    """Texts of a run.
+
+    held, chosen: numbers of those for evaluation and for training.  key: hash of their ids and of the target.
+    """
 
     texts: list[Text]
     held: list[int]
@@ -65,16 +69,14 @@ def collect(llm: LLM, options: TrainOptions, report: Report) -> Texts:
     """Read the data and have the target answer it."""
     items, sources = data.read(llm, options)
     report.sources(sources)
-    engine = llm.engine
-    names = ("regenerate", "temperatures", "prompt_tokens", "answer_tokens", "length", "limit", "seed")
-    parts = {name: as_json(options)[name] for name in names}
-    parts |= {"data": [source.sha256 for source in sources], "target": engine.checkpoint.fingerprint}
-    parts |= {name: getattr(engine.options, name) for name in ("model", "dtype", "quantization")}
-    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    target = target_parts(llm)
     if options.regenerate:
+        asked = {name: as_json(options)[name] for name in ("temperatures", "answer_tokens", "length", "seed")}
+        key = hashed([target, asked, [item.prompt for item in items]])
         with report.phase("Answers of the target", len(items)) as tick:
             path = cache_folder(options) / f"answers-{key}.jsonl"
-            texts = answers.regenerated(llm, items, options, path, tick)
+            texts = answers.regenerated(llm, items, options, path, tick, report.failed)
+        report.empty(sum(len(text.ids) == text.prompt for text in texts), len(texts))
     else:
         texts = answers.given(items)
     usable = [text for text in texts if text.usable]
@@ -83,7 +85,44 @@ def collect(llm: LLM, options: TrainOptions, report: Report) -> Texts:
     order = list(range(len(usable)))
     random.Random(options.seed).shuffle(order)
     held = max(1, min(options.held_out, len(usable) // SHARE))
+    key = hashed([target, [[text.prompt, text.ids] for text in usable]])
     return Texts(usable, order[:held], sorted(order[held:]), sources, key)
+
+
+def target_parts(llm: LLM) -> dict[str, Any]:
+    """What the target's numbers depend on: options, and name, size and time of its files, wherever they are."""
+    checkpoint, options = llm.engine.checkpoint, llm.engine.options
+    if checkpoint.gguf is not None:
+        files = [checkpoint.gguf.path]
+    else:
+        files = sorted(path for path in checkpoint.folder.iterdir() if path.suffix in WEIGHTS)
+        files.append(checkpoint.folder / "config.json")
+    found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    names = ("dtype", "quantization", "activations", "kv_cache_dtype", "max_model_len")
+    given = {name: getattr(options, name) for name in names}
+    return {"files": found, "layers": checkpoint.spec.layers, **given}
+
+
+def hashed(value: Any) -> str:
+    """Hash of JSON values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check(llm: LLM, name: str, options: TrainOptions) -> None:
+    """Build the method without its texts and drop it: mistakes are found before the target answers.
+
+    Raises ConfigError for options that do not fit the target, for a head in `init` that does not fit, for an
+    unknown format and for a folder that cannot be made.
+    """
+    torch.manual_seed(options.seed)
+    target = llm.engine.target
+    made = method(name)(options, target, torch.zeros(target.vocabulary, dtype=torch.int64))
+    if options.format is not None:
+        made.exported(*made.files(), options.format)
+    try:
+        Path(options.out).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: {options.out!r} cannot be made: {error}") from error
 
 
 def new_method(llm: LLM, name: str, options: TrainOptions, texts: Texts) -> Method:
@@ -107,7 +146,7 @@ def step_count(options: TrainOptions, texts: Texts) -> int:
 
 def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
     """Train a head for the target and write it to `options.out`.  Afterwards `llm` has no drafter."""
-    method(name)  # refuses unknown names before anything slow
+    check(llm, name, options)
     began, texts = time.perf_counter(), collect(llm, options, report)
     made = new_method(llm, name, options, texts)
     features = new_features(llm, made, texts)
@@ -115,6 +154,8 @@ def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
         features.fill(lambda done: tick(done, 0))
     trainer = Trainer(made, features, texts.chosen, step_count(options, texts), texts.key)
     resumed = trainer.load()
+    if resumed:
+        write_log(trainer)  # a kill may have left evaluations of later steps in it
     report.start(trainer, texts.texts, parameter_count(made.network), resumed)
     evaluate = Evaluation(llm, trainer, texts, report)
     finished = _steps(trainer, evaluate, report, began)
@@ -162,9 +203,14 @@ class Evaluation:
         record = {"step": trainer.step, "held_loss": trainer.held_loss(self.held), **asdict(found)}
         trainer.records.append(record)
         trainer.seconds["evaluation"] += time.perf_counter() - began
-        with (trainer.options.work / "log.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        write_log(trainer)
         self.report.evaluated(record)
+
+
+def write_log(trainer: Trainer) -> None:
+    """work/log.jsonl: an evaluation a line."""
+    lines = "".join(json.dumps(record) + "\n" for record in trainer.records)
+    replace_text(trainer.options.work / "log.jsonl", lines)
 
 
 def _provenance(name: str, trainer: Trainer, texts: Texts) -> str:

@@ -191,7 +191,7 @@ class Network(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, BlockLayer)
             x = layer.read(x, context, anchors)
-        logits = F.linear(self.norm(x), self.lm_head.weight if s.ids else outer.lm_head)
+        logits = self.lm_head(self.norm(x)) if s.ids else outer.logits(self.norm(x))
         logits = logits.view(*ids.shape, -1)
         if not s.markov:
             return logits

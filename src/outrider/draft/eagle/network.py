@@ -67,6 +67,6 @@ class Network(nn.Module):
         noise = (torch.rand_like(states[:count]) - 0.5) * width
         rows, start = sample.places(1, count), max(0, sample.first - 1)
         out = self(outer.embedding[sample.tokens[1:]], states[:count] + noise, count - start)[rows - start]
-        tokens = soft_cross_entropy(out @ outer.lm_head.T, sample.logits[1 + rows])
+        tokens = soft_cross_entropy(outer.logits(out), sample.logits[1 + rows])
         features = F.smooth_l1_loss(out.float(), states[1 + rows], reduction="none").mean(-1)
         return mean_loss(features + TOKEN_WEIGHT * tokens)

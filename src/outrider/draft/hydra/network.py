@@ -90,15 +90,15 @@ class Network(nn.Module):
             **({**sizes_config(self.prefix), "rope_theta": THETA} if self.prefix else {}),
         }
 
-    def forward(self, states: Tensor, embedded: Tensor, lm_head: Tensor | None = None) -> list[Tensor]:
+    def forward(self, states: Tensor, embedded: Tensor, outer: TargetWeights | None = None) -> list[Tensor]:
         """Logits [T - 1 - i, V] of each head i for t = 0, 1, …
 
         states f_0 … and embeddings e(x_0) …: [T, hidden] both
 
-        lm_head [V, hidden]: the target's, for heads without one.
+        outer: the target's weights, for heads without an lm_head.
         """
         inputs = self.inputs(states, embedded)
-        return [self.logits(i, z, lm_head) for i, z in enumerate(inputs)]
+        return [self.logits(i, z, outer) for i, z in enumerate(inputs)]
 
     def inputs(self, states: Tensor, embedded: Tensor) -> list[Tensor]:
         """z [T - 1 - i, inputs] of each head i."""
@@ -109,13 +109,13 @@ class Network(nn.Module):
             inputs.append(z)
         return inputs
 
-    def logits(self, i: int, z: Tensor, lm_head: Tensor | None = None) -> Tensor:
+    def logits(self, i: int, z: Tensor, outer: TargetWeights | None = None) -> Tensor:
         """[n, V] of head i for its inputs [n, inputs]."""
         x: Tensor = self.hydra_mlp[i](z)
         if self.own:
             return self.hydra_lm_head[i](x)  # type: ignore[no-any-return]
-        assert lm_head is not None
-        return x @ lm_head.T
+        assert outer is not None
+        return outer.logits(x)
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Teacher loss: each head's cross entropy with the target's distribution of its predicted token.
@@ -130,5 +130,5 @@ class Network(nn.Module):
         for i, z in enumerate(self.inputs(sample.states[FINAL], outer.embedding[sample.tokens])):
             rows = sample.places(i + 1, len(z))
             theirs = sample.logits[i + 1 + rows]
-            total = total + mean_loss(soft_cross_entropy(self.logits(i, z[rows], outer.lm_head), theirs))
+            total = total + mean_loss(soft_cross_entropy(self.logits(i, z[rows], outer), theirs))
         return total

@@ -42,7 +42,7 @@ class Network(nn.Module):
         """Cross entropy with the target's distribution of the same token."""
         rows = sample.places(0, len(sample.tokens))
         x = self.norm(self.block(sample.states[self.layer][rows]))
-        return mean_loss(soft_cross_entropy(x @ outer.lm_head.T, sample.logits[rows]))
+        return mean_loss(soft_cross_entropy(outer.logits(x), sample.logits[rows]))
 
 
 class ExitHead:

@@ -48,20 +48,20 @@ class Network(nn.ModuleList):
         }
         return config if self.own else {**config, "version": "2"}
 
-    def forward(self, states: Tensor, lm_head: Tensor | None = None) -> list[Tensor]:
+    def forward(self, states: Tensor, outer: TargetWeights | None = None) -> list[Tensor]:
         """Logits [T, V] of each head for states [T, hidden].
 
-        lm_head: the target's, for heads without one.
+        outer: the target's weights, for heads without an lm_head.
         """
-        return [self.logits(i, states, lm_head) for i in range(len(self))]
+        return [self.logits(i, states, outer) for i in range(len(self))]
 
-    def logits(self, i: int, states: Tensor, lm_head: Tensor | None = None) -> Tensor:
+    def logits(self, i: int, states: Tensor, outer: TargetWeights | None = None) -> Tensor:
         """[T, V] of head i."""
         x: Tensor = self[i](states)
         if self.own:
             return x
-        assert lm_head is not None
-        return x @ lm_head.T
+        assert outer is not None
+        return outer.logits(x)
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy of each head with the text, weighted by DECAY.
@@ -76,7 +76,7 @@ class Network(nn.ModuleList):
         total = states.new_zeros(())
         for i in range(len(self)):
             rows = sample.places(i + 1, max(0, len(tokens) - i - 2))
-            logits = self.logits(i, states[rows], outer.lm_head).float()
+            logits = self.logits(i, states[rows], outer).float()
             losses = F.cross_entropy(logits, tokens[i + 2 + rows], reduction="none")
             total = total + DECAY**i * mean_loss(losses)
         return total

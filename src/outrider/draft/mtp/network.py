@@ -100,6 +100,6 @@ class Network(nn.Module):
             weight = DECAY ** max(0, depth - len(self.layers) + 1)
             rows = sample.places(depth + 1, len(tokens))
             theirs = sample.logits[depth + 1 + rows]
-            loss = mean_loss(soft_cross_entropy(out[rows] @ outer.lm_head.T, theirs))
+            loss = mean_loss(soft_cross_entropy(outer.logits(out[rows]), theirs))
             total, weights = total + weight * loss, weights + weight
         return total / weights

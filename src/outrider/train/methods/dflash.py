@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from outrider.core.validate import optional, whole
 from outrider.draft.dflash.network import Network
+from outrider.errors import ConfigError
 from outrider.train.base import Method
-from outrider.train.methods.eagle3 import frequent
-from outrider.train.options import TrainOptions
+from outrider.train.methods.eagle3 import frequent, within
+from outrider.train.options import COUNT, TAPS, TrainOptions
 
 
 class DFlash(Method):
@@ -21,6 +23,16 @@ class DFlash(Method):
         spread as in the publication.  draft_vocab_size: most frequent tokens of the answers; None: all.
         markov: rank of DSpark's table of the token before; 0 without one.
         """
+
+        KINDS: ClassVar = {
+            "layers": COUNT,
+            "inner": optional(COUNT),
+            "block": whole(2),
+            "mask_token": optional(whole(0)),
+            "taps": optional(TAPS),
+            "draft_vocab_size": optional(COUNT),
+            "markov": whole(0),
+        }
 
         layers: int = 2
         inner: int | None = None
@@ -40,9 +52,13 @@ class DFlash(Method):
         if options.inner is not None:
             given["inner"] = options.inner
         if options.mask_token is not None:
+            if options.mask_token >= self.target.vocabulary:
+                raise ConfigError(
+                    f"mask_token {options.mask_token}: V of the target is {self.target.vocabulary}."
+                )
             given["mask"] = options.mask_token
         if options.taps is not None:
-            given["taps"] = tuple(options.taps)
+            given["taps"] = within(options.taps, self.target.decoder.spec.layers)
         if options.draft_vocab_size is not None:
             given["ids"] = frequent(self.counts, options.draft_vocab_size) or ()
         network = Network.like(self.target, **given)

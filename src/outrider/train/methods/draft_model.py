@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from outrider.core.quantized import QuantizedWeight
-from outrider.core.validate import Kind, check_fields, optional, whole
+from outrider.core.validate import Kind, optional
 from outrider.heads.parts import acceptance_loss, soft_cross_entropy
 from outrider.heads.sample import Sample, mean_loss
 from outrider.train.base import Files, Method, replace_text
-from outrider.train.options import TrainOptions
+from outrider.train.options import COUNT, TrainOptions
 
 DIVERGENCES = ("forward", "reverse", "tvd", "acceptance")
+DIVERGENCE = Kind(" or ".join(DIVERGENCES), lambda value: value in DIVERGENCES)
 OF_TARGET = ("quantization_config", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
-SIZE = optional(whole(1))
 
 
 class DraftModel(Method):
@@ -33,18 +33,18 @@ class DraftModel(Method):
         acceptance of rejection sampling, or "acceptance": -log of that (LK losses, arXiv 2602.23881).
         """
 
+        KINDS: ClassVar = {
+            **dict.fromkeys(("hidden", "inner", "heads", "kv_heads"), optional(COUNT)),
+            "layers": COUNT,
+            "divergence": DIVERGENCE,
+        }
+
         layers: int = 2
         hidden: int | None = None
         inner: int | None = None
         heads: int | None = None
         kv_heads: int | None = None
         divergence: str = "forward"
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            known = Kind(" or ".join(DIVERGENCES), lambda value: value in DIVERGENCES)
-            sizes = dict.fromkeys(("hidden", "inner", "heads", "kv_heads"), SIZE)
-            check_fields(self, {**sizes, "layers": whole(1), "divergence": known})
 
         @property
         def cut(self) -> bool:

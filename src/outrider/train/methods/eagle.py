@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from outrider.core.validate import FLAG, optional
 from outrider.draft.eagle.layouts import exported
 from outrider.draft.eagle.network import Network
 from outrider.train.base import Files, Method
-from outrider.train.options import TrainOptions
+from outrider.train.options import COUNT, TrainOptions
 
 
 class Eagle(Method):
     @dataclass(frozen=True)
     class Options(TrainOptions):
         """inner: of the MLP; None: the target's.  bias: of fc; vLLM reads none."""
+
+        KINDS: ClassVar = {"inner": optional(COUNT), "bias": FLAG}
 
         inner: int | None = None
         bias: bool = False

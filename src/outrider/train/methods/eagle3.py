@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from outrider.core.validate import Kind, optional
 from outrider.draft.eagle3.layouts import exported
 from outrider.draft.eagle3.network import Network, Settings
-from outrider.errors import ConfigError, unknown
+from outrider.errors import ConfigError
 from outrider.train.base import Files, Method
-from outrider.train.options import TrainOptions
+from outrider.train.options import COUNT, POSITIVE, TAPS, TrainOptions
 
-OBJECTIVES = ("kl", "acceptance")
+OBJECTIVE = Kind("kl or acceptance", lambda value: value in ("kl", "acceptance"))
 
 
 class Eagle3(Method):
@@ -28,6 +29,15 @@ class Eagle3(Method):
         target's.
         """
 
+        KINDS: ClassVar = {
+            "draft_vocab_size": COUNT,
+            "test_steps": COUNT,
+            "decay": POSITIVE,
+            "objective": OBJECTIVE,
+            "taps": optional(TAPS),
+            "inner": optional(COUNT),
+        }
+
         draft_vocab_size: int = 32000
         test_steps: int = 7
         decay: float = 0.8
@@ -35,24 +45,17 @@ class Eagle3(Method):
         taps: Sequence[int] | None = None
         inner: int | None = None
 
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.objective not in OBJECTIVES:
-                raise ConfigError(unknown("objective", self.objective, OBJECTIVES))
-
     base_rate = 1e-4
 
     def build(self) -> Network:
         options, spec, sizes = self.options, self.target.decoder.spec, self.sizes
         layers, vocabulary = spec.layers, self.target.vocabulary
         taps = options.taps or sorted({min(max(tap, 0), layers) for tap in (2, layers // 2, layers - 3)})
-        if not all(0 <= tap <= layers for tap in taps):
-            raise ConfigError(f"taps must be in 0 … {layers}, the layers of the target: got {list(taps)}.")
-        self.wanted = tuple(taps)
+        self.wanted = within(taps, layers)
         settings = Settings(
             vocabulary, sizes.hidden, sizes.inner, sizes.heads, sizes.kv_heads, sizes.head_dim, spec.hidden,
             self.wanted, frequent(self.counts, options.draft_vocab_size), eps=sizes.eps,
-            positions=self.target.max_len,
+            positions=self.target.checkpoint.spec.context,
         )  # fmt: skip
         accepted = options.objective == "acceptance"
         network = Network(settings, options.test_steps, options.decay, accepted)
@@ -61,6 +64,13 @@ class Eagle3(Method):
 
     def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
         return exported(config, tensors, layout)
+
+
+def within(taps: Sequence[int], layers: int) -> tuple[int, ...]:
+    """The taps.  Raises ConfigError for one that the target does not have."""
+    if not all(0 <= tap <= layers for tap in taps):
+        raise ConfigError(f"taps must be in 0 … {layers}, the layers of the target: got {list(taps)}.")
+    return tuple(taps)
 
 
 def frequent(counts: Tensor, most: int) -> tuple[int, ...] | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from outrider.core.validate import FLAG, optional
 from outrider.draft.hydra.network import Network
 from outrider.train.base import Method
-from outrider.train.options import TrainOptions
+from outrider.train.options import COUNT, FRACTION, TrainOptions
 
 
 class Hydra(Method):
@@ -18,6 +19,15 @@ class Hydra(Method):
         the heads (Hydra++).  own: each head has an lm_head, as in the reference; otherwise all use the
         target's.  inner: of the prefix layer; None: the target's.
         """
+
+        KINDS: ClassVar = {
+            "heads": COUNT,
+            "layers": COUNT,
+            "prefix": FLAG,
+            "own": FLAG,
+            "dropout": FRACTION,
+            "inner": optional(COUNT),
+        }
 
         heads: int = 4
         layers: int = 4

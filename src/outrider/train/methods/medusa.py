@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from outrider.core.validate import FLAG
 from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network
 from outrider.train.base import Files, Method
-from outrider.train.options import TrainOptions
+from outrider.train.options import COUNT, TrainOptions
 
 
 class Medusa(Method):
@@ -20,6 +21,8 @@ class Medusa(Method):
         """heads: number of future tokens.  blocks: residual blocks of each.  own: each head has an lm_head,
         as in the reference; otherwise all use the target's.
         """
+
+        KINDS: ClassVar = {"heads": COUNT, "blocks": COUNT, "own": FLAG}
 
         heads: int = 4
         blocks: int = 1

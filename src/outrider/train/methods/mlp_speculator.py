@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from outrider.core.validate import FLAG, optional
 from outrider.draft.mlp_speculator.layouts import exported
 from outrider.draft.mlp_speculator.network import Network
 from outrider.train.base import Files, Method
-from outrider.train.options import TrainOptions
+from outrider.train.options import COUNT, TrainOptions
 
 
 class MlpSpeculator(Method):
@@ -25,6 +26,13 @@ class MlpSpeculator(Method):
         """n_predict: number of future tokens.  inner: width of the recurrent state; None: the target's.
         tie_weights: all steps share their weights.  scale_input: the state is normalized first.
         """
+
+        KINDS: ClassVar = {
+            "n_predict": COUNT,
+            "inner": optional(COUNT),
+            "tie_weights": FLAG,
+            "scale_input": FLAG,
+        }
 
         n_predict: int = 3
         inner: int | None = None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from outrider.core.step import FINAL
+from outrider.core.validate import FLAG, optional
 from outrider.draft.mtp.layouts import exported
 from outrider.draft.mtp.network import Network
 from outrider.train.base import Files, Method
-from outrider.train.options import TrainOptions
+from outrider.train.options import COUNT, TrainOptions
 
 
 class Mtp(Method):
@@ -21,6 +22,8 @@ class Mtp(Method):
         """layers: prediction layers.  test_steps: depths in the loss; the last layer predicts those beyond.
         prenorm: they read states before the target's last norm.  inner: of the MLP; None: the target's.
         """
+
+        KINDS: ClassVar = {"layers": COUNT, "test_steps": COUNT, "prenorm": FLAG, "inner": optional(COUNT)}
 
         layers: int = 1
         test_steps: int = 3

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from outrider.core.validate import FLAG, optional
 from outrider.draft.redrafter.network import Network
 from outrider.train.base import Method
-from outrider.train.options import TrainOptions
+from outrider.train.options import COUNT, TrainOptions
 
 
 class ReDrafter(Method):
@@ -16,6 +17,8 @@ class ReDrafter(Method):
         """layers: residual blocks.  exit_dim: their width; None: twice the target's.  rnn: otherwise states
         are sums of embeddings.
         """
+
+        KINDS: ClassVar = {"layers": COUNT, "exit_dim": optional(COUNT), "rnn": FLAG}
 
         layers: int = 2
         exit_dim: int | None = None
