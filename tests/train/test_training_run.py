@@ -108,9 +108,9 @@ def test_answers_and_features_are_computed_once(
     asked: list[int] = []
     answered = run.answers.answered
 
-    def counting(llm: LLM, items: Any, options: Any) -> Any:
+    def counting(llm: LLM, items: Any, *more: Any) -> Any:
         asked.append(len(items))
-        return answered(llm, items, options)
+        return answered(llm, items, *more)
 
     monkeypatch.setattr(run.answers, "answered", counting)
     made.append(train(target, "eagle", run_options("eagle", tmp_path / "1", **given), Report()))
