@@ -202,7 +202,7 @@ def test_what_does_not_fit_the_target_is_refused_before_its_answers(
     name: str, wrong: Any, target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "collect", lambda *_: pytest.fail("the data is read"))
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
+    with pytest.raises(ConfigError, match=r"taps|mask_token|layout"):
         train(target, name, run_options(name, tmp_path, **wrong), Report())
 
 
