@@ -2,7 +2,7 @@
 
     python benchmarks/reliability.py --out docs/img/reliability.svg [--json OUT] [MODEL]
 
-Nodes whose parent was accepted, by tenths of their predicted probability, over the prompts of the demo, greedy
+Nodes whose parent was accepted, by tenths of their predicted probability, over the demo's prompts, greedy
 and at temperature 0.8.  The area of a point is the number of nodes.
 """
 

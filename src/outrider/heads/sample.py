@@ -63,7 +63,7 @@ class TargetWeights:
 
     @staticmethod
     def of(model: Model) -> TargetWeights:
-        """The bias is the logits of zeros; an lm_head with a soft cap is replaced by those of unit vectors."""
+        """The bias is the logits of zeros.  An lm_head with a soft cap becomes those of unit vectors."""
         hidden = model.spec.hidden
         unit_vectors = torch.eye(hidden, dtype=model.backend.activations, device=model.device)
         bias = model.head_logits(torch.zeros_like(unit_vectors[:1]))[0].clone()

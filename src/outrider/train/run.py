@@ -90,7 +90,7 @@ def collect(llm: LLM, options: TrainOptions, report: Report) -> Texts:
 
 
 def target_parts(llm: LLM) -> dict[str, Any]:
-    """What the target's numbers depend on: options, and name, size and time of its files, wherever they are."""
+    """What the target's numbers depend on: options, and name, size and time of its files."""
     checkpoint, options = llm.engine.checkpoint, llm.engine.options
     if checkpoint.gguf is not None:
         files = [checkpoint.gguf.path]
