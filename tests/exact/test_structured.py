@@ -122,7 +122,8 @@ def test_every_drafter_emits_the_text_of_plain_decoding(
         assert [told(output) for output in outputs] == expected[temperature]
         for output in outputs:
             check_statistics(output.outputs)
-    assert outputs[0].outputs[0].speculation.drafted > 0 or drafter == "off"
+    declines = drafter in ("off", "auto") or drafter.startswith("adaptive")  # forced text too, in such a mix
+    assert outputs[0].outputs[0].speculation.drafted > 0 or declines
     assert not outputs[-1].outputs[0].speculation.drafted
     check_idle(fast)
 

@@ -76,10 +76,12 @@ def interrupt(llm: LLM) -> None:
         if len(sent) == 5:
             os.kill(os.getpid(), signal.SIGINT)
 
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist's workers ignore it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "tell", tell)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, LONG)
+    signal.signal(signal.SIGINT, ignored)
     assert tokens(llm) == expected
 
 

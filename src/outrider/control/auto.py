@@ -97,7 +97,7 @@ class AutoController:
         self.spent.clear()
         if self.stale or batch.prefill or batch.rows != self.rows:
             self._look(batch)
-            if not self.plans and not batch.prefill:
+            if not self.plans and self.load.batch and not batch.prefill:
                 self.rest, self.resting, self.anchored = self._pause(batch), True, False
                 self.evidence.host, self.looked = self.evidence.host + self.looked, 0.0
                 return [NO_BUDGET] * len(batch)
