@@ -177,7 +177,7 @@ def test_a_single_pick_is_that_of_the_reference(params: DistributionParams, seed
 def test_rows_are_picked_as_by_the_reference(
     params: DistributionParams, seed: int, k: int, mapped: bool
 ) -> None:
-    """Several tokens a row with their probabilities; columns that stand for other tokens; a row of NaN."""
+    """Several tokens a row with their probabilities; columns of other tokens; a row of NaN."""
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed % (1 << 32))) * 3
     logits[1, 5] = float("nan")
     keys, ids = [seed, seed + 1, seed + 2], torch.arange(90, 50, -1, dtype=torch.int32) if mapped else None

@@ -35,7 +35,7 @@ SECONDS = 1.0  # of processor time, for one load
 
 
 def written(config: dict[str, Any]) -> str:
-    """JSON; DEEP stands for 5,000 nested lists, which `json` itself cannot write."""
+    """JSON; DEEP is replaced by 5,000 nested lists, which `json` itself cannot write."""
     return json.dumps(config).replace(json.dumps(DEEP), "[" * 5000 + "]" * 5000)
 
 

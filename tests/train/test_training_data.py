@@ -66,6 +66,15 @@ def test_a_text_file_has_a_text_in_every_paragraph(target: LLM, run_options: Any
     assert all(len(item.prompt) == 1 for item in items) and source.lines == 3 and not source.bad
 
 
+def test_a_json_file_may_be_one_list(target: LLM, run_options: Any, tmp_path: Path) -> None:
+    """ShareGPT's form.  What is no conversation in it is named by its number."""
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"prompt": "the cat"}, 7, {"prompt": "abc"}], indent=1))
+    items, (source,) = read(target, run_options("medusa", tmp_path, data=(str(path),)))
+    assert len(items) == 2 and source.lines == 3
+    assert source.bad == ["line 2: neither messages nor turns, prompt or text: 7"]
+
+
 def test_texts_are_cut_and_long_prompts_left_out(target: LLM, run_options: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     records = [{"prompt": "the cat " * n, "response": "ate it all up " * 9} for n in (1, 2, 40)]

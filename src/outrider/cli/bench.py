@@ -78,11 +78,7 @@ def bench(
     if plot is not None and results[0].runs:
         draw(results, plot)
     if sink:
-        about = {
-            "prompts": str(file) if file else None,
-            "left out": left_out,
-            "left out, of one token": short,
-        }
+        about = {"prompts": file and str(file), "left out": left_out, "left out, of one token": short}
         settings = {"batch size": batch_size, **measured, "repeats": repeats, "raw": raw}
         record(sink, llm, {**about, "settings": settings, "configs": configs}, results)
     if llm.engine.exact and any(result.differs(results[0]) for result in results):

@@ -89,7 +89,7 @@ class AutoController:
     # ---- before drafting
 
     def budget(self, batch: Batch) -> list[Budget]:
-        if self.rest and not batch.prefill and len(batch) == len(self.rows):
+        if self.rest and not batch.prefill and batch.rows == self.rows:
             self.rest -= 1
             return [NO_BUDGET] * len(batch)
         self._wake()
@@ -279,7 +279,7 @@ class AutoController:
             note_depths(tried, step, self.evidence.bits)
             joint = choose.joint_probabilities(step.tree, tried.plan.state.calibration)
             joints.append(joint[: step.tree.size])
-        kept, _ = choose.select(joints, self.load.verify, self.load.rate)
+        kept = choose.select(joints, self.load.verify, self.load.rate)
         for (step, tried), nodes, joint in zip(trees, kept, joints):
             if tried.plan.exploring and not nodes and joint:
                 nodes = [0]

@@ -120,26 +120,23 @@ def _keep_order(tree: DraftTree, joint: list[float]) -> None:
             joint[i] = last[parent, distribution] = min(joint[i], last.get((parent, distribution), 1.0))
 
 
-def select(
-    joints: Sequence[Sequence[float]], verify: Callable[[int], float], rate: float
-) -> tuple[list[list[int]], float]:
+def select(joints: Sequence[Sequence[float]], verify: Callable[[int], float], rate: float) -> list[list[int]]:
     """The nodes of a whole batch that pay, most probable first: node numbers of each row, ascending.
 
     joints: probability of each node, by row.  verify: nodes of the batch -> seconds that they add.
-    Returns the nodes and their expected accepted tokens.  The seconds need not be convex: every number of
-    nodes is tried.
+    The seconds need not be convex: every number of nodes is tried.
     """
     ranked = [(-p, r, i) for r, joint in enumerate(joints) for i, p in enumerate(joint)]
     ranked.sort()  # a child is no more probable than its parent, and comes later
-    best_value, best_count, best_gain, gain = 0.0, 0, 0.0, 0.0
+    best_value, best_count, gain = 0.0, 0, 0.0
     for count, (negated, _, _) in enumerate(ranked, start=1):
         gain -= negated
         value = gain - rate * verify(count)
         if value > best_value:
-            best_value, best_count, best_gain = value, count, gain
+            best_value, best_count = value, count
     kept: list[list[int]] = [[] for _ in joints]
     for _, r, i in ranked[:best_count]:
         kept[r].append(i)
     for nodes in kept:
         nodes.sort()
-    return kept, best_gain
+    return kept

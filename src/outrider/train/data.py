@@ -1,4 +1,5 @@
-"""Texts to train on: .jsonl with a conversation or a text a line, or plain text in paragraphs.
+"""Texts to train on: .jsonl with a conversation or a text a line, .json with a list of them, or plain text in
+paragraphs.
 
     {"messages": [{"role": "user", "content": "…"}, …]}       OpenAI; also "from" and "value" (ShareGPT)
     {"turns": ["…", …]}                                       Spec-Bench: user messages
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,8 +89,11 @@ def read(llm: LLM, options: TrainOptions) -> tuple[list[Item], list[Source]]:
 
 
 def _records(path: Path, content: bytes) -> Iterator[tuple[int, bytes]]:
-    """(line number, bytes) of every record: a line of .jsonl, otherwise a paragraph."""
+    """(number, bytes) of every record: a line of .jsonl, an entry of a .json list, otherwise a paragraph."""
     lines = content.splitlines()
+    if path.suffix == ".json" and isinstance(listed := _parsed(content), list):
+        yield from ((n, json.dumps(entry).encode()) for n, entry in enumerate(listed, 1))
+        return
     if path.suffix in (".jsonl", ".json"):
         yield from ((n, line) for n, line in enumerate(lines, 1) if line.strip())
         return
@@ -99,6 +104,13 @@ def _records(path: Path, content: bytes) -> Iterator[tuple[int, bytes]]:
         elif block:
             yield number - len(block), b"\n".join(block)
             block = []
+
+
+def _parsed(content: bytes) -> Any:
+    """The JSON of a file; None if it is not one value."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(content)
+    return None
 
 
 def example_of(raw: bytes, suffix: str) -> Example:
