@@ -231,7 +231,7 @@ def test_the_loss_is_the_teachers(toy: LLM) -> None:
         read(toy.engine.decoder, [5, 9, 400, 3, 77, 12], (FINAL,)),
         TargetWeights.of(toy.engine.decoder),
     )
-    p = network.prefix_embeding_layer(sample.states[FINAL])
+    p = network.prefixed(sample.states[FINAL])
     total = 0.0
     for i in range(2):
         each = []

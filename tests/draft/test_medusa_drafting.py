@@ -225,8 +225,8 @@ def test_the_loss_is_the_published_one(toy: LLM) -> None:
             expected += 0.8**i * float(torch.stack(right).mean())
     assert float(loss) == pytest.approx(expected, rel=1e-5)
     begun = Network.beside(outer, heads=2, blocks=2, own=False)
-    assert torch.allclose(begun(states, outer)[1], states @ outer.lm_head.T)
-    assert torch.allclose(Network.beside(outer, heads=2)(states)[0], states @ outer.lm_head.T)
+    assert torch.allclose(begun.logits(1, states, outer), states @ outer.lm_head.T)
+    assert torch.allclose(Network.beside(outer, heads=2).logits(0, states, outer), states @ outer.lm_head.T)
     assert float(network.loss(Sample(tokens[:2], {FINAL: states[:2]}, torch.empty(0)), outer)) == 0, (
         "too short a text says nothing"
     )

@@ -263,7 +263,7 @@ def changed(case: Case, **tensors: Tensor) -> Case:
         (replace(ibm(), config={"speculators_model_type": "mlp"}), "type 'mlp' of speculators 0.1"),
         (
             Case({"model_type": "mlp_speculator"}, {}, {"foo.weight": torch.zeros(2, 2)}),
-            "neither emb, proj, ln and head nor forget_emb",
+            "no projs.0.weight or proj.0.0.weight or proj.0.weight among its 1 tensors, foo",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from outrider.core.step import FINAL
 from outrider.core.tree import ROOT
 from outrider.draft.redrafter import Beams, ReDrafter
 from outrider.draft.redrafter.network import Network
+from outrider.heads.base import State
 from outrider.heads.sample import TargetWeights, read
 from outrider.testing import random_prompts
 
@@ -72,9 +73,9 @@ def test_drafts_use_the_state_that_gave_the_pending_token(
     """With any acceptance and any chunks, states equal those of the target reading the text alone."""
     levels, seen = ReDrafter._grow, list[tuple[list[int], Tensor]]()
 
-    def watched(self: ReDrafter, f: Tensor, grown: list[Beams]) -> None:
-        seen.extend((list(beams.row.tokens), state.clone()) for beams, state in zip(grown, f))
-        levels(self, f, grown)
+    def watched(self: ReDrafter, grown: list[Beams], state: State) -> None:
+        seen.extend((list(beams.row.tokens), f.clone()) for beams, f in zip(grown, state[0]))
+        levels(self, grown, state)
 
     monkeypatch.setattr(ReDrafter, "_grow", watched)
     llm.use({"model": learned})

@@ -133,6 +133,22 @@ def test_tensors_of_unknown_meaning_are_refused_by_kind() -> None:
         assert name in head_format.renamed(head)
 
 
+def test_heads_without_a_known_tensor_or_with_absurd_numbers_are_refused() -> None:
+    tensors = {"extra.20000.weight": torch.zeros(1)}
+    head_format = HeadFormat((Layout("numbered", ("extra.{i}.weight",), (("extra.{rest}", "{rest}"),)),))
+    with pytest.raises(ModelError, match=r"'extra\.20000\.weight' has too large a number"):
+        head_format.translate(Head.of("a", {}, tensors))
+    with pytest.raises(ModelError, match=r"no extra\.{i}\.weight among its 1 tensors, other"):
+        head_format.translate(Head.of("a", {}, {"other": torch.zeros(1)}))
+
+
+def test_configs_name_the_method() -> None:
+    head_format = HeadFormat((), kinds="shift|Shift.*", keys=("shift_",))
+    for config in ({"model_type": "shift"}, {"architectures": ["ShiftModel"]}, {"shift_layers": 2}):
+        assert head_format.named_in(config)
+    assert not head_format.named_in({"model_type": "shifted", "layers": 2, "architectures": None})
+
+
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: f"{case[0]} {case[1]}")
 def test_published_names_translate_both_ways(case: tuple[str, str, str, dict[str, int]]) -> None:
     method, published, ours, numbers = case

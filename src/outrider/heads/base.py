@@ -20,12 +20,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.cache.catch_up import CatchUp
+from outrider.cache.catch_up import CatchUp, Cursor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import bits_of
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
+from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
 from outrider.drafting.base import Drafter, Storage, Target
 from outrider.drafting.options import refuse_parallel
@@ -33,9 +34,11 @@ from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.layouts import HeadFormat
 from outrider.heads.reader import Reader
+from outrider.heads.trees import TokenTree, grow
 from outrider.heads.vocabulary import check_size
 
 FINGERPRINT = "target_fingerprint"  # in the config of a head: `Checkpoint.fingerprint` of its target
+State = tuple[Tensor, ...]  # of a head that drafts level by level: [n, …] each
 log = logging.getLogger("outrider")
 # Names of tensors beside, or in place of, quantized weights.
 QUANTIZED = re.compile(r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$")
@@ -120,7 +123,7 @@ class HeadDrafter(Drafter):
     @classmethod
     def claims(cls, head: Head) -> int:
         """Whether a file is for this method: 2 by its tensors, 1 by its config, 0 no."""
-        return 2 if cls.FORMAT.layout_of(head) else 0
+        return 2 if cls.FORMAT.layout_of(head) else int(cls.FORMAT.named_in(head.config))
 
     @classmethod
     def translate(cls, head: Head) -> Head:
@@ -156,6 +159,16 @@ class HeadDrafter(Drafter):
                 f"target's are {wide}."
             )
 
+    @staticmethod
+    def pending(cursors: Mapping[Row, Cursor]) -> tuple[StepInput, Tensor]:
+        """The positions of all pending states of these rows, and the states [n, width]."""
+        step_input, states = StepInput(), list[Tensor]()
+        for row, cursor in cursors.items():
+            assert row.table is not None
+            step_input.chain(row.table.slots, cursor.first, [0] * cursor.count)
+            states += cursor.states
+        return step_input.build(), torch.cat(states)
+
     def propose_for(self, batch: Batch, grown: Mapping[int, DraftTree]) -> Draft:
         """The draft with these trees, by row; `learn` judges them."""
         self.trees = [grown.get(r, EMPTY_TREE) for r in range(len(batch))]
@@ -186,9 +199,20 @@ class HeadDrafter(Drafter):
         return head
 
 
+def frontier_tokens(trees: Sequence[TokenTree]) -> list[int]:
+    """The input tokens of the next forward."""
+    return [token for tree in trees for token in tree.frontier_tokens]
+
+
 class StateDrafter(HeadDrafter):
     """Base of heads that draft from one state, that of the last computed token.  tap: which state of the
     target.
+
+    Unless it has its own `propose`, a subclass defines `tree` and `advance`, and a level is one pass over
+    all rows' trees:
+
+        level 0   advance(0, begin(f_e-2), x_e-1)         logits of the first draft token c_1
+        level 1   advance(1, the state of level 0, c_1)   logits of c_2 …
     """
 
     tap = FINAL
@@ -211,6 +235,34 @@ class StateDrafter(HeadDrafter):
     def states(self, batch: Batch, rows: Sequence[int]) -> Tensor:
         """[len(rows), hidden]: f_e-2 of each."""
         return torch.cat([self.last_states[batch[r].row][1] for r in rows]).to(self.backend.activations)
+
+    def tree(self, step: RowStep) -> TokenTree:
+        """The empty tree of a row."""
+        raise NotImplementedError
+
+    def begin(self, states: Tensor) -> State:
+        """The state before the pending tokens, from the target's [n, hidden]."""
+        return (states,)
+
+    def advance(self, level: int, state: State, tokens: Sequence[int]) -> tuple[State, Tensor]:
+        """The state after these tokens, and the logits float32 [n, V] of the next ones."""
+        raise NotImplementedError
+
+    def propose(self, batch: Batch) -> Draft:
+        grown = {r: self.tree(batch[r]) for r in self.ready(batch)}
+        if grown:
+            self._grow(list(grown.values()), self.begin(self.states(batch, list(grown))))
+        return self.propose_for(batch, {r: tree.draft_tree for r, tree in grown.items()})
+
+    def _grow(self, trees: Sequence[TokenTree], state: State) -> None:
+        def deepen(level: int, trees: Sequence[TokenTree], sources: list[int]) -> Tensor:
+            nonlocal state
+            parents = tuple(part[sources] for part in state)
+            state, logits = self.advance(level, parents, frontier_tokens(trees))
+            return logits
+
+        state, logits = self.advance(0, state, frontier_tokens(trees))
+        grow(trees, self.choose, logits, deepen)
 
     def observe(self, commit: Commit) -> None:
         for r, step in enumerate(commit.batch):

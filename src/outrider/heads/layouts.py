@@ -18,7 +18,7 @@ A pattern is a tensor's name with fields in braces:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -31,6 +31,7 @@ from outrider.errors import ModelError
 
 FIELD = re.compile(r"\{(\w+)(?:\+(\w+))?\}")
 FIELD_TEXT = {"kind": "weight|bias", "rest": ".+"}  # every other field is a number
+LARGE = re.compile(r"\b\d{4}")  # a layer's or step's number that makes no sense
 Rows = tuple[tuple[str, str | None], ...]
 NESTED = (
     "dflash_config",
@@ -44,6 +45,11 @@ BLOCK_NAMES = (
     r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.(weight|bias)|"
     r"((input|post_attention)_layernorm|self_attn\.[qk]_norm)\.weight"
 )
+
+
+def unchanged(*patterns: str) -> Rows:
+    """Rows of names that are ours already."""
+    return tuple((pattern, pattern) for pattern in patterns)
 
 
 @cache
@@ -82,6 +88,12 @@ def fill(pattern: str, values: Mapping[str, str]) -> str:
         return str(int(value) + int(values.get(offset, offset))) if offset else value
 
     return FIELD.sub(text, pattern)
+
+
+def numbers(names: Iterable[str], *patterns: str, field: str = "i") -> set[int]:
+    """The values of a field of the names that match one of the patterns."""
+    found = (parse(pattern, name) for name in names for pattern in patterns)
+    return {int(values[field]) for values in found if values}
 
 
 def matching(head: Head, *patterns: str) -> Iterator[str]:
@@ -192,8 +204,13 @@ class HeadFormat:
     vocabulary: patterns of tensors with one row per known token
     numbered:   patterns whose field {i} numbers the draft positions; a head without any is recurrent
     depth:      number of draft positions, where the config states it
+    kinds:      regular expression of what configs with such heads name as model_type, speculators_model_type
+                or architectures
+    keys:       beginnings of keys that only such configs have
     known:      regular expression of all our names; a file with others is refused.  None: any name
     variants:   regular expression of unknown names -> the kind of head that has them, the first match counts
+    refused:    why a head under its published names, with a flat config, is not supported; "" if it is
+    finish:     changes a head under our names as no table can
     """
 
     layouts: tuple[Layout, ...]
@@ -202,12 +219,24 @@ class HeadFormat:
     numbered: tuple[str, ...] = ()
     taps: Callable[[Head], int] = lambda _: 1
     depth: Callable[[Head], int | None] = lambda _: None
+    kinds: str = ""
+    keys: tuple[str, ...] = ()
     known: str | None = None
     variants: tuple[tuple[str, str], ...] = ()
+    refused: Callable[[Head], str] = lambda _: ""
+    finish: Callable[[Head], Head] = lambda head: head
 
     def layout_of(self, head: Head) -> Layout | None:
         """The first layout that matches a head under its published names; None without a match."""
         return next((layout for layout in self.layouts if layout.found_in(head)), None)
+
+    def named_in(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config names the method."""
+        whole = flat(config)
+        kinds = [whole.get("model_type"), whole.get("speculators_model_type")]
+        kinds += whole.get("architectures") or []
+        named = any(isinstance(kind, str) and re.fullmatch(self.kinds, kind) for kind in kinds)
+        return named or any(key.startswith(self.keys) for key in config)
 
     def renamed(self, head: Head) -> Head:
         """The head under our names, with a flat config.  Without a match it is read in the last layout."""
@@ -226,8 +255,18 @@ class HeadFormat:
         )
 
     def translate(self, head: Head) -> Head:
-        """As `renamed`.  Raises ModelError if the head has tensors of unknown meaning."""
+        """As `renamed`.  Raises ModelError for a head of another kind, or with tensors of unknown meaning."""
+        if why := self.refused(replace(head, config=flat(head.config))):
+            raise ModelError(f"{head.name!r} is not supported: {why}.")
+        if self.layouts and self.layout_of(head) is None:
+            signs = " or ".join(layout.sign[0] for layout in self.layouts)
+            raise ModelError(
+                f"{head.name!r} has no such head: there is no {signs} among its {len(head.stored)} tensors, "
+                f"{', '.join(sorted(head)[:4])} …"
+            )
         ours = self.renamed(head)
+        if large := next(filter(LARGE.search, ours), None):
+            raise ModelError(f"{head.name!r} is corrupt: {ours.stored[large]!r} has too large a number.")
         known = re.compile(self.known or ".*")
         if strange := sorted(name for name in ours if not known.fullmatch(name)):
             names = " ".join(strange)
@@ -236,7 +275,7 @@ class HeadFormat:
                 f"{head.name!r} is another kind of head{kind and f' ({kind})'}, which is not supported: it "
                 f"has {', '.join(ours.stored[name] for name in strange[:4])}."
             )
-        return ours
+        return self.finish(ours)
 
 
 def _change(change: Callable[[Tensor, Mapping[str, Any]], Tensor], config: Any, tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 from outrider.core.step import Commit
 from outrider.core.tree import Budget
 from outrider.core.validate import check_fields, is_whole, optional, whole
+from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError, unknown
 from outrider.heads.base import HeadOptions, StateDrafter
 from outrider.heads.ranks import RankAccuracy
@@ -37,6 +38,7 @@ class RankedOptions(HeadOptions):
         super().__post_init__()
         check_tree(self.tree)
         check_fields(self, {"nodes": optional(whole(1, 1024))})
+        refuse_idle(self, self.tree != CHAIN, "a tree", "nodes")
 
 
 class RankedDrafter(StateDrafter):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
+from outrider.heads.parts import soft_cross_entropy
 from outrider.models.base import Model
 
 CHUNK = 256  # tokens in one forward
@@ -43,6 +44,14 @@ class Sample:
         if self.mask is None:
             return torch.arange(count, device=self.tokens.device)
         return self.mask[first : first + count].nonzero().flatten()
+
+    def text_loss(self, logits: Tensor, places: Tensor) -> Tensor:
+        """Mean cross entropy of logits [n, V] with the text's tokens at the places [n]."""
+        return mean_loss(F.cross_entropy(logits.float(), self.tokens[places], reduction="none"))
+
+    def target_loss(self, logits: Tensor, places: Tensor) -> Tensor:
+        """Mean cross entropy of logits [n, V] with the target's distributions of the places [n]."""
+        return mean_loss(soft_cross_entropy(logits, self.logits[places]))
 
 
 def mean_loss(losses: Tensor) -> Tensor:

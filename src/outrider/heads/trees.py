@@ -43,6 +43,15 @@ class LevelTree(Protocol):
         """Add the next level, from float32 [rows of the last forward, Vd]."""
 
 
+class TokenTree(LevelTree, Protocol):
+    """A tree of a head that reads the tokens of the frontier and no K/V of nodes."""
+
+    @property
+    def frontier_tokens(self) -> list[int]: ...
+    @property
+    def draft_tree(self) -> DraftTree: ...
+
+
 T = TypeVar("T", bound=LevelTree)
 
 

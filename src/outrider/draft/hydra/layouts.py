@@ -1,4 +1,4 @@
-"""Published files of Hydra heads.  Ours are the reference's names of a plain `mlp` head.
+"""Published files of Hydra heads.  Ours are the reference's names, with the slots of the file.
 
     hydra_mlp.{i}.{slot}      block j of head i: slot j, or 2j + 1 with dropouts between them
     hydra_lm_head.{i}.1       hydra_lm_head.{i}, after a dropout
@@ -11,74 +11,37 @@ aliases hold it once, or several times.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from outrider.checkpoints.heads import Head
-from outrider.errors import ModelError
-from outrider.heads.layouts import HeadFormat, Layout, fill, parse
+from outrider.heads.layouts import HeadFormat, Layout, numbers, unchanged
 
 PREFIX = "prefix_embeding_layer"
-BLOCK = "hydra_mlp.{i}.{slot}.{rest}"
-ARCHITECTURES = ("mlp", "prefix-mlp")
+BLOCK, LM_HEAD = "hydra_mlp.{i}.{slot}.{rest}", "hydra_lm_head.{i}.{kind}"
 FROM_TARGET = (
     "num_attention_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_parameters",
     "rope_scaling", "max_position_embeddings",
 )  # fmt: skip
+
+
+def _refused(head: Head) -> str:
+    architecture = head.config.get("hydra_head_arch", "mlp")
+    if architecture not in ("mlp", "prefix-mlp"):
+        return f"its hydra_head_arch is {architecture!r}, and neither mlp nor prefix-mlp"
+    if numbers(head, BLOCK) and not any(".res_connection." in name for name in head):
+        return "its heads are not grounded: none reads the draft tokens before its own"
+    return ""
+
+
+ROWS = (
+    *unchanged(BLOCK, LM_HEAD, f"{PREFIX}.layers.{{rest}}", f"{PREFIX}.norm.{{rest}}"),
+    ("hydra_lm_head.{i}.{slot}.{kind}", LM_HEAD),
+)
 FORMAT = HeadFormat(
-    layouts=(
-        Layout(
-            "reference",
-            sign=(BLOCK,),
-            rows=(
-                (BLOCK, BLOCK),
-                ("hydra_lm_head.{i}.{kind}", "hydra_lm_head.{i}.{kind}"),
-                ("hydra_lm_head.{i}.{slot}.{kind}", "hydra_lm_head.{i}.{kind}"),
-                (f"{PREFIX}.layers.{{rest}}", f"{PREFIX}.layers.{{rest}}"),
-                (f"{PREFIX}.norm.{{rest}}", f"{PREFIX}.norm.{{rest}}"),
-            ),
-        ),
-    ),
+    (Layout("reference", (BLOCK,), ROWS),),
     hidden=(("hydra_mlp.0.{j}.linear.weight", 0),),
     vocabulary=("hydra_lm_head.{i}.weight",),
     numbered=("hydra_mlp.{i}.{rest}", "hydra_lm_head.{i}.{rest}"),
+    keys=("hydra_head_arch",),
+    known=rf"hydra_.*|{PREFIX}\.(norm|layers\.0)\..*",
+    variants=(("", "a prefix of more than one layer"),),
+    refused=_refused,
 )
-
-
-def translate(head: Head) -> Head:
-    """The head under our names.  Raises ModelError for a kind of head that is not supported."""
-    check_kind(head)
-    slots = _slots(head)
-
-    def without_gaps(name: str) -> str:
-        block = parse(BLOCK, name)
-        if block is None:
-            return name
-        return fill(BLOCK, {**block, "slot": str(slots[block["i"]].index(int(block["slot"])))})
-
-    return FORMAT.translate(head).renamed(without_gaps)
-
-
-def check_kind(head: Head) -> None:
-    """Raise ModelError for a kind of head that is not supported."""
-    architecture = head.config.get("hydra_head_arch", ARCHITECTURES[0])
-    what = f"{head.name!r} cannot be used as a Hydra head:"
-    if architecture not in ARCHITECTURES:
-        supported = " and ".join(ARCHITECTURES)
-        raise ModelError(
-            f"{what} its hydra_head_arch is {architecture!r}, and only {supported} are supported."
-        )
-    if not _slots(head):
-        raise ModelError(f"{what} it has no tensor hydra_mlp.*, but {', '.join(sorted(head)[:4])} …")
-    if not any(".res_connection." in name for name in head):
-        raise ModelError(f"{what} its heads are not grounded: none reads the draft tokens before its own.")
-    if any(name.startswith(f"{PREFIX}.layers.1.") for name in head):
-        raise ModelError(f"{what} its prefix has more than one layer.")
-
-
-def _slots(head: Head) -> dict[str, list[int]]:
-    """The slots with tensors in the list of blocks of each head, ascending."""
-    slots: defaultdict[str, set[int]] = defaultdict(set)
-    for name in head:
-        if block := parse(BLOCK, name):
-            slots[block["i"]].add(int(block["slot"]))
-    return {i: sorted(numbers) for i, numbers in slots.items()}

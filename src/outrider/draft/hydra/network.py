@@ -1,8 +1,4 @@
-"""Hydra's network for training, with the names and config of the reference's files.
-
-The reference also saves two copies of the target's embedding (input_embed_fn and the prefix layer's own).  No
-reader needs them.
-"""
+"""Hydra's network for training, with the names and config of the reference's files."""
 
 from __future__ import annotations
 
@@ -14,26 +10,10 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
-from outrider.heads.parts import Layer, ResidualBlock, RmsNorm, sizes_config, small_sizes, soft_cross_entropy
-from outrider.heads.sample import Sample, TargetWeights, mean_loss
+from outrider.heads.parts import Layer, ResidualBlock, RmsNorm, sizes_config, small_sizes
+from outrider.heads.sample import Sample, TargetWeights
 
 THETA = 10000.0
-
-
-class PrefixLayer(nn.Module):
-    """One Llama block and a norm, over a whole text."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(sizes)])
-        self.norm = RmsNorm(sizes.hidden, sizes.eps)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """P_0 … of f_0 …, [T, hidden] both."""
-        (layer,) = self.layers
-        assert isinstance(layer, Layer)
-        normed: Tensor = self.norm(layer.over_text(states, THETA))
-        return normed
 
 
 class Network(nn.Module):
@@ -54,7 +34,8 @@ class Network(nn.Module):
         self.layers, self.prefix, self.own = layers, prefix, own
         drop = [nn.Dropout(dropout)] if prefix else []
         if prefix:
-            self.prefix_embeding_layer = PrefixLayer(prefix)
+            parts = {"layers": nn.ModuleList([Layer(prefix)]), "norm": RmsNorm(hidden, prefix.eps)}
+            self.prefix_embeding_layer = nn.ModuleDict(parts)
         self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
         for i in range(heads):
             first, again = ResidualBlock((i + 2) * hidden, hidden), ResidualBlock(hidden, hidden)
@@ -79,8 +60,7 @@ class Network(nn.Module):
             linear.weight.data.copy_(outer.lm_head)
 
     def config(self) -> dict[str, Any]:
-        """The reference's keys, and the sizes of the prefix layer, which the reference takes from the
-        target."""
+        """The reference's keys, and the prefix layer's sizes, which the reference takes from the target."""
         return {
             "hydra_head_arch": "prefix-mlp" if self.prefix else "mlp",
             "hydra_num_heads": len(self.hydra_mlp),
@@ -90,45 +70,24 @@ class Network(nn.Module):
             **({**sizes_config(self.prefix), "rope_theta": THETA} if self.prefix else {}),
         }
 
-    def forward(self, states: Tensor, embedded: Tensor, outer: TargetWeights | None = None) -> list[Tensor]:
-        """Logits [T - 1 - i, V] of each head i for t = 0, 1, …
-
-        states f_0 … and embeddings e(x_0) …: [T, hidden] both
-
-        outer: the target's weights, for heads without an lm_head.
-        """
-        inputs = self.inputs(states, embedded)
-        return [self.logits(i, z, outer) for i, z in enumerate(inputs)]
-
-    def inputs(self, states: Tensor, embedded: Tensor) -> list[Tensor]:
-        """z [T - 1 - i, inputs] of each head i."""
-        z: Tensor = self.prefix_embeding_layer(states) if self.prefix else states
-        inputs = []
-        for i in range(len(self.hydra_mlp)):
-            z = torch.cat([z[:-1], embedded[i + 1 :]], dim=-1)
-            inputs.append(z)
-        return inputs
-
-    def logits(self, i: int, z: Tensor, outer: TargetWeights | None = None) -> Tensor:
-        """[n, V] of head i for its inputs [n, inputs]."""
-        x: Tensor = self.hydra_mlp[i](z)
-        if self.own:
-            return self.hydra_lm_head[i](x)  # type: ignore[no-any-return]
-        assert outer is not None
-        return outer.logits(x)
+    def prefixed(self, states: Tensor) -> Tensor:
+        """P_0 … of f_0 …, [T, hidden] both."""
+        if self.prefix is None:
+            return states
+        parts: Any = self.prefix_embeding_layer
+        return parts["norm"](parts["layers"][0].over_text(states, THETA))  # type: ignore[no-any-return]
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Teacher loss: each head's cross entropy with the target's distribution of its predicted token.
 
-        position          t          t+1        t+2        t+3
-        token             x_t        x_t+1      x_t+2      x_t+3
-        state             f_t  ─►  P_t, over f_0 … f_t
-        head 0 reads      P_t        e(x_t+1)                       predicts x_t+2, taught by logits[t+1]
-        head 1 reads      P_t        e(x_t+1)   e(x_t+2)            predicts x_t+3, taught by logits[t+2]
+        Head 1 reads P_t, e(x_t+1) and e(x_t+2), and predicts x_t+3, taught by logits[t+2].
         """
-        total = outer.embedding.new_zeros(())
-        for i, z in enumerate(self.inputs(sample.states[FINAL], outer.embedding[sample.tokens])):
+        embedded, z = outer.embedding[sample.tokens], self.prefixed(sample.states[FINAL])
+        total = embedded.new_zeros(())
+        for i, mlp in enumerate(self.hydra_mlp):
+            z = torch.cat([z[:-1], embedded[i + 1 :]], dim=-1)
             rows = sample.places(i + 1, len(z))
-            theirs = sample.logits[i + 1 + rows]
-            total = total + mean_loss(soft_cross_entropy(self.logits(i, z[rows], outer), theirs))
+            x = mlp(z[rows])
+            logits = self.hydra_lm_head[i](x) if self.own else outer.logits(x)
+            total = total + sample.target_loss(logits, i + 1 + rows)
         return total

@@ -23,15 +23,14 @@ from torch import Tensor
 from outrider.checkpoints.heads import Head
 from outrider.core.step import Batch
 from outrider.core.tree import Draft
-from outrider.draft.medusa.layouts import FORMAT, REFERENCE, counts, translate
+from outrider.draft.medusa.layouts import FORMAT, REFERENCE, counts
 from outrider.draft.medusa.network import Network
 from outrider.drafting.base import Drafter, Target
-from outrider.errors import ConfigError
 from outrider.heads.base import random_head
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import residual
 from outrider.heads.outer import lm_logits
-from outrider.heads.ranked import CHAIN, RankedDrafter, RankedOptions
+from outrider.heads.ranked import RankedDrafter, RankedOptions
 from outrider.heads.reader import Reader
 from outrider.heads.trees import BlockTree
 from outrider.heads.vocabulary import listed_ids
@@ -85,14 +84,6 @@ class Medusa(RankedDrafter):
     class Options(RankedOptions):
         """nodes: None: all of a named or listed tree; of "own" as many as published, but 8 on a CPU."""
 
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.nodes is not None and self.tree == CHAIN:
-                raise ConfigError(
-                    f'nodes = {self.nodes} has no effect with tree "chain", which has one a level: '
-                    "leave it out."
-                )
-
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
         self.heads = Packed(self.reader, target)
@@ -103,15 +94,9 @@ class Medusa(RankedDrafter):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        """2: by its tensors; 1: by its config, or by bare numbers that its config contradicts."""
-        layout, model_type = FORMAT.layout_of(head), head.config.get("model_type")
-        if layout is not None:
-            return 1 if layout is REFERENCE and model_type not in (None, "medusa") else 2
-        return int(model_type == "medusa" or any(key.startswith("medusa_num") for key in head.config))
-
-    @classmethod
-    def translate(cls, head: Head) -> Head:
-        return translate(head)
+        """1 for bare numbers, too, that the config contradicts."""
+        other = head.config.get("model_type") not in (None, "medusa")
+        return 1 if other and FORMAT.layout_of(head) is REFERENCE else super().claims(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -5,21 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.core.step import FINAL
 from outrider.heads.parts import ResidualBlock
-from outrider.heads.sample import Sample, TargetWeights, mean_loss
+from outrider.heads.sample import Sample, TargetWeights
 
 DECAY = 0.8  # weight of a head's loss relative to the head before it
 
 
 class Network(nn.ModuleList):
-    """Each head repeats one residual block `blocks` times.
-
-    A linear follows; with own=False the target's lm_head serves all heads.
-    """
+    """Heads of one repeated residual block and a linear; own=False: the target's lm_head serves all."""
 
     def __init__(
         self, hidden: int, vocabulary: int, heads: int = 5, blocks: int = 1, own: bool = True
@@ -48,35 +44,16 @@ class Network(nn.ModuleList):
         }
         return config if self.own else {**config, "version": "2"}
 
-    def forward(self, states: Tensor, outer: TargetWeights | None = None) -> list[Tensor]:
-        """Logits [T, V] of each head for states [T, hidden].
-
-        outer: the target's weights, for heads without an lm_head.
-        """
-        return [self.logits(i, states, outer) for i in range(len(self))]
-
-    def logits(self, i: int, states: Tensor, outer: TargetWeights | None = None) -> Tensor:
-        """[T, V] of head i."""
+    def logits(self, i: int, states: Tensor, outer: TargetWeights) -> Tensor:
+        """[n, V] of head i for the target's states [n, hidden]."""
         x: Tensor = self[i](states)
-        if self.own:
-            return x
-        assert outer is not None
-        return outer.logits(x)
+        return x if self.own else outer.logits(x)
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
-        """Cross entropy of each head with the text, weighted by DECAY.
-
-        position              t        t+1      t+2      t+3
-        state                 f_t
-        the target's lm_head           x_t+1
-        head 0                                  x_t+2
-        head 1                                           x_t+3
-        """
-        tokens, states = sample.tokens, sample.states[FINAL]
-        total = states.new_zeros(())
+        """Cross entropy of each head with the text, weighted by DECAY; head i predicts x_t+i+2 from f_t."""
+        states, total = sample.states[FINAL], outer.lm_head.new_zeros(())
         for i in range(len(self)):
-            rows = sample.places(i + 1, max(0, len(tokens) - i - 2))
-            logits = self.logits(i, states[rows], outer).float()
-            losses = F.cross_entropy(logits, tokens[i + 2 + rows], reduction="none")
-            total = total + DECAY**i * mean_loss(losses)
+            rows = sample.places(i + 1, max(0, len(states) - i - 2))
+            loss = sample.text_loss(self.logits(i, states[rows], outer), i + 2 + rows)
+            total = total + DECAY**i * loss
         return total

@@ -15,8 +15,7 @@ lstm    f, i, o, g = proj(s) + ew/sw · emb(token)
         c' = c σ(f) + GELU(norm(g)) σ(i);   s' = GELU(norm(c')) σ(o)
 logits = head(s')
 
-A chain by default, as in vLLM; `top_k_tokens_per_head` makes it IBM's tree.  A level is one pass over all
-nodes of all rows.
+A chain by default, as in vLLM; `top_k_tokens_per_head` makes it IBM's tree.
 """
 
 from __future__ import annotations
@@ -33,31 +32,24 @@ from torch import Tensor
 
 from outrider.backends.base import Backend
 from outrider.checkpoints.heads import Head
-from outrider.core.step import Batch, RowStep
-from outrider.core.tree import Budget, Draft, DraftTree
+from outrider.core.row import Row
+from outrider.core.step import RowStep
+from outrider.core.tree import DraftTree
 from outrider.core.validate import check_fields, is_whole, optional, whole
-from outrider.draft.mlp_speculator.layouts import (
-    FORMAT,
-    GATES,
-    KINDS,
-    LSTM,
-    SpeculatorLayout,
-    method_of,
-    translate,
-)
+from outrider.draft.mlp_speculator.layouts import FORMAT, GATES, KINDS, Steps, is_lstm
 from outrider.draft.mlp_speculator.network import EPS, Network, token_share
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.base import HeadOptions, StateDrafter, random_head
+from outrider.heads.base import HeadOptions, State, StateDrafter, random_head
+from outrider.heads.layouts import numbers
 from outrider.heads.outer import embed
 from outrider.heads.ranks import best_nodes, likeliest, product
 from outrider.heads.reader import Reader
-from outrider.heads.trees import RankTree, grow
+from outrider.heads.trees import RankTree
 from outrider.models.fallback.row_invariant import by_rows
 
 MAX_NODES = 1024  # of a product
-State = tuple[Tensor, ...]  # recurrent state, [n, …] each
 
 
 class Norm(NamedTuple):
@@ -91,9 +83,9 @@ class Step(NamedTuple):
 class Speculator:
     """The network on the target's kernels, step by step."""
 
-    def __init__(self, reader: Reader, layout: SpeculatorLayout, target: Target) -> None:
+    def __init__(self, reader: Reader, steps: Steps, target: Target) -> None:
         self.reader, self.head, self.backend, self.model = reader, reader.head, reader.backend, target.decoder
-        self.layout, self.hidden, self.vocabulary = layout, self.model.spec.hidden, target.vocabulary
+        self.steps, self.hidden, self.vocabulary = steps, self.model.spec.hidden, target.vocabulary
         self.outer = lru_cache(None)(reader.outer.linear)  # what several steps share is packed once
         scaled = self.head.config.get("scale_input") is True
         self.scale = torch.full((self.hidden,), 0.5**0.5, device=self.backend.device) if scaled else None
@@ -108,12 +100,12 @@ class Speculator:
 
 
 class Mlp(Speculator):
-    def __init__(self, reader: Reader, layout: SpeculatorLayout, target: Target) -> None:
-        super().__init__(reader, layout, target)
+    def __init__(self, reader: Reader, steps: Steps, target: Target) -> None:
+        super().__init__(reader, steps, target)
         modules, width = lru_cache(None)(partial(_modules, reader)), self.hidden
         self.each: list[Step] = []
-        for i in range(layout.steps):
-            emb, proj, ln, head = (f"{kind}.{layout.place(kind, i)}" for kind in KINDS)
+        for i in range(steps.count):
+            emb, proj, ln, head = (f"{kind}.{steps.place(kind, i)}" for kind in KINDS)
             wide = self.head.shape(f"{emb}.0.weight")[-1]
             table = self.outer(f"{emb}.0", self.vocabulary, wide)
             after, wide = modules(emb, wide, 1)
@@ -124,7 +116,7 @@ class Mlp(Speculator):
                     "must be alike."
                 )
             normed, width = modules(ln, wide, 0)
-            out, share = self.outer(head, self.vocabulary, width), token_share(layout.steps, wide)
+            out, share = self.outer(head, self.vocabulary, width), token_share(steps.count, wide)
             self.each.append(Step(table, after, projected, normed, out, share))
 
     def __call__(self, step: int, state: State, ids: Sequence[int]) -> tuple[State, Tensor]:
@@ -141,31 +133,31 @@ class Mlp(Speculator):
 
 def _modules(reader: Reader, at: str, width: int, first: int) -> tuple[list[Any], int]:
     """The modules at.first … for an input of this width, and the width of their output."""
-    names = [name for name in reader.head if name.startswith(f"{at}.") and name.endswith(".weight")]
     modules: list[Any] = []
-    for number in sorted({int(name.split(".")[2]) for name in names}):
-        if number >= first:
-            name, shape = f"{at}.{number}", reader.head.shape(f"{at}.{number}.weight")
-            normed = len(shape) == 1
-            modules.append(Norm.read(reader, name, width) if normed else reader.linear(name, shape[0], width))
-            width = width if normed else shape[0]
+    for j in sorted(numbers(reader.head, f"{at}.{{j}}.weight", field="j")):
+        if j < first:
+            continue
+        size, *inputs = reader.head.shape(f"{at}.{j}.weight")
+        read = partial(reader.linear, inputs=width) if inputs else partial(Norm.read, reader)
+        modules.append(read(f"{at}.{j}", size if inputs else width))
+        width = size
     return modules, width
 
 
 class Lstm(Speculator):
-    def __init__(self, reader: Reader, layout: SpeculatorLayout, target: Target) -> None:
-        super().__init__(reader, layout, target)
+    def __init__(self, reader: Reader, steps: Steps, target: Target) -> None:
+        super().__init__(reader, steps, target)
         head = self.head
         self.width = width = head.shape("forget_emb.0.weight")[-1]
         tied = head.config.get("tie_lstm_embs", "input_emb.0.weight" not in head)
         gates = GATES[:1] if tied else GATES
         self.tables = [self.outer(f"{gate}_emb.0", self.vocabulary, width) for gate in gates]
-        inputs = (self.hidden, width)[: layout.steps]
+        inputs = (self.hidden, width)[: steps.count]
         self.projs = [self._gates(i, size) for i, size in enumerate(inputs)]
         self.norms = [Norm.read(reader, f"{name}_ln.0", width) for name in ("cell", "state")]
-        places = [layout.place("head", i) for i in range(layout.steps)]
+        places = [steps.place("head", i) for i in range(steps.count)]
         self.heads = [self.outer(f"head.{i}", self.vocabulary, width) for i in places]
-        self.share = token_share(layout.steps, width)
+        self.share = token_share(steps.count, width)
 
     def _gates(self, i: int, inputs: int) -> Any:
         if f"projs.{i}.weight" in self.head:
@@ -185,6 +177,19 @@ class Lstm(Speculator):
         cell = cell * forget + cell_norm(new, run) * enter
         s = state_norm(cell, run) * leave
         return (s, cell), run.linear(s, self.heads[step]).float()
+
+
+class WholeProduct(RankTree):
+    """All paths of top_k children, of which the likeliest by the network's probabilities are kept."""
+
+    def __init__(self, row: Row, top_k: tuple[int, ...], candidates: int, nodes: int) -> None:
+        super().__init__(row, product(top_k))
+        self.candidates, self.nodes = candidates, nodes
+
+    @property
+    def draft_tree(self) -> DraftTree:
+        joint = [self.joint[node] for node in range(len(self.tokens))]
+        return super().draft_tree.only(best_nodes(self.parents, joint, self.candidates, self.nodes))
 
 
 def _check(top_k: Any, where: str = "") -> tuple[int, ...]:
@@ -228,9 +233,9 @@ class MlpSpeculator(StateDrafter):
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        layout = SpeculatorLayout.of(self.head)
-        self.speculator = (Lstm if layout.method == LSTM else Mlp)(self.reader, layout, target)
-        self.depth = layout.steps
+        steps = Steps.of(self.head)
+        self.speculator = (Lstm if is_lstm(self.head) else Mlp)(self.reader, steps, target)
+        self.depth = steps.count
         self.top_k, self.candidates = self._branches(options)
         chain = options.top_k_tokens_per_head is None
         self.nodes = self.depth if chain else target.nodes(options.nodes, MAX_NODES)
@@ -255,54 +260,21 @@ class MlpSpeculator(StateDrafter):
         options = cls.Options(top_k_tokens_per_head=[3, 2, 2], n_candidates=5)
         return cls(options, target, random_head(Network, target.decoder.spec.hidden, 32, target.vocabulary))
 
-    @classmethod
-    def translate(cls, head: Head) -> Head:
-        return translate(head)
-
-    @classmethod
-    def claims(cls, head: Head) -> int:
-        announced = head.config.get("model_type") == "mlp_speculator"
-        announced = announced or head.config.get("speculators_model_type") == "mlp"
-        return 2 if method_of(FORMAT.renamed(head)) else int(announced)
-
     def size(self, depth: int) -> int:
         self.check_depth(depth, self.depth, "steps (n_predict)")
         paths = (math.prod(self.top_k[:level]) for level in range(1, depth + 1))
         return min(self.nodes, sum(min(count, self.candidates) for count in paths))
 
-    def propose(self, batch: Batch) -> Draft:
-        grown = {r: self._tree(batch[r]) for r in self.ready(batch)}
-        if grown:
-            self._grow(list(grown.values()), self.speculator.begin(self.states(batch, list(grown))))
-        return self.propose_for(batch, {r: self._cut(tree, batch[r].budget) for r, tree in grown.items()})
-
-    def _tree(self, step: RowStep) -> RankTree:
+    def tree(self, step: RowStep) -> RankTree:
         row, top_k, nodes = step.row, self.top_k[: step.budget.depth], min(self.nodes, step.budget.nodes)
         if row.distribution.temperature == 0:
-            return RankTree(row, product(top_k))
+            return WholeProduct(row, top_k, self.candidates, nodes)
         sampled = self.samples(row)
         shape = likeliest(top_k, self.candidates, nodes, sampled)
         return RankTree(row, shape, sampled=sampled, stream_id=self.target.stream_id)
 
-    def _grow(self, trees: Sequence[RankTree], state: State) -> None:
-        """Grow all trees, one step of the network a level.  state: a row for each tree."""
+    def begin(self, states: Tensor) -> State:
+        return self.speculator.begin(states)
 
-        def tokens(trees: Sequence[RankTree]) -> list[int]:
-            return [token for tree in trees for token in tree.frontier_tokens]
-
-        def deepen(level: int, trees: Sequence[RankTree], sources: list[int]) -> Tensor:
-            nonlocal state
-            before = tuple(part[sources] for part in state)
-            state, logits = self.speculator(level, before, tokens(trees))
-            return logits
-
-        state, logits = self.speculator(0, state, tokens(trees))
-        grow(trees, self.choose, logits, deepen)
-
-    def _cut(self, tree: RankTree, budget: Budget) -> DraftTree:
-        """Of a whole product the likeliest paths, by the network's probabilities; other trees as they are."""
-        if tree.row.distribution.temperature > 0:
-            return tree.draft_tree
-        nodes = min(self.nodes, budget.nodes)
-        joint = [tree.joint[node] for node in range(len(tree.tokens))]
-        return tree.draft_tree.only(best_nodes(tree.parents, joint, self.candidates, nodes))
+    def advance(self, level: int, state: State, tokens: Sequence[int]) -> tuple[State, Tensor]:
+        return self.speculator(level, state, tokens)

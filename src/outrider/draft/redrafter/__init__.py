@@ -19,25 +19,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
-from outrider.core.step import Batch
-from outrider.core.tree import Budget, Draft, DraftTree
+from outrider.core.step import RowStep
+from outrider.core.tree import Budget, DraftTree
 from outrider.core.validate import check_fields, optional, whole
-from outrider.draft.redrafter.layouts import FORMAT, MODEL_TYPE, blocks
+from outrider.draft.redrafter.layouts import FORMAT, blocks
 from outrider.draft.redrafter.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.trees.sampled import Tree
-from outrider.heads.base import HeadOptions, StateDrafter, random_head
+from outrider.heads.base import HeadOptions, State, StateDrafter, random_head
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import residual
 from outrider.heads.outer import embed
-from outrider.heads.trees import grow, sample_children, sources_of
+from outrider.heads.trees import sample_children, sources_of
 from outrider.models.fallback.row_invariant import by_rows
 
 MAX_WIDTH, MAX_LENGTH = 64, 1025
@@ -63,30 +62,16 @@ class Beams(Tree):
         self.sources: Sequence[int] = [0]
 
     def add_level(self, choose: Chooser, logits: Tensor) -> None:
-        """Add the next level, from float32 [rows of the last forward, V]; `sources` is empty where it was
-        the last.
-        """
         parents = self.frontier
         if self.sampled:
             sample_children(self, choose, logits)
         else:
             paths = [self.path_tokens(node) for node in parents]
-            self._search(parents, *choose.best(self.row, paths, logits, self.siblings))
+            ranked = zip(parents, choose.ranked(self.row, paths, logits, self.siblings))
+            self.choose((node, token, share) for node, best in ranked for token, share in best if share > 0)
             likeliest = self._likeliest()
             self.frontier = [node for node in self.frontier if node in likeliest]
         self.sources = sources_of(self, parents)
-
-    def _search(self, parents: Sequence[int], found: Tensor, probs: Tensor) -> None:
-        """Add the likeliest of the tokens [parents, k] by joint probability; -1 is none."""
-        tokens, shares = found.numpy(), probs.numpy()
-        joint = np.where(tokens >= 0, shares * np.array([[self.joint[node]] for node in parents]), 0.0)
-        best = np.argsort(-joint, axis=None, kind="stable")[: self.siblings]
-        rows, ranks = np.unravel_index(best, joint.shape)
-        self.choose(
-            (parents[r], int(tokens[r, k]), float(shares[r, k]))
-            for r, k in zip(rows, ranks)
-            if joint[r, k] > 0
-        )
 
     def _likeliest(self) -> set[int]:
         """The nodes to keep.  Their parents are among them: none is less likely than its child, nor added
@@ -110,10 +95,9 @@ class ReDrafter(StateDrafter):
     @dataclass(frozen=True)
     class Options(HeadOptions):
         """beam_width: beams that a level goes on with (TensorRT-LLM: redrafter_num_beams).  beam_length:
-        tokens of a beam with the pending token, so that there are beam_length - 1 levels
-        (redrafter_draft_len_per_beam) unless num_speculative_tokens is given; both as in the reference.
-        nodes: of a tree at most, the likeliest (None: all prefixes of beams, but 8 on a CPU, where every
-        node costs time).
+        tokens of a beam with the pending token, one more than levels (redrafter_draft_len_per_beam), unless
+        num_speculative_tokens is given.  nodes: of a tree at most, the likeliest (None: all prefixes of
+        beams, but 8 on a CPU, where every node costs time).
         """
 
         beam_width: int = 10
@@ -130,10 +114,6 @@ class ReDrafter(StateDrafter):
         self.depth = options.beam_length - 1
         self.nodes = target.nodes(options.nodes, MAX_WIDTH * MAX_LENGTH)
         self.check_embedding()
-        self._pack()
-
-    def _pack(self) -> None:
-        """Pack the tensors.  Raises ModelError where one is missing or does not fit the target."""
         head, reader, hidden, count = self.head, self.reader, self.hidden, blocks(self.head)
         rnn = bool(head.config.get("rnn")) or "rnn_u.weight" in head or "rnn_w.weight" in head
         projected = "input_proj.weight" in head
@@ -142,11 +122,7 @@ class ReDrafter(StateDrafter):
         self.rnn_w = reader.linear("rnn_w", hidden, hidden) if rnn else None
         self.input_proj = reader.biased(["input_proj"], width, 2 * hidden) if projected else None
         self.blocks = [reader.biased([f"lm_head.{i}.linear"], width, width) for i in range(count)]
-        self.lm_head = reader.outer.linear(f"lm_head.{count}", self.target.vocabulary, width)
-
-    @classmethod
-    def claims(cls, head: Head) -> int:
-        return super().claims(head) or int(head.config.get("model_type") == MODEL_TYPE)
+        self.lm_head = reader.outer.linear(f"lm_head.{count}", target.vocabulary, width)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
@@ -158,43 +134,23 @@ class ReDrafter(StateDrafter):
         width: int = self.options.beam_width
         return min(self.nodes, depth * width)
 
-    def propose(self, batch: Batch) -> Draft:
-        grown = {
-            r: Beams(
-                batch[r].row,
-                batch[r].budget,
-                self.options.beam_width,
-                self.samples(batch[r].row),
-                self.target.stream_id,
-            )
-            for r in self.ready(batch)
-        }
-        if grown:
-            self._grow(self.states(batch, list(grown)), list(grown.values()))
-        return self.propose_for(batch, {r: beams.draft_tree for r, beams in grown.items()})
+    def tree(self, step: RowStep) -> Beams:
+        width, sampled = self.options.beam_width, self.samples(step.row)
+        return Beams(step.row, step.budget, width, sampled, self.target.stream_id)
 
-    def _grow(self, f: Tensor, grown: list[Beams]) -> None:
-        """Grow the beams of all rows, one forward a level; f [len(grown), hidden]: the target's states."""
-        s = self._step(torch.zeros_like(f), grown)
+    def begin(self, states: Tensor) -> State:
+        return states, torch.zeros_like(states)
 
-        def deepen(level: int, grown: Sequence[Beams], sources: list[int]) -> Tensor:
-            nonlocal f, s
-            f, s = f[sources], self._step(s[sources], grown)
-            return self._logits(f, s)
-
-        grow(grown, self.choose, self._logits(f, s), deepen)
-
-    def _step(self, s: Tensor, grown: Sequence[Beams]) -> Tensor:
-        """The recurrent states [n, hidden] after the tokens of the frontiers."""
-        tokens = [token for beams in grown for token in beams.frontier_tokens]
-        embedded = embed(self.target.decoder, tokens)
+    def advance(self, level: int, state: State, tokens: Sequence[int]) -> tuple[State, Tensor]:
+        (f, s), linear, embedded = state, self.backend.linear, embed(self.target.decoder, tokens)
         if self.rnn_u is None:
-            return s + embedded
-        return by_rows(F.silu, self.backend.linear(s, self.rnn_u, self.backend.linear(embedded, self.rnn_w)))
+            s = s + embedded
+        else:
+            s = by_rows(F.silu, linear(s, self.rnn_u, linear(embedded, self.rnn_w)))
+        return (f, s), self._logits(torch.cat([f, s], dim=1))
 
-    def _logits(self, f: Tensor, s: Tensor) -> Tensor:
+    def _logits(self, x: Tensor) -> Tensor:
         """float32 [n, V]; -inf except the TOP highest, which the reference selects before its softmax."""
-        x = torch.cat([f, s], dim=1)
         x = x if self.input_proj is None else self.backend.linear(x, self.input_proj)
         logits = self.backend.linear(residual(self.backend, x, self.blocks), self.lm_head).float()
         lowest = logits.topk(min(TOP, logits.shape[1])).values[:, -1:]

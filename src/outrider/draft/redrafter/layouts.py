@@ -12,14 +12,12 @@ TensorRT-LLM converts them.
 from __future__ import annotations
 
 from outrider.checkpoints.heads import Head
-from outrider.heads.layouts import HeadFormat, Layout, matching
+from outrider.heads.layouts import HeadFormat, Layout, matching, unchanged
 
 MODEL_TYPE = "recurrent_drafting_drafter"  # of the reference's config
 SHARED = (
-    ("input_proj.{kind}", "input_proj.{kind}"),
     ("input_projs.{kind}", "input_proj.{kind}"),
-    ("rnn_u.{kind}", "rnn_u.{kind}"),
-    ("rnn_w.{kind}", "rnn_w.{kind}"),
+    *unchanged("input_proj.{kind}", "rnn_u.{kind}", "rnn_w.{kind}"),
 )
 
 
@@ -52,18 +50,15 @@ NUMBERED = Layout(  # Medusa's names are the same
 REFERENCE = Layout(
     "reference",
     ("lm_head.{i}.linear.weight", "lm_heads.{i}.linear.weight", "rnn_u.weight", "rnn_w.weight"),
-    (
-        ("lm_head.{i}.linear.{kind}", "lm_head.{i}.linear.{kind}"),
-        ("lm_heads.{i}.linear.{kind}", "lm_head.{i}.linear.{kind}"),
-        ("lm_head.{i}.weight", "lm_head.{i}.weight"),
-        ("lm_heads.{i}.weight", "lm_head.{i}.weight"),
-        *SHARED,
-    ),
+    (("lm_heads.{i}.{rest}", "lm_head.{i}.{rest}"), *unchanged("lm_head.{i}.{rest}"), *SHARED),
     ("module.", "drafter."),
     beside_target=True,
 )
 FORMAT = HeadFormat(
-    (CONVERTED, NUMBERED, REFERENCE), hidden=(("rnn_u.weight", 1),), vocabulary=("lm_head.{i}.weight",)
+    (CONVERTED, NUMBERED, REFERENCE),
+    hidden=(("rnn_u.weight", 1),),
+    vocabulary=("lm_head.{i}.weight",),
+    kinds=MODEL_TYPE,
 )
 
 

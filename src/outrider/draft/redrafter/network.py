@@ -1,14 +1,4 @@
-"""ReDrafter's network for training, with the reference's tensor names.
-
-    position                    t       t+1     t+2     t+3
-    state of the target         f_t                              after its last norm
-    token                       x_t     x_t+1   x_t+2   x_t+3
-    s_1 = step(0,   e(x_t+1))           │               [f_t ; s_1] predicts x_t+2
-    s_2 = step(s_1, e(x_t+2))                   │       [f_t ; s_2] predicts x_t+3
-    …                                                   f_t is the same for all steps
-
-In training every step reads the text's own token.
-"""
+"""ReDrafter's network for training, with the reference's tensor names."""
 
 from __future__ import annotations
 
@@ -21,7 +11,7 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.draft.redrafter.layouts import MODEL_TYPE
 from outrider.heads.parts import ResidualBlock
-from outrider.heads.sample import Sample, TargetWeights, mean_loss
+from outrider.heads.sample import Sample, TargetWeights
 
 STEPS = 5  # in the loss
 
@@ -67,7 +57,11 @@ class Network(nn.Module):
         return logits
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
-        """Sum over the steps of the mean cross entropy with the text."""
+        """Sum over the steps of the mean cross entropy with the text, whose own tokens every step reads.
+
+        s_1 = step(0,   e(x_t+1))    [f_t ; s_1] predicts x_t+2
+        s_2 = step(s_1, e(x_t+2))    [f_t ; s_2] predicts x_t+3 …
+        """
         f, tokens = sample.states[FINAL], sample.tokens
         embedded, s = F.embedding(tokens, outer.embedding), torch.zeros_like(f)
         total = f.new_zeros(())
@@ -75,7 +69,5 @@ class Network(nn.Module):
             count = len(tokens) - step - 1  # positions t with a token at t + step + 1
             s = self.step(s[:count], embedded[step : step + count])
             rows = sample.places(step, count)
-            logits = self(f[rows], s[rows]).float()
-            losses = F.cross_entropy(logits, tokens[step + 1 + rows], reduction="none")
-            total = total + mean_loss(losses)
+            total = total + sample.text_loss(self(f[rows], s[rows]), step + 1 + rows)
         return total
