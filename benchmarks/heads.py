@@ -41,7 +41,6 @@ from outrider.draft.eagle import Eagle
 from outrider.draft.eagle.network import Network as EagleNetwork
 from outrider.draft.eagle3 import Eagle3
 from outrider.draft.eagle3.network import Network as Eagle3Network
-from outrider.draft.eagle3.network import Settings
 from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import Sizes
@@ -60,7 +59,7 @@ def drafters(target: Target) -> dict[str, Recurrent]:
     taps = (2, s.layers // 2, s.layers - 3)
     eagle, eagle3 = (
         EagleNetwork(Sizes(*sizes), s.vocabulary),
-        Eagle3Network.random(Settings(s.vocabulary, *sizes, s.hidden, taps)),
+        Eagle3Network(Sizes(*sizes), s.vocabulary, taps),
     )
     options = {"nodes": NODES, "top_k": TOP_K}
     return {

@@ -20,7 +20,6 @@ from outrider import LLM, SamplingParams
 from outrider.core.step import Batch
 from outrider.draft import detect
 from outrider.draft.dflash import DFlash
-from outrider.draft.dflash.layouts import exported
 from outrider.draft.dflash.network import Network
 from outrider.heads import sample
 from outrider.heads.sample import TargetWeights
@@ -273,10 +272,8 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
         Network.like(toy.engine.target, layers=1, block=3, mask=MASK),
         TargetWeights.of(toy.engine.decoder),
     )
-    teach(network, network.loss, samples(toy, network.shape.taps), outer, steps=160, rate=6e-3)
-    return save_head(
-        tmp_path_factory.mktemp("taught"), *exported(network.config(), network.state_dict(), "z-lab")
-    )
+    teach(network, network.loss, samples(toy, network.taps), outer, steps=160, rate=6e-3)
+    return save_head(tmp_path_factory.mktemp("taught"), network.config(), network.state_dict())
 
 
 @pytest.mark.parametrize("nodes", [None, 6])
@@ -311,23 +308,18 @@ def test_training_network_equals_the_drafter(markov: int, toy: LLM, tmp_path: Pa
         block=BLOCK,
         mask=MASK,
         ids=ids,
-        window=5,
-        sliding=(1,),
-        from_anchor=True,
         markov=markov,
     )
     if markov:
         torch.nn.init.normal_(network.markov_head["markov_w2"].weight)
-    folder = save_head(
-        tmp_path, *exported(network.config(), network.state_dict(), "speculators", "some/target")
-    )
+    folder = save_head(tmp_path, network.config(), network.state_dict())
     llm, outer = toy.variant({"model": folder}), TargetWeights.of(toy.engine.decoder)
     with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
         llm.generate(
             {"prompt_token_ids": [5, 9, 77, 3]},
             SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
         )
-    for known, logits in (emitted for emitted in blocks if len(emitted.logits) == BLOCK):
+    for known, logits in (emitted for emitted in blocks if len(emitted.logits) == BLOCK - 1):
         states = sample.read(toy.engine.decoder, known, TAPS).states
         with torch.no_grad():
             expected = network(
@@ -341,7 +333,7 @@ def test_training_network_equals_the_drafter(markov: int, toy: LLM, tmp_path: Pa
                 if markov
                 else 0
             )  # the text ends there
-        assert torch.allclose(logits + added, expected, atol=2e-4)
+        assert torch.allclose(logits + added, expected[1:], atol=2e-4)
 
 
 @pytest.mark.parametrize("prefix", ["", "markov_head."])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from block_heads import BLOCK, HIDDEN, IDS, MASK, TAPS, V, dspark, speculators, tensors, zlab
+from block_heads import BLOCK, HIDDEN, MASK, TAPS, V, dspark, speculators, tensors, zlab
 from torch import Tensor
 from toys import save_head, toy_target
 
@@ -16,9 +15,10 @@ from outrider import LLM
 from outrider.checkpoints.heads import Head
 from outrider.draft import detect
 from outrider.draft.dflash import DFlash
-from outrider.draft.dflash.layouts import BlockLayout, exported, spread, translate
-from outrider.draft.dflash.network import Network, Shape
+from outrider.draft.dflash.layouts import FORMAT, BlockLayout, spread
+from outrider.draft.dflash.network import Network
 from outrider.errors import ConfigError, ModelError
+from outrider.heads.layer import Sizes
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_options_are_checked(toy: LLM) -> None:
 
 def test_layer_numbers_follow_the_files_convention(toy: LLM, tmp_path: Path) -> None:
     def taps(config: dict[str, Any], offset: int | None = None) -> tuple[int, ...]:
-        return BlockLayout.of(translate(Head.of("head", config, tensors())), 8, offset).taps
+        return BlockLayout.of(FORMAT.translate(Head.of("head", config, tensors())), 8, offset).taps
 
     assert taps(speculators()) == taps(zlab()) == TAPS
     assert taps(speculators(), 1 - 1) == TAPS and taps(zlab(), 0) == (1, 3, 7)
@@ -148,28 +148,17 @@ def test_depth_is_bounded_by_the_block(toy: LLM, tmp_path: Path) -> None:
 def test_bytes_of_the_published_shape() -> None:
     """Five layers and five taps for a target of 4096: the sum of the published shapes."""
     h, inner, q, kv, d = 4096, 12288, 4096, 1024, 128
-    shape = Shape(h, inner, 5, 32, 8, d, 151936, (2, 10, 18, 26, 34), 16, 151669)
     with torch.device("meta"):
-        stored = Network(shape).state_dict()
+        sizes = Sizes(h, inner, 32, 8, d)
+        stored = Network(sizes, 151936, (2, 10, 18, 26, 34), 151669, 5, 16).state_dict()
     layer = 2 * q * h + 2 * kv * h + 3 * inner * h + 2 * h + 2 * d
     assert sum(tensor.numel() for tensor in stored.values()) == 5 * layer + 5 * h * h + 2 * h
     assert len(stored) == 5 * 11 + 3
 
 
-def test_exports_are_read_back(toy: LLM, tmp_path: Path) -> None:
+def test_a_saved_network_is_read_back(toy: LLM, tmp_path: Path) -> None:
     network = Network.like(toy.engine.target)
-    for layout in ("speculators", "z-lab"):
-        folder = save_head(tmp_path / layout, *exported(network.config(), network.state_dict(), layout))
-        json.loads((tmp_path / layout / "config.json").read_text())
-        drafter = DFlash(DFlash.Options(model=folder), toy.engine.target)
-        assert detect(folder) == "dflash"
-        assert (drafter.layout.taps, drafter.layout.block, drafter.layout.mask) == (
-            network.shape.taps,
-            8,
-            V - 1,
-        )
-    small = Network.like(toy.engine.target, ids=tuple(IDS))
-    with pytest.raises(ConfigError, match="speculators"):
-        exported(small.config(), small.state_dict(), "z-lab")
-    with pytest.raises(ConfigError, match="Did you mean 'z-lab'"):
-        exported(small.config(), small.state_dict(), "zlab")
+    folder = save_head(tmp_path, network.config(), network.state_dict())
+    layout = DFlash(DFlash.Options(model=folder), toy.engine.target).layout
+    assert detect(folder) == "dflash"
+    assert (layout.taps, layout.block, layout.mask) == (network.taps, 8, V - 1)

@@ -17,8 +17,9 @@ from toys import HIDDEN, LAYERS, V, acceptance, samples, save_head, teach, toy_t
 from outrider import LLM, SamplingParams
 from outrider.core.step_input import StepInput
 from outrider.draft.eagle3 import Eagle3
-from outrider.draft.eagle3.network import Network, Settings
+from outrider.draft.eagle3.network import Network
 from outrider.heads import recurrent
+from outrider.heads.layer import Sizes
 from outrider.heads.sample import TargetWeights, read
 from outrider.testing import use_example
 
@@ -39,7 +40,7 @@ def head(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     common = Counter(token for sample in data for token in sample.tokens[6:].tolist())
     drafted = tuple(sorted(token for token, _ in common.most_common(256)))
     torch.manual_seed(0)
-    network = Network(Settings(V, HIDDEN, 2 * HIDDEN, 4, 2, 16, HIDDEN, TAPS, drafted))
+    network = Network(Sizes(HIDDEN, 2 * HIDDEN, 4, 2, 16), V, TAPS, drafted)
     network.lm_head.weight.data.copy_(outer.lm_head[list(drafted)])  # as trainers begin
     network.steps = 2
     teach(network, network.loss, data, outer, steps=150, rate=1e-2)

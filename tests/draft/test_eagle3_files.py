@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from eagle3_heads import HEADS, INNER, KV, PAIRS, TEXT, VD, Config, D, H, Tensors, agree, official, packed
+from eagle3_heads import (
+    HEADS,
+    INNER,
+    KV,
+    PAIRS,
+    TEXT,
+    VD,
+    Config,
+    D,
+    H,
+    Tensors,
+    agree,
+    official,
+    packed,
+    random_network,
+)
 from torch import Tensor
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, ConfigError, ModelError, draft
 from outrider.checkpoints.heads import Head
 from outrider.draft.eagle3 import Eagle3
-from outrider.draft.eagle3.layouts import TAPS, exported, taps_of
-from outrider.draft.eagle3.network import Network, Settings
+from outrider.draft.eagle3.layouts import FORMAT, TAPS, exported, taps_of
+from outrider.draft.eagle3.network import Network
+from outrider.heads.layer import Sizes
+
+SIZES = Sizes(H, INNER, HEADS, KV, D)
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +199,10 @@ def test_every_variant_computes_the_naive_logits(name: str, llm: LLM, tmp_path: 
 
 def test_a_head_narrower_than_the_target(llm: LLM, tmp_path: Path) -> None:
     """target_hidden_size: the head brings an embedding of its own width."""
-    settings = Settings(V, 32, 48, HEADS, KV, D, HIDDEN, (2, 4, 5), tuple(range(0, V, 4)), embeds=True)
-    network = Network.random(settings)
-    head = network.config(), {name: tensor.detach() for name, tensor in network.state_dict().items()}
+    sizes = Sizes(32, 48, HEADS, KV, D)
+    network = random_network(sizes, V, (2, 4, 5), tuple(range(0, V, 4)), embeds=True)
+    wide = {"fc.weight": torch.randn(32, 3 * HIDDEN) * 0.2}
+    head = {**network.config(), "target_hidden_size": HIDDEN}, {**network.state_dict(), **wide}
     folder = save_head(tmp_path, *head)
     assert draft.detect(folder) == "eagle3"
     agree(llm, folder, head)
@@ -250,7 +268,7 @@ SGLANG, SPEC = (
     ],
 )
 def test_both_conventions_of_layer_numbers(config: Config, layers: int, taps: tuple[int, ...]) -> None:
-    head = Eagle3.translate(Head.of("a head", config, {}))
+    head = FORMAT.renamed(Head.of("a head", config, {}))
     assert taps_of(head, layers) == taps
     assert taps_of(head, layers, given=[0, 1]) == (0, 1)
     if listed := head.config.get(TAPS):
@@ -349,22 +367,8 @@ def test_options_that_are_refused(options: dict[str, Any], message: str) -> None
 
 def test_exports_are_read_back(llm: LLM, tmp_path: Path) -> None:
     """Both layouts have the names of the format and are read back as the same network."""
-    layered = Settings(
-        V,
-        H,
-        INNER,
-        HEADS,
-        KV,
-        D,
-        HIDDEN,
-        (1, 4, 5),
-        tuple(range(0, V, 4)),
-        layers=2,
-        theta=5e5,
-        tap_normed=True,
-    )
-    network = Network.random(layered)
-    ours, tensors = network.config(), network.state_dict()
+    network = random_network(SIZES, V, (1, 4, 5), tuple(range(0, V, 4)))
+    ours, tensors = {**network.config(), "rope_theta": 5e5}, network.state_dict()
     states, message = torch.randn(PAIRS, 3 * HIDDEN), []
     for layout in ("vllm", "sglang"):
         config, theirs = exported(ours, tensors, layout)
@@ -373,18 +377,11 @@ def test_exports_are_read_back(llm: LLM, tmp_path: Path) -> None:
         assert draft.detect(folder) == "eagle3" and net.taps == (1, 4, 5)
         message.append(logits)
     assert torch.equal(*message)
-    common = {
-        "fc.weight",
-        "norm.weight",
-        "lm_head.weight",
-        "d2t",
-        "t2d",
-        *(f"fc_norm.{i}.weight" for i in range(3)),
-    }
+    common = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
     vllm, sglang = (exported(ours, tensors, layout) for layout in ("vllm", "sglang"))
     assert common < vllm[1].keys() and common < sglang[1].keys()
     assert {name.split(".")[0] for name in vllm[1].keys() - common} == {"layers"}
-    assert {name.split(".")[0] for name in sglang[1].keys() - common} == {"midlayer", "additional_layers"}
+    assert {name.split(".")[0] for name in sglang[1].keys() - common} == {"midlayer"}
     assert (
         vllm[0]["speculators_model_type"] == "eagle3"
         and vllm[0][TAPS] == [1, 4, 5]
@@ -397,10 +394,7 @@ def test_exports_are_read_back(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_unsupported_exports_are_refused() -> None:
-    normed = Network.random(Settings(V, H, INNER, HEADS, KV, D, HIDDEN, (0, 4, 5), residual_normed=True))
-    with pytest.raises(ConfigError, match="norm_before_residual"):
-        exported(normed.config(), normed.state_dict(), "sglang")
-    plain = Network.random(Settings(V, H, INNER, HEADS, KV, D, HIDDEN, (0, 4, 5)))
+    plain = random_network(SIZES, V, (0, 4, 5))
     with pytest.raises(ConfigError, match="layer 0"):
         exported(plain.config(), plain.state_dict(), "sglang")
     with pytest.raises(ConfigError, match="Did you mean 'vllm'"):
@@ -410,36 +404,24 @@ def test_unsupported_exports_are_refused() -> None:
 def test_the_size_of_a_published_file() -> None:
     """The head of Llama-3.1-8B: 850 MB in half precision."""
     with torch.device("meta"):
-        network = Network(Settings(128256, 4096, 14336, 32, 8, 128, 4096, (2, 16, 29), tuple(range(32000))))
+        network = Network(Sizes(4096, 14336, 32, 8, 128), 128256, (2, 16, 29), range(32000))
     weights = sum(p.numel() for p in network.parameters() if p.dim() > 1)
     attention = 4096 * 8192 + 2 * 1024 * 8192 + 4096**2
     assert weights == 4096 * 12288 + attention + 3 * 4096 * 14336 + 32000 * 4096
     assert round(2 * weights / 1e6, -1) == 850
 
 
-@pytest.mark.parametrize("flags", [*itertools.product((False, True), repeat=2)])
-def test_the_network_in_torch_is_the_packed_one(flags: tuple[bool, bool], llm: LLM, tmp_path: Path) -> None:
+def test_the_network_in_torch_is_the_packed_one(llm: LLM, tmp_path: Path) -> None:
     """Its first step is a pass over certain pairs; step s goes on as a chain of draft tokens."""
-    settings = Settings(
-        V,
-        H,
-        INNER,
-        HEADS,
-        KV,
-        D,
-        HIDDEN,
-        (2, 4, 5),
-        layers=2,
-        residual_normed=flags[0],
-        output_normed=flags[1],
-    )
-    network = Network.random(settings)
+    network = random_network(SIZES, V, (2, 4, 5))
     folder = save_head(tmp_path, network.config(), network.state_dict())
     states = torch.randn(len(TEXT), 3 * HIDDEN)
     _, message = packed(llm, folder, states[:PAIRS])
     steps = len(TEXT) - PAIRS
     with torch.no_grad():
-        unrolled = network(states, torch.tensor(TEXT), llm.engine.decoder.embed(range(V)), steps)
+        embedding = llm.engine.decoder.embed(range(V))
+        outputs = network.outputs(states, torch.tensor(TEXT), embedding, steps)
+        unrolled = [network.logits(o) for o in outputs]
     assert len(unrolled) == steps and all(len(logits) == PAIRS for logits in unrolled)
     torch.testing.assert_close(
         torch.stack([logits[-1] for logits in unrolled]), message, rtol=1e-3, atol=1e-3

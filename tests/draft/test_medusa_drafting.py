@@ -26,7 +26,7 @@ from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network
 from outrider.draft.union import Union
 from outrider.drafting.base import Drafter
-from outrider.heads.ranked import grown
+from outrider.heads.ranks import RankAccuracy
 from outrider.heads.sample import Sample, TargetWeights, read
 from outrider.heads.templates import MEDUSA, paths
 
@@ -203,7 +203,7 @@ def test_grown_trees_are_the_best() -> None:
         best = max(
             sum(worth[path] for path in tree) for tree in itertools.combinations(every, nodes) if closed(tree)
         )
-        made = grown(accuracies, nodes)
+        made = RankAccuracy(accuracies).best_paths(nodes, len(accuracies))
         assert len(set(made)) == nodes and closed(tuple(made))
         assert sum(worth[path] for path in made) == pytest.approx(best)
         Medusa.Options(tree=made)  # it is what the option takes

@@ -22,7 +22,7 @@ from outrider.draft import detect
 from outrider.draft.mtp import Mtp
 from outrider.draft.mtp.layouts import exported
 from outrider.draft.mtp.network import Network
-from outrider.errors import ModelError
+from outrider.errors import ConfigError
 from outrider.heads.layer import Sizes
 from outrider.heads.sample import TargetWeights, read
 
@@ -260,8 +260,10 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
 
 def test_an_export_for_other_states_is_refused(toy: LLM) -> None:
     network = Network.like(toy.engine.target)
-    with pytest.raises(ModelError, match=r"after the target's last norm.*'mimo'.*before"):
+    with pytest.raises(ConfigError, match=r"after the target's last norm.*'mimo'.*before"):
         exported(network.config(), network.state_dict(), "mimo")
+    with pytest.raises(ConfigError, match="Did you mean 'mimo'"):
+        exported(network.config(), network.state_dict(), "mino")
 
 
 def test_the_bytes_of_a_layer() -> None:

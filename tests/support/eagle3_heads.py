@@ -12,6 +12,7 @@ from toys import HIDDEN, LAYERS, V
 from outrider import LLM
 from outrider.core.step_input import StepInput
 from outrider.draft.eagle3 import Eagle3
+from outrider.draft.eagle3.network import Network
 
 H, INNER, HEADS, KV, D, VD = 64, 80, 4, 2, 24, 128  # head_dim is not h / heads
 TEXT, PAIRS = [3, 141, 59, 265, 358, 97, 9], 4  # the first PAIRS + 1 tokens are certain, the others drafted
@@ -48,6 +49,16 @@ def official(**config: Any) -> tuple[Config, Tensors]:
         "tie_word_embeddings": False,
     }  # fmt: skip
     return {**base, **config}, tensors
+
+
+def random_network(*args: Any, **options: Any) -> Network:
+    """A network with random weights, always the same, and norms other than 1."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = Network(*args, **options)
+        for name, weight in network.named_parameters():
+            weight.data.normal_(float(weight.dim() == 1), 0.5 if "lm_head" in name else 0.2)
+    return network
 
 
 def rotated(x: Tensor, at: int, theta: float) -> Tensor:

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from eagle3_heads import random_network
 from torch import Tensor, nn
 
 from outrider.core.step import FINAL
 from outrider.draft.eagle.network import Network as Eagle
-from outrider.draft.eagle3.network import Network as Eagle3
-from outrider.draft.eagle3.network import Settings, attend_to_paths
+from outrider.draft.eagle3.network import attend_to_paths
 from outrider.heads.layer import Sizes
 from outrider.heads.parts import acceptance_loss
 from outrider.heads.sample import Sample, TargetWeights
 
 T, H, V, TAPS = 11, 32, 40, (1, 2, 3)
+SIZES = Sizes(H, 48, 4, 2, 8)
 
 
 def batch(masked: bool) -> tuple[Sample, TargetWeights]:
@@ -37,7 +38,7 @@ def batch(masked: bool) -> tuple[Sample, TargetWeights]:
 def test_eagle_equals_the_formulas_of_its_authors_trainer() -> None:
     """vloss: smooth L1, mean over the state, then over the mask; ploss: soft cross entropy; 1.0 and 0.1."""
     torch.manual_seed(1)
-    network = Eagle(Sizes(H, 48, 4, 2, 8), V).eval()
+    network = Eagle(SIZES, V).eval()
     for masked in (False, True):
         sample, outer = batch(masked)
         predict = network(outer.embedding[sample.tokens[1:]], sample.states[FINAL][:-1])[None]
@@ -54,14 +55,16 @@ def test_eagle_equals_the_formulas_of_its_authors_trainer() -> None:
 def test_eagle3_equals_the_formulas_of_its_authors_trainer() -> None:
     """The reference's means are over all places, ours over those that count."""
     ids = tuple(range(0, V, 3))
-    network = Eagle3.random(Settings(V, H, 48, 4, 2, 8, H, TAPS, ids))
+    network = random_network(SIZES, V, TAPS, ids)
     network.steps, network.decay = 3, 0.8
     for masked in (False, True):
         sample, outer = batch(masked)
         states = torch.cat([sample.states[tap] for tap in TAPS], dim=-1)
         tokens = torch.cat([sample.tokens, torch.zeros(2, dtype=torch.int64)])
         total = torch.zeros(())
-        for step, logits in enumerate(network(states, tokens, outer.embedding, 3)):
+        for step, logits in enumerate(
+            map(network.logits, network.outputs(states, tokens, outer.embedding, 3))
+        ):
             loss_mask, target = torch.zeros(1, T - 1, 1), torch.zeros(1, T - 1, V)
             for place in range(T - 1 - step):
                 counted = sample.mask is None or sample.mask[place + step + 1]
@@ -96,7 +99,7 @@ def test_the_acceptance_loss_is_that_of_rejection_sampling() -> None:
     apart = torch.tensor([[0.0, 90.0]], requires_grad=True)
     acceptance_loss(apart, torch.tensor([[90.0, 0.0]])).sum().backward()
     assert apart.grad is not None and float(apart.grad.abs().max()) > 0.1, "nothing in common"
-    network = Eagle3.random(Settings(V, H, 48, 4, 2, 8, H, TAPS))
+    network = random_network(SIZES, V, TAPS)
     plain = network.loss(*batch(True))
     network.row_loss = acceptance_loss
     assert 0 < network.loss(*batch(True)) < plain
@@ -110,23 +113,22 @@ def test_places_outside_answers_do_not_count() -> None:
     changed = sample.logits.clone()
     changed[~sample.mask] = torch.randn(int((~sample.mask).sum()), V) * 9
     other = Sample(sample.tokens, sample.states, changed, sample.mask)
-    for network in (Eagle(Sizes(H, 48, 4, 2, 8), V).eval(),
-                    Eagle3.random(Settings(V, H, 48, 4, 2, 8, H, TAPS))):  # fmt: skip
+    for network in (Eagle(SIZES, V).eval(),
+                    random_network(SIZES, V, TAPS)):  # fmt: skip
         assert torch.equal(network.loss(sample, outer), network.loss(other, outer))
 
 
 def test_rows_outside_answers_are_not_computed() -> None:
-    """What is left out changes no number: heads of one layer and of two, by their last rows alone."""
+    """What is left out changes no number."""
     sample, outer = batch(True)
     states = torch.cat([sample.states[tap] for tap in TAPS], dim=-1)
-    for layers in (1, 2):
-        network = Eagle3.random(Settings(V, H, 48, 4, 2, 8, H, TAPS, layers=layers))
-        whole = network.outputs(states, sample.tokens, outer.embedding, 3, 0)
-        last = network.outputs(states, sample.tokens, outer.embedding, 3, 5)
-        for one, other in zip(whole, last, strict=True):
-            assert len(other) == T - 3 - 5
-            torch.testing.assert_close(one[5:], other)
-    layer = Eagle(Sizes(H, 48, 4, 2, 8), V)
+    network = random_network(SIZES, V, TAPS)
+    whole = network.outputs(states, sample.tokens, outer.embedding, 3)
+    last = network.outputs(states, sample.tokens, outer.embedding, 3, 5)
+    for one, other in zip(whole, last, strict=True):
+        assert len(other) == T - 3 - 5
+        torch.testing.assert_close(one[5:], other)
+    layer = Eagle(SIZES, V)
     embedded = outer.embedding[sample.tokens]
     torch.testing.assert_close(layer(embedded, states[:, :H])[-4:], layer(embedded, states[:, :H], 4))
 

@@ -27,8 +27,8 @@ PUBLISHED_NODES = 63
 @dataclass(frozen=True)
 class RankedOptions(HeadOptions):
     """tree: "own" (the ranks that were right most often so far), "chain" (vLLM: the best token of each head),
-    the name of a published tree, or a list of paths of ranks, as Medusa's medusa_choices (`grown` makes one
-    from accuracies).  nodes: of a tree at most.
+    the name of a published tree, or a list of paths of ranks, as Medusa's medusa_choices (one is made by
+    `RankAccuracy.best_paths`).  nodes: of a tree at most.
     """
 
     tree: str | Sequence[Sequence[int]] = OWN
@@ -114,10 +114,3 @@ def allowed(tree: str | Sequence[Sequence[int]], heads: int) -> frozenset[Path] 
     if (deepest := max(map(len, listed))) > heads:
         raise ConfigError(f"tree has {deepest} levels, and the file has {heads} heads.")
     return listed
-
-
-def grown(accuracies: Sequence[Sequence[float]], nodes: int) -> list[Path]:
-    """The best tree of this size, for the option `tree`.  accuracies[i][j]: how often rank j of head i is
-    right.
-    """
-    return RankAccuracy(accuracies).best_paths(nodes, len(accuracies))

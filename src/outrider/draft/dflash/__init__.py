@@ -18,7 +18,8 @@ A position needs the target's states at that position only, so any prefix hit ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -31,13 +32,14 @@ from outrider.core.step import Batch, Commit, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Budget, Draft
 from outrider.core.validate import Kind, check_fields, is_whole, optional, whole
-from outrider.draft.dflash.layouts import ARCHITECTURE, FORMAT, SPARK, TYPE, BlockLayout, translate
+from outrider.draft.dflash.layouts import FORMAT, SLIDING, BlockLayout
 from outrider.draft.dflash.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import HeadDrafter, HeadOptions, random_head
 from outrider.heads.choose import Chooser
-from outrider.heads.layer import Stack
+from outrider.heads.layer import Block, Stack
+from outrider.heads.layouts import flat
 from outrider.heads.outer import embed, lm_logits, own_embedding, own_lm_head
 from outrider.heads.ranks import RankAccuracy
 from outrider.heads.templates import chain_paths
@@ -47,16 +49,11 @@ from outrider.heads.vocabulary import target_ids
 RANKS, MAX_NODES = 8, 1024
 
 
-@dataclass
-class Keys:
-    """The arguments of `rope_store` for K and V without Q."""
-
-    kv_heads: int
-    head_dim: int
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
-    heads: int = 0
+def without_queries(block: Block) -> Block:
+    """What `rope_store` reads of a block, for K and V alone."""
+    keys = copy(block)
+    keys.heads = 0
+    return keys
 
 
 class DFlash(HeadDrafter):
@@ -101,6 +98,7 @@ class DFlash(HeadDrafter):
         kv = sizes.kv_heads * sizes.head_dim
         parts = [(f"{name}.self_attn.{one}_proj", kv) for name in names for one in "kv"]
         self.kv = reader.fused(parts, width)  # of all layers at once: they have the same input
+        self.keys = [without_queries(block) for block in self.stack.blocks]
         self.ids = target_ids(head, target.vocabulary)
         self.choose = Chooser(target, self.ids)
         self.lm_head = own_lm_head(reader, target, width, self.ids)
@@ -125,19 +123,15 @@ class DFlash(HeadDrafter):
         signs = ("hidden_norm.weight", "fc.weight", "layers.0.self_attn.q_norm.weight")
         if all(name in ours for name in signs) and "layers.0.hidden_norm.weight" not in ours:
             return 2
-        named = {head.config.get("speculators_model_type"), *(head.config.get("architectures") or [])}
-        return int(bool(named & {TYPE, SPARK, ARCHITECTURE}) or "dflash_config" in head.config)
-
-    @classmethod
-    def translate(cls, head: Head) -> Head:
-        return translate(head)
+        return int(FORMAT.named_in(head.config))
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """Two random layers, one with a window, on the first and the last states; a tree of 8."""
-        shape: dict[str, Any] = {"taps": (1, target.decoder.spec.layers), "block": 5, "window": 9}
-        head = random_head(Network.like, target, **shape, sliding=(1,), non_causal=True)
-        return cls(cls.Options(nodes=8), target, head)
+        head = random_head(Network.like, target, taps=(1, target.decoder.spec.layers), block=5)
+        kinds = {"layer_types": ["full_attention", SLIDING], "sliding_window": 9}
+        config = {**flat(head.config), **kinds, "sliding_window_non_causal": True}
+        return cls(cls.Options(nodes=8), target, replace(head, config=config))
 
     def size(self, depth: int) -> int:
         depth = min(depth, self.layout.levels)
@@ -147,17 +141,15 @@ class DFlash(HeadDrafter):
         return min(nodes, RANKS) if depth == 1 else nodes
 
     def propose(self, batch: Batch) -> Draft:
-        rows, grown = list[int](), list[BlockTree]()
-        for r, step in enumerate(batch):
+        for step in batch:
             self.catch_up.cursor(step.row, step.start)
-            if self.can_draft(step):
-                rows.append(r)
+        rows, grown = [r for r, step in enumerate(batch) if self.can_draft(step)], dict[int, BlockTree]()
         if rows:
             levels = [min(batch[r].budget.depth, self.layout.levels) for r in rows]
             logits = torch.split(self.block_logits(batch, rows, levels), levels)
-            grown = [self._tree(batch[r].row, part, batch[r].budget) for r, part in zip(rows, logits)]
-            self._grow(grown)
-        return self.propose_for(batch, {r: tree.draft_tree for r, tree in zip(rows, grown)})
+            grown = {r: self._tree(batch[r].row, part, batch[r].budget) for r, part in zip(rows, logits)}
+            self._grow(list(grown.values()))
+        return self.propose_for(batch, {r: tree.draft_tree for r, tree in grown.items()})
 
     def _tree(self, row: Row, logits: Tensor, budget: Budget) -> BlockTree:
         """The empty tree of a row; logits [levels, Vd]."""
@@ -211,25 +203,22 @@ class DFlash(HeadDrafter):
 
     def observe(self, commit: Commit) -> None:
         self.learn(commit)
-        step_input, cursors = StepInput(), list[Cursor]()
+        pending: dict[Row, Cursor] = {}
         for r, step in enumerate(commit.batch):
-            row, start = step.row, step.start
+            row = step.row
             if row.error is None and (row.finish_reason is None or step.known > 1):
-                assert row.table is not None
-                step_input.chain(row.table.slots, start, row.tokens[start : row.computed])
-                cursors.append(cursor := self.catch_up.cursor(row, start))
-                cursor.append(start, commit.states.of(r, self.layout.taps))
-        if cursors:
-            self._store(torch.cat([part for cursor in cursors for part in cursor.states]), step_input.build())
-            for cursor in cursors:
-                cursor.mark_written()
-                cursor.drop_written()
+                pending[row] = self.catch_up.cursor(row, step.start)
+                pending[row].append(step.start, commit.states.of(r, self.layout.taps))
+        if pending:
+            self._store(*self.pending(pending))
+        for cursor in pending.values():
+            cursor.mark_written()
+            cursor.drop_written()
 
-    def _store(self, states: Tensor, step_input: StepInput) -> None:
+    def _store(self, step_input: StepInput, states: Tensor) -> None:
         """Write K and V of these positions in every layer; states [n, taps * hidden]."""
-        run, sizes, blocks = self.backend, self.stack.sizes, self.stack.blocks
+        run = self.backend
         g = run.linear(states.to(run.activations), self.fc)
-        kv = run.linear(run.rms_norm(g, self.hidden_norm, sizes.eps), self.kv)
-        for i, (block, part) in enumerate(zip(blocks, kv.chunk(len(blocks), dim=-1))):
-            keys = Keys(sizes.kv_heads, sizes.head_dim, block.q_norm, block.k_norm, sizes.eps)
-            run.rope_store(part.contiguous(), keys, block.turn, step_input, self.pool, i)
+        kv = run.linear(run.rms_norm(g, self.hidden_norm, self.stack.sizes.eps), self.kv)
+        for i, (keys, part) in enumerate(zip(self.keys, kv.chunk(len(self.keys), dim=-1))):
+            run.rope_store(part.contiguous(), keys, keys.turn, step_input, self.pool, i)

@@ -1,4 +1,4 @@
-"""Published files of block-parallel heads, and export.
+"""Published files of block-parallel heads.
 
 All of them have Qwen3 blocks `layers.{i}`, `fc`, `hidden_norm` and `norm`; their configs differ:
 
@@ -22,17 +22,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import whole
-from outrider.errors import ConfigError, ModelError, unknown
+from outrider.errors import ModelError
 from outrider.heads.layouts import BLOCK_NAMES, UNCHANGED, HeadFormat, Layout, flat
 from outrider.heads.outer import checked_taps
 
 ARCHITECTURE, TYPE, SPARK = "DFlashDraftModel", "dflash", "dspark"
 SLIDING = "sliding_attention"
-EXPORTED = ("speculators", "z-lab")
 DEFAULT_THETA = 1000000.0  # vLLM's
 TAPS = ("aux_hidden_state_layer_ids", "target_layer_ids")  # inputs of layers, outputs of layers
 ROWS = (
@@ -60,27 +57,6 @@ def _block_depth(head: Head) -> int | None:
     """The number of draft tokens of a block, None if the config does not contain it."""
     block = flat(head.config).get("block_size")
     return block - (not from_anchor(head)) if isinstance(block, int) else None
-
-
-FORMAT = HeadFormat(
-    (
-        Layout("speculators", ("hidden_norm.weight",), ROWS, PREFIXES, _of_speculators),
-        Layout("z-lab, SpecForge", ("hidden_norm.weight",), ROWS, PREFIXES),
-    ),
-    hidden=(("fc.weight", 1),),
-    vocabulary=("lm_head.weight",),
-    taps=_tap_count,
-    depth=_block_depth,
-    known=rf"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_w[12])\.(weight|bias)|d2t|t2d|"
-    rf"layers\.\d+\.({BLOCK_NAMES})",
-    variants=(
-        ("markov", "DSpark with a gated or recurrent table"),
-        ("gru|domino", "Domino"),
-        ("selector", "DFlash 2"),
-        ("fusion", "DFlare"),
-        ("sink", "attention sinks"),
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -112,7 +88,7 @@ class BlockLayout:
     def of(head: Head, target_layers: int, tap_offset: int | None = None) -> BlockLayout:
         """Layout from a config.
 
-        head:       as `translate` returns it
+        head:       under our names, with a flat config
         tap_offset: added to the file's layer numbers; None follows the file's convention
 
         Raises ModelError for a config that does not fit the tensors or the target.
@@ -141,20 +117,6 @@ class BlockLayout:
             raise ModelError(f"{head.name!r} has a block of 1 token, which drafts nothing.")
         windows, causal = zip(*((window * one, _causal(config, one)) for one in sliding))
         return BlockLayout(taps, config["block_size"], config["mask_token_id"], anchored, windows, causal)
-
-
-def translate(head: Head) -> Head:
-    """The head under our names, with a flat config.
-
-    Raises ModelError for a kind of head that is not supported.
-    """
-    ours = FORMAT.translate(head)
-    kind = ours.config.get("markov_head_type", "vanilla")
-    if kind != "vanilla" and "markov_w1.weight" in ours:
-        raise ModelError(f"{head.name!r} has a {kind} Markov head; only a vanilla one is supported.")
-    if ours.config.get("rope_theta") or ours.config.get("rope_parameters"):
-        return ours
-    return replace(ours, config={**ours.config, "rope_theta": DEFAULT_THETA})
 
 
 def from_anchor(head: Head) -> bool:
@@ -192,34 +154,38 @@ def spread(target_layers: int, taps: int) -> list[int]:
     return [round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps)]
 
 
-def exported(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str, verifier: str = ""
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors for vLLM ("speculators") or SGLang and SpecForge ("z-lab").
+def _refused(head: Head) -> str:
+    kind = head.config.get("markov_head_type", "vanilla")
+    gated = kind != "vanilla" and any(name.endswith("markov_w1.weight") for name in head)
+    return f"it has a {kind} Markov head; only a vanilla one is" if gated else ""
 
-    config: of `Network.config`, which is in the format of speculators.  verifier: the target's name.  Raises
-    ConfigError for a head that a layout cannot express.
-    """
-    if layout not in EXPORTED:
-        raise ConfigError(unknown("layout", layout, EXPORTED))
-    if layout == "speculators":
-        outer = config["speculators_config"]
-        named = {**outer, "verifier": {**outer["verifier"], "name_or_path": verifier}}
-        return {**config, "speculators_config": named}, dict(tensors)
-    if "d2t" in tensors or config["sample_from_anchor"] or config["speculators_model_type"] == SPARK:
-        raise ConfigError(
-            "a head with a vocabulary or a Markov head, or one that samples from the anchor, "
-            'can be written as "speculators" only.'
-        )
-    taps = [tap - 1 for tap in config["aux_hidden_state_layer_ids"]]
-    if min(taps) < 0:
-        raise ConfigError('a head that reads the embeddings can be written as "speculators" only.')
-    own: dict[str, Any] = {"mask_token_id": config["mask_token_id"], "target_layer_ids": taps}
-    if config["sliding_window_non_causal"]:
-        own["causal"] = False
-    return {
-        **config["transformer_layer_config"],
-        "architectures": [ARCHITECTURE],
-        "block_size": config["block_size"],
-        "dflash_config": own,
-    }, dict(tensors)
+
+def _with_theta(head: Head) -> Head:
+    if head.config.get("rope_theta") or head.config.get("rope_parameters"):
+        return head
+    return replace(head, config={**head.config, "rope_theta": DEFAULT_THETA})
+
+
+FORMAT = HeadFormat(
+    (
+        Layout("speculators", ("hidden_norm.weight",), ROWS, PREFIXES, _of_speculators),
+        Layout("z-lab, SpecForge", ("hidden_norm.weight",), ROWS, PREFIXES),
+    ),
+    hidden=(("fc.weight", 1),),
+    vocabulary=("lm_head.weight",),
+    taps=_tap_count,
+    depth=_block_depth,
+    known=rf"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_w[12])\.(weight|bias)|d2t|t2d|"
+    rf"layers\.\d+\.({BLOCK_NAMES})",
+    variants=(
+        ("markov", "DSpark with a gated or recurrent table"),
+        ("gru|domino", "Domino"),
+        ("selector", "DFlash 2"),
+        ("fusion", "DFlare"),
+        ("sink", "attention sinks"),
+    ),
+    kinds=f"{TYPE}|{SPARK}|{ARCHITECTURE}",
+    keys=("dflash_config",),
+    refused=_refused,
+    finish=_with_theta,
+)

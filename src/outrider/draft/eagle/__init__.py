@@ -68,7 +68,7 @@ class Eagle(Recurrent):
             hidden, inputs = ours.shape("fc.weight")
             if inputs == 2 * hidden and ours.shape(q)[1] == hidden:
                 return 2
-        return int("eagle" in (head.config.get("model_type"), head.config.get("speculators_model_type")))
+        return int(FORMAT.named_in(head.config))
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

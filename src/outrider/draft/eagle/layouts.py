@@ -48,6 +48,7 @@ FORMAT = HeadFormat(
     known=rf"fc\.(weight|bias)|token_map|(norm_(token|state|out)|lm_head|embed_tokens)\.weight|"
     rf"layers\.\d+\.({BLOCK_NAMES})",
     variants=(("", "only dense layers as Llama's and Qwen's are supported"),),
+    kinds="eagle",
 )
 EXPORTED = ("reference", "vllm", "sglang", "speculators")
 

@@ -24,12 +24,12 @@ from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.validate import Kind, check_fields, is_whole, optional, whole
 from outrider.draft.eagle3.layouts import ARCHITECTURE, FORMAT, TAPS, taps_of
-from outrider.draft.eagle3.network import Network, Settings
+from outrider.draft.eagle3.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import random_head
 from outrider.heads.layer import Pairs, Stack
-from outrider.heads.layouts import parse
+from outrider.heads.layouts import numbers
 from outrider.heads.outer import own_embedding, own_lm_head
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
@@ -52,8 +52,8 @@ class Packed(Net):
         self.taps, self.ids = taps, target_ids(head, target.vocabulary)
         self.hidden = h = head.shape("midlayer.self_attn.o_proj.weight")[0]
         self._read_states(self.model.spec.hidden)
-        above = {int(values["i"]) for name in head if (values := parse("layers.{i}.{rest}", name))}
-        names = ["midlayer", *(f"layers.{i}" for i in range(1, 1 + len(above)))]
+        above = len(numbers(head, "layers.{i}.{rest}"))
+        names = ["midlayer", *(f"layers.{i}" for i in range(1, 1 + above))]
         self.stack = Stack(reader, target, names, h, inputs=2 * h)
         token, state = (
             reader.vector(f"midlayer.{name}.weight", h) for name in ("input_layernorm", "hidden_norm")
@@ -136,16 +136,6 @@ class Eagle3(Recurrent):
         return Packed(self.reader, self.target, taps)
 
     @classmethod
-    def translate(cls, head: Head) -> Head:
-        ours = super().translate(head)
-        if "mask_hidden" in ours or ours.config.get("speculators_model_type") == "peagle":
-            raise ModelError(
-                f"{head.name!r} is a P-EAGLE head (parallel drafting, mask_hidden), which is not supported: "
-                "take an EAGLE-3 head."
-            )
-        return ours
-
-    @classmethod
     def claims(cls, head: Head) -> int:
         """2: the first layer has two norms and reads twice the width that it writes."""
         ours = FORMAT.renamed(head)
@@ -154,10 +144,9 @@ class Eagle3(Recurrent):
         )
         if norm in ours and q in ours and o in ours and ours.shape(q)[-1] == 2 * ours.shape(o)[0]:
             return 2
-        named = any("Eagle3" in str(name) for name in ours.config.get("architectures", ()))
-        return int(named or ours.config.get("speculators_model_type") == "eagle3")
+        return int(FORMAT.named_in(head.config))
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """A random network over two thirds of the tokens."""
-        return cls(cls.Options(), target, random_head(Network.random, Settings.fitting(target)))
+        return cls(cls.Options(), target, random_head(Network.like, target))

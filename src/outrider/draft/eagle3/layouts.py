@@ -54,8 +54,18 @@ def _tap_count(head: Head) -> int:
     return len(listed) if isinstance(listed, list) else 3
 
 
+def _refused(head: Head) -> str:
+    parallel = "mask_hidden" in head or head.config.get("speculators_model_type") == "peagle"
+    return "it is a P-EAGLE head (parallel drafting, mask_hidden); take an EAGLE-3 head" if parallel else ""
+
+
 FORMAT = HeadFormat(
-    (SGLANG, VLLM, REFERENCE), hidden=(("fc.weight", 1),), vocabulary=("lm_head.weight",), taps=_tap_count
+    (SGLANG, VLLM, REFERENCE),
+    hidden=(("fc.weight", 1),),
+    vocabulary=("lm_head.weight",),
+    taps=_tap_count,
+    kinds=".*Eagle3.*|eagle3",
+    refused=_refused,
 )
 
 
@@ -80,58 +90,47 @@ def taps_of(
             f"and {head.name!r} lists none: give {TAPS}."
         )
     if listed is None:
-        return tuple(sorted(min(max(tap, 0), layers) for tap in (2, layers // 2, layers - 3)))
+        return default_taps(layers)
     forge = ARCHITECTURE in head.config.get("architectures", ())
     own = int(forge and "speculators_model_type" not in head.config)
     return checked_taps(head, listed, own if offset is None else offset, layers, TAPS)
 
 
-OWN_KEYS = (
-    "draft_vocab_size", "target_hidden_size", TAPS, "norm_before_residual", "norm_before_fc", "fc_norm",
-    "norm_output",
-)  # fmt: skip
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The published taps of a target with so many layers."""
+    return tuple(sorted(min(max(tap, 0), layers) for tap in (2, layers // 2, layers - 3)))
 
 
 def exported(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A head under our names, for "vllm" (the format of speculators) or "sglang".
+    """A trained head for "vllm" (the format of speculators) or "sglang".
 
-    Raises ConfigError for unsupported variants.
+    Raises ConfigError for what SGLang's format cannot express.
     """
     if layout not in ("vllm", "sglang"):
         raise ConfigError(unknown("layout", layout, ("vllm", "sglang")))
-    stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     if layout == "vllm":
-        return _speculators(config), {VLLM.published(name): tensor for name, tensor in stored.items()}
-    if "input_norm.weight" in stored:
-        raise ConfigError("SGLang cannot run a head with input_norm: export it for vllm.")
-    return _sglang(dict(config)), {SGLANG.published(name): tensor for name, tensor in stored.items()}
+        return _speculators(config), {VLLM.published(name): tensor for name, tensor in tensors.items()}
+    taps = [tap - 1 for tap in config[TAPS]]
+    if min(taps) < 0:
+        raise ConfigError(
+            "SGLang cannot run a head that reads the input of layer 0: it counts the outputs of layers."
+        )
+    flat_config = {key: value for key, value in config.items() if key != TAPS}
+    own = {"architectures": [ARCHITECTURE], "eagle_config": {TAPS: taps, "use_aux_hidden_state": True}}
+    return {**flat_config, **own}, {SGLANG.published(name): tensor for name, tensor in tensors.items()}
 
 
 def _speculators(config: Mapping[str, Any]) -> dict[str, Any]:
-    layer = {key: value for key, value in config.items() if key not in (*OWN_KEYS, "architectures")}
+    own_keys = ("draft_vocab_size", "target_hidden_size", TAPS)
+    layer = {key: value for key, value in config.items() if key not in (*own_keys, "architectures")}
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.3.0",
         "transformer_layer_config": layer,
         "norm_before_residual": False,  # its default depends on the reader
-        **{key: config[key] for key in OWN_KEYS if key in config},
+        **{key: config[key] for key in own_keys},
         "speculators_config": speculators_config("eagle3", 5),
     }
-
-
-def _sglang(config: dict[str, Any]) -> dict[str, Any]:
-    flags = [
-        flag for flag in ("norm_before_residual", "norm_before_fc", "norm_output") if config.pop(flag, False)
-    ]
-    if flags:
-        raise ConfigError(f"SGLang cannot run a head with {' and '.join(flags)}: export it for vllm.")
-    taps = [tap - 1 for tap in config.pop(TAPS)]
-    if min(taps) < 0:
-        raise ConfigError(
-            "SGLang cannot run a head that reads the input of layer 0: it counts the outputs of layers."
-        )
-    eagle_config = {TAPS: taps, "use_aux_hidden_state": True}
-    return {**config, "architectures": [ARCHITECTURE], "eagle_config": eagle_config}

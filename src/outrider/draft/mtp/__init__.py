@@ -39,7 +39,7 @@ from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.validate import FLAG, check_fields, optional
-from outrider.draft.mtp.layouts import FORMAT, LAYOUTS
+from outrider.draft.mtp.layouts import FORMAT
 from outrider.draft.mtp.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
@@ -200,24 +200,10 @@ class Mtp(Recurrent):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        """2: it has such layers, and is not a whole language model."""
+        """0 for a whole language model, 2 for layers of Qwen3-Next, which are refused by name."""
         if "model.norm.weight" in head:
             return 0
-        if FORMAT.layout_of(head) or "mtp.fc.weight" in head:
-            return 2
-        model_type = str(head.config.get("model_type")).rpartition("_")[2]
-        return int("mtp" in (head.config.get("speculators_model_type"), model_type))
-
-    @classmethod
-    def translate(cls, head: Head) -> Head:
-        if FORMAT.layout_of(head) is None:
-            qwen = "mtp.fc.weight" in head
-            what = "layers of Qwen3-Next (gated attention)" if qwen else "no multi-token prediction layers"
-            raise ModelError(
-                f"{head.name!r} has {what}; those of {', '.join(LAYOUTS)} with dense blocks are supported: "
-                "give a folder with such as 'model', or choose another method."
-            )
-        return super().translate(head)
+        return 2 if "mtp.fc.weight" in head else super().claims(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

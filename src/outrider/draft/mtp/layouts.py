@@ -17,14 +17,15 @@ before or after its last norm, as the states that it reads are.  Engines disagre
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.errors import ModelError
-from outrider.heads.layouts import BLOCK_NAMES, HeadFormat, Layout, Rows, matching, parse
+from outrider.errors import ConfigError, unknown
+from outrider.heads.layouts import BLOCK_NAMES, HeadFormat, Layout, Rows, numbers, unchanged
 
 
 def _rows(at: str, names: Mapping[str, str]) -> Rows:
@@ -35,7 +36,7 @@ def _rows(at: str, names: Mapping[str, str]) -> Rows:
         *((f"{at}.{theirs}.{{kind}}", f"layers.{{i}}.{ours}.{{kind}}") for theirs, ours in names.items()),
         (f"{at}.{{rest}}", "layers.{i}.{rest}"),
         ("model.embed_tokens.weight", "embed_tokens.weight"),
-        ("lm_head.weight", "lm_head.weight"),
+        *unchanged("lm_head.weight"),
     )
 
 
@@ -50,8 +51,7 @@ ERNIE = {"emb_norm": "enorm", "hidden_norm": "hnorm", "linear_proj": "eh_proj"}
 
 def _first_layer(head: Head) -> dict[str, int]:
     """The number of the first prediction layer, which is the number of layers of the target."""
-    found = (parse("model.layers.{i}.eh_proj.weight", name) for name in head)
-    return {"target_layers": min(int(values["i"]) for values in found if values)}
+    return {"target_layers": min(numbers(head, "model.layers.{i}.eh_proj.weight"))}
 
 
 def _swap_inputs(weight: Tensor, config: Mapping[str, Any]) -> Tensor:
@@ -97,6 +97,20 @@ LAYOUTS = {
         "speculators", ("mtp_layers.{i}.input_proj.weight",), _rows("mtp_layers.{i}", MIMO), defaults=AFTER
     ),
 }
+EXPORTED = ("deepseek", "mimo", "speculators")
+
+
+def _refused(head: Head) -> str:
+    if any(layout.found_in(head) for layout in LAYOUTS.values()):
+        return ""
+    qwen = "mtp.fc.weight" in head
+    what = "layers of Qwen3-Next (gated attention)" if qwen else "no multi-token prediction layers"
+    return (
+        f"it has {what}; those of {', '.join(LAYOUTS)} with dense blocks are: give a folder with such as "
+        "'model', or choose another method"
+    )
+
+
 FORMAT = HeadFormat(
     tuple(LAYOUTS.values()),
     hidden=(("layers.{i}.eh_proj.weight", 0),),
@@ -109,6 +123,8 @@ FORMAT = HeadFormat(
         (r"scale|qweight|packed|zeros", "quantized weights"),
         ("", "a block that is not Llama's or Qwen's"),
     ),
+    kinds="(.*_)?mtp",
+    refused=_refused,
 )
 
 
@@ -117,42 +133,35 @@ def exported(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of a network as "deepseek", "mimo" (vLLM, SGLang; a Qwen2 block) or "speculators".
 
-    Raises ModelError where readers of that layout would feed the layers other states than they were trained
+    Raises ConfigError where readers of that layout would feed the layers other states than they were trained
     on.
     """
-    wanted, head = LAYOUTS[layout], FORMAT.translate(Head.of("the trained network", config, tensors))
-    prenorm = dict(wanted.defaults)["prenorm"]
-    if head.config["prenorm"] != prenorm:
-        trained, given = (
-            f"{'before' if before else 'after'} the target's last norm" for before in (not prenorm, prenorm)
+    if layout not in EXPORTED:
+        raise ConfigError(unknown("layout", layout, EXPORTED))
+    wanted, prenorm = LAYOUTS[layout], bool(config["prenorm"])
+    if dict(wanted.defaults)["prenorm"] != prenorm:
+        trained, given = ("before", "after") if prenorm else ("after", "before")
+        raise ConfigError(
+            f"layers trained on states {trained} the target's last norm cannot be written as {layout!r}, "
+            f"whose readers give those {given} it."
         )
-        raise ModelError(
-            f"layers trained on states {trained} cannot be written as {layout!r}, whose readers give those "
-            f"{given}."
-        )
+    head = FORMAT.translate(Head.of("the trained network", config, tensors))
     out = {
-        wanted.published(name, target_layers=int(config["num_hidden_layers"])): (
-            _swap_inputs(head.raw(name), config)
-            if wanted.changes is SWAPPED and name.endswith("eh_proj.weight")
-            else head.raw(name)
-        )
+        wanted.published(name, target_layers=int(config["num_hidden_layers"])): head.raw(name)
         for name in head
     }
-    if layout == "mimo":  # a Qwen2 block has biases
-        for name in list(matching(head, *(f"layers.{{i}}.self_attn.{one}_proj.weight" for one in "qkv"))):
-            published = wanted.published(name.removesuffix("weight") + "bias")
-            out.setdefault(published, head.raw(name).new_zeros(head.shape(name)[0]))
-    return _config(dict(config), layout), out
-
-
-def _config(config: dict[str, Any], layout: str) -> dict[str, Any]:
+    for name in [name for name in out if name.endswith("input_proj.weight") and wanted.changes]:
+        out[name] = _swap_inputs(out[name], config)
     if layout == "mimo":
-        return {**config, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
+        qkv = [name for name in out if re.search(r"self_attn\.[qkv]_proj\.weight$", name)]
+        biases = {name.removesuffix("weight") + "bias": out[name].new_zeros(len(out[name])) for name in qkv}
+        own = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}  # a Qwen2 block has biases
+        return {**config, **own}, {**biases, **out}
     if layout == "speculators":
         return {
             "speculators_model_type": "mtp",
             "architectures": ["MTPDraftModel"],
             "transformer_layer_config": {**config, "model_type": "qwen3"},
             "num_nextn_predict_layers": config["num_nextn_predict_layers"],
-        }
-    return config
+        }, out
+    return dict(config), out

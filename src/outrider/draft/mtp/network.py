@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
-from outrider.heads.parts import Layer, RmsNorm, sizes_config, small_sizes, soft_cross_entropy
-from outrider.heads.sample import Sample, TargetWeights, mean_loss
+from outrider.heads.parts import Layer, RmsNorm, sizes_config, small_sizes
+from outrider.heads.sample import Sample, TargetWeights
 
+THETA = 10000.0
 DECAY = 0.6  # FastMTP's weight of each further depth that the last layer predicts
 
 
@@ -29,12 +30,8 @@ class PredictionLayer(Layer):
 
 
 class Network(nn.Module):
-    """Prediction layers for training.
-
-    first:   number of layers of the target
-    layers:  number of prediction layers
-    steps:   depths in the loss, by default one per layer
-    prenorm: the layers read states before the target's last norm
+    """first: number of layers of the target.  layers: number of prediction layers.  steps: depths in the loss,
+    by default one per layer.  prenorm: the layers read states before the target's last norm.
     """
 
     def __init__(
@@ -45,10 +42,9 @@ class Network(nn.Module):
         layers: int = 1,
         steps: int | None = None,
         prenorm: bool = False,
-        theta: float = 10000.0,
     ) -> None:
         super().__init__()
-        self.sizes, self.vocabulary, self.first, self.theta = sizes, vocabulary, first, theta
+        self.sizes, self.vocabulary, self.first = sizes, vocabulary, first
         self.steps, self.prenorm, self.taps = steps or layers, prenorm, (first if prenorm else FINAL,)
         by_number = nn.ModuleDict({str(first + i): PredictionLayer(sizes) for i in range(layers)})
         self.model = nn.ModuleDict({"layers": by_number})
@@ -73,7 +69,7 @@ class Network(nn.Module):
             "num_hidden_layers": self.first,
             "num_nextn_predict_layers": len(self.layers),
             "prenorm": self.prenorm,
-            "rope_theta": self.theta,
+            "rope_theta": THETA,
         }
 
     def forward(self, tokens: Tensor, states: Tensor, depth: int = 0) -> tuple[Tensor, Tensor]:
@@ -81,7 +77,7 @@ class Network(nn.Module):
         hidden] each."""
         layer = self.layers[min(depth, len(self.layers) - 1)]
         x = layer.eh_proj(torch.cat([layer.enorm(tokens), layer.hnorm(states)], dim=-1))
-        x = layer.over_text(x, self.theta)
+        x = layer.over_text(x, THETA)
         normed = layer.shared_head["norm"](x)
         return (x if self.prenorm else normed), normed
 
@@ -99,7 +95,6 @@ class Network(nn.Module):
             states, out = self(tokens, states[: len(tokens)], depth)
             weight = DECAY ** max(0, depth - len(self.layers) + 1)
             rows = sample.places(depth + 1, len(tokens))
-            theirs = sample.logits[depth + 1 + rows]
-            loss = mean_loss(soft_cross_entropy(outer.logits(out[rows]), theirs))
+            loss = sample.target_loss(outer.logits(out[rows]), depth + 1 + rows)
             total, weights = total + weight * loss, weights + weight
         return total / weights

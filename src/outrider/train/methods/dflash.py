@@ -63,8 +63,8 @@ class DFlash(Method):
             given["ids"] = frequent(self.counts, options.draft_vocab_size) or ()
         network = Network.like(self.target, **given)
         self.wanted = network.taps
-        if network.shape.ids:
-            network.lm_head.weight.data.copy_(self.outer.lm_head[list(network.shape.ids)])
+        if network.ids:
+            network.lm_head.weight.data.copy_(self.outer.lm_head[list(network.ids)])
         return network
 
     def speculation(self, folder: Path, depth: int) -> dict[str, Any]:

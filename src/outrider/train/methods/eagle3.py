@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from outrider.core.validate import Kind, optional
-from outrider.draft.eagle3.layouts import exported
-from outrider.draft.eagle3.network import Network, Settings
+from outrider.draft.eagle3.layouts import default_taps, exported
+from outrider.draft.eagle3.network import Network
 from outrider.errors import ConfigError
 from outrider.train.base import Files, Method
 from outrider.train.options import COUNT, POSITIVE, TAPS, TrainOptions
@@ -48,17 +48,18 @@ class Eagle3(Method):
     base_rate = 1e-4
 
     def build(self) -> Network:
-        options, spec, sizes = self.options, self.target.decoder.spec, self.sizes
-        layers, vocabulary = spec.layers, self.target.vocabulary
-        taps = options.taps or sorted({min(max(tap, 0), layers) for tap in (2, layers // 2, layers - 3)})
-        self.wanted = within(taps, layers)
-        settings = Settings(
-            vocabulary, sizes.hidden, sizes.inner, sizes.heads, sizes.kv_heads, sizes.head_dim, spec.hidden,
-            self.wanted, frequent(self.counts, options.draft_vocab_size), eps=sizes.eps,
-            positions=self.target.checkpoint.spec.context,
-        )  # fmt: skip
-        accepted = options.objective == "acceptance"
-        network = Network(settings, options.test_steps, options.decay, accepted)
+        options, layers = self.options, self.target.decoder.spec.layers
+        self.wanted = within(options.taps or sorted(set(default_taps(layers))), layers)
+        network = Network(
+            self.sizes,
+            self.target.vocabulary,
+            self.wanted,
+            frequent(self.counts, options.draft_vocab_size),
+            self.target.checkpoint.spec.context,
+            steps=options.test_steps,
+            decay=options.decay,
+            acceptance=options.objective == "acceptance",
+        )
         network.lm_head.weight.data.copy_(self.outer.lm_head[network.ids])
         return network
 
