@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from outrider.checkpoints.spec import Facts
 from outrider.heads.layer import Sizes
 
+THETA = 10000.0  # of rotations
+
 
 class RmsNorm(nn.Module):
     """x / rms(x) · weight, plus a bias with `shift`."""
@@ -58,7 +60,7 @@ class GatedMlp(nn.Module):
         return out
 
 
-def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+def rotary_angles(positions: Tensor, head_dim: int, theta: float = THETA) -> Tensor:
     """[n, head_dim / 2] of the positions [n]."""
     return positions[:, None] * theta ** -(torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
 
@@ -78,19 +80,16 @@ def causal_mask(n: int, device: torch.device | None = None) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
-    inputs: width of what it reads, `hidden` unless given.  bias: of queries, keys and values.  qk_norm: an
-    RMS norm of every head.
+    inputs: width of what it reads, `hidden` unless given.  qk_norm: an RMS norm of every head.
     """
 
-    def __init__(
-        self, sizes: Sizes, inputs: int | None = None, bias: bool = False, qk_norm: bool = False
-    ) -> None:
+    def __init__(self, sizes: Sizes, inputs: int | None = None, qk_norm: bool = False) -> None:
         super().__init__()
         inputs, q, kv = inputs or sizes.hidden, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
         self.head_dim = sizes.head_dim
-        self.q_proj = nn.Linear(inputs, q, bias=bias)
-        self.k_proj = nn.Linear(inputs, kv, bias=bias)
-        self.v_proj = nn.Linear(inputs, kv, bias=bias)
+        self.q_proj = nn.Linear(inputs, q, bias=False)
+        self.k_proj = nn.Linear(inputs, kv, bias=False)
+        self.v_proj = nn.Linear(inputs, kv, bias=False)
         self.o_proj = nn.Linear(q, sizes.hidden, bias=False)
         self.q_norm = RmsNorm(sizes.head_dim, sizes.eps) if qk_norm else None
         self.k_norm = RmsNorm(sizes.head_dim, sizes.eps) if qk_norm else None
@@ -129,15 +128,10 @@ class Layer(nn.Module):
     """
 
     def __init__(
-        self,
-        sizes: Sizes,
-        inputs: int | None = None,
-        bias: bool = False,
-        qk_norm: bool = False,
-        norm_in: bool = True,
+        self, sizes: Sizes, inputs: int | None = None, qk_norm: bool = False, norm_in: bool = True
     ) -> None:
         super().__init__()
-        self.self_attn = Attention(sizes, inputs, bias, qk_norm)
+        self.self_attn = Attention(sizes, inputs, qk_norm)
         self.mlp = GatedMlp(sizes.hidden, sizes.inner)
         self.input_layernorm = RmsNorm(sizes.hidden, sizes.eps) if norm_in else nn.Identity()
         self.post_attention_layernorm = RmsNorm(sizes.hidden, sizes.eps)
@@ -145,10 +139,10 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
         return self.feed_forward(x + self.self_attn(self.input_layernorm(x), angles, mask))
 
-    def over_text(self, x: Tensor, theta: float, last: int | None = None) -> Tensor:
+    def over_text(self, x: Tensor, last: int | None = None) -> Tensor:
         """x [T, hidden] of the positions 0 … T - 1 through the layer.  last: so many last rows only."""
         attention, u, rows = self.self_attn, self.input_layernorm(x), slice(-(last or len(x)), None)
-        angles = rotary_angles(torch.arange(len(x), device=x.device), attention.head_dim, theta)
+        angles = rotary_angles(torch.arange(len(x), device=x.device), attention.head_dim)
         q, k = attention.queries(u[rows], angles[rows]), attention.keys(u, angles)
         mask = causal_mask(len(x), x.device)[rows]
         return self.feed_forward(x[rows] + attention.attend(q, k, attention.values(u), mask))
@@ -165,7 +159,7 @@ def small_sizes(spec: Facts) -> Sizes:
 
 
 def sizes_config(sizes: Sizes) -> dict[str, Any]:
-    """The sizes under the keys of a transformers config."""
+    """The sizes and the rotation under the keys of a transformers config."""
     return {
         "hidden_size": sizes.hidden,
         "intermediate_size": sizes.inner,
@@ -173,6 +167,7 @@ def sizes_config(sizes: Sizes) -> dict[str, Any]:
         "num_key_value_heads": sizes.kv_heads,
         "head_dim": sizes.head_dim,
         "rms_norm_eps": sizes.eps,
+        "rope_theta": THETA,
     }
 
 

@@ -23,13 +23,11 @@ TOKEN_WEIGHT = 0.1  # of the cross entropy beside the loss of the states
 class Network(nn.Module):
     """fc over [embedding; state], then one layer without an input norm."""
 
-    def __init__(
-        self, sizes: Sizes, vocabulary: int, theta: float = 10000.0, bias: bool = True, qkv_bias: bool = False
-    ) -> None:
+    def __init__(self, sizes: Sizes, vocabulary: int, bias: bool = True) -> None:
         super().__init__()
-        self.sizes, self.vocabulary, self.theta = sizes, vocabulary, theta
+        self.sizes, self.vocabulary = sizes, vocabulary
         self.fc = nn.Linear(2 * sizes.hidden, sizes.hidden, bias=bias)
-        self.layers = nn.ModuleList([Layer(sizes, bias=qkv_bias, norm_in=False)])
+        self.layers = nn.ModuleList([Layer(sizes, norm_in=False)])
 
     @classmethod
     def like(cls, target: Target, **options: Any) -> Network:
@@ -44,7 +42,6 @@ class Network(nn.Module):
             **sizes_config(self.sizes),
             "num_hidden_layers": 1,
             "vocab_size": self.vocabulary,
-            "rope_theta": self.theta,
             "bias": self.fc.bias is not None,
         }
 
@@ -53,7 +50,7 @@ class Network(nn.Module):
         [T, hidden].  last: so many last ones only."""
         (layer,) = self.layers
         assert isinstance(layer, Layer)
-        return layer.over_text(self.fc(torch.cat([tokens, states], dim=-1)), self.theta, last)
+        return layer.over_text(self.fc(torch.cat([tokens, states], dim=-1)), last)
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Smooth L1 of the states plus a tenth of the cross entropy with the target's distribution.

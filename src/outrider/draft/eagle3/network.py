@@ -35,7 +35,6 @@ from outrider.heads.parts import (
 )
 from outrider.heads.sample import Sample, TargetWeights, mean_loss
 
-THETA = 10000.0
 Keys = list[tuple[Tensor, Tensor]]  # keys and values of the steps so far
 
 
@@ -74,7 +73,7 @@ class PathLayer(Layer):
         attention, n = self.self_attn, len(g)
         places, rows = keys[0][0].shape[1] if keys else n, slice(n - last, None)
         positions = torch.arange(places - n, places, device=g.device) + len(keys)
-        angles = rotary_angles(positions, attention.head_dim, THETA)
+        angles = rotary_angles(positions, attention.head_dim)
         u = torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1)
         keys.append((attention.keys(u, angles), attention.values(u)))
         attended = attend_to_paths(attention.queries(u[rows], angles[rows]), keys)
@@ -135,7 +134,6 @@ class Network(nn.Module):
             "num_hidden_layers": 1,
             "max_position_embeddings": self.positions,
             "vocab_size": self.vocabulary,
-            "rope_theta": THETA,
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self.sizes.hidden,
             "tie_word_embeddings": False,

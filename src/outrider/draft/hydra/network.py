@@ -13,8 +13,6 @@ from outrider.heads.layer import Sizes
 from outrider.heads.parts import Layer, ResidualBlock, RmsNorm, sizes_config, small_sizes
 from outrider.heads.sample import Sample, TargetWeights
 
-THETA = 10000.0
-
 
 class Network(nn.Module):
     """prefix: sizes of the prefix layer of a `prefix-mlp` head, None for a plain `mlp` head.
@@ -67,7 +65,7 @@ class Network(nn.Module):
             "hydra_num_layers": self.layers,
             "grounded_heads": True,
             "hidden_state_offset": 0,
-            **({**sizes_config(self.prefix), "rope_theta": THETA} if self.prefix else {}),
+            **(sizes_config(self.prefix) if self.prefix else {}),
         }
 
     def prefixed(self, states: Tensor) -> Tensor:
@@ -75,7 +73,7 @@ class Network(nn.Module):
         if self.prefix is None:
             return states
         parts: Any = self.prefix_embeding_layer
-        return parts["norm"](parts["layers"][0].over_text(states, THETA))  # type: ignore[no-any-return]
+        return parts["norm"](parts["layers"][0].over_text(states))  # type: ignore[no-any-return]
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Teacher loss: each head's cross entropy with the target's distribution of its predicted token.

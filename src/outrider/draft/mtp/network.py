@@ -13,7 +13,6 @@ from outrider.heads.layer import Sizes
 from outrider.heads.parts import Layer, RmsNorm, sizes_config, small_sizes
 from outrider.heads.sample import Sample, TargetWeights
 
-THETA = 10000.0
 DECAY = 0.6  # FastMTP's weight of each further depth that the last layer predicts
 
 
@@ -69,7 +68,6 @@ class Network(nn.Module):
             "num_hidden_layers": self.first,
             "num_nextn_predict_layers": len(self.layers),
             "prenorm": self.prenorm,
-            "rope_theta": THETA,
         }
 
     def forward(self, tokens: Tensor, states: Tensor, depth: int = 0) -> tuple[Tensor, Tensor]:
@@ -77,7 +75,7 @@ class Network(nn.Module):
         hidden] each."""
         layer = self.layers[min(depth, len(self.layers) - 1)]
         x = layer.eh_proj(torch.cat([layer.enorm(tokens), layer.hnorm(states)], dim=-1))
-        x = layer.over_text(x, THETA)
+        x = layer.over_text(x)
         normed = layer.shared_head["norm"](x)
         return (x if self.prenorm else normed), normed
 
