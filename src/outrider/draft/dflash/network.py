@@ -34,7 +34,7 @@ class BlockLayer(Layer):
     """A layer whose rows attend to the context before their block, and to their block."""
 
     def read(self, x: Tensor, context: Tensor, anchors: Tensor) -> Tensor:
-        """x [A * block, hidden] of all blocks -> the same; context [T, hidden]; anchors [A]: their positions."""
+        """x [A * block, hidden] of all blocks, context [T, hidden], anchors [A] -> [A * block, hidden]."""
         attention, u, block = self.self_attn, self.input_layernorm(x), len(x) // len(anchors)
         before = torch.arange(len(context), device=x.device)
         positions = (anchors[:, None] + torch.arange(block, device=x.device)).flatten()
@@ -48,7 +48,8 @@ class BlockLayer(Layer):
 
 class Network(nn.Module):
     """taps: as `Needs.states` numbers them.  block: tokens of a block, the pending one included.
-    mask: id of the others.  ids: the head's tokens, ascending; empty for all.  markov: rank of DSpark's table.
+    mask: id of the others.  ids: the head's tokens, ascending; empty for all.
+    markov: rank of DSpark's table.
     """
 
     def __init__(

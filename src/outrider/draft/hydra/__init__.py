@@ -73,7 +73,7 @@ class HydraHead:
 
 
 class Hydra(RankedDrafter):
-    """pooled: the prefix layer, None without one; `last_states` holds its outputs P.  catch_up: of its K/V."""
+    """pooled: the prefix layer, None without one; `last_states` holds its outputs.  catch_up: of its K/V."""
 
     FORMAT = FORMAT
     demo: ClassVar = {"Hydra": {"model": "builtin-hydra", "tree": "chain", "num_speculative_tokens": 1}}

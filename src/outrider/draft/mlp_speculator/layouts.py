@@ -80,7 +80,7 @@ class Steps:
 
 
 def is_lstm(head: Head) -> bool:
-    """Whether a head under our names is Arctic's sum_lstm; otherwise it is sum_rnn, of which IBM's is a case."""
+    """Whether a head under our names is Arctic's sum_lstm, not sum_rnn, of which IBM's is a case."""
     return any(name.startswith(("projs.", "forget_")) for name in head)
 
 

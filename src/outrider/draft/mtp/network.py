@@ -29,8 +29,8 @@ class PredictionLayer(Layer):
 
 
 class Network(nn.Module):
-    """first: number of layers of the target.  layers: number of prediction layers.  steps: depths in the loss,
-    by default one per layer.  prenorm: the layers read states before the target's last norm.
+    """first: layers of the target.  layers: prediction layers.  steps: depths in the loss, by default one per
+    layer.  prenorm: the layers read states before the target's last norm.
     """
 
     def __init__(
