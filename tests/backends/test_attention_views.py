@@ -72,8 +72,8 @@ def scene(
 
 
 def checked(step_input: StepInput, expected: list[ForwardOutput]) -> None:
-    assert step_input.positions.tolist() == [row.position for row in expected]
-    assert step_input.slot_mapping.tolist() == [row.keys[-1][1] for row in expected]
+    assert step_input.positions == [row.position for row in expected]
+    assert step_input.slot_mapping == [row.keys[-1][1] for row in expected]
     assert step_input.max_seq_len == max(len(row.keys) for row in expected)
     for table, first, count in requests_of(step_input):
         for i, row in enumerate(expected[first : first + count], first):
@@ -104,7 +104,7 @@ def test_a_budget_of_six_with_two_sinks() -> None:
         [100, 101, 105, 106, 107, 108, 109],
         [100, 101, 105, 106, 107, 108, 109, 110],
     ]
-    assert step_input.positions.tolist() == [8, 9, 10]
+    assert step_input.positions == [8, 9, 10]
 
 
 @pytest.mark.parametrize("window", [Window.of(None, 4), Window.of(10, 4), Window.of(11, 0)])

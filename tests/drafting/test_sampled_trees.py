@@ -184,7 +184,7 @@ def test_match_walks_the_deepest_path_of_the_targets_own_tokens(draft_tree: Draf
 def test_prompt_chunk_emits_nothing() -> None:
     batch = chunk(make_row([1, 2, 3]), 2)
     Match()(batch, Said({}))
-    assert (batch[0].accepted, batch[0].emitted) == ([], [])
+    assert (batch[0].accepted, batch[0].emitted) == ((), ())
 
 
 # ---- the plan
@@ -221,11 +221,9 @@ def test_a_plan_lets_every_row_see_its_own_past_in_order(
                 )
             )
     step_input.build()
-    assert step_input.input_ids.tolist() == [e[0] for e in expected]
-    assert step_input.positions.tolist() == [e[1] for e in expected]
-    assert step_input.slot_mapping.tolist() == [e[2][-1] for e in expected], (
-        "the last key of a row is its own"
-    )
+    assert step_input.input_ids == [e[0] for e in expected]
+    assert step_input.positions == [e[1] for e in expected]
+    assert step_input.slot_mapping == [e[2][-1] for e in expected], "the last key of a row is its own"
     assert step_input.max_seq_len == max(len(e[2]) for e in expected)
     covered = 0
     for table, first, count in requests_of(step_input):

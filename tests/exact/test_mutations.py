@@ -200,9 +200,9 @@ def test_a_token_accepted_unseen(scene: Setup, monkeypatch: pytest.MonkeyPatch) 
             last = step.accepted[-1] if step.accepted else ROOT
             child = next((i for i, parent in enumerate(step.tree.parents) if parent == last), None)
             if child is not None and step.emitted:
-                step.accepted.append(child)
-                step.emitted[-1] = step.tree.tokens[child]
-                step.emitted.append(picker.pick(r, child, step.emitted))
+                step.accepted = [*step.accepted, child]
+                step.emitted = [*step.emitted[:-1], step.tree.tokens[child]]
+                step.emitted = [*step.emitted, picker.pick(r, child, step.emitted)]
 
     monkeypatch.setattr(broken.llm.engine, "verify", greedy_walk)
     assert broken.differences() > 0
@@ -216,14 +216,15 @@ def test_accepting_a_child_of_another_node_is_detected(scene: Setup, monkeypatch
         for r, step in enumerate(batch):
             if not step.emits:
                 continue
-            step.accepted, step.emitted = [], []
+            accepted, emitted = list[int](), list[int]()
+            step.accepted, step.emitted = accepted, emitted
             node: int | None = ROOT
             while node is not None:
-                step.emitted.append(picker.pick(r, node, step.emitted))
+                emitted.append(picker.pick(r, node, emitted))
                 same = (i for i, token in enumerate(step.tree.tokens) if token == step.emitted[-1])
                 node = next((i for i in same if i not in step.accepted), None)
                 if node is not None:
-                    step.accepted.append(node)
+                    accepted.append(node)
 
     monkeypatch.setattr(broken.llm.engine, "verify", anywhere)
     assert broken.differences() > 0

@@ -67,11 +67,11 @@ def grow(tree: KVTree, seed: int, nodes: int) -> DraftTree:
         paths_of_rows = tree.frontier_paths
         assert step_input.length == len(tree.sources) == len(paths_of_rows)
         at = [tuple(output) for output, _ in paths_of_rows]
-        assert step_input.input_ids.tolist() == [path[-1] for path in at]
-        assert step_input.positions.tolist() == [BASE + level] * len(at)
+        assert step_input.input_ids == [path[-1] for path in at]
+        assert step_input.positions == [BASE + level] * len(at)
         assert [path[:-1] for path in at] == [before[source] for source in tree.sources]
-        assert step_input.slot_mapping.tolist() == [slots[-1] for _, slots in paths_of_rows]
-        fresh = set(step_input.slot_mapping.tolist())
+        assert step_input.slot_mapping == [slots[-1] for _, slots in paths_of_rows]
+        fresh = set(step_input.slot_mapping)
         assert len(fresh) == len(at) and not fresh & used
         used |= fresh
         assert used <= set(TABLE[BASE : BASE + nodes])

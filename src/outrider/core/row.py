@@ -187,16 +187,16 @@ class Row:
     )  # of each output token: its drafter, or the target
     drafted_by: Counter[str] = field(default_factory=Counter)  # draft tokens by drafter, without probes
     last_draft: LastDraft | None = None
+    # whether it has a grammar or a prediction, from which automatic drafters propose
+    guided: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.guided = self.grammar is not None or bool(self.prediction)
 
     def drafts_with(self, sources: Sequence[str]) -> bool:
         """Whether one of these methods may draft for it."""
         method = self.params.draft_method
         return method is None or method in sources
-
-    @property
-    def guided(self) -> bool:
-        """Whether it has a grammar or a prediction, from which automatic drafters propose."""
-        return self.grammar is not None or bool(self.prediction)
 
     @property
     def output(self) -> list[int]:

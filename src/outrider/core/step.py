@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -33,11 +33,11 @@ class RowStep:
     # nodes of the proposed tree left after trimming, ascending: node i of `tree` was node kept[i]; None: all
     kept: Sequence[int] | None = None
     verified: bool = False  # the kernels have set the next two fields (Rule.kernel)
-    accepted: list[int] = field(default_factory=list)  # path of accepted nodes
-    emitted: list[int] = field(default_factory=list)  # their tokens and one more; empty unless `emits`
+    accepted: Sequence[int] = ()  # path of accepted nodes
+    emitted: Sequence[int] = ()  # their tokens and one more; empty unless `emits`
     # ids of the largest logits (see Needs.topk), best first, after the root and after each node;
     # empty unless `emits`, with an empty entry at a node without a finite logit
-    topk: list[list[int]] = field(default_factory=list)
+    topk: Sequence[list[int]] = ()
 
     @property
     def end(self) -> int:
@@ -47,7 +47,7 @@ class RowStep:
     @property
     def predicted(self) -> list[int]:
         """Tokens that this step predicted, from position start + 1: the known ones, then the emitted ones."""
-        return self.row.tokens[self.start + 1 : self.end] + self.emitted
+        return [*self.row.tokens[self.start + 1 : self.end], *self.emitted]
 
     def count(self, now: float, lossless: bool, sources: Sequence[str]) -> None:
         """Add a step that emitted tokens to the row's statistics.
@@ -56,19 +56,26 @@ class RowStep:
         """
         row, tree = self.row, self.tree
         row.steps += 1
-        if size := tree.size:
-            row.drafted += size
-            row.accepted += len(self.accepted)
-            row.count_draft(len(self.accepted))
-            row.sources += [sources[tree.source_of(node)] for node in self.accepted]
-            if tree.source:
-                row.drafted_by.update([sources[source] for source in tree.source[:size]])
-            else:
-                row.drafted_by[sources[0]] += size
+        if tree.tokens:
+            self._count_draft(sources)
         row.sources.append(None)
         row.last_draft = LastDraft(tree, self.accepted, self.emitted, sources)
         row.lossless = lossless
         row.arrivals += [now] * len(self.emitted)
+
+    def _count_draft(self, sources: Sequence[str]) -> None:
+        row, tree, accepted = self.row, self.tree, self.accepted
+        if not (size := tree.size):
+            return
+        row.drafted += size
+        row.accepted += len(accepted)
+        row.count_draft(len(accepted))
+        if tree.source:
+            row.sources += [sources[tree.source[node]] for node in accepted]
+            row.drafted_by.update([sources[source] for source in tree.source[:size]])
+        else:
+            row.sources += [sources[0]] * len(accepted)
+            row.drafted_by[sources[0]] += size
 
 
 class Asker(Protocol):

@@ -23,7 +23,7 @@ the same `pinned`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+NO_COLUMNS, NO_PATHS = array("q"), array("i")  # of a step that is not built, or has no paths
 
 
 class AdapterRows(NamedTuple):
@@ -52,8 +53,9 @@ class StepTensors(NamedTuple):
 class StepInput:
     """N rows of B requests, added in order; `build` makes the arrays.  The rows of a request are neighbours.
 
-    input_ids, positions, slot_mapping: int64 [N]; slot_mapping is the slot for the K/V of a row
-    context_lens, path_lens:            int64 [N]
+    input_ids, positions, slot_mapping: [N]; slot_mapping is the slot for the K/V of a row
+    context_lens, path_lens:            [N]
+    columns:                            int64 [5, N], these five one after the other
     path_slots:                         int32 [N, max_path_len], row by row, 0 after the end of a path
     query_start:                        [B + 1], first row of every request, then N
     slot_tables:                        [B], int32, the slot of each position, or of each entry of a view
@@ -61,14 +63,16 @@ class StepInput:
     adapters:                           the rows that use a LoRA adapter, ascending
     logits_rows:                        [M], ascending: rows whose logits are computed
 
-    The arrays are `array` objects: with cold CPU caches after a forward, a numpy or torch call takes tens of
-    microseconds.  `on` creates the tensors lazily, once per device.
+    Rows are added to lists, from which `build` makes `columns` and `path_slots`.  These are `array` objects:
+    with cold CPU caches after a forward, a numpy or torch call takes tens of microseconds.  `on` creates the
+    tensors lazily, once per device.
     """
 
     __slots__ = (
         "_derived",
         "_paths",
         "adapters",
+        "columns",
         "context_lens",
         "input_ids",
         "length",
@@ -87,9 +91,12 @@ class StepInput:
     def __init__(self, pinned: int = 0) -> None:
         self.pinned = pinned
         self.length = self.max_seq_len = self.max_path_len = 0
-        self.input_ids, self.positions, self.slot_mapping = array("q"), array("q"), array("q")
-        self.context_lens, self.path_lens = array("q"), array("q")
-        self.path_slots = array("i")
+        self.input_ids: list[int] = []
+        self.positions: list[int] = []
+        self.slot_mapping: list[int] = []
+        self.context_lens: list[int] = []
+        self.path_lens: list[int] = []
+        self.columns, self.path_slots = NO_COLUMNS, NO_PATHS
         self.slot_tables: list[array[int]] = []
         self.query_start = [0]
         self.adapters: list[AdapterRows] = []
@@ -119,10 +126,10 @@ class StepInput:
         """
         n, end = len(tokens), start + len(tokens)
         self._add(table, n, end)
-        self.input_ids.extend(tokens)
-        self.positions.extend(range(start + shift, end + shift))
-        self.slot_mapping.extend(table[start:end].tolist())
-        self.context_lens.extend(range(start + 1, end + 1))
+        self.input_ids += tokens
+        self.positions += range(start + shift, end + shift)
+        self.slot_mapping += table[start:end]
+        self.context_lens += range(start + 1, end + 1)
         self._paths += [()] * n
 
     def node(self, table: array[int], context: int, path: Sequence[int], token: int, shift: int = 0) -> None:
@@ -145,10 +152,10 @@ class StepInput:
         deepest = max(depths)
         self.max_path_len = max(self.max_path_len, deepest)
         self._add(table, n, context + deepest)
-        self.input_ids.extend(tokens)
-        self.positions.extend([root + depth for depth in depths])
-        self.slot_mapping.extend([path[-1] for path in paths])
-        self.context_lens.extend([context] * n)
+        self.input_ids += tokens
+        self.positions += [root + depth for depth in depths]
+        self.slot_mapping += [path[-1] for path in paths]
+        self.context_lens += [context] * n
         self._paths += paths
 
     def block(self, table: array[int], context: int, slots: Sequence[int], tokens: Sequence[int]) -> None:
@@ -158,8 +165,7 @@ class StepInput:
         """
         first, n = self.length, len(tokens)
         self.nodes(table, context, [slots] * n, tokens)
-        self.positions[first:] = array("q", range(context, context + n))
-        self.slot_mapping[first:] = array("q", slots)
+        self.positions[first:], self.slot_mapping[first:] = range(context, context + n), slots
 
     def adapt(self, first: int, adapter: Any) -> None:
         """Marks the rows from `first` on as rows of a request with `adapter`."""
@@ -206,9 +212,8 @@ class StepInput:
         """
         part = StepInput(self.pinned)
         part.length, part.max_seq_len, part.max_path_len = end - first, self.max_seq_len, self.max_path_len
-        for name in ("input_ids", "positions", "slot_mapping", "context_lens", "path_lens", "_paths"):
+        for name in ("input_ids", "positions", "slot_mapping", "context_lens", "_paths"):
             setattr(part, name, getattr(self, name)[first:end])
-        part.path_slots = self.path_slots[first * self.max_path_len : end * self.max_path_len]
         for request, table in enumerate(self.slot_tables):
             if (stop := min(self.query_start[request + 1], end) - first) > part.query_start[-1]:
                 part.slot_tables.append(table)
@@ -218,30 +223,40 @@ class StepInput:
             low, high = max(at, first) - first, min(at + count, end) - first
             if high > low:
                 part.adapters.append(AdapterRows(low, high - low, adapter))
-        return part
+        return part.build()
 
     # ---- reading a built step
 
     def build(self) -> StepInput:
         """Completes the arrays.  No row may be added afterwards."""
-        if not self.max_path_len:
-            self.path_lens = array("q", bytes(8 * self.length))
-            return self
-        lengths = [*map(len, self._paths)]
-        self.path_lens = array("q", lengths)
-        if min(lengths) == self.max_path_len:  # a level of a tree
-            self.path_slots = array("i", chain.from_iterable(self._paths))
-            return self
+        self.path_lens = [*map(len, self._paths)] if self.max_path_len else [0] * self.length
+        self.columns = array(
+            "q",
+            [
+                *self.input_ids,
+                *self.positions,
+                *self.slot_mapping,
+                *self.context_lens,
+                *self.path_lens,
+            ],
+        )
+        if self.max_path_len:
+            self.path_slots = array("i", self._padded_paths())
+        return self
+
+    def _padded_paths(self) -> Iterable[int]:
+        if min(self.path_lens) == self.max_path_len:  # a level of a tree
+            return chain.from_iterable(self._paths)
         flat, blank = list[int](), [0] * self.max_path_len
-        for path, length in zip(self._paths, lengths):
+        for path, length in zip(self._paths, self.path_lens):
             flat += path
             flat += blank[length:]
-        self.path_slots = array("i", flat)
-        return self
+        return flat
 
     def translate(self, ids: Sequence[int]) -> None:
         """Replaces every id of a built step by ids[id]."""
-        self.input_ids = array("q", [ids[i] for i in self.input_ids])
+        self.input_ids = [ids[i] for i in self.input_ids]
+        self.columns[: self.length] = array("q", self.input_ids)
         self._derived.clear()
 
     def key_slots(self, row: int, first: int = 0) -> list[int]:
@@ -260,11 +275,11 @@ class StepInput:
 
     def derived(self, key: object, make: Callable[[StepInput], T]) -> T:
         """Value of `make` for a built step, memoized under `key` and shared by all layers."""
-        if key not in self._derived:
-            self._derived[key] = make(self)
-        made: T = self._derived[key]
+        made: T | None = self._derived.get(key)
+        if made is None:
+            made = self._derived[key] = make(self)
         return made
 
     def _tensors(self, device: torch.device) -> StepTensors:
-        columns = (self.input_ids, self.positions, self.slot_mapping)
-        return StepTensors(*(torch.frombuffer(column, dtype=torch.int64).to(device) for column in columns))
+        columns = torch.frombuffer(self.columns, dtype=torch.int64).view(-1, self.length)
+        return StepTensors(*columns[:3].to(device))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -214,7 +214,7 @@ class Lookahead(Drafter):
             if self.options.pool_from_prompt:
                 self._pool_text(row, state)
 
-    def _advance(self, row: Row, root: int, tree: DraftTree, topk: list[list[int]]) -> None:
+    def _advance(self, row: Row, root: int, tree: DraftTree, topk: Sequence[list[int]]) -> None:
         """Pool the window's n-grams and advance it.
 
         Restart it if the target had no finite logit below some column.

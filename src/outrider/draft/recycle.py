@@ -141,7 +141,7 @@ class Recycle(TextDrafter):
             for token, ids in zip([known[-1], *step.tree.tokens], step.topk):
                 table.put(token, ids)
 
-    def _judge(self, last: int, tree: DraftTree, accepted: list[int]) -> None:
+    def _judge(self, last: int, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Learn which ranks were right among the children of the accepted path."""
         for depth, node in enumerate([ROOT, *accepted]):
             successors = self.memory.after(last if node == ROOT else tree.tokens[node])

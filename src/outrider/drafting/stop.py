@@ -209,7 +209,7 @@ class Stop:
             if not round.features or len(round.features) == len(tree.tokens):
                 self._learn(row, tree, step.accepted, round)
 
-    def _learn(self, row: Row, tree: DraftTree, accepted: list[int], round: Round) -> None:
+    def _learn(self, row: Row, tree: DraftTree, accepted: Sequence[int], round: Round) -> None:
         options, memory, drafted = self.options, self.memory, depth_of(tree)
         if options.num_assistant_tokens_schedule != "constant":
             length = self._length(row)

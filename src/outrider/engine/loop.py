@@ -180,8 +180,8 @@ class EngineLoop:
                 self._recover(error)
             raise
         with self._lock:
-            grown = dict.fromkeys([row.id for row in rows])
-            self._report([self.tickets[id] for id in grown if id in self.tickets], grown=True)
+            grown = [self.tickets.get(id) for id in dict.fromkeys([row.id for row in rows])]
+            self._report([ticket for ticket in grown if ticket is not None], grown=True)
 
     def _between_steps(self) -> None:
         """Settle now if no thread drives; otherwise leave it to the driver."""

@@ -99,8 +99,10 @@ class Scheduler:
         prefilling = self.waiting or decodes < len(self.running)
         budget = self._prefill_budget(decodes, drafting) if prefilling else PrefillBudget(0)
         for row in list(self.running):
+            if row.table is None:
+                continue  # it has just been preempted
             known = len(row.tokens) - row.computed
-            if known > 1 and row.table is not None:  # without a table, it has just been preempted
+            if known > 1:
                 known = budget.take(known, row.computed)
             if known and self._room(row, row.computed + known):
                 batch.add(row, known)

@@ -49,24 +49,31 @@ class TreeQueries:
         tree: DraftTree,
     ) -> None:
         temperature, min_p, top_k, top_p = distribution
-        n = self.sizes[key] = tree.size
-        probs_of, probs = tree.probs_of[:n] or [-1] * n, 0
+        n = self.sizes[key] = len(tree.tokens) - tree.probes
+        probs = 0
         if tree.distributions:
             own = [q.to("cpu", torch.float64).contiguous() for q in tree.distributions]
             self.distributions += own
             self.probs.append(array("Q", [q.data_ptr() for q in own]))
             probs = self.probs[-1].buffer_info()[0]
-        kind = len(self.data), root, n, top_k, self.rule, tree.repeats
-        self.queries += QUERY.pack(*kind, min_p, top_p, stream, position, probs, temperature)
-        self.data.extend([*tree.tokens[:n], *tree.parents[:n], *probs_of, *[0] * (2 * n + 2)])
+        at, data, repeats = len(self.data), self.data, tree.repeats
+        self.queries += QUERY.pack(
+            at, root, n, top_k, self.rule, repeats, min_p, top_p, stream, position, probs, temperature
+        )
+        if n:
+            data.extend([*tree.tokens[:n], *tree.parents[:n], *(tree.probs_of[:n] or [-1] * n)])
+        data.frombytes(bytes(8 * n + 8))
 
     def read(self) -> Iterator[tuple[int, Answer | None]]:
         data, at = self.data.tolist(), 0
         for key, n in self.sizes.items():
-            accepted, emitted, num_emitted = at + 3 * n, at + 4 * n, at + 5 * n + 1
-            count, at = data[num_emitted], num_emitted + 1
-            found = data[accepted : accepted + count - 1], data[emitted : emitted + count]
-            yield key, found if count >= 0 else None
+            accepted, emitted = at + 3 * n, at + 4 * n
+            at += 5 * n + 2
+            count = data[at - 1]
+            if count < 0:
+                yield key, None
+            else:
+                yield key, (data[accepted : accepted + count - 1], data[emitted : emitted + count])
 
 
 class TreeVerifier:

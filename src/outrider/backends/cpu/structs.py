@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from array import array
 from typing import Any
 
@@ -29,22 +30,17 @@ class StepView:
     """Addresses of a built step's arrays.  The step owns it, as it points into its arrays and slot tables."""
 
     def __init__(self, step_input: StepInput) -> None:
-        step, starts = step_input, step_input.query_start
-        self.tables = array("q")  # the address of every row's slot table
-        for table, first, end in zip(step.slot_tables, starts, starts[1:]):
-            self.tables.extend([table.buffer_info()[0]] * (end - first))
-        self.input_ids = step.input_ids.buffer_info()[0]
+        step, tables = step_input, [table.buffer_info()[0] for table in step_input.slot_tables]
+        if len(tables) < step.length:
+            rows = itertools.pairwise(step.query_start)
+            tables = [at for at, (first, end) in zip(tables, rows) for _ in range(first, end)]
+        self.tables = array("q", tables)  # the address of every row's slot table
+        self.input_ids = at = step.columns.buffer_info()[0]
+        n, size = step.length, 8 * step.length
         self.rows = ROWS(
-            step.length,
-            step.max_path_len,
-            step.max_seq_len,
-            step.pinned,
-            step.positions.buffer_info()[0],
-            step.slot_mapping.buffer_info()[0],
-            step.context_lens.buffer_info()[0],
-            step.path_lens.buffer_info()[0],
-            self.tables.buffer_info()[0],
-            step.path_slots.buffer_info()[0],
+            *(n, step.max_path_len, step.max_seq_len, step.pinned),
+            *(at + size, at + 2 * size, at + 3 * size, at + 4 * size),
+            *(self.tables.buffer_info()[0], step.path_slots.buffer_info()[0]),
         )
 
     def with_adapters(self, runs: ctypes.Array[Any] | None) -> Any:

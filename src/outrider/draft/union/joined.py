@@ -66,7 +66,7 @@ class Joined:
     def budgets(self, batch: Batch, controller: Controller) -> list[Budget]:
         """The controller's budgets, raised to what the automatic drafters propose for each row."""
         budgets, self.given = controller.budget(batch), {}
-        self.guided = any(step.row.guided for step in batch)
+        self.guided = True in [step.row.guided for step in batch]
         if not self.guided or not controller.nodes(len(batch)):
             return budgets
         for r, step in enumerate(batch):
