@@ -6,8 +6,9 @@ import asyncio
 import logging
 import sys
 import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -23,17 +24,61 @@ from outrider.requests import Prompt
 # Longest time in seconds that another thread keeps the interpreter while the engine's thread wants it.
 # Python's default of 5 ms is longer than a step of a small model.
 SWITCH_INTERVAL = 0.0005
+OnEnd = Callable[[int, RequestOutput], None]  # (index of the request, its last output)
 log = logging.getLogger("outrider")
 
 
-class _Reader:
-    """Receiver of one request's news in an event loop.  Keeps the newest states only."""
+class _Inbox:
+    """News of the requests of one task, in its event loop."""
 
-    def __init__(self, request: Request, final: bool) -> None:
-        self.request, self.final = request, final
+    def __init__(self) -> None:
         self.loop, self.event = asyncio.get_running_loop(), asyncio.Event()
+        self.context = copy_context()
+        self.news: dict[int, _Reader] = {}  # by index, what the task has not read
+        self.expired = False
+
+    def expire(self) -> None:
+        self.expired = True
+        self.event.set()
+
+    async def wait(self) -> list[_Reader]:
+        """The readers with news, at least one.  Raises TimeoutError once expired."""
+        await self.event.wait()
+        self.event.clear()
+        if self.expired:
+            raise TimeoutError
+        news, self.news = self.news, {}
+        return list(news.values())
+
+
+class _Reader:
+    """Receiver of one request's news.  Keeps the newest states only.
+
+    index: of the request among those of its task.  final: receives the end only.
+    """
+
+    def __init__(
+        self, inbox: _Inbox, index: int, request: Request, final: bool, on_end: OnEnd | None
+    ) -> None:
+        self.inbox, self.index, self.request, self.final, self.on_end = inbox, index, request, final, on_end
         self.states: Sequence[RowState] = ()
-        self.told = False  # a call that sets the event is on its way
+        self.last: RequestOutput | None = None
+        self.told = False  # a call of `wake` is on its way
+
+    def wake(self) -> None:
+        self.told = False
+        if self.on_end is not None and all(state.finish_reason for state in self.states):
+            # before the task reads it
+            self.inbox.loop.call_soon(self.on_end, self.index, self.output(), context=self.inbox.context)
+        self.inbox.news[self.index] = self
+        self.inbox.event.set()
+
+    def output(self) -> RequestOutput:
+        """The output so far: always the same object."""
+        if not self.final:
+            return self.request.extended(self.states)
+        self.last = self.last or self.request.output(self.states)
+        return self.last
 
 
 class AsyncLLM:
@@ -83,9 +128,9 @@ class AsyncLLM:
         cancelling the task that reads it, ends the request before the next step.
         """
         request = await self.read(prompt, sampling_params, request_id, lora_request, priority)
-        async with aclosing(self.run(request)) as outputs:
-            async for output in outputs:
-                yield output
+        async with aclosing(self.follow([request])) as outputs:
+            async for _, output in outputs:
+                yield output.copy()
 
     async def complete(
         self,
@@ -98,7 +143,9 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Return the finished output of a prompt.  Arguments and errors are those of `generate`."""
         request = await self.read(prompt, sampling_params, request_id, lora_request, priority)
-        return await self.run_to_end(request)
+        async with aclosing(self.follow([request], final=True)) as outputs:
+            _, output = await anext(outputs)
+        return output
 
     async def read(
         self,
@@ -111,23 +158,47 @@ class AsyncLLM:
         """Tokenize a prompt and check its parameters, in another thread.  Raises RequestError."""
         params = SamplingParams() if params is None else params
         read = self.llm.reader.request
-        request = await asyncio.to_thread(read, id or uuid4().hex, prompt, params, False, lora, priority)
+        request = await asyncio.to_thread(read, id or uuid4().hex, prompt, params, lora, priority)
         if isinstance(request, RequestOutput):
             assert request.error is not None
             raise request.error
         return request
 
-    async def run(self, request: Request) -> AsyncGenerator[RequestOutput]:
-        """Queue a request and yield its output so far, as `generate` does."""
-        request.streaming = True
-        async with aclosing(self._outputs(request, final=False)) as outputs:
-            async for output in outputs:
-                yield output
+    async def follow(
+        self,
+        requests: Sequence[Request],
+        final: bool = False,
+        on_end: OnEnd | None = None,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Queue requests and yield (index of the request, its output so far) as they come.
 
-    async def run_to_end(self, request: Request) -> RequestOutput:
-        """Queue a request and return its finished output."""
-        async with aclosing(self._outputs(request, final=True)) as outputs:
-            return await anext(outputs)
+        final: yield only the last output of each.  Otherwise all outputs of a request are one object, whose
+        lists grow.  on_end: called in the event loop when a request has ended, also while nothing is read.
+        Raises EngineError, and TimeoutError after `timeout` seconds.  Closing it ends the requests.
+        """
+        inbox = _Inbox()
+        timer = None if timeout is None else inbox.loop.call_later(timeout, inbox.expire)
+        readers: list[_Reader] = []
+        left = len(requests)
+        try:
+            for i, request in enumerate(requests):
+                reader = _Reader(inbox, i, request, final, on_end)
+                self.llm.loop.submit(request.rows, partial(self._note, reader))
+                readers.append(reader)
+            while left:
+                for reader in await inbox.wait():
+                    output = reader.output()
+                    if output.error is not None:
+                        raise output.error
+                    left -= output.finished
+                    yield reader.index, output
+        finally:
+            if timer is not None:
+                timer.cancel()
+            for reader in readers:
+                reader.on_end = None
+                self.llm.abort(reader.request.id)
 
     async def abort(self, request_id: str) -> None:
         """End a request before the next step.  Its last output has finish_reason "abort"."""
@@ -155,22 +226,6 @@ class AsyncLLM:
         self._thread.join(timeout)
         self._between_steps()  # for requests that ended after the thread
 
-    async def _outputs(self, request: Request, final: bool) -> AsyncGenerator[RequestOutput]:
-        reader = _Reader(request, final)
-        self.llm.loop.submit(request.rows, partial(self._note, reader))
-        try:
-            finished = False
-            while not finished:
-                await reader.event.wait()
-                reader.event.clear()
-                output = request.output(reader.states)
-                if output.error is not None:
-                    raise output.error
-                finished = output.finished
-                yield output
-        finally:
-            self.llm.abort(request.id)
-
     def _note(self, reader: _Reader) -> None:
         """Take the states of a request's rows.  Called by the thread that steps, between steps."""
         if reader.final and not reader.request.finished:
@@ -197,8 +252,8 @@ class AsyncLLM:
     def _between_steps(self) -> bool:
         """Wake the readers of requests with news, once per event loop.  Returns whether to stop."""
         news, self._news = self._news, []
-        for loop in {reader.loop for reader in news}:
-            readers = [reader for reader in news if reader.loop is loop]
+        for loop in {reader.inbox.loop for reader in news}:
+            readers = [reader for reader in news if reader.inbox.loop is loop]
             try:
                 loop.call_soon_threadsafe(_wake, readers)
             except RuntimeError:  # the event loop is closed: no task reads
@@ -209,5 +264,4 @@ class AsyncLLM:
 
 def _wake(readers: Sequence[_Reader]) -> None:
     for reader in readers:
-        reader.told = False
-        reader.event.set()
+        reader.wake()

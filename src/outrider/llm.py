@@ -146,7 +146,7 @@ class LLM:
         The last output of each request has `finished` set.  Invalid prompts are yielded first, with `.error`
         set.  Closing the iterator aborts the unfinished requests.
         """
-        requests = self._enter(prompts, sampling_params, lora_request, streaming=True)
+        requests = self._enter(prompts, sampling_params, lora_request)
         live = {request.id: request for request in requests if isinstance(request, Request)}
         news: dict[str, list[RowState]] = {}  # the newest of each request, until its output is yielded
         try:
@@ -155,7 +155,7 @@ class LLM:
             while live:
                 self.loop.run_until(lambda: bool(news))
                 for id in [id for id in live if id in news]:
-                    output = live[id].output(news.pop(id))
+                    output = live[id].extended(news.pop(id)).copy()
                     if output.finished:
                         del live[id]
                     if isinstance(output.error, EngineError):
@@ -187,7 +187,6 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         given: SamplingParams | Sequence[SamplingParams] | None,
         lora_request: Loras,
-        streaming: bool = False,
     ) -> list[Request | RequestOutput]:
         one = (
             isinstance(prompts, (str, bytes, Mapping))
@@ -199,17 +198,12 @@ class LLM:
             raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {given!r}.")
         params = _one_each(SamplingParams() if given is None else given, len(several), "SamplingParams")
         loras = _one_each(lora_request, len(several), "LoRARequests")
-        return [self._request(prompt, p, streaming, lora) for prompt, p, lora in zip(several, params, loras)]
+        return [self._request(prompt, p, lora) for prompt, p, lora in zip(several, params, loras)]
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, streaming: bool, lora: LoRARequest | None = None
+        self, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None = None
     ) -> Request | RequestOutput:
-        return self.reader.request(str(next(self._ids)), prompt, params, streaming, lora)
-
-    def _leave(self, request: Request) -> RequestOutput:
-        """Abort the request if unfinished, and return its output."""
-        self.abort(request.id)
-        return request.output()
+        return self.reader.request(str(next(self._ids)), prompt, params, lora)
 
     def variant(self, speculative_config: Mapping[str, Any] | str | None) -> LLM:
         """Create an LLM on the same weights with its own drafter, KV cache and queue, to compare methods.

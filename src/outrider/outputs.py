@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.core.logprobs import Entry
 from outrider.core.row import DraftingSummary, LastDraft, Speculation
@@ -39,6 +39,13 @@ class CompletionOutput:
     last_draft: LastDraft | None = None
     token_ends: list[int] = field(default_factory=list)
 
+    def copy(self) -> CompletionOutput:
+        """A copy whose lists do not grow with this one's."""
+        made = replace(self, token_ids=[*self.token_ids], token_sources=[*self.token_sources])
+        made.token_ends = [*self.token_ends]
+        made.logprobs = None if self.logprobs is None else [*self.logprobs]
+        return made
+
 
 @dataclass
 class RequestOutput:
@@ -59,6 +66,10 @@ class RequestOutput:
     prompt_logprobs: list[Entry | None] | None = None
     num_cached_tokens: int | None = None
     queued_seconds: float | None = None
+
+    def copy(self) -> RequestOutput:
+        """A copy whose lists do not grow with this one's."""
+        return replace(self, outputs=[sample.copy() for sample in self.outputs])
 
     @property
     def speculation(self) -> Speculation:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from outrider.core.logprobs import Entry
 from outrider.core.params import SamplingParams
 from outrider.core.row import DraftingSummary, LastDraft, Row, Speculation
 from outrider.engine.detokenizer import Detokenizer, shown
@@ -52,10 +51,8 @@ class Request:
     params: SamplingParams
     rows: list[Row]
     tokenizer: Any
-    streaming: bool = False
     texts: dict[int, Detokenizer] = field(default_factory=dict)  # sample -> its text, as far as it was read
-    # sample -> tokens whose log-probabilities are added up, and their sum
-    sums: dict[int, tuple[int, float]] = field(default_factory=dict)
+    shared: RequestOutput | None = None  # that of `extended`, None until its first call
 
     @property
     def finished(self) -> bool:
@@ -66,47 +63,51 @@ class Request:
 
     def output(self, states: Sequence[RowState] | None = None) -> RequestOutput:
         """The output as of `states`; by default the output so far, to be read between steps."""
-        states = states or self.states()
-        error = next((row.error for row in self.rows if row.error), None)
-        asked = self.rows[0].logprobs if self.params.prompt_logprobs is not None else None
-        prompt = None if asked is None else list(asked.prompt)
-        samples = [self._sample(row, so_far) for row, so_far in zip(self.rows, states)]
-        finished, cached = all(so_far.finish_reason for so_far in states), self.rows[0].cached
-        return RequestOutput(
-            self.id, self.prompt, self.ids, samples, finished, error, prompt, cached, self.rows[0].queued
-        )
+        return self._extended(self._empty(), states or self.states())
 
-    def _sample(self, row: Row, so_far: RowState) -> CompletionOutput:
-        ids = row.tokens[row.prompt : row.prompt + so_far.num_tokens]
-        made = CompletionOutput(
-            row.index,
-            self._text(row, ids, so_far),
-            ids,
-            so_far.finish_reason,
-            so_far.stop_reason,
-            so_far.stats,
-            token_sources=row.sources[: so_far.num_tokens],
-            drafting=so_far.drafting,
-            drafted_by=so_far.drafted_by,
-            last_draft=so_far.last_draft,
-        )
+    def extended(self, states: Sequence[RowState]) -> RequestOutput:
+        """The output as of `states`: the same object in every call, to which the new tokens are added."""
+        self.shared = self.shared or self._empty()
+        return self._extended(self.shared, states)
+
+    def _empty(self) -> RequestOutput:
+        samples = [CompletionOutput(row.index, "", []) for row in self.rows]
+        return RequestOutput(self.id, self.prompt, self.ids, samples)
+
+    def _extended(self, made: RequestOutput, states: Sequence[RowState]) -> RequestOutput:
+        first = self.rows[0]
+        made.error = next((row.error for row in self.rows if row.error), None)
+        if self.params.prompt_logprobs is not None and first.logprobs is not None:
+            made.prompt_logprobs = list(first.logprobs.prompt)
+        for sample, row, so_far in zip(made.outputs, self.rows, states):
+            self._extend(sample, row, so_far)
+        made.finished = all(so_far.finish_reason for so_far in states)
+        made.num_cached_tokens, made.queued_seconds = first.cached, first.queued
+        return made
+
+    def _extend(self, made: CompletionOutput, row: Row, so_far: RowState) -> None:
+        """Add to a sample what it lacks of a later state."""
+        if made.finish_reason is not None:
+            return
+        start, end = len(made.token_ids), so_far.num_tokens
+        made.token_ids += row.tokens[row.prompt + start : row.prompt + end]
+        made.token_sources += row.sources[start:end]
+        made.finish_reason, made.stop_reason = so_far.finish_reason, so_far.stop_reason
+        made.speculation, made.drafting = so_far.stats, so_far.drafting
+        made.drafted_by, made.last_draft = so_far.drafted_by, so_far.last_draft
+        made.text = self._text(row, made.token_ids, so_far)
         if (text := row.text or self.texts.get(row.index)) is not None:
-            made.token_ends = text.ends[: so_far.num_tokens]
-        if so_far.finish_reason is not None:
+            made.token_ends += text.ends[len(made.token_ends) : end]
+        if made.finish_reason is not None:
             made.token_times = [time - row.entered for time in row.arrivals]
         if row.logprobs is not None and row.logprobs.count is not None:
             # The last step may have emitted tokens past the end of the text.
-            made.logprobs = row.logprobs.sampled[: len(made.token_ids)]
-            made.cumulative_logprob = self._sum(row.index, made.logprobs, ids)
-        return made
-
-    def _sum(self, index: int, entries: Sequence[Entry], ids: Sequence[int]) -> float:
-        """Sum of the log-probabilities of a sample, to which its new tokens alone are added."""
-        count, total = self.sums.get(index, (0, 0.0))
-        for place in range(count, len(ids)):
-            total += entries[place][ids[place]].logprob
-        self.sums[index] = len(ids), total
-        return total
+            new = row.logprobs.sampled[start:end]
+            made.logprobs = made.logprobs or []
+            made.logprobs += new
+            made.cumulative_logprob = made.cumulative_logprob or 0.0
+            for token, entry in zip(made.token_ids[start:], new):
+                made.cumulative_logprob += entry[token].logprob
 
     def _text(self, row: Row, ids: list[int], so_far: RowState) -> str:
         """Text of the output.
@@ -127,7 +128,7 @@ class Request:
             return text
         if so_far.finish_reason == "stop" and not params.include_stop_str_in_output:
             ids = ids[:-1]
-        return self._streamed(row.index, ids, ended) if self.streaming else self._decoded(ids)
+        return self._streamed(row.index, ids, ended) if self.shared else self._decoded(ids)
 
     def _decoded(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens)

@@ -56,7 +56,6 @@ class Reader:
         id: str,
         prompt: Prompt,
         params: SamplingParams,
-        streaming: bool,
         lora: LoRARequest | None = None,
         priority: int = 0,
     ) -> Request | RequestOutput:
@@ -77,7 +76,7 @@ class Reader:
             rows = self._rows(id, ids, params, lora)
             for row in rows:
                 row.priority = priority
-            return Request(id, text, ids, params, rows, self.tokenizer, streaming)
+            return Request(id, text, ids, params, rows, self.tokenizer)
         except RequestError as error:
             return RequestOutput(id, text, [], finished=True, error=error)
         except Exception as error:  # raised by a tokenizer, or by an object passed as a number

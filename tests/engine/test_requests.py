@@ -220,7 +220,7 @@ def test_ids_of_requests_are_any_string(llm: LLM) -> None:
     params = SamplingParams(max_tokens=4)
 
     def seed(id: str) -> int:
-        request: Any = llm.reader.request(id, GOOD, params, False)
+        request: Any = llm.reader.request(id, GOOD, params)
         return int(request.rows[0].seed)
 
     assert seed("7") == mix(llm.seed + 7)

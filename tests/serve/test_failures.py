@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import httpx
@@ -106,7 +105,7 @@ def test_a_grammar_that_compiles_delays_no_other_request(
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slow)
     constrained = SamplingParams(structured_outputs={"regex": "[ab]{3}"})
-    read = partial(engine.llm.reader.request, streaming=False)
+    read = engine.llm.reader.request
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(read, "a", "One", constrained)
         assert began.wait(20)

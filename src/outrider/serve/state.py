@@ -181,68 +181,50 @@ class Server:
 
     async def outputs(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run requests to their ends.  Raises EngineError, and TimeoutError after request_timeout."""
-        with self.room(requests):
-            tasks = [asyncio.create_task(self._finished(request)) for request in requests]
-            try:
-                async with asyncio.timeout(self.options.request_timeout):
-                    return await asyncio.gather(*tasks)
-            finally:
-                await cancelled(tasks)
+        with self.room(requests) as room:
+            found = {i: output async for i, output in self._followed(requests, room, final=True)}
+        return [found[i] for i in range(len(requests))]
 
-    async def _finished(self, request: Request) -> RequestOutput:
-        try:
-            output = await self.engine.run_to_end(request)
-        except BaseException as error:
-            self.metrics.failed(error)
-            raise
-        self._finish(output)
-        return output
-
-    def _finish(self, output: RequestOutput) -> None:
-        self.metrics.finished(output)
-        if self.traces is not None:
-            self.traces.finished(output)
-
-    async def stream(
+    def stream(
         self, requests: Sequence[Request], room: ExitStack
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yield (index of the request, its output so far) of several requests as they come.
 
-        room: places of the requests, left when all have been generated, also if the reader is slow.
-        Only the newest output of each request is kept for it.
+        All outputs of a request are one object.  room: places of the requests, left when all have been
+        generated, also if the reader is slow.  Errors are those of `outputs`.
         """
-        newest: dict[int, RequestOutput] = {}
-        news = asyncio.Event()
+        return self._followed(requests, room, final=False)
 
-        async def follow(i: int, request: Request) -> None:
-            try:
-                async with aclosing(self.engine.run(request)) as outputs:
-                    async for output in outputs:
-                        newest[i] = output
-                        news.set()
+    async def _followed(
+        self, requests: Sequence[Request], room: ExitStack, final: bool
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        running = set(range(len(requests)))
+
+        def end(i: int, output: RequestOutput) -> None:
+            if i in running:
+                running.discard(i)
                 self._finish(output)
-            except BaseException as error:
-                self.metrics.failed(error)
-                raise
-            finally:
-                news.set()
+            if not running:
+                room.close()
 
-        deadline = asyncio.get_running_loop().time() + self.options.request_timeout
-        tasks = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests)]
-        ended = asyncio.gather(*tasks, return_exceptions=True)
-        ended.add_done_callback(lambda _: room.close())
+        timeout = self.options.request_timeout
         try:
-            while newest or not all(task.done() for task in tasks):
-                async with asyncio.timeout_at(deadline):
-                    await news.wait()
-                news.clear()
-                for i in list(newest):
-                    yield i, newest.pop(i)
-                for task in tasks:
-                    if task.done():
-                        task.result()
-        finally:
-            await cancelled(tasks)
+            async with aclosing(self.engine.follow(requests, final, end, timeout)) as outputs:
+                async for each in outputs:
+                    yield each
+        except BaseException as error:
+            while running:
+                running.pop()
+                self.metrics.failed(error)
+            raise
+
+    def _finish(self, output: RequestOutput) -> None:
+        if output.error is not None:
+            self.metrics.failed(output.error)
+            return
+        self.metrics.finished(output)
+        if self.traces is not None:
+            self.traces.finished(output)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         """A prompt of messages, in the template of the server.  OpenAI's role "developer" is "system"."""

@@ -40,16 +40,12 @@ class EngineDriver:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        streaming: bool = False,
         lora_request: LoRARequest | None = None,
         request_id: str | None = None,
     ) -> Request:
-        """A request that is not queued yet. Raises RequestError if the prompt or the parameters are invalid.
-
-        streaming: keep the text of the output up to date after every step.
-        """
+        """A request that is not queued yet. Raises RequestError if the prompt or the parameters are invalid."""
         name = f"driver-{next(self._ids)}" if request_id is None else request_id
-        request = self._reader.request(name, prompt, params or SamplingParams(), streaming, lora_request)
+        request = self._reader.request(name, prompt, params or SamplingParams(), lora_request)
         if isinstance(request, RequestOutput):
             assert request.error is not None
             raise request.error
