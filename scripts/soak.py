@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Soak a server: mixed requests, random disconnects, little memory, a kill -9 and a restart in the middle.
 
-    python scripts/soak.py --json soak.json
+    python scripts/soak.py --json soak.json               10,000 requests
+    python scripts/soak.py --requests 600 --distinct 100  a minute or two
 
 Every text that arrives whole is compared with the one of the offline API for the same seed.  At the end
 nothing may be left in the engine, and rows must have been preempted.  Memory of the server is printed as it
@@ -29,22 +30,15 @@ sys.path.append(str(ROOT / "tests" / "support"))
 from served import Served, served  # noqa: E402
 
 from outrider import LLM, SamplingParams  # noqa: E402
+from outrider.bench.conditions import conditions  # noqa: E402
+from outrider.core.block_table import PAGE  # noqa: E402
 
-OPTIONS = [
-    "builtin",
-    "--max-model-len",
-    "256",
-    "--max-num-seqs",
-    "8",
-    "--kv-cache-memory-bytes",
-    "1600000",
-    "--max-requests",
-    "64",
-    "--speculative-config",
-    '{"method": "suffix", "suffix_decoding_max_cached_requests": 100}',
-]
+LENGTH, ROWS = 256, 8  # tokens of a request at most, and requests in a step
+PAGES = 20  # of K/V for these rows: one request of LENGTH tokens needs 16
+SPECULATION = '{"method": "suffix", "suffix_decoding_max_cached_requests": 100}'
 EVERY = 500  # requests between two looks at the memory
 FORMS: list[dict[str, Any] | None] = [None, None, None, {"choice": ["yes", "no"]}, {"regex": "[a-z]{3,9}"}]
+FORMS += [{"json": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}]
 
 
 @dataclass(frozen=True)
@@ -66,15 +60,23 @@ class Count:
     failed: int = 0
     megabytes: list[tuple[int, float]] = field(default_factory=list)  # (requests so far, of the server)
     preemptions: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)  # by part of the soak
 
     @property
     def total(self) -> int:
         return self.same + len(self.wrong) + self.left + self.refused + self.failed
 
 
-def cases(count: int, seed: int) -> list[Case]:
+def options_of(llm: LLM, model: str) -> list[str]:
+    """Options of a server whose K/V memory has PAGES pages."""
+    memory = PAGES * PAGE * llm.engine.decoder.footprint.total()
+    limits = ["--max-model-len", str(LENGTH), "--max-num-seqs", str(ROWS), "--max-requests", "64"]
+    return [model, *limits, "--kv-cache-memory-bytes", str(memory), "--speculative-config", SPECULATION]
+
+
+def cases(llm: LLM, count: int, seed: int) -> list[Case]:
     """Requests of mixed lengths, temperatures and constraints, answered by the offline API."""
-    rng, llm = random.Random(seed), LLM("builtin", max_model_len=256)
+    rng = random.Random(seed)
     bodies = []
     for i in range(count):
         words = rng.choices(
@@ -153,49 +155,55 @@ def settled(server: Served, seconds: float = 30) -> None:
     assert server.metric("kv_cache_usage_perc") == 0, "pages are left"
 
 
-def soak(requests: int, clients: int, seed: int, distinct: int) -> Count:
+def soak(model: str, requests: int, clients: int, seed: int, distinct: int) -> Count:
     """Run the whole soak, with a kill -9 after a third.  Raises AssertionError for what is wrong."""
-    count, made = Count(), cases(distinct, seed)
+    count, began = Count(), time.monotonic()
+    llm = LLM(model, speculative_config={"method": "off"}, max_model_len=LENGTH)
+    options, made = options_of(llm, model), cases(llm, distinct, seed)
+    del llm
+    count.seconds["offline"] = time.monotonic() - began
 
     async def killed(server: Served) -> None:
         task = asyncio.create_task(load(server, made, requests, clients, count))
         while count.total < requests // 3:
             await asyncio.sleep(0.01)
+        count.preemptions = int(await asyncio.to_thread(server.metric, "num_preemptions_total"))
         server.process.kill()
         await task
 
-    with served(*OPTIONS) as first:
+    with served(*options) as first:
         asyncio.run(killed(first))
-    with served(*OPTIONS) as second:
-        asyncio.run(load(second, made, requests - requests // 3, clients, count))
+    count.seconds["until kill -9"] = time.monotonic() - began
+    with served(*options) as second:
+        asyncio.run(load(second, made, requests - count.total, clients, count))
         settled(second)
         count.megabytes.append((count.total, megabytes(second)))
-        count.preemptions = int(second.metric("num_preemptions_total"))
-        assert count.preemptions, "the memory was not tight"
+        count.preemptions += int(second.metric("num_preemptions_total"))
         assert "Traceback" not in second.log
         assert second.stop() == 0
+    count.seconds["all"] = time.monotonic() - began
     assert not count.wrong, count.wrong[0]
+    assert count.preemptions, "the memory was not tight"
     return count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="builtin-draft", help="a small one: most time is the server's")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--distinct", type=int, default=500, help="different requests")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="file for the report")
     given = parser.parse_args()
-    began = time.monotonic()
-    count = soak(given.requests, given.clients, given.seed, given.distinct)
-    report = {**asdict(count), "seconds": round(time.monotonic() - began)}
+    count = soak(given.model, given.requests, given.clients, given.seed, given.distinct)
     print(
         f"{count.same} equal to the offline API, {count.left} left, {count.refused} refused, "
         f"{count.failed} cut off, {count.preemptions} preemptions, "
-        f"{count.megabytes[-1][1]:.0f} MB at the end, {report['seconds']} s"
+        f"{count.megabytes[-1][1]:.0f} MB at the end, {count.seconds['all']:.0f} s"
     )
     if given.json:
-        given.json.write_text(json.dumps(report, indent=1))
+        given.json.write_text(json.dumps({**conditions(), **asdict(count)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from outrider.control.prefill import PrefillBudget, PrefillPacer
 from outrider.core.block_table import PAGE
 from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
-from outrider.core.tree import Budget
+from outrider.core.tree import Budget, DraftTree
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
 
 
@@ -348,6 +348,26 @@ def test_clip_at_eos_in_the_middle_of_an_accepted_path() -> None:
     assert row.output == [3, 7] and row.finish_reason == "stop" and row.stop_reason is None
     assert step.emitted == [3, 7] and step.accepted == [0]
     assert row.computed == 3, "nothing past the end is committed"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sources"), [([0, 1, 2], ["ngram", "ngram"]), ([0, 1], ["ngram", "ngram"]), ([0], ["ngram", None])]
+)
+def test_a_drafted_token_that_ends_a_row_names_its_drafter(
+    nodes: list[int], sources: list[str | None]
+) -> None:
+    emitted = [3, 7, 4, 5][: len(nodes) + 1]
+    step = stepped(make_row("a", [9, 9], 10), emitted, nodes, ending=frozenset({7}))
+    step.tree = DraftTree.chain([3, 7, 4][: len(nodes)], [1.0] * len(nodes))
+    step.count(0.0, True, ["ngram"])
+    assert step.row.output == [3, 7] and step.row.sources == sources
+
+
+def test_an_interrupted_count_leaves_no_sources() -> None:
+    row = stepped(make_row("a", [9, 9], 10), [3, 4], [0]).row
+    row.sources = ["ngram", None]  # the interrupt came before the tokens had arrived
+    row.undo()
+    assert (row.output, row.sources) == ([], [])
 
 
 def test_clip_at_a_stop_token_sets_stop_reason() -> None:

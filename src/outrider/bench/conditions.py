@@ -39,11 +39,17 @@ def conditions() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "command": shlex.join(["outrider" if name == "__main__.py" else name, *sys.argv[1:]]),
+        "command": shlex.join(["outrider" if name == "__main__.py" else name, *map(_named, sys.argv[1:])]),
     }
     if torch.cuda.is_available():
         made["gpu"] = torch.cuda.get_device_name()
     return made
+
+
+def _named(argument: str) -> str:
+    """An argument without the folders of an absolute path, which say nothing elsewhere."""
+    option, equals, value = argument.rpartition("=")
+    return f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else argument
 
 
 def _commit() -> str | None:

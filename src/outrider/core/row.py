@@ -204,6 +204,7 @@ class Row:
 
     def undo(self) -> None:
         """Drop the tokens of a step that was not completed: those without an entry in `arrivals`."""
+        del self.sources[len(self.arrivals) :]
         if len(self.output) > len(self.arrivals):
             del self.tokens[self.prompt + len(self.arrivals) :]
             if self.finish_reason in ("stop", "length"):

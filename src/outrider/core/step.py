@@ -35,6 +35,9 @@ class RowStep:
     verified: bool = False  # the kernels have set the next two fields (Rule.kernel)
     accepted: Sequence[int] = ()  # path of accepted nodes
     emitted: Sequence[int] = ()  # their tokens and one more; empty unless `emits`
+    # the node of the token that ended the row, if it was drafted: emitted, but not `accepted`, as its K/V is
+    # not kept
+    closing: Sequence[int] = ()
     # ids of the largest logits (see Needs.topk), best first, after the root and after each node;
     # empty unless `emits`, with an empty entry at a node without a finite logit
     topk: Sequence[list[int]] = ()
@@ -58,7 +61,8 @@ class RowStep:
         row.steps += 1
         if tree.tokens:
             self._count_draft(sources)
-        row.sources.append(None)
+        if not self.closing:
+            row.sources.append(None)
         row.last_draft = LastDraft(tree, self.accepted, self.emitted, sources)
         row.lossless = lossless
         row.arrivals += [now] * len(self.emitted)
@@ -71,10 +75,10 @@ class RowStep:
         row.accepted += len(accepted)
         row.count_draft(len(accepted))
         if tree.source:
-            row.sources += [sources[tree.source[node]] for node in accepted]
+            row.sources += [sources[tree.source[node]] for node in (*accepted, *self.closing)]
             row.drafted_by.update([sources[source] for source in tree.source[:size]])
         else:
-            row.sources += [sources[0]] * len(accepted)
+            row.sources += [sources[0]] * (len(accepted) + len(self.closing))
             row.drafted_by[sources[0]] += size
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 
@@ -15,6 +16,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
+        self._decode = decoder_of(tokenizer, skip_special_tokens)
         self.text = ""
         self.count = 0  # tokens that were fed
         self.start = self.done = 0  # the window starts at `start`; ids before `done` are in `text`
@@ -54,9 +56,15 @@ class Detokenizer:
         self.text += new
         return new
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=self.skip)
-        return text
+
+def decoder_of(tokenizer: Any, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
+    """The function from token ids to text: that of the Rust tokenizer, where transformers adds nothing."""
+    kind = type(tokenizer)
+    modules = [getattr(getattr(kind, name, None), "__module__", "") for name in ("decode", "_decode")]
+    base = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
+    bare = modules == base and not tokenizer.clean_up_tokenization_spaces
+    decode = tokenizer.backend_tokenizer.decode if bare else tokenizer.decode
+    return partial(decode, skip_special_tokens=skip_special_tokens)
 
 
 def shown(text: str, stops: Sequence[str]) -> str:

@@ -152,7 +152,7 @@ class Scheduler:
                 row.tokens.append(token)
                 if self._ends(row, token):
                     step.emitted = step.emitted[:count]
-                    step.accepted = step.accepted[: count - 1]
+                    step.accepted, step.closing = step.accepted[: count - 1], step.accepted[count - 1 : count]
                     break
 
     def commit(self, batch: Batch) -> None:
