@@ -145,6 +145,7 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     return {
         "requests_per_second": len(good) / seconds,
         "tokens_per_second": sum(answer.tokens for answer in good) / seconds,
+        "tokens": sum(answer.tokens for answer in good),
         "errors": len(answers) - len(good),
         **{f"ttft_p{p}": percentile(firsts, p) for p in (50, 95, 99)},
         **{f"tpot_p{p}": percentile(gaps, p) for p in (50, 95, 99)},

@@ -1,11 +1,13 @@
 """The server with every kind of drafting, and llama-server beside it, under closed and open loops.
 
     python benchmarks/serving.py [--json OUT]                        all loads, 40 minutes
-    python benchmarks/serving.py --subset --json OUT                 1 and 16 clients and a rate, 7 minutes
+    python benchmarks/serving.py --subset --json OUT                 1, 4, 16 clients and a rate, 7 minutes
     python benchmarks/serving.py --gguf DIR/target-bf16.gguf …       llama-server, too (OUTRIDER_LLAMA_CPP)
 
 All servers run at once, each load takes them in turn, and idle ones take no processor.  Rates of the open
-loop (Poisson arrivals) are parts of what the plain server completes with 16 clients.
+loop (Poisson arrivals) are parts of what the plain server completes with 16 clients.  The CPU time of HTTP is
+that of the thread with the event loop.  At the end, plain serving of 16 clients takes turns with the offline
+API on the same requests.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import socket
 import subprocess
@@ -20,25 +23,31 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
+import torch
 from core import conditions
 from serve import QUESTIONS, Load, line, measure
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
-from served import served
+from served import Served, served
+
+from outrider import LLM, SamplingParams
 
 WAYS: dict[str, Any] = {
-    "plain": None,
+    "plain": {"method": "off"},
     "n-gram": {"method": "ngram"},
     "draft": {"method": "draft_model", "model": "builtin-draft", "num_speculative_tokens": 3},
     "auto": {"method": "auto", "model": "builtin-draft"},
 }
 CLIENTS, PARTS = (1, 4, 16, 64), (0.3, 0.7)  # clients of the closed loop, parts of the rate of the open one
-SUBSET_CLIENTS, SUBSET_PARTS = (1, 16), (0.5,)
+SUBSET_CLIENTS, SUBSET_PARTS = (1, 4, 16), (0.5,)
+BATCH, ROUNDS = 16, 3  # clients beside the offline API, and rounds after one that warms up
 LENGTH = 1024  # tokens of a request at most
 
 
@@ -73,26 +82,79 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def run(given: argparse.Namespace, urls: dict[str, str]) -> list[dict[str, Any]]:
-    """Figures of every load on every server."""
-    prompts = [json.loads(row)["turns"][0] for row in QUESTIONS.read_text().splitlines()]
-    results = list[dict[str, Any]]()
+def http_seconds(server: Served | None) -> float:
+    """CPU time of a server's event loop, which runs in the first thread; nan where /proc does not tell."""
+    try:
+        assert server is not None
+        path = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/stat")
+        fields = path.read_text().rpartition(")")[2].split()
+    except (AssertionError, OSError):
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def one(clients: int | None, rate: float | None) -> None:
-        for label, url in urls.items():
-            model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-            load = Load(url, model, prompts, 100_000, given.max_tokens, given.temperature, 1, clients, rate,
-                        seconds=given.seconds)  # fmt: skip
-            found = {"label": label, **asyncio.run(measure(load))}
-            results.append(found)
-            print(f"{label:>12} {line(found)}", flush=True)
 
-    for clients in SUBSET_CLIENTS if given.subset else CLIENTS:
-        one(clients, None)
-    plain = next(each for each in results if each["label"] == "plain" and each["clients"] == 16)
-    for part in SUBSET_PARTS if given.subset else PARTS:
-        one(None, round(part * plain["requests_per_second"], 2))
-    return results
+@dataclass
+class Bench:
+    """Servers under load.  servers: None for a foreign one."""
+
+    given: argparse.Namespace
+    urls: dict[str, str]
+    servers: dict[str, Served]
+    prompts: list[str]
+    results: list[dict[str, Any]] = field(default_factory=list)
+
+    def load(self, label: str, **more: Any) -> Load:
+        url, given = self.urls[label], self.given
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        settings = {"requests": 100_000, "seconds": given.seconds, **more}
+        return Load(
+            url, model, self.prompts, max_tokens=given.max_tokens, temperature=given.temperature, seed=1,
+            **settings,
+        )  # fmt: skip
+
+    def one(self, **load: Any) -> None:
+        """One load on every server in turn."""
+        for label in self.urls:
+            before = http_seconds(self.servers.get(label))
+            found = {"label": label, **asyncio.run(measure(self.load(label, **load)))}
+            spent = http_seconds(self.servers.get(label)) - before
+            found["http_us_per_token"] = 1e6 * spent / max(1, found["tokens"])
+            self.results.append(found)
+            print(f"{label:>12} {line(found)}  {found['http_us_per_token']:5.0f} us HTTP a token", flush=True)
+
+    def run(self) -> None:
+        for clients in SUBSET_CLIENTS if self.given.subset else CLIENTS:
+            self.one(clients=clients)
+        plain = next(each for each in self.results if each["label"] == "plain" and each["clients"] == BATCH)
+        for part in SUBSET_PARTS if self.given.subset else PARTS:
+            self.one(rate=round(part * plain["requests_per_second"], 2))
+
+    def offline(self, threads: int) -> dict[str, Any]:
+        """Tokens/s of the plain server with BATCH clients, and of the offline API on the same requests."""
+        given, count = self.given, 6 * BATCH
+        torch.set_num_threads(threads)
+        llm = LLM(given.model, speculative_config={"method": "off"}, max_num_seqs=BATCH, max_model_len=LENGTH)
+        prompts = [self.prompts[i % len(self.prompts)] for i in range(count)]
+        params = [
+            SamplingParams(
+                temperature=given.temperature, max_tokens=given.max_tokens, seed=1 + i, ignore_eos=True
+            )
+            for i in range(count)
+        ]
+        served, offline = list[float](), list[float]()
+        for _ in range(1 + ROUNDS):
+            load = self.load("plain", clients=BATCH, requests=count, seconds=None)
+            served.append(asyncio.run(measure(load))["tokens_per_second"])
+            began = time.perf_counter()
+            outputs = llm.generate(prompts, params)
+            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+            offline.append(tokens / (time.perf_counter() - began))
+        ratio = median(a / b for a, b in zip(served[1:], offline[1:]))
+        print(
+            f"{median(served[1:]):.0f} tokens/s of {BATCH} clients, {ratio:.3f} of the offline API",
+            flush=True,
+        )
+        return {"served": served[1:], "offline": offline[1:], "ratio": ratio}
 
 
 def main() -> None:
@@ -103,7 +165,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=[*WAYS])
     parser.add_argument("--gguf", type=Path, help="the same model for llama-server")
     parser.add_argument("--subset", action="store_true")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of sending, for each load and server")
+    parser.add_argument("--seconds", type=float, default=18.0, help="of sending, for each load and server")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", type=Path)
@@ -113,18 +175,22 @@ def main() -> None:
     slots = max(SUBSET_CLIENTS if given.subset else CLIENTS)
     options = [given.model, "--max-num-seqs", str(slots), "--max-model-len", str(LENGTH)]
     threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))
+    prompts = [json.loads(row)["turns"][0] for row in QUESTIONS.read_text().splitlines()]
+    bench = Bench(given, {}, {}, prompts)
     with ExitStack() as stack:
-        urls: dict[str, str] = {}
         for label in given.ways:
-            config = ["--speculative-config", json.dumps(WAYS[label])] if WAYS[label] else []
+            config = ["--speculative-config", json.dumps(WAYS[label])]
             server = served(*options, *config, environment={"OMP_NUM_THREADS": threads})
-            urls[label] = stack.enter_context(server).url
+            bench.servers[label] = stack.enter_context(server)
+            bench.urls[label] = bench.servers[label].url
         if given.gguf:
-            urls["llama-server"] = stack.enter_context(llama_server(given.gguf, slots))
-        results = run(given, urls)
+            bench.urls["llama-server"] = stack.enter_context(llama_server(given.gguf, slots))
+        bench.run()
+        offline = bench.offline(int(threads))
     if given.json:
-        settings = {key: str(value) for key, value in vars(given).items() if key != "json"}
-        given.json.write_text(json.dumps({**conditions(), **settings, "results": results}, indent=1))
+        settings = {key: str(value) for key, value in vars(given).items() if key not in ("json", "gguf")}
+        told = {**conditions(), **settings, "results": bench.results, "beside the offline API": offline}
+        given.json.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -219,12 +219,13 @@ def test_without_arguments_there_is_help(run: Run) -> None:
         assert "Usage:" in result.out + result.err and "error:" not in result.err
 
 
-def test_a_speculative_config_from_a_file(run: Run, tmp_path: Path) -> None:
+def test_a_speculative_config_from_a_file_or_by_name(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{\n "method": "ngram",\n "num_speculative_tokens": 2\n}\n')
     assert flags.parsed(f"@{file}") == {"method": "ngram", "num_speculative_tokens": 2}
     message = run("generate", "-p", "x", "-n", 3, "--speculative-config", f"@{file}")
     assert message.status == 0 and "n_draft   = 2" in message.err
+    assert flags.config_of({"config": "off"}) == {"method": "off"} and flags.config_of({}) is None
     file.write_text("{\n")
     with pytest.raises(ConfigError, match=r"config\.json' is no JSON"):
         flags.parsed(f"@{file}")

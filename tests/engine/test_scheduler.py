@@ -351,7 +351,8 @@ def test_clip_at_eos_in_the_middle_of_an_accepted_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "sources"), [([0, 1, 2], ["ngram", "ngram"]), ([0, 1], ["ngram", "ngram"]), ([0], ["ngram", None])]
+    ("nodes", "sources"),
+    [([0, 1, 2], ["ngram", "ngram"]), ([0, 1], ["ngram", "ngram"]), ([0], ["ngram", None])],
 )
 def test_a_drafted_token_that_ends_a_row_names_its_drafter(
     nodes: list[int], sources: list[str | None]

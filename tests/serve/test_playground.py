@@ -14,7 +14,7 @@ playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 PROMPT = "one two three one two three one two"
-KEY = {"username": "me", "password": "secret"}
+KEY = {"Authorization": "Bearer secret"}
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, adaptive: Served) -> Iterator[Any]:
-    """The page, as a browser shows it that has been given the key.  Fails for errors in its console."""
-    context = browser.new_context(http_credentials=KEY, viewport={"width": 390, "height": 800})
+    """The page with its key.  Fails for errors in its console."""
+    context = browser.new_context(viewport={"width": 390, "height": 800})
+    context.add_init_script("sessionStorage.setItem('key', 'secret')")
     made = context.new_page()
     errors: list[str] = []
     made.on("pageerror", lambda error: errors.append(str(error)))
@@ -53,7 +54,7 @@ def ask(page: Any, prompt: str = PROMPT) -> None:
 
 def test_tokens_have_the_color_of_their_origin_and_tell_alternatives(page: Any, adaptive: Served) -> None:
     body = {"prompt": PROMPT, "max_tokens": 40, "seed": 3, "temperature": 0.7}
-    expected = adaptive.post("/v1/completions", body, auth=("me", "secret")).json()["choices"][0]["text"]
+    expected = adaptive.post("/v1/completions", body, headers=KEY).json()["choices"][0]["text"]
     page.fill("#prediction", expected)
     ask(page)
     assert page.locator(".text").text_content() == expected
@@ -106,21 +107,24 @@ def test_escape_stops_an_answer(page: Any) -> None:
     assert page.locator("#failure").text_content() == ""
 
 
-def test_a_key_is_asked_for_where_the_server_wants_one(page: Any) -> None:
-    refused = {"status": 401, "json": {"error": {"message": "the API key is missing or wrong."}}}
-
-    def judge(route: Any) -> None:
-        good = route.request.headers.get("authorization") == "Bearer secret"
-        route.continue_() if good else route.fulfill(**refused)
-
-    page.route("**/v1/models", judge)
-    page.reload()
+def test_the_page_asks_for_the_key_itself(browser: Any, adaptive: Served) -> None:
+    """A wrong one is named, the right one is kept while the tab is open, and sent to the server only."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(adaptive.url)
     for key in ("wrong", "secret"):
         page.locator("#door[open]").wait_for()
         page.fill("#key", key)
         page.press("#key", "Enter")
+        if key == "wrong":
+            page.locator("#wrong-key:not(:empty)").wait_for()
     page.locator("#model option").first.wait_for(state="attached")
     page.locator("#door").wait_for(state="hidden")
+    page.reload()
+    page.locator("#model option").first.wait_for(state="attached")
+    assert page.locator("#door[open]").count() == 0
+    assert page.evaluate("localStorage.length") == 0 and not context.cookies()
+    context.close()
 
 
 def test_the_page_fits_a_phone(page: Any) -> None:

@@ -62,8 +62,11 @@ def test_a_named_function_is_called(client: OpenAI) -> None:
                   "tool_choice": {"type": "function", "name": "add"}}  # fmt: skip
     (call,) = client.responses.create(**given).output
     assert call.type == "function_call" and (call.name, call.arguments in ARGUMENTS) == ("add", True)
-    kinds = [event.type.removeprefix("response.") for event in client.responses.create(**given, stream=True)]
-    assert kinds[2:] == [
+    events = list(client.responses.create(**given, stream=True))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) in ARGUMENTS and len(deltas) > 1
+    assert list(dict.fromkeys(kinds[2:])) == [
         "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
         "output_item.done", "completed",
     ]  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -318,9 +319,10 @@ def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Map
 
 
 def config_of(speculation: Given) -> dict[str, Any] | None:
-    """speculative_config from the flags; None is plain decoding."""
+    """speculative_config from the flags, JSON or the name of a method; None without any."""
     given = dict(speculation)
-    config = parsed(given.pop("config", "{}"))
+    text = given.pop("config", "{}")
+    config = {"method": text} if re.fullmatch("[a-z]\\w*", text) else parsed(text)
     return {**config, **given} or None
 
 

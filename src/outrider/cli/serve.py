@@ -74,7 +74,7 @@ def command() -> Callable[..., None]:
     argument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
     parameters = [
         inspect.Parameter("place", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=argument),
-        _parameter("speculative_config", str, None, "JSON or @FILE, as in the Python API.", "Speculation"),
+        _parameter("speculative_config", str, None, "JSON, @FILE, or a method such as off.", "Speculation"),
         _parameter("threads", int, None, "CPU threads; default: OMP_NUM_THREADS, or one per core.", "Model"),
         *_parameters(EngineOptions, "Model"),
         *_parameters(ServerOptions, "Server"),

@@ -40,7 +40,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         if status == 401:
-            self.headers["WWW-Authenticate"] = 'Basic realm="outrider"'  # Chromium reads one scheme a header
+            self.headers["WWW-Authenticate"] = 'Bearer realm="outrider"'
 
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")

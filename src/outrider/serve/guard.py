@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import hmac
 import logging
 from collections.abc import Sequence
@@ -16,7 +14,8 @@ from outrider.serve.state import Server
 from outrider.serve.traces import HEADERS
 from outrider.serve.wire import Left
 
-OPEN = ("/health", "/version", "/metrics")  # need no key, and answer in every state
+OPEN = ("/", "/health", "/version", "/metrics", "/openapi.json")  # need no key, answer in every state
+FILES = "/static/"  # of the page at /, which has no data and asks for the key itself
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 log = logging.getLogger("outrider.serve")
 
@@ -43,9 +42,10 @@ class Guard:
             await send(message)
 
         try:
-            if scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+            public = scope["path"] in OPEN or scope["path"].startswith(FILES)
+            if not public and scope["method"] != "OPTIONS":
                 self._check(scope)
-            if scope["method"] == "POST" and scope["path"] not in OPEN:
+            if not public and scope["method"] == "POST":
                 receive = _replayed(await self._body(scope, receive), receive)
             HEADERS.set({name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
             await self.app(scope, receive, noted)
@@ -67,12 +67,14 @@ class Guard:
             self.server.check_room()
 
     def _has_key(self, scope: Scope) -> bool:
-        """Whether the header Authorization has a key, as a Bearer token or as the password of Basic.
+        """Whether the header Authorization has a key as a Bearer token.
 
-        Browsers ask for the latter.  Every key is compared, and in constant time.
+        Every key is compared, and in constant time.
         """
-        given = _credential(next((v for name, v in scope["headers"] if name == b"authorization"), b""))
-        return sum(hmac.compare_digest(given, key) for key in self.keys) > 0
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        kind, _, given = header.partition(b" ")
+        right = sum(hmac.compare_digest(given.strip(), key) for key in self.keys) > 0
+        return right and kind.lower() == b"bearer"
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """The body of a request.  Raises ApiError if it is too long or too slow, Left without an end."""
@@ -96,18 +98,6 @@ class Guard:
         except TimeoutError:
             raise ApiError(408, "the body of the request came too slowly.", code="timeout") from None
         return b"".join(parts)
-
-
-def _credential(header: bytes) -> bytes:
-    kind, _, value = header.partition(b" ")
-    if kind.lower() == b"bearer":
-        return value.strip()
-    if kind.lower() == b"basic":
-        try:
-            return base64.b64decode(value, validate=True).partition(b":")[2]
-        except (binascii.Error, ValueError):
-            return b""
-    return b""
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
 from pydantic import ValidationError
 
@@ -16,10 +15,10 @@ from outrider.serve.answers import name_of, now
 from outrider.serve.chat import Reply, reply_for
 from outrider.serve.errors import ApiError, told
 from outrider.serve.items import chat_tools, messages_of
+from outrider.serve.output_items import OutputItems
 from outrider.serve.protocol import JsonSchema, ResponseFormat, ResponsesBody
 from outrider.serve.sampling import checked_tools, of_format, params_of, tool_form
 from outrider.serve.state import Server
-from outrider.serve.tools import ToolCall
 from outrider.serve.usage import speculation_of, usage_of
 from outrider.serve.wire import event
 
@@ -77,11 +76,14 @@ class Responses:
     request: Request
     reply: Reply
     sequence: int = 0
-    message: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
+    items: OutputItems = field(default_factory=OutputItems)
 
     async def response(self) -> dict[str, Any]:
         """The whole response."""
         (output,) = await self.server.outputs([self.request])
+        sample = output.outputs[0]
+        for _ in self.items.grow(self.reply.read(sample.text, True), _status(sample)):
+            pass  # events are for streams
         return self._ended(output)
 
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:
@@ -108,54 +110,20 @@ class Responses:
         head = self._head("in_progress")
         yield {"type": "response.created", "response": head}
         yield {"type": "response.in_progress", "response": head}
-        text = ""
         async with aclosing(self.server.stream([self.request], room)) as outputs:
             async for _, output in outputs:
                 sample = output.outputs[0]
                 parsed = self.reply.read(sample.text, sample.finish_reason is not None)
-                if new := parsed.content[len(text) :]:
-                    if not text:
-                        for opening in self._opening():
-                            yield opening
-                    text = parsed.content
-                    yield {
-                        **self._place(),
-                        "type": "response.output_text.delta",
-                        "delta": new,
-                        "logprobs": [],
-                    }
+                for each in self.items.grow(parsed, _status(sample)):
+                    yield each
         ended = self._ended(output)
-        for index, item in enumerate(ended["output"]):
-            closing = self._closing(item, bool(text)) if item["type"] == "message" else _called(index, item)
-            for each in closing:
-                yield each
         yield {"type": f"response.{ended['status']}", "response": ended}
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self.message, "output_index": 0, "content_index": 0}
-
-    def _opening(self) -> list[dict[str, Any]]:
-        item = {"type": "message", "id": self.message, "role": "assistant", "status": "in_progress"}
-        return [
-            {"type": "response.output_item.added", "output_index": 0, "item": {**item, "content": []}},
-            {**self._place(), "type": "response.content_part.added", "part": _part("")},
-        ]
-
-    def _closing(self, item: dict[str, Any], opened: bool) -> list[dict[str, Any]]:
-        part = item["content"][0]
-        return [
-            *([] if opened else self._opening()),
-            {**self._place(), "type": "response.output_text.done", "text": part["text"], "logprobs": []},
-            {**self._place(), "type": "response.content_part.done", "part": part},
-            {"type": "response.output_item.done", "output_index": 0, "item": item},
-        ]
-
     def _ended(self, output: RequestOutput) -> dict[str, Any]:
-        sample = output.outputs[0]
-        cut = sample.finish_reason == "length"
-        made = self._head("incomplete" if cut else "completed")
-        made["output"] = self._items(sample, made["status"])
-        if cut:
+        """The response of a text that has ended, and whose items are complete."""
+        made = self._head(_status(output.outputs[0]) or "completed")
+        made["output"] = self.items.items
+        if made["status"] == "incomplete":
             made["incomplete_details"] = {"reason": "max_output_tokens"}
         usage = usage_of([output])
         made["usage"] = {
@@ -168,14 +136,6 @@ class Responses:
         if self.body.return_speculation:
             made["speculation"] = speculation_of([output])
         return made
-
-    def _items(self, sample: CompletionOutput, status: str) -> list[dict[str, Any]]:
-        parsed = self.reply.read(sample.text, True)
-        items: list[dict[str, Any]] = []
-        if parsed.content or not parsed.calls:
-            base = {"type": "message", "id": self.message, "role": "assistant", "status": status}
-            items.append({**base, "content": [_part(parsed.content)]})
-        return items + [_call(call) for call in parsed.calls]
 
     def _head(self, status: str) -> dict[str, Any]:
         """What begins and ends with the same values."""
@@ -205,24 +165,8 @@ class Responses:
         }
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    id, call_id = f"fc_{uuid4().hex}", f"call_{uuid4().hex[:24]}"
-    named = {"name": call.name, "arguments": call.arguments, "status": "completed"}
-    return {"type": "function_call", "id": id, "call_id": call_id, **named}
-
-
-def _called(index: int, item: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a function call."""
-    place = {"item_id": item["id"], "output_index": index}
-    empty = {**item, "arguments": "", "status": "in_progress"}
-    kind = "response.function_call_arguments"
-    return [
-        {"type": "response.output_item.added", "output_index": index, "item": empty},
-        {**place, "type": f"{kind}.delta", "delta": item["arguments"]},
-        {**place, "type": f"{kind}.done", "name": item["name"], "arguments": item["arguments"]},
-        {"type": "response.output_item.done", "output_index": index, "item": item},
-    ]
+def _status(sample: CompletionOutput) -> str | None:
+    """Status of the response; None before the text has ended."""
+    if sample.finish_reason is None:
+        return None
+    return "incomplete" if sample.finish_reason == "length" else "completed"

@@ -68,9 +68,7 @@ class Left(Exception):
     """The client has closed its connection."""
 
 
-async def unless_left(
-    receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]
-) -> T:
+async def unless_left(receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
     """Result of `work`, which is cancelled when the client leaves or one of `ends` does.  Raises Left then."""
     task, *watches = map(asyncio.ensure_future, (work, _left(receive), *ends))
     try:

@@ -1,0 +1,97 @@
+"""Output items of /v1/responses, and the events that build them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from outrider.serve.tools import Parsed, ToolCall
+
+Event = dict[str, Any]
+
+
+@dataclass
+class OutputItems:
+    """A message and function calls as they grow.  An item keeps its place once it has begun.
+
+    items: as in the response.  calls: places of the function calls.
+    """
+
+    items: list[dict[str, Any]] = field(default_factory=list)
+    message: int | None = None
+    calls: list[int] = field(default_factory=list)
+
+    def grow(self, parsed: Parsed, status: str | None) -> Iterator[Event]:
+        """Take in a text so far and yield the events for what is new.
+
+        status: of the response, once the text has ended; None before.
+        """
+        begun = len(parsed.calls) < len(self.calls)  # the text ended within a call, which is no content
+        content = "" if begun else parsed.content
+        if content or (status and not (parsed.calls or self.items)):
+            yield from self._text(content)
+        for number, call in enumerate(parsed.calls):
+            yield from self._call(number, call)
+        if status is not None:
+            for place, item in enumerate(self.items):
+                if item["status"] == "in_progress":
+                    ended = status if item["type"] == "message" else "incomplete"
+                    yield from self._closed(place, ended)
+
+    def _text(self, content: str) -> Iterator[Event]:
+        """Events that bring the message to this content."""
+        if self.message is None:
+            self.message = len(self.items)
+            item = {"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant", "content": []}
+            yield from self._opened(item)
+            self.items[-1]["content"] = [_part("")]
+            yield {**self._place(self.message), "type": "response.content_part.added", "part": _part("")}
+        (part,) = self.items[self.message]["content"]
+        if new := content[len(part["text"]) :]:
+            part["text"] += new
+            kind = "response.output_text.delta"
+            yield {**self._place(self.message), "type": kind, "delta": new, "logprobs": []}
+
+    def _call(self, number: int, call: ToolCall) -> Iterator[Event]:
+        """Events that bring a function call to these arguments."""
+        if number == len(self.calls):
+            self.calls.append(len(self.items))
+            ids = {"id": f"fc_{uuid4().hex}", "call_id": f"call_{uuid4().hex[:24]}"}
+            yield from self._opened({"type": "function_call", **ids, "name": call.name, "arguments": ""})
+        place = self.calls[number]
+        item = self.items[place]
+        if new := call.arguments[len(item["arguments"]) :]:
+            item["arguments"] += new
+            yield {**self._place(place), "type": "response.function_call_arguments.delta", "delta": new}
+        if call.complete and item["status"] == "in_progress":
+            yield from self._closed(place, "completed")
+
+    def _opened(self, item: dict[str, Any]) -> Iterator[Event]:
+        self.items.append({**item, "status": "in_progress"})
+        added = {"output_index": len(self.items) - 1, "item": {**self.items[-1]}}
+        yield {"type": "response.output_item.added", **added}
+
+    def _closed(self, place: int, status: str) -> Iterator[Event]:
+        """The last events of an item."""
+        item = self.items[place]
+        item["status"] = status
+        where = self._place(place)
+        if item["type"] == "message":
+            (part,) = item["content"]
+            yield {**where, "type": "response.output_text.done", "text": part["text"], "logprobs": []}
+            yield {**where, "type": "response.content_part.done", "part": part}
+        else:
+            kind = "response.function_call_arguments.done"
+            yield {**where, "type": kind, "name": item["name"], "arguments": item["arguments"]}
+        yield {"type": "response.output_item.done", "output_index": place, "item": item}
+
+    def _place(self, place: int) -> dict[str, Any]:
+        item = self.items[place]
+        where = {"item_id": item["id"], "output_index": place}
+        return {**where, "content_index": 0} if item["type"] == "message" else where
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
