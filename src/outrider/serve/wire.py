@@ -69,7 +69,7 @@ class Left(Exception):
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
-    """Result of `work`, which is cancelled when the client leaves or one of `ends` does.  Raises Left then."""
+    """Result of `work`.  Cancels it and raises Left when the client leaves or one of `ends` has ended."""
     task, *watches = map(asyncio.ensure_future, (work, _left(receive), *ends))
     try:
         await asyncio.wait((task, *watches), return_when=asyncio.FIRST_COMPLETED)

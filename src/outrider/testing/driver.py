@@ -43,7 +43,7 @@ class EngineDriver:
         lora_request: LoRARequest | None = None,
         request_id: str | None = None,
     ) -> Request:
-        """A request that is not queued yet. Raises RequestError if the prompt or the parameters are invalid."""
+        """A request that is not queued yet. Raises RequestError if prompt or parameters are invalid."""
         name = f"driver-{next(self._ids)}" if request_id is None else request_id
         request = self._reader.request(name, prompt, params or SamplingParams(), lora_request)
         if isinstance(request, RequestOutput):
