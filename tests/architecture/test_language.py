@@ -44,7 +44,7 @@ OTHERS = {
     "benchmarks": (0, 0),
     "scripts": (0, 0),
 }
-LONGEST_FILES = {"tests": 470, "benchmarks": 370}  # lines; only lower them
+LONGEST_FILES = {"tests": 380, "benchmarks": 370}  # lines; only lower them
 IN_NAMES = re.compile(r"(^|_)(said|says|guess(es|ed)?|laws?|nobody|whoever|whatever|coins?|dice|bent)(_|$)")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from block_heads import BLOCK, EPS, HEADS, IDS, KV, MASK, TAPS, THETA, D, speculators, tensors, zlab
+from block_heads import BLOCK, IDS, MASK, TAPS, WIDE, Case, naive, speculators, tensors, zlab
 from torch import Tensor
 from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
@@ -24,22 +23,10 @@ from outrider.draft.dflash.network import Network
 from outrider.heads import sample
 from outrider.heads.sample import TargetWeights
 
-WIDE = torch.float64
-
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32", max_num_batched_tokens=40)
-
-
-class Case(NamedTuple):
-    """windows, causal: what its layers see."""
-
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-    file: str = "model.safetensors"
-    windows: tuple[int, ...] = (0, 0)
-    causal: tuple[bool, ...] = (False, False)
 
 
 def part(w: dict[str, Tensor], offset: bool, t2d: bool) -> dict[str, Tensor]:
@@ -84,67 +71,6 @@ def cases() -> dict[str, Case]:
         ),
         "its own ends, biases": Case(zlab(attention_bias=True), {**tensors(bias=True), **own}),
     }
-
-
-# ---- the naive block
-
-
-def norm(x: Tensor, w: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * w
-
-
-def turned(x: Tensor, t: int) -> Tensor:
-    """One head [D] at position t, halves paired."""
-    angle = torch.tensor([t / THETA ** (2 * i / D) for i in range(D // 2)], dtype=WIDE)
-    a, b = x[: D // 2], x[D // 2 :]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
-
-
-def naive(case: Case, outer: TargetWeights, taps: Tensor, anchor: int, count: int) -> Tensor:
-    """Logits [count, Vd] of a block behind taps [T, 3 * hidden]: row by row, head by head."""
-    w = {name.removeprefix("model."): tensor.to(WIDE) for name, tensor in case.tensors.items()}
-    embedding, head = (
-        w.get("embed_tokens.weight", outer.embedding.to(WIDE)),
-        w.get("lm_head.weight", outer.lm_head.to(WIDE)),
-    )
-    context, end = norm(taps.to(WIDE) @ w["fc.weight"].T, w["hidden_norm.weight"]), len(taps)
-    x = embedding[[anchor, *[MASK] * (count - 1)]]
-    for i, (window, causal) in enumerate(zip(case.windows, case.causal)):
-        at = f"layers.{i}.self_attn"
-
-        def project(name: str, u: Tensor, at: str = at) -> Tensor:
-            return u @ w[f"{at}.{name}_proj.weight"].T + w.get(
-                f"{at}.{name}_proj.bias", torch.zeros((), dtype=WIDE)
-            )
-
-        u = norm(x, w[f"layers.{i}.input_layernorm.weight"])
-        q = project("q", u)
-        k, v = (torch.cat([project(name, context), project(name, u)]) for name in "kv")
-        rows = []
-        for b in range(count):
-            p = end + b
-            sees = [
-                s
-                for s in range(end + count)
-                if (not window or s > p - window) and (s < end or not causal or s <= p)
-            ]
-            parts = []
-            for h in range(HEADS):
-                g = h // (HEADS // KV)
-                mine = turned(norm(q[b, h * D : (h + 1) * D], w[f"{at}.q_norm.weight"]), p)
-                keys = [turned(norm(k[s, g * D : (g + 1) * D], w[f"{at}.k_norm.weight"]), s) for s in sees]
-                weights = torch.stack([mine @ key / math.sqrt(D) for key in keys]).softmax(0)
-                parts.append(weights @ v[sees, g * D : (g + 1) * D])
-            rows.append(torch.cat(parts))
-        x = x + project("o", torch.stack(rows))
-        y = norm(x, w[f"layers.{i}.post_attention_layernorm.weight"])
-        gate = y @ w[f"layers.{i}.mlp.gate_proj.weight"].T
-        x = (
-            x
-            + (gate / (1 + (-gate).exp()) * (y @ w[f"layers.{i}.mlp.up_proj.weight"].T))
-            @ w[f"layers.{i}.mlp.down_proj.weight"].T
-        )
-    return norm(x, w["norm.weight"]) @ head.T
 
 
 class Said(NamedTuple):

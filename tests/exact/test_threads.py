@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import answer
+from threads import METHODS, PARAMS, PROMPTS, caller, config, params_of, together
 from torch import Tensor
 
 from outrider import LLM, ConfigError, EngineError, RequestError, SamplingParams
 from outrider.core.row import Row
 from outrider.engine.loop import EngineLoop
 from outrider.errors import OutriderError
-from outrider.testing import EngineDriver, check_idle, random_prompts
-
-PROMPTS = random_prompts(12, seed=4)
-METHODS = ["off", "ngram", "suffix", "draft_model"]
-
-
-def params_of(i: int, **given: Any) -> SamplingParams:
-    return SamplingParams(
-        **{"temperature": 0.8 * (i % 3 > 0), "seed": i, "max_tokens": 8 + i % 9, "ignore_eos": True, **given}
-    )
-
-
-PARAMS = [params_of(i) for i in range(len(PROMPTS))]
-
-
-def config(method: str, model: str) -> dict[str, Any]:
-    return {"method": method, **({"model": model} if method == "draft_model" else {})}
+from outrider.testing import EngineDriver, check_idle
 
 
 @pytest.fixture(scope="module")
@@ -48,60 +27,6 @@ def llm(llama: str) -> LLM:
 @pytest.fixture(scope="module")
 def texts(llm: LLM) -> list[list[int]]:
     return [answer(llm, prompt, p).outputs[0].token_ids for prompt, p in zip(PROMPTS, PARAMS)]
-
-
-def together(*tasks: Callable[[], None], limit: float = 120) -> None:
-    """Run each task in a thread of its own; raise what one of them raised."""
-    errors: list[BaseException] = []
-
-    def guarded(task: Callable[[], None]) -> None:
-        try:
-            task()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(task,), daemon=True) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(limit)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
-
-
-def caller(llm: LLM, texts: list[list[int]], seed: int, rounds: int = 6) -> Callable[[], None]:
-    """Random calls of every kind, each compared with the text of a call alone."""
-
-    def generate(rng: random.Random, i: int) -> None:
-        picked = [i, *rng.sample(range(len(PROMPTS)), rng.randint(0, 2))]
-        outputs = llm.generate(
-            [{"prompt_token_ids": PROMPTS[j]} for j in picked], [PARAMS[j] for j in picked]
-        )
-        assert [output.outputs[0].token_ids for output in outputs] == [texts[j] for j in picked]
-
-    def stream(rng: random.Random, i: int) -> None:
-        stop, before = rng.choice([2, 1000]), 0
-        for count, output in enumerate(llm.stream({"prompt_token_ids": PROMPTS[i]}, PARAMS[i])):
-            ids = output.outputs[0].token_ids
-            assert ids == texts[i][: len(ids)] and len(ids) >= before
-            before = len(ids)
-            assert not output.finished or ids == texts[i]
-            if count == stop:
-                break
-
-    def aborted(rng: random.Random, i: int) -> None:
-        for output in llm.stream({"prompt_token_ids": PROMPTS[i]}, PARAMS[i]):
-            ids = output.outputs[0].token_ids
-            assert ids == texts[i][: len(ids)]
-            threading.Thread(target=llm.abort, args=(output.request_id,)).start()
-
-    def run() -> None:
-        rng = random.Random(seed)
-        for _ in range(rounds):
-            rng.choice([generate, generate, stream, aborted])(rng, rng.randrange(len(PROMPTS)))
-
-    return run
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -199,139 +124,6 @@ def test_the_drafter_stays_while_another_thread_runs(llm: LLM, texts: list[list[
 
     together(run, change)
     check_idle(llm)
-
-
-# ---- steps that fail
-
-
-def failing(llm: LLM, error: BaseException, after: int = 4) -> Iterator[None]:
-    """Let the `after`-th forward from now on raise; the thread that drives gets it."""
-    forward, left = llm.engine.runner.forward, [after]
-
-    def broken(*given: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise error
-        return forward(*given)
-
-    llm.engine.runner.forward = broken  # type: ignore[method-assign]
-    yield
-    llm.engine.runner.forward = forward  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_failed_step_ends_every_open_request(
-    method: str, llm: LLM, texts: list[list[int]], llama: str
-) -> None:
-    llm.use(config(method, llama))
-    ready, seen = threading.Barrier(3), []
-
-    def run() -> None:
-        ready.wait()
-        try:
-            llm.generate({"prompt_token_ids": PROMPTS[1]}, params_of(1, max_tokens=60))
-        except (MemoryError, EngineError) as error:
-            seen.append(error)
-
-    broken = failing(llm, MemoryError("no room"), after=12)
-    next(broken)
-    together(run, run, run)
-    next(broken, None)
-    assert sum(isinstance(error, MemoryError) for error in seen) == 1 and len(seen) >= 1
-    for error in seen:
-        assert "no room" in str(error) and (isinstance(error, MemoryError) or error.__cause__ is not None)
-    check_idle(llm)
-    assert answer(llm, PROMPTS[0], PARAMS[0]).outputs[0].token_ids == texts[0]
-
-
-def test_a_stream_ends_with_the_step_that_another_caller_drove(llm: LLM) -> None:
-    llm.use(None)
-    stream = llm.stream({"prompt_token_ids": PROMPTS[1]}, PARAMS[1])
-    next(stream)
-    broken = failing(llm, MemoryError("no room"), after=1)
-    next(broken)
-    with pytest.raises(MemoryError):
-        llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
-    next(broken, None)
-    with pytest.raises(EngineError, match="MemoryError: no room"):
-        next(stream)
-    check_idle(llm)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("part", ["forward", "observe", "_ends", "share"])
-def test_an_interrupt_ends_the_requests_of_its_caller_only(
-    part: str, method: str, llm: LLM, texts: list[list[int]], llama: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm.use(config(method, llama))
-    owner = {"forward": llm.engine.runner, "observe": llm.engine.drafter}.get(part, llm.engine.scheduler)
-    inner, calls = getattr(owner, part), []
-
-    def interrupted(*given: Any) -> Any:
-        calls.append(0)
-        found = inner(*given) if part == "_ends" else None
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return found if part == "_ends" else inner(*given)
-
-    stream = llm.stream([{"prompt_token_ids": PROMPTS[i]} for i in (1, 2)], [PARAMS[i] for i in (1, 2)])
-    next(stream)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, part, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
-    last = {output.request_id: output for output in stream}
-    assert sorted(output.outputs[0].token_ids for output in last.values()) == sorted([texts[1], texts[2]])
-    assert all(len(o.outputs[0].token_times) == len(o.outputs[0].token_ids) for o in last.values())
-    check_idle(llm)
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals")
-@pytest.mark.parametrize("method", METHODS)
-def test_interrupts_at_any_moment(method: str, llm: LLM, texts: list[list[int]], llama: str) -> None:
-    """Ctrl-C in the main thread, wherever it is just then, while other threads are answered."""
-    llm.use(config(method, llama))
-    rng, over, armed, interrupts = random.Random(3), threading.Event(), [False], [0]
-    wrong: list[BaseException] = []
-
-    def interrupt(*_: Any) -> None:
-        if armed[0]:
-            armed[0] = False
-            interrupts[0] += 1
-            raise KeyboardInterrupt
-
-    def shoot() -> None:
-        while not over.wait(rng.uniform(1e-4, 1e-2)):
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    def answered(seed: int) -> None:
-        try:
-            while not over.is_set():
-                caller(llm, texts, seed, rounds=2)()
-        except BaseException as error:
-            wrong.append(error)
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    shooter = threading.Thread(target=shoot, daemon=True)
-    others = threading.Thread(target=together, args=[partial(answered, i) for i in range(2)], daemon=True)
-    try:
-        others.start()
-        shooter.start()
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
-            with suppress(KeyboardInterrupt):
-                armed[0] = True
-                answer(llm, PROMPTS[1], params_of(1, max_tokens=100))
-                armed[0] = False
-    finally:
-        armed[0] = False
-        over.set()
-        shooter.join(60)
-        others.join(60)
-        signal.signal(signal.SIGUSR1, before)
-    assert not others.is_alive() and interrupts[0] > 3 and not wrong
-    check_idle(llm)
-    assert answer(llm, PROMPTS[0], PARAMS[0]).outputs[0].token_ids == texts[0]
 
 
 # ---- re-entry

@@ -13,59 +13,15 @@ from hypothesis import strategies as st
 from kernel_cases import c_backend, needs_c, sampled_row, two_threads
 from torch import Tensor
 
-from outrider import ModelError, RequestError, SamplingParams
+from outrider import ModelError
 from outrider.backends.torch import sampling as reference
 from outrider.backends.torch.backend import TorchBackend
-from outrider.core.noise import GOLDEN, MASK, gumbel, key_of, mix
+from outrider.core.noise import MASK, key_of
 from outrider.core.params import DistributionParams
 from outrider.sampling.processors import min_tokens
 from outrider.sampling.sampler import Sampler
 
 NEVER = float("-inf")
-
-# ---- noise
-
-
-def python_gumbel(key: int, token: int) -> float:
-    bits = mix((key + (token + 1) * GOLDEN) & MASK) >> 40
-    return -math.log(-math.log((bits + 0.5) * 2.0**-24))
-
-
-@given(st.integers(0, MASK))
-def test_noise_in_torch_is_the_formula(key: int) -> None:
-    noise = gumbel(key, 50)
-    assert noise.dtype == torch.float32
-    assert noise.tolist() == pytest.approx(
-        [python_gumbel(key, token) for token in range(50)], rel=2e-7, abs=1e-9
-    )
-
-
-@needs_c
-@pytest.mark.parametrize("seed", range(20))
-def test_noise_in_c_is_the_formula(seed: int) -> None:
-    """With flat logits the ranking is the noise's own."""
-    key = key_of(seed, 0, 7)
-    best, _ = c_backend().pick(torch.zeros(5000), DistributionParams(), key, 64, False)
-    noise = [python_gumbel(key, token) for token in range(5000)]
-    assert best == sorted(range(5000), key=lambda t: -noise[t])[:64]
-
-
-def test_keys_differ_in_every_part_and_noise_is_gumbel() -> None:
-    keys = {
-        key_of(seed, index, position)
-        for seed in (0, 1, -1, 2**63)
-        for index in range(4)
-        for position in range(50)
-    }
-    assert len(keys) == 4 * 4 * 50
-    noise = torch.cat([gumbel(key, 1000) for key in list(keys)[:100]]).double()
-    assert noise.isfinite().all()
-    assert noise.mean().item() == pytest.approx(0.57722, abs=0.02)
-    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.05)
-
-
-def test_a_token_has_the_same_noise_in_any_vocabulary() -> None:
-    assert torch.equal(gumbel(5, 100), gumbel(5, 1000)[:100])
 
 
 # ---- C against torch
@@ -377,88 +333,3 @@ def test_c_reports_logits_without_a_finite_value() -> None:
         ):
             with pytest.raises(ModelError, match="finite"):
                 Sampler(c_backend()).pick(sampled_row([1], distribution), [], torch.full((40,), bad))
-
-
-# ---- parameters
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"n": 0},
-        {"n": 1.5},
-        {"n": True},
-        {"temperature": -0.1},
-        {"temperature": 0.001},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
-        {"temperature": "1"},
-        {"top_p": 0},
-        {"top_p": 1.1},
-        {"top_p": float("nan")},
-        {"top_k": -2},
-        {"top_k": 1.0},
-        {"min_p": -0.1},
-        {"min_p": 1.5},
-        {"seed": 1.5},
-        {"seed": "x"},
-        {"max_tokens": 0},
-        {"max_tokens": -1},
-        {"max_tokens": 2.0},
-        {"min_tokens": -1},
-        {"min_tokens": 17},
-        {"min_tokens": None},
-        {"stop": ""},
-        {"stop": ["a", ""]},
-        {"stop": [1]},
-        {"stop": 5},
-        {"stop_token_ids": ["a"]},
-        {"stop_token_ids": [1.5]},
-        {"stop_token_ids": 5},
-        {"ignore_eos": 1},
-        {"speculate": "no"},
-    ],
-    ids=str,
-)
-def test_a_parameter_out_of_range_is_refused_by_name_and_value(given: dict[str, Any]) -> None:
-    ((name, value),) = given.items()
-    with pytest.raises(RequestError) as caught:
-        SamplingParams(**given)
-    assert name in str(caught.value) and repr(value).strip("()[]") in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"), [("temprature", "temperature"), ("topk", "top_k"), ("max_new_tokens", "max_tokens")]
-)
-def test_an_unknown_parameter_is_refused_with_the_nearest(wrong: str, right: str) -> None:
-    with pytest.raises(RequestError, match=f"{wrong}.*Did you mean '{right}'"):
-        SamplingParams(**{wrong: 1})
-
-
-@pytest.mark.parametrize(
-    ("wrong", "cure"),
-    [
-        ("best_of", "n samples"),
-        ("suffix", "not filled in"),
-        ("guided_json", "structured_outputs"),
-        ("use_beam_search", "Beam search"),
-    ],
-)
-def test_a_parameter_of_another_program_is_refused_with_what_serves_here(wrong: str, cure: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        SamplingParams(**{wrong: 2})
-    output = str(caught.value)
-    assert wrong in output and cure in output and "Did you mean" not in output
-
-
-def test_parameters_are_normalised_and_frozen() -> None:
-    params = SamplingParams(stop="x", top_k=-1, temperature=1)
-    assert (
-        params.stop == ("x",)
-        and params.top_k == 0
-        and params.distribution == DistributionParams(1.0, 0.0, 0, 1.0)
-    )
-    assert isinstance(params.distribution.temperature, float)
-    assert SamplingParams(max_tokens=None, min_tokens=50).min_tokens == 50
-    with pytest.raises(AttributeError):
-        params.top_k = 5  # type: ignore[misc]

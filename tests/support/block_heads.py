@@ -1,13 +1,16 @@
-"""Files of block-parallel heads as they are published, small and random."""
+"""Files of block-parallel heads as they are published, small and random, and the naive network."""
 
 from __future__ import annotations
 
+import math
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from toys import HIDDEN, V
+
+from outrider.heads.sample import TargetWeights
 
 HEADS, KV, D, INNER, EPS, THETA, TAPS, BLOCK, MASK = 4, 2, 24, 96, 1e-5, 5e5, (2, 4, 8), 6, 500
 IDS = sorted(random.Random(5).sample(range(V), V // 4))
@@ -85,3 +88,77 @@ def dspark(rank: int = 8, layers: int = 2, **given: Any) -> tuple[dict[str, Any]
         "confidence_head.proj.bias": torch.randn(1),
     }
     return zlab(own), {**tensors(layers), **extra}
+
+
+WIDE = torch.float64
+
+
+class Case(NamedTuple):
+    """windows, causal: what its layers see."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    file: str = "model.safetensors"
+    windows: tuple[int, ...] = (0, 0)
+    causal: tuple[bool, ...] = (False, False)
+
+
+# ---- the naive block
+
+
+def norm(x: Tensor, w: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * w
+
+
+def turned(x: Tensor, t: int) -> Tensor:
+    """One head [D] at position t, halves paired."""
+    angle = torch.tensor([t / THETA ** (2 * i / D) for i in range(D // 2)], dtype=WIDE)
+    a, b = x[: D // 2], x[D // 2 :]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+
+
+def naive(case: Case, outer: TargetWeights, taps: Tensor, anchor: int, count: int) -> Tensor:
+    """Logits [count, Vd] of a block behind taps [T, 3 * hidden]: row by row, head by head."""
+    w = {name.removeprefix("model."): tensor.to(WIDE) for name, tensor in case.tensors.items()}
+    embedding, head = (
+        w.get("embed_tokens.weight", outer.embedding.to(WIDE)),
+        w.get("lm_head.weight", outer.lm_head.to(WIDE)),
+    )
+    context, end = norm(taps.to(WIDE) @ w["fc.weight"].T, w["hidden_norm.weight"]), len(taps)
+    x = embedding[[anchor, *[MASK] * (count - 1)]]
+    for i, (window, causal) in enumerate(zip(case.windows, case.causal)):
+        at = f"layers.{i}.self_attn"
+
+        def project(name: str, u: Tensor, at: str = at) -> Tensor:
+            return u @ w[f"{at}.{name}_proj.weight"].T + w.get(
+                f"{at}.{name}_proj.bias", torch.zeros((), dtype=WIDE)
+            )
+
+        u = norm(x, w[f"layers.{i}.input_layernorm.weight"])
+        q = project("q", u)
+        k, v = (torch.cat([project(name, context), project(name, u)]) for name in "kv")
+        rows = []
+        for b in range(count):
+            p = end + b
+            sees = [
+                s
+                for s in range(end + count)
+                if (not window or s > p - window) and (s < end or not causal or s <= p)
+            ]
+            parts = []
+            for h in range(HEADS):
+                g = h // (HEADS // KV)
+                mine = turned(norm(q[b, h * D : (h + 1) * D], w[f"{at}.q_norm.weight"]), p)
+                keys = [turned(norm(k[s, g * D : (g + 1) * D], w[f"{at}.k_norm.weight"]), s) for s in sees]
+                weights = torch.stack([mine @ key / math.sqrt(D) for key in keys]).softmax(0)
+                parts.append(weights @ v[sees, g * D : (g + 1) * D])
+            rows.append(torch.cat(parts))
+        x = x + project("o", torch.stack(rows))
+        y = norm(x, w[f"layers.{i}.post_attention_layernorm.weight"])
+        gate = y @ w[f"layers.{i}.mlp.gate_proj.weight"].T
+        x = (
+            x
+            + (gate / (1 + (-gate).exp()) * (y @ w[f"layers.{i}.mlp.up_proj.weight"].T))
+            @ w[f"layers.{i}.mlp.down_proj.weight"].T
+        )
+    return norm(x, w["norm.weight"]) @ head.T

@@ -1,0 +1,160 @@
+"""Failed and interrupted steps of a model that several threads use."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+from helpers import answer
+from threads import METHODS, PARAMS, PROMPTS, caller, config, params_of, together
+
+from outrider import LLM, EngineError
+from outrider.testing import check_idle
+
+
+@pytest.fixture(scope="module")
+def llm(llama: str) -> LLM:
+    return LLM(llama, dtype="float32", seed=0, max_num_seqs=5)
+
+
+@pytest.fixture(scope="module")
+def texts(llm: LLM) -> list[list[int]]:
+    return [answer(llm, prompt, p).outputs[0].token_ids for prompt, p in zip(PROMPTS, PARAMS)]
+
+
+def failing(llm: LLM, error: BaseException, after: int = 4) -> Iterator[None]:
+    """Let the `after`-th forward from now on raise; the thread that drives gets it."""
+    forward, left = llm.engine.runner.forward, [after]
+
+    def broken(*given: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise error
+        return forward(*given)
+
+    llm.engine.runner.forward = broken  # type: ignore[method-assign]
+    yield
+    llm.engine.runner.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_failed_step_ends_every_open_request(
+    method: str, llm: LLM, texts: list[list[int]], llama: str
+) -> None:
+    llm.use(config(method, llama))
+    ready, seen = threading.Barrier(3), []
+
+    def run() -> None:
+        ready.wait()
+        try:
+            llm.generate({"prompt_token_ids": PROMPTS[1]}, params_of(1, max_tokens=60))
+        except (MemoryError, EngineError) as error:
+            seen.append(error)
+
+    broken = failing(llm, MemoryError("no room"), after=12)
+    next(broken)
+    together(run, run, run)
+    next(broken, None)
+    assert sum(isinstance(error, MemoryError) for error in seen) == 1 and len(seen) >= 1
+    for error in seen:
+        assert "no room" in str(error) and (isinstance(error, MemoryError) or error.__cause__ is not None)
+    check_idle(llm)
+    assert answer(llm, PROMPTS[0], PARAMS[0]).outputs[0].token_ids == texts[0]
+
+
+def test_a_stream_ends_with_the_step_that_another_caller_drove(llm: LLM) -> None:
+    llm.use(None)
+    stream = llm.stream({"prompt_token_ids": PROMPTS[1]}, PARAMS[1])
+    next(stream)
+    broken = failing(llm, MemoryError("no room"), after=1)
+    next(broken)
+    with pytest.raises(MemoryError):
+        llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
+    next(broken, None)
+    with pytest.raises(EngineError, match="MemoryError: no room"):
+        next(stream)
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("part", ["forward", "observe", "_ends", "share"])
+def test_an_interrupt_ends_the_requests_of_its_caller_only(
+    part: str, method: str, llm: LLM, texts: list[list[int]], llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.use(config(method, llama))
+    owner = {"forward": llm.engine.runner, "observe": llm.engine.drafter}.get(part, llm.engine.scheduler)
+    inner, calls = getattr(owner, part), []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(0)
+        found = inner(*given) if part == "_ends" else None
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return found if part == "_ends" else inner(*given)
+
+    stream = llm.stream([{"prompt_token_ids": PROMPTS[i]} for i in (1, 2)], [PARAMS[i] for i in (1, 2)])
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, part, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
+    last = {output.request_id: output for output in stream}
+    assert sorted(output.outputs[0].token_ids for output in last.values()) == sorted([texts[1], texts[2]])
+    assert all(len(o.outputs[0].token_times) == len(o.outputs[0].token_ids) for o in last.values())
+    check_idle(llm)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals")
+@pytest.mark.parametrize("method", METHODS)
+def test_interrupts_at_any_moment(method: str, llm: LLM, texts: list[list[int]], llama: str) -> None:
+    """Ctrl-C in the main thread, wherever it is just then, while other threads are answered."""
+    llm.use(config(method, llama))
+    rng, over, armed, interrupts = random.Random(3), threading.Event(), [False], [0]
+    wrong: list[BaseException] = []
+
+    def interrupt(*_: Any) -> None:
+        if armed[0]:
+            armed[0] = False
+            interrupts[0] += 1
+            raise KeyboardInterrupt
+
+    def shoot() -> None:
+        while not over.wait(rng.uniform(1e-4, 1e-2)):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def answered(seed: int) -> None:
+        try:
+            while not over.is_set():
+                caller(llm, texts, seed, rounds=2)()
+        except BaseException as error:
+            wrong.append(error)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    shooter = threading.Thread(target=shoot, daemon=True)
+    others = threading.Thread(target=together, args=[partial(answered, i) for i in range(2)], daemon=True)
+    try:
+        others.start()
+        shooter.start()
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            with suppress(KeyboardInterrupt):
+                armed[0] = True
+                answer(llm, PROMPTS[1], params_of(1, max_tokens=100))
+                armed[0] = False
+    finally:
+        armed[0] = False
+        over.set()
+        shooter.join(60)
+        others.join(60)
+        signal.signal(signal.SIGUSR1, before)
+    assert not others.is_alive() and interrupts[0] > 3 and not wrong
+    check_idle(llm)
+    assert answer(llm, PROMPTS[0], PARAMS[0]).outputs[0].token_ids == texts[0]
