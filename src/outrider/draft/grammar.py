@@ -1,7 +1,7 @@
 """Forced text: propose what the grammar of a row makes certain, such as `", "age": ` in JSON (jump-forward).
 
-The text is certain, its tokens are not: the target may write it otherwise.  They are drafted as the tokenizer
-writes the text, and verified like any others.  Rows without a grammar get no draft tokens.
+Only the text is certain: the target may split it into other tokens.  Draft tokens are those of the tokenizer,
+and are verified like any others.  Rows without a grammar get none.
 """
 
 from __future__ import annotations

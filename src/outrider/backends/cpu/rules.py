@@ -25,8 +25,8 @@ class TreeQueries:
 
     `data` holds the numbers of all trees.  For a tree of n nodes, from its `at` on:
 
-        tokens [n] | parents [n] | what they were sampled from [n] |
-        accepted nodes [n] | tokens to emit [n + 1] | how many, -1 for none
+        tokens [n] | parents [n] | index of the distribution of each, -1 without [n] |
+        accepted nodes [n] | tokens to emit [n + 1] | their number, -1 without an answer
     """
 
     __slots__ = ("data", "distributions", "probs", "queries", "rule", "sizes")
@@ -36,8 +36,8 @@ class TreeQueries:
         self.queries = b""
         self.data = array("i")
         self.sizes: dict[int, int] = {}  # key -> nodes
-        self.distributions: list[Tensor] = []  # that draft tokens were sampled from
-        self.probs: list[array[int]] = []  # addresses of those of a tree
+        self.distributions: list[Tensor] = []  # of sampled draft tokens; C reads them by address
+        self.probs: list[array[int]] = []  # addresses of the distributions of each tree
 
     def add(
         self,
@@ -65,6 +65,7 @@ class TreeQueries:
         data.frombytes(bytes(8 * n + 8))
 
     def read(self) -> Iterator[tuple[int, Answer | None]]:
+        """Yield (key, answer) of every tree; None where the kernels gave none."""
         data, at = self.data.tolist(), 0
         for key, n in self.sizes.items():
             accepted, emitted = at + 3 * n, at + 4 * n
