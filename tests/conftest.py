@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from outrider.testing import bare_checkpoint
+
+# Workers and the processes that tests start import the same files: without bytecode each compiles them again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # One thread unless asked: the models are tiny, and a second thread costs more than it gives.
 torch.set_num_threads(int(os.environ.get("OUTRIDER_TEST_THREADS", "1")))
