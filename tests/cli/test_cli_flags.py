@@ -55,12 +55,15 @@ COMMANDS = dict(commands())
 
 
 @pytest.mark.parametrize("line", LLAMA_CPP, ids=["plain", "quicksort", "dijkstra-cpp", "dijkstra-python"])
-def test_the_commands_that_introduced_speculation_to_llama_cpp(run: Run, line: str) -> None:
+def test_the_commands_that_introduced_speculation_to_llama_cpp(run: Run, mute: str, line: str) -> None:
     import torch
 
+    words = shlex.split(line)
+    if "Dijkstra" in line:  # to the end of the context, which is shorter in a tiny model
+        words = [mute if word in ("builtin", "builtin-draft") else word for word in words]
     threads = torch.get_num_threads()
     try:
-        result = run("generate", *shlex.split(line))
+        result = run("generate", *words)
     finally:
         torch.set_num_threads(threads)
     assert result.status == 0, result.err
@@ -160,19 +163,28 @@ def test_two_names_for_one_thing(run: Run) -> None:
 # ---- help and mistakes
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["--help", "--version", "version", *(f"{command} --help" for command in COMMANDS if command != "serve")],
-)
-def test_help_does_not_wait_for_torch(words: str) -> None:
+HELP = """
+import json, sys
+from outrider.cli import main
+for words in json.loads(sys.argv[1]):
+    try:
+        main(words.split())
+    except SystemExit as end:
+        assert not end.code, (words, end.code)
+    loaded = {"torch", "transformers", "numpy"} & sys.modules.keys()
+    assert not loaded, (words, loaded)
+    print("no module of", words)
+"""
+
+
+def test_help_does_not_wait_for_torch() -> None:
     """But for that of `serve`, whose options are the fields of EngineOptions."""
-    code = (
-        "import sys\nfrom outrider.cli import main\n"
-        f"try:\n    main({words.split()})\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
-        "print('loaded:', *({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("loaded:\n") and len(done.stdout) > len("loaded:\n")
+    helps = [f"{command} --help" for command in COMMANDS if command != "serve"]
+    lines = ["--help", "--version", "version", *helps]
+    done = subprocess.run([sys.executable, "-c", HELP, json.dumps(lines)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *texts, rest = re.split("(?m)^no module of .*\n", done.stdout)
+    assert len(texts) == len(lines) and all(texts) and not rest
 
 
 def test_version(run: Run) -> None:
@@ -231,7 +243,7 @@ def test_a_speculative_config_from_a_file_or_by_name(run: Run, tmp_path: Path) -
         flags.parsed(f"@{file}")
 
 
-@pytest.mark.parametrize("words", ["generate -p x -n 200 --ignore-eos", "models", "bench --help"])
+@pytest.mark.parametrize("words", ["generate -p x -n 200 --ignore-eos", "bench --help"])
 def test_a_closed_pipe_prints_no_traceback(words: str) -> None:
     command = [sys.executable, "-m", "outrider", *words.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

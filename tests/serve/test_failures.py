@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import socket
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -70,7 +74,7 @@ def test_a_loading_server_answers_503() -> None:
 
 
 LOADING = """
-import time
+import sys, time
 from outrider.serve.options import ServerOptions
 from outrider.serve.run import run
 
@@ -78,14 +82,28 @@ def load():
     print("loading", flush=True)
     time.sleep(600)
 
-run(ServerOptions(port=0), "model", load)
+key, certificate, port = sys.argv[1:]
+run(ServerOptions(port=int(port), ssl_keyfile=key, ssl_certfile=certificate), "model", load)
 """
 
 
-def test_a_signal_ends_a_loading_server() -> None:
-    process = subprocess.Popen([sys.executable, "-c", LOADING], stdout=subprocess.PIPE)
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_a_signal_ends_a_loading_server_with_tls(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    files = ["-keyout", key, "-out", certificate]
+    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    subprocess.run([*request, *files], check=True, capture_output=True)
+    trust = ssl.create_default_context(cafile=str(certificate))
+    trust.check_hostname = False
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", LOADING, key, certificate, str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None and process.stdout.readline() == b"loading\n"
+        transport = httpx.HTTPTransport(verify=trust, retries=10)
+        with httpx.Client(transport=transport) as client:
+            assert client.get(f"https://127.0.0.1:{port}/health").status_code == 503
         process.terminate()
         assert process.wait(20) == 0
     finally:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import socket
-import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -199,34 +195,3 @@ def test_the_end_lets_open_requests_finish_and_the_log_has_no_secrets(guarded: S
     assert texts[-1] == "length" and guarded.process.wait(60) == 0
     assert not any(word in guarded.log for word in (SECRET, *KEYS)) and "Traceback" not in guarded.log
     assert "output" in guarded.log and "KV cache" in guarded.log  # the line about throughput
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-def test_tls(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-subj",
-            "/CN=localhost",
-            "-keyout",
-            key,
-            "-out",
-            certificate,
-            "-days",
-            "2",
-        ],
-        check=True,
-        capture_output=True,
-    )
-    trust = ssl.create_default_context(cafile=str(certificate))
-    trust.check_hostname = False
-    files = ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]
-    with served("builtin", *files) as running:
-        assert running.url.startswith("https://")
-        assert httpx.get(f"{running.url}/health", verify=trust).status_code == 200
