@@ -89,8 +89,14 @@ def target() -> LLM:
     return LLM("builtin", max_model_len=64, kv_cache_memory_bytes=1 << 24, max_num_seqs=2)
 
 
-@pytest.mark.parametrize("name", sorted(builtin()))
-def test_every_key_of_a_head(name: str, target: LLM, tmp_path: Path) -> None:
+HEADS = sorted(builtin())
+EVERY_VALUE = [pytest.param(name, None, marks=pytest.mark.full, id=name) for name in HEADS]
+THIRDS = [pytest.param(name, i % 3, id=f"{name}-third") for i, name in enumerate(HEADS)]
+
+
+@pytest.mark.parametrize(("name", "third"), [*EVERY_VALUE, *THIRDS])
+def test_every_key_of_a_head(name: str, third: int | None, target: LLM, tmp_path: Path) -> None:
+    """Heads share their keys and the checks of them: by default a head gets a third of the values."""
     folder = Path(shutil.copytree(builtin()[name], tmp_path / name))
     config = json.loads((folder / "config.json").read_text())
     method = name.removeprefix("builtin-")
@@ -100,7 +106,7 @@ def test_every_key_of_a_head(name: str, target: LLM, tmp_path: Path) -> None:
         with contextlib.suppress(RequestError):
             target.generate(PROMPT, GREEDY)
 
-    try_all(folder / "config.json", config, load, (str(folder),))
+    try_all(folder / "config.json", config, load, (str(folder),), third)
 
 
 def test_every_key_of_an_adapter(tiny: Path, tmp_path: Path) -> None:

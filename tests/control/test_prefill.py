@@ -169,7 +169,7 @@ costs = st.builds(
 prompts = st.lists(st.sampled_from([200, 1000, 3000, 6000]), min_size=1, max_size=3).map(tuple)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(costs=costs, prompts=prompts, tokens=st.sampled_from([64, 512, 2048]), seed=st.integers(0, 999))
 def test_first_token_within_three_times_alone(
     costs: Costs, prompts: tuple[int, ...], tokens: int, seed: int
@@ -186,7 +186,7 @@ def test_first_token_within_three_times_alone(
     assert ratio_of_first_tokens(run, reference, 3 * costs.decode) <= max(3, 1.2 * least)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     costs=costs,
     prompts=prompts,

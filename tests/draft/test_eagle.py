@@ -128,7 +128,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(1)
     network = Network.like(toy.engine.target).train()
     data, outer = samples(toy, (FINAL,)), TargetWeights.of(toy.engine.decoder)
-    teach(network, network.loss, data, outer, steps=250)
+    teach(network, network.loss, data, outer, steps=100)
     folder = tmp_path_factory.mktemp("taught")
     return save_head(folder, *exported(network.config(), network.state_dict(), "reference"))
 
@@ -159,7 +159,7 @@ def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(recurrent, "StepInput", Shifted)
     assert (
         acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 1})
-        < 0.05
+        < 0.1
     )
 
 

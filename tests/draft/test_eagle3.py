@@ -43,7 +43,7 @@ def head(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     network = Network(Sizes(HIDDEN, 2 * HIDDEN, 4, 2, 16), V, TAPS, drafted)
     network.lm_head.weight.data.copy_(outer.lm_head[list(drafted)])  # as trainers begin
     network.steps = 2
-    teach(network, network.loss, data, outer, steps=150, rate=1e-2)
+    teach(network, network.loss, data, outer, steps=120, rate=1e-2)
     return save_head(tmp_path_factory.mktemp("head"), network.config(), network.state_dict())
 
 

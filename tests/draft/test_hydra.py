@@ -191,7 +191,7 @@ def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.Te
         TargetWeights.of(toy.engine.decoder),
     )
     network.start(outer)
-    teach(network.train(), network.loss, samples(toy, (FINAL,), count=96), outer, steps=200, rate=1e-2)
+    teach(network.train(), network.loss, samples(toy, (FINAL,), count=96), outer, steps=140, rate=1e-2)
     return save_head(
         tmp_path_factory.mktemp("taught"), network.config(), network.state_dict(), "hydra_lm_head.pt"
     )

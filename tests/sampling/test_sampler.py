@@ -249,12 +249,15 @@ def test_the_parameters_by_hand() -> None:
     ],
 )
 def test_picks_follow_the_sampling_distribution(backend: str, distribution: DistributionParams) -> None:
-    """Chi-square over 6,000 positions with fixed seeds; the bound is the 1 - 1e-4 quantile."""
+    """Chi-square over many positions with fixed seeds; the bound is the 1 - 1e-4 quantile.
+
+    The reference is slower, and another test holds its picks to those of C.
+    """
     made: Any = c_backend() if backend == "c" else TorchBackend(torch.device("cpu"), torch.float32)
     torch.manual_seed(3)
     logits = torch.randn(12) * 1.5
     expected = reference.probabilities(logits, distribution)
-    counts, trials = torch.zeros(12), 6000
+    counts, trials = torch.zeros(12), 6000 if backend == "c" else 1500
     for i in range(trials):
         counts[made.pick(logits, distribution, key_of(i % 7, i % 3, i), 1, False)[0][0]] += 1
     allowed = expected > 0

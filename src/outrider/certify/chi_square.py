@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from scipy.optimize import brentq
@@ -92,6 +93,7 @@ def combine(results: Sequence[ChiSquareResult], n: int, m: int, level: float) ->
     return ChiSquareResult(float(chi2.sf(statistic, dof)), statistic, dof, distance, expected, detectable)
 
 
+@lru_cache(maxsize=1024)  # tests of one run share sizes and level
 def minimum_detectable(n: int, m: int, degrees_of_freedom: int, level: float) -> float:
     """Total variation distance that samples of n and m detect with probability POWER; 1 if there is none.
 
