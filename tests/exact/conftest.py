@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from drafter_cases import PlainOutputs
 from scene import GREEDY, Scene, Setup
 
 from outrider import LLM, SamplingParams
@@ -45,6 +46,12 @@ def qwen3(checkpoints: Path) -> str:
 def plain(llama: str) -> LLM:
     """Plain decoding: what everything is compared with."""
     return LLM(llama, max_num_seqs=4, enable_prefix_caching=False)
+
+
+@pytest.fixture(scope="session")
+def outputs_of(plain: LLM) -> PlainOutputs:
+    """Outputs of plain decoding, computed once for all tests."""
+    return PlainOutputs(plain)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from conditions import (
     use_drafter,
 )
 from covering import pairwise
+from drafter_cases import PlainOutputs
 from helpers import token_prompts, unpaced
 
 from outrider import LLM, SamplingParams
@@ -36,14 +37,19 @@ from outrider.testing import (
 
 @pairwise(drafter=DRAFTERS, sampling=SAMPLING, caching=[True, False])
 def test_prefix_cache_leaves_tokens_unchanged(
-    caching: bool, drafter: str, sampling: dict[str, Any], llama: str, plain: LLM, random_draft: str
+    caching: bool,
+    drafter: str,
+    sampling: dict[str, Any],
+    llama: str,
+    outputs_of: PlainOutputs,
+    random_draft: str,
 ) -> None:
     """Prompts that share a prefix, answered twice: K/V is computed or comes from the prefix cache."""
     llm = LLM(llama, max_num_seqs=4, enable_prefix_caching=caching)
     common = random_prompts(1, seed=2, longest=40)[0] * 3
     prompts = [[*common, *tail] for tail in PROMPTS]
     params = params_of(sampling, len(prompts))
-    expected, truth = plain_outputs(plain, prompts, params)
+    expected, truth = plain_outputs(outputs_of, prompts, params)
     use_drafter(llm, drafter, truth, random_draft)
     hits: list[int] = []
     match = llm.engine.cache.match
@@ -74,11 +80,11 @@ def test_prefix_cache_leaves_tokens_unchanged(
 @each_sampling
 @each_drafter
 def test_preempted_rows_emit_the_same_tokens(
-    drafter: str, sampling: dict[str, Any], llama: str, plain: LLM, random_draft: str
+    drafter: str, sampling: dict[str, Any], llama: str, outputs_of: PlainOutputs, random_draft: str
 ) -> None:
     """Rows are preempted and computed again: K/V memory for little more than one request."""
     params = params_of(sampling, max_tokens=60)
-    expected, truth = plain_outputs(plain, PROMPTS, params)
+    expected, truth = plain_outputs(outputs_of, PROMPTS, params)
     tight = LLM(llama, max_num_seqs=4, max_model_len=128)
     use_drafter(tight, drafter, truth, random_draft)
     engine = tight.engine
@@ -101,12 +107,17 @@ def test_preempted_rows_emit_the_same_tokens(
 
 @pairwise(drafter=DRAFTERS, chunk=[8, 16, 64, 512], sampling=SAMPLING)
 def test_chunked_prompts_give_the_same_tokens(
-    chunk: int, drafter: str, sampling: dict[str, Any], llama: str, plain: LLM, random_draft: str
+    chunk: int,
+    drafter: str,
+    sampling: dict[str, Any],
+    llama: str,
+    outputs_of: PlainOutputs,
+    random_draft: str,
 ) -> None:
     """Prompts in chunks of every size, beside decoding rows and draft tokens in the same step."""
     llm = LLM(llama, max_num_seqs=min(chunk, 4), max_num_batched_tokens=chunk)
     params = params_of(sampling)
-    expected, truth = plain_outputs(plain, PROMPTS, params)
+    expected, truth = plain_outputs(outputs_of, PROMPTS, params)
     use_drafter(llm, drafter, truth, random_draft)
     assert [visible_parts(o.outputs) for o in run_staggered(llm, PROMPTS, params)] == expected
     check_idle(llm)
@@ -115,13 +126,13 @@ def test_chunked_prompts_give_the_same_tokens(
 @each_sampling
 @each_drafter
 def test_full_batch_beside_a_long_prompt(
-    drafter: str, sampling: dict[str, Any], llama: str, plain: LLM, random_draft: str
+    drafter: str, sampling: dict[str, Any], llama: str, outputs_of: PlainOutputs, random_draft: str
 ) -> None:
     """As many seats as a step has tokens: decoding rows leave none for the chunks of a long prompt."""
     llm = LLM(llama, max_num_seqs=8, max_num_batched_tokens=8)
     prompts = [*([i] for i in range(10, 17)), *random_prompts(5, seed=3, longest=30)]
     params = params_of(sampling, len(prompts))
-    expected, truth = plain_outputs(plain, prompts, params)
+    expected, truth = plain_outputs(outputs_of, prompts, params)
     use_drafter(llm, drafter, truth, random_draft)
     assert [visible_parts(o.outputs) for o in llm.generate(token_prompts(prompts), params)] == expected
     check_idle(llm)
@@ -136,7 +147,7 @@ def test_texts_fill_the_context(
     plain, llm = LLM(llama, max_model_len=48), LLM(llama, max_num_seqs=4, max_model_len=48)
     prompts = [*PROMPTS[:3], list(range(20, 67))]
     params = params_of(sampling, len(prompts), max_tokens=None)
-    expected, truth = plain_outputs(plain, prompts, params)
+    expected, truth = plain_outputs(PlainOutputs(plain), prompts, params)
     assert all(
         len(prompt) + len(samples[0][0]) == 48 and samples[0][2] == "length"
         for prompt, samples in zip(prompts, expected)
@@ -152,13 +163,13 @@ def test_texts_fill_the_context(
 @each_sampling
 @each_drafter
 def test_speculate_false_drafts_nothing(
-    drafter: str, sampling: dict[str, Any], fast: LLM, plain: LLM, random_draft: str
+    drafter: str, sampling: dict[str, Any], fast: LLM, outputs_of: PlainOutputs, random_draft: str
 ) -> None:
     """Every second request has speculate=False: nothing is drafted for it, and no tokens change."""
     params = [
         SamplingParams(**{**vars(p), "speculate": bool(i % 2)}) for i, p in enumerate(params_of(sampling))
     ]
-    expected, truth = plain_outputs(plain, PROMPTS, params)
+    expected, truth = plain_outputs(outputs_of, PROMPTS, params)
     use_drafter(fast, drafter, truth, random_draft)
     outputs = run_staggered(fast, PROMPTS, params)
     assert [visible_parts(o.outputs) for o in outputs] == expected
@@ -178,13 +189,18 @@ def test_speculate_false_drafts_nothing(
     },
 )
 def test_speculation_switches_with_the_batch_size(
-    options: dict[str, Any], drafter: str, sampling: dict[str, Any], fast: LLM, plain: LLM, random_draft: str
+    options: dict[str, Any],
+    drafter: str,
+    sampling: dict[str, Any],
+    fast: LLM,
+    outputs_of: PlainOutputs,
+    random_draft: str,
 ) -> None:
     """The batch grows and shrinks: rows switch from speculation to plain decoding and back within a text."""
     params = [
         SamplingParams(**{**vars(p), "max_tokens": 8 + 12 * i}) for i, p in enumerate(params_of(sampling))
     ]
-    expected, truth = plain_outputs(plain, PROMPTS, params)
+    expected, truth = plain_outputs(outputs_of, PROMPTS, params)
     use_drafter(fast, drafter, truth, random_draft, **options)
     unpaced(fast)  # so that the batch fills up however slow the machine is
     asked: list[tuple[int, bool]] = []
@@ -219,7 +235,7 @@ def test_sliding_windows_and_query_norms(
     path = request.getfixturevalue(model)
     plain, fast = LLM(path), LLM(path, max_num_seqs=4)
     params = params_of(sampling)
-    expected, truth = plain_outputs(plain, PROMPTS, params)
+    expected, truth = plain_outputs(PlainOutputs(plain), PROMPTS, params)
     use_drafter(fast, drafter, truth, random_draft)
     outputs = run_staggered(fast, PROMPTS, params)
     assert [visible_parts(o.outputs) for o in outputs] == expected
@@ -244,14 +260,14 @@ def test_drafts_with_another_context_or_vocabulary(
     siblings: int,
     sampling: dict[str, Any],
     fast: LLM,
-    plain: LLM,
+    outputs_of: PlainOutputs,
     checkpoints: Path,
     request: pytest.FixtureRequest,
 ) -> None:
     """A draft model whose context ends within a text, and ones with fewer or more token ids."""
     folder = checkpoints / f"misfit-{request.node.callspec.id}"
     params = params_of(sampling, max_tokens=40)
-    expected, _ = plain_outputs(plain, PROMPTS, params)
+    expected, _ = plain_outputs(outputs_of, PROMPTS, params)
     fast.use({
         "method": "draft_model", "model": tiny_checkpoint(folder, seed=2, **config), "siblings": siblings,
         "vocab_mismatch": "allow",
@@ -276,7 +292,7 @@ def test_torch_kernels_give_the_same_tokens(
     plain, fast = LLM(llama), LLM(llama, max_num_seqs=4)
     assert plain.engine.decoder.backend.name.startswith("torch")
     params = params_of(sampling, 4)
-    expected, truth = plain_outputs(plain, PROMPTS[:4], params)
+    expected, truth = plain_outputs(PlainOutputs(plain), PROMPTS[:4], params)
     use_drafter(fast, drafter, truth, random_draft)
     outputs = run_staggered(fast, PROMPTS[:4], params)
     assert [visible_parts(o.outputs) for o in outputs] == expected

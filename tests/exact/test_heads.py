@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import answer, token_prompts
+from drafter_cases import PlainOutputs
+from helpers import token_prompts
 
 from outrider import LLM, SamplingParams, draft
 from outrider.core.block_table import PAGE
@@ -19,20 +20,22 @@ SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True
 
 
 @pytest.fixture(scope="module", params=["GPTNeoX", "Gemma2"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LLM]:
-    """Plain and fast engines over transformers' own code of a family."""
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PlainOutputs, LLM]:
+    """Plain outputs and a fast engine over transformers' own code of a family."""
     folder = tiny_checkpoint(tmp_path_factory.mktemp("family"), request.param)
-    return LLM(folder, dtype="float32"), LLM(folder, dtype="float32")
+    return PlainOutputs(LLM(folder, dtype="float32")), LLM(folder, dtype="float32")
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_over_transformers_own_code(pair: tuple[LLM, LLM], method: str) -> None:
+def test_over_transformers_own_code(pair: tuple[PlainOutputs, LLM], method: str) -> None:
     plain, fast = pair
     use_example(fast, method)
     for params in (GREEDY, SAMPLED):
         outputs = fast.generate(token_prompts(PROMPTS), params, use_tqdm=False)
         assert [visible_parts(output.outputs) for output in outputs] == [
-            visible_parts(answer(plain, prompt, params).outputs) for prompt in PROMPTS
+            visible_parts(plain(prompt, params).outputs) for prompt in PROMPTS
         ]
         assert sum(output.speculation.drafted for output in outputs) > 0
     check_idle(fast)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 from covering import covering_array, parametrized
 from drafter_cases import DEPTH, DRAFTERS, SCRIPTS, PlainOutputs, use_drafter
 from helpers import answer, eos_replaced
@@ -133,11 +132,6 @@ ROWS = covering_array([*FACTORS.values(), ("alone", "staggered")])
 ENDS = {("scripted:right", temperature, ask) for temperature in TEMPERATURES for ask in ENDS_INSIDE_A_PATH}
 alone = parametrized(FACTORS, ENDS | {row[:3] for row in ROWS if row[3] == "alone"})
 staggered = parametrized(FACTORS, {row[:3] for row in ROWS if row[3] == "staggered"})
-
-
-@pytest.fixture(scope="module")
-def outputs_of(plain: LLM) -> PlainOutputs:
-    return PlainOutputs(plain)
 
 
 @contextmanager

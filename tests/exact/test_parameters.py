@@ -24,11 +24,6 @@ PROMPTS = random_prompts(4, seed=12)
 TEMPERATURES = (0.0, 0.8)
 
 
-@pytest.fixture(scope="module")
-def outputs_of(plain: LLM) -> PlainOutputs:
-    return PlainOutputs(plain)
-
-
 # ---- parameters: (plain outputs, the tokens of plain decoding without them) -> keys of SamplingParams
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import parametrized
 from helpers import answer, token_prompts, write_adapter
 
 from outrider import LLM, CapacityError, ConfigError, LoRARequest, SamplingParams, draft
@@ -128,11 +129,30 @@ def expected(plain: LLM, params: SamplingParams) -> tuple[list[Any], KnownTexts]
     return single_output, truth
 
 
-@pytest.mark.parametrize("drafter", [*draft.names(), "tree"])
-@pytest.mark.parametrize("layers", ["aabb", "abaa"])
-def test_speculation_on_two_kinds_of_kernels(layers: str, drafter: str, split: Split) -> None:
+METHODS = [*draft.names(), "tree"]
+BOTH = ("draft_model", "layerskip", "lookahead", "eagle3", "tree")
+LAYERS = [
+    (name, layers)
+    for i, name in enumerate(METHODS)
+    for layers in (("aabb", "abaa") if name in BOTH else ("aabb", "abaa")[i % 2 :][:1])
+]
+
+
+@pytest.fixture(scope="module")
+def plain_texts() -> dict[str, tuple[list[Any], KnownTexts]]:
+    """Plain decoding of each placement, when a test has asked for it."""
+    return {}
+
+
+@parametrized({"drafter": METHODS, "layers": ["aabb", "abaa"]}, LAYERS)
+def test_speculation_on_two_kinds_of_kernels(
+    layers: str, drafter: str, split: Split, plain_texts: dict[str, tuple[list[Any], KnownTexts]]
+) -> None:
     """float32 in C and bfloat16 in torch: speculation changes nothing, also from the prefix cache."""
-    alone, truth = expected(split(layers, "a", "bfloat16", enable_prefix_caching=False), SAMPLED)
+    if layers not in plain_texts:
+        plain = split(layers, "a", "bfloat16", enable_prefix_caching=False)
+        plain_texts[layers] = expected(plain, SAMPLED)
+    alone, truth = plain_texts[layers]
     llm = split(layers, "a", "bfloat16")
     if drafter == "tree":
         llm.use(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from helpers import answer, unpaced
+from covering import parametrized
+from drafter_cases import PlainOutputs
+from helpers import unpaced
 
 from outrider import LLM, SamplingParams, draft
 from outrider.core.block_table import PAGE
@@ -18,7 +19,10 @@ from outrider.testing import (
     visible_parts,
 )
 
-LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}]
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8, "top_p": 0.95},
+}
 COMMON = random_prompts(1, seed=2, longest=40)[0][:34]
 PROMPTS = [
     [*COMMON[: 34 if i % 2 else 0], *tail] for i, tail in enumerate(random_prompts(5, seed=4, longest=30))
@@ -26,14 +30,22 @@ PROMPTS = [
 CHUNK, POSITIONS = 24, 128
 
 
-@pytest.mark.parametrize("distribution", LAWS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", draft.names())
-def test_every_method_under_pressure(name: str, distribution: dict[str, Any], llama: str, plain: LLM) -> None:
+# Pages are taken and freed alike with any sampling: methods alternate, and models that draft have both.
+SELECTED = {
+    (name, sampling)
+    for i, name in enumerate(draft.names())
+    for sampling in ([*SAMPLING] if name in ("draft_model", "eagle3", "union") else [[*SAMPLING][i % 2]])
+}
+
+
+@parametrized({"name": draft.names(), "sampling": [*SAMPLING]}, SELECTED)
+def test_every_method_under_pressure(name: str, sampling: str, llama: str, outputs_of: PlainOutputs) -> None:
     """Preempted rows, chunked and cached prompts, and shrunk draft budgets give the same tokens, twice."""
     params = [
-        SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **distribution) for i in range(len(PROMPTS))
+        SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **SAMPLING[sampling])
+        for i in range(len(PROMPTS))
     ]
-    expected = [visible_parts(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
+    expected = [visible_parts(outputs_of(prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     roomy = LLM(llama, max_num_seqs=4, max_model_len=POSITIONS)
     use_example(roomy, name)
     engine = roomy.engine

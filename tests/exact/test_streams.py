@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from conditions import PROMPTS, SAMPLING, each_drafter, each_sampling, params_of, plain_outputs, use_drafter
+from drafter_cases import PlainOutputs
 from helpers import token_prompts
 
 from outrider import LLM, SamplingParams
@@ -15,11 +16,11 @@ from outrider.testing import EngineDriver, KnownTexts, check_idle, run_staggered
 @each_sampling
 @each_drafter
 def test_stream_equals_generate(
-    drafter: str, sampling: dict[str, Any], fast: LLM, plain: LLM, random_draft: str
+    drafter: str, sampling: dict[str, Any], fast: LLM, outputs_of: PlainOutputs, random_draft: str
 ) -> None:
     """The last output of a stream equals that of generate; each earlier one is a prefix of the next."""
     params = params_of(sampling)
-    expected, truth = plain_outputs(plain, PROMPTS, params)
+    expected, truth = plain_outputs(outputs_of, PROMPTS, params)
     use_drafter(fast, drafter, truth, random_draft)
     outputs = fast.generate(token_prompts(PROMPTS), params)
     assert [visible_parts(o.outputs) for o in outputs] == expected
@@ -36,11 +37,13 @@ def test_stream_equals_generate(
 
 
 @each_drafter
-def test_samples_differ_by_their_index_only(drafter: str, fast: LLM, plain: LLM, random_draft: str) -> None:
+def test_samples_differ_by_their_index_only(
+    drafter: str, fast: LLM, outputs_of: PlainOutputs, random_draft: str
+) -> None:
     """Sample i of n = 4 equals sample i of n = 1 and n = 2, and that of a row that runs by itself."""
     sampling = {"temperature": 0.8}
     params = params_of(sampling, n=4)
-    expected, truth = plain_outputs(plain, PROMPTS, params)
+    expected, truth = plain_outputs(outputs_of, PROMPTS, params)
     assert all(len({str(sample) for sample in samples}) == 4 for samples in expected), "samples should differ"
     use_drafter(fast, drafter, truth, random_draft)
     assert [visible_parts(o.outputs) for o in run_staggered(fast, PROMPTS, params)] == expected
@@ -76,12 +79,14 @@ def test_unseeded_requests_use_the_engine_seed(drafter: str, llama: str, random_
 
 
 @each_drafter
-def test_text_and_ids_are_the_same_prompt(drafter: str, fast: LLM, plain: LLM, random_draft: str) -> None:
+def test_text_and_ids_are_the_same_prompt(
+    drafter: str, fast: LLM, outputs_of: PlainOutputs, random_draft: str
+) -> None:
     """A prompt as text, in a dict, or as the ids of its tokens."""
     text = "It rained on the tin roof, and the old dog dreamt on."
     ids = fast.get_tokenizer().encode(text)
     params = params_of(SAMPLING["sampled"], 1)
-    expected, truth = plain_outputs(plain, [ids], params)
+    expected, truth = plain_outputs(outputs_of, [ids], params)
     use_drafter(fast, drafter, truth, random_draft)
     for prompt in (text, {"prompt": text}, {"prompt_token_ids": ids}):
         assert visible_parts(fast.generate(prompt, params)[0].outputs) == expected[0]
@@ -91,11 +96,11 @@ def test_text_and_ids_are_the_same_prompt(drafter: str, fast: LLM, plain: LLM, r
 @each_drafter
 @pytest.mark.parametrize("step", [0, 1, 2, 5])
 def test_abort_frees_pages_and_leaves_others_unchanged(
-    step: int, drafter: str, fast: LLM, plain: LLM, random_draft: str
+    step: int, drafter: str, fast: LLM, outputs_of: PlainOutputs, random_draft: str
 ) -> None:
     """All requests but one are aborted while waiting, prefilling or decoding; the one is unchanged."""
     params = params_of(SAMPLING["sampled"], n=2)
-    expected, truth = plain_outputs(plain, PROMPTS, params)
+    expected, truth = plain_outputs(outputs_of, PROMPTS, params)
     use_drafter(fast, drafter, truth, random_draft)
     driver = EngineDriver(fast)
     requests = [driver.add_request(prompt, p) for prompt, p in zip(PROMPTS, params)]
@@ -114,10 +119,10 @@ def test_abort_frees_pages_and_leaves_others_unchanged(
     check_idle(fast)
 
 
-def test_closing_a_stream_aborts(fast: LLM, plain: LLM, random_draft: str) -> None:
+def test_closing_a_stream_aborts(fast: LLM, outputs_of: PlainOutputs, random_draft: str) -> None:
     """A closed stream leaves no rows or pages; later requests get the same tokens."""
     params = params_of(SAMPLING["greedy"])
-    expected, truth = plain_outputs(plain, PROMPTS, params)
+    expected, truth = plain_outputs(outputs_of, PROMPTS, params)
     use_drafter(fast, "tree", truth, random_draft)
     stream = fast.stream(token_prompts(PROMPTS), params)
     next(stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import answer
+from drafter_cases import PlainOutputs
 
 from outrider import LLM, SamplingParams
 from outrider.testing import KnownTexts, Scripts, random_prompts, use_example, visible_parts
@@ -51,12 +51,12 @@ def use_drafter(llm: LLM, drafter: str, known: KnownTexts, random_draft: str, **
 
 
 def plain_outputs(
-    plain: LLM, prompts: list[list[int]], params: list[SamplingParams]
+    plain: PlainOutputs, prompts: list[list[int]], params: list[SamplingParams]
 ) -> tuple[list[Any], KnownTexts]:
     """Visible parts of plain decoding of each prompt alone, and the texts for scripts."""
     truth, out = KnownTexts(), []
     for prompt, p in zip(prompts, params):
-        outputs = answer(plain, prompt, p).outputs
+        outputs = plain(prompt, p).outputs
         truth.learn(prompt, p.seed or 0, outputs)
         out.append(visible_parts(outputs))
     return out, truth
