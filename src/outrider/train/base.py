@@ -79,17 +79,7 @@ class Method:
         layout, bits = self.options.format, bits_of(self.options.quantization)
         if layout is not None:
             config, tensors = self.exported(config, tensors, layout)
-        config |= {FINGERPRINT: self.target.checkpoint.fingerprint, "torch_dtype": "bfloat16"}
-        stored = {name: _half(tensor) for name, tensor in tensors.items()}
-        if bits is not None:
-            matrices = (name for name, tensor in stored.items() if tensor.dim() == 2)
-            whole = [name for name in matrices if stored[name].shape[1] % GROUP]  # not quantised
-            config["quantization_config"] = scheme(bits, whole)
-            stored = packed(stored.items(), bits)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(stored, folder / "model.safetensors.tmp", {"format": "pt"})
-        shutil.move(folder / "model.safetensors.tmp", folder / "model.safetensors")
-        replace_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
+        write_head(folder, {**config, FINGERPRINT: self.target.checkpoint.fingerprint}, tensors, bits)
 
     def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
         """speculative_config that drafts chains with the saved weights."""
@@ -130,6 +120,23 @@ class Method:
         known = {own[name].data_ptr() for name in found}  # tied tensors are stored once
         if missing := [name for name in own if name not in found and own[name].data_ptr() not in known]:
             raise ConfigError(f"init: {str(folder)!r} is no head of this shape: no {', '.join(missing)}.")
+
+
+def write_head(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], bits: int | None = None
+) -> None:
+    """Write config.json and model.safetensors, each in one step: in bfloat16, or quantised to `bits` bits."""
+    config = {**config, "torch_dtype": "bfloat16"}
+    stored = {name: _half(tensor) for name, tensor in tensors.items()}
+    if bits is not None:
+        matrices = (name for name, tensor in stored.items() if tensor.dim() == 2)
+        whole = [name for name in matrices if stored[name].shape[1] % GROUP]  # not quantised
+        config["quantization_config"] = scheme(bits, whole)
+        stored = packed(stored.items(), bits)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(stored, folder / "model.safetensors.tmp", {"format": "pt"})
+    shutil.move(folder / "model.safetensors.tmp", folder / "model.safetensors")
+    replace_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
 
 
 def _half(tensor: Tensor) -> Tensor:

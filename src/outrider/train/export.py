@@ -1,0 +1,39 @@
+"""Conversion of a trained head between the published layouts that its method reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider import draft
+from outrider.checkpoints.heads import Head
+from outrider.checkpoints.quantize import bits_of
+from outrider.errors import ConfigError
+from outrider.heads.base import FINGERPRINT
+from outrider.train.base import write_head
+from outrider.train.conversions import convert
+
+
+def export(
+    model: str,
+    layout: str,
+    folder: Path,
+    method: str | None = None,
+    revision: str | None = None,
+    quantization: str | None = None,
+) -> str:
+    """Write the head `model` to a new or empty folder in another layout; returns its method.
+
+    The weights become bfloat16, or int8 or int4 by `quantization`.  Raises ConfigError for an unknown layout
+    and for what it cannot hold, ModelError for a head that cannot be read.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"the folder {str(folder)!r} is not empty: choose another one.")
+    name, heads = method or draft.detect(model, revision), draft.head_methods()
+    if name not in heads:
+        raise ConfigError(f"{model!r} is for the method {name!r}: only trained heads can be exported.")
+    head = Head.open(model, revision)
+    heads[name].check(head)
+    config, tensors = convert(name, head, layout)
+    kept = {key: head.config[key] for key in (FINGERPRINT,) if key in head.config}
+    write_head(folder, {**config, **kept}, tensors, bits_of(quantization))
+    return name
