@@ -21,7 +21,9 @@ from outrider.core.logprobs import MODES
 from outrider.core.validate import FLAG, TEXT, Kind, check_fields, optional, real, whole
 from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError, unknown
+from outrider.heads.base import HeadDrafter
 from outrider.models.placement import check_gpu_layers
+from outrider.online.options import Online
 from outrider.parallel.layout import Layout
 from outrider.verify.base import Rule
 
@@ -150,12 +152,14 @@ class SpeculativeOptions:
     control: fixed.Options
     rule: Rule
     adaptive: bool = False
+    online: Online | None = None
 
     @staticmethod
     def of(config: Mapping[str, Any] | str | None) -> SpeculativeOptions:
         """Parse a speculative_config; None is "off".  A string is the name of a method.
 
         adaptive: draft only what pays by measured cost and acceptance; the default is the method's.
+        online: the head goes on learning from the output (online/options.py).
         Raises ConfigError naming the invalid key or value and the nearest valid one.
         """
         if isinstance(config, str):
@@ -165,13 +169,7 @@ class SpeculativeOptions:
                 f"speculative_config must be a dict such as {{'method': 'ngram'}}, got {config!r}."
             )
         given = dict(config or {"method": "off"})
-        name = given.pop("method", None)
-        if name is None:
-            if "model" not in given:
-                raise ConfigError(
-                    f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'."
-                )
-            name = draft.detect(given["model"], given.get("revision"))
+        name = given.pop("method", None) or _detected(given)
         method, rule_name = draft.method(name), given.pop("verification", "match")
         rule = verify.rule(rule_name)
         lossless = given.pop("lossless", True)
@@ -183,12 +181,13 @@ class SpeculativeOptions:
             )
         adaptive = given.pop("adaptive", method.adaptive)
         FLAG.check(adaptive, "adaptive")
+        online = _online(given.pop("online", None), name, method)
         parts = [
             {key: given.pop(key) for key in list(given) if key in _names(kind)}
             for kind in (fixed.Options, rule.Options, method.Options)
         ]
         for key in given:
-            known = {"method", "verification", "lossless", "adaptive"}.union(
+            known = {"method", "verification", "lossless", "adaptive", "online"}.union(
                 *map(_names, (method.Options, fixed.Options, rule.Options))
             )
             raise ConfigError(unknown("key", key, known, f"speculative_config of method {name!r}", RENAMED))
@@ -199,7 +198,30 @@ class SpeculativeOptions:
             fixed.Options(**control),
             rule(rule.Options(**rule_options)),
             adaptive,
+            online,
         )
+
+
+def _detected(given: Mapping[str, Any]) -> str:
+    """The method of the draft model.  Raises ConfigError without one."""
+    if "model" not in given:
+        raise ConfigError(
+            f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'."
+        )
+    return draft.detect(given["model"], given.get("revision"))
+
+
+def _online(given: Any, name: str, method: type[Drafter]) -> Online | None:
+    """The options of learning.  Raises ConfigError for another type, and for a method without a head."""
+    if given is None:
+        return None
+    if not issubclass(method, HeadDrafter):
+        raise ConfigError(f"online: {name!r} has no trained head that could learn: leave it out.")
+    if not isinstance(given, Mapping) or "path" not in given:
+        raise ConfigError(
+            f"online must be a dict such as {{'path': 'learned', 'share': 0.1}}, got {given!r}."
+        )
+    return options(Online, given, "key of online")
 
 
 def _names(kind: Any) -> set[str]:

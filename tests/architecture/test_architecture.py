@@ -50,6 +50,7 @@ ROOMS = [
     "drafting",
     "heads",
     "draft",
+    "online",
     "config",
     "engine",
     "outputs",

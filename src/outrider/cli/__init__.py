@@ -14,11 +14,12 @@ from typing import Annotated, NoReturn
 import typer
 from typer import Option
 
-from outrider.cli import datastore, tune
+from outrider.cli import datastore, online, tune
 from outrider.cli.bench import bench
 from outrider.cli.chat import chat
 from outrider.cli.demo import demo
 from outrider.cli.estimate import estimate
+from outrider.cli.export import export
 from outrider.cli.generate import generate
 from outrider.cli.models import models
 from outrider.cli.quantize import quantize
@@ -61,13 +62,14 @@ def root(
     """
 
 
-for command in (generate, chat, bench, estimate, verify, models, quantize, train, demo):
+for command in (generate, chat, bench, estimate, verify, models, quantize, train, export, demo):
     app.command()(command)
 app.command(
     add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(serve)
 app.add_typer(datastore.app, name="datastore")
 app.add_typer(tune.app, name="tune")
+app.add_typer(online.app, name="online")
 
 
 @app.command()

@@ -31,11 +31,13 @@ from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
 from outrider.engine.turn import Turn, in_turn
 from outrider.errors import ConfigError
+from outrider.heads.base import HeadDrafter
 from outrider.models import load as models
 from outrider.models.base import Model
 from outrider.models.decoder import Decoder
 from outrider.models.placement import pick_device, pick_dtype, place
 from outrider.models.selftest import bit_exact
+from outrider.online.learner import Learner
 from outrider.parallel import load as parallel
 from outrider.parallel.model import ParallelModel
 from outrider.sampling.sampler import Sampler
@@ -108,9 +110,14 @@ class Engine:
                 f'verification "{rule}" judges chains, and "{method}" drafts trees here: '
                 f"choose one of {trees}."
             )
+        learner = None
+        if speculation.online is not None:
+            assert isinstance(drafter, HeadDrafter), "checked with the options"
+            learner = Learner(drafter, speculation.online)
         cache, self.drafter_caches = self.build_cache(drafter, max_nodes)
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
-        self.proposer = Joined(drafter, [method(method.Options(), self.target) for method in automatic()])
+        texts = [method(method.Options(), self.target) for method in automatic()]
+        self.proposer = Joined(drafter, texts, learner)
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
         self.controller: Controller = limits
         if speculation.adaptive:
@@ -187,7 +194,8 @@ class Engine:
         commit = self._commit(batch, output)
         self.proposer.observe(commit)
         finished = self._finish(batch)
-        times = Times(forward - propose, after - forward, time.perf_counter() - after + propose - began)
+        rest = time.perf_counter() - after + propose - began
+        times = self.proposer.charged(Times(forward - propose, after - forward, rest))
         self.controller.learn(commit, times)
         self.pacer.learn(batch, sum(times))
         (self.prefill if batch.prefill else self.decode).add(batch, times)

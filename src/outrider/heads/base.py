@@ -14,7 +14,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +39,7 @@ from outrider.heads.vocabulary import check_size
 
 FINGERPRINT = "target_fingerprint"  # in the config of a head: `Checkpoint.fingerprint` of its target
 State = tuple[Tensor, ...]  # of a head that drafts level by level: [n, …] each
+OF_ROWS = ("catch_up", "last_states", "memory", "trees")  # of a drafter, besides its weights
 log = logging.getLogger("outrider")
 # Names of tensors beside, or in place of, quantized weights.
 QUANTIZED = re.compile(r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$")
@@ -119,6 +120,22 @@ class HeadDrafter(Drafter):
 
     def filled(self, row: Row) -> int:
         return self.catch_up.filled(row)
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Draft with other weights from the next step on.  tensors: in a published layout, on the CPU.
+
+        What is known of rows stays, K/V of the old weights too: it only affects which tokens are drafted.
+        """
+        packed = self.head.config.get("quantization_config")
+        config = {key: value for key, value in self.head.config.items() if key != "quantization_config"}
+        options = self.options
+        if isinstance(packed, Mapping) and options.quantization is None:
+            bits = packed["config_groups"]["group_0"]["weights"]["num_bits"]
+            options = replace(options, quantization=f"int{bits}")
+        fresh = type(self)(options, self.target, Head.of(self.head.name, config, tensors))
+        kept = {name: value for name, value in vars(fresh).items() if name not in OF_ROWS}
+        needs = self.needs  # a learner may have added states
+        vars(self).update(kept, needs=needs)
 
     @classmethod
     def claims(cls, head: Head) -> int:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from outrider.control import Controller
+from outrider.core.clock import Times
 from outrider.core.processor import Grammar, Ids
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -49,12 +50,26 @@ class Proposal:
     given_of: dict[int, int] = field(default_factory=dict)
 
 
+class Learner(Protocol):
+    """Goes on training the head of a drafter: see online/learner.py."""
+
+    def train(self) -> None: ...
+    def observe(self, commit: Commit) -> None: ...
+    def forget(self, row: Row) -> None: ...
+    def charged(self, times: Times) -> Times: ...
+
+
 class Joined:
     """`budgets`, `propose` and `observe` of a step, in this order."""
 
-    def __init__(self, drafter: Drafter, automatic: Sequence[TextDrafter]) -> None:
-        """Those automatic drafters that the configured one is, or mixes, are left to it."""
-        self.drafter = drafter
+    def __init__(
+        self, drafter: Drafter, automatic: Sequence[TextDrafter], learner: Learner | None = None
+    ) -> None:
+        """Those automatic drafters that the configured one is, or mixes, are left to it.
+
+        learner: trains the configured one's head.
+        """
+        self.drafter, self.learner = drafter, learner
         self.automatic = [each for each in automatic if not set(each.sources) & set(drafter.sources)]
         self.text_drafter = drafter if isinstance(drafter, TextDrafter) else None
         # names of the methods that draft: of the configured drafter, then of the automatic ones
@@ -99,6 +114,8 @@ class Joined:
         return self.text_drafter is not None and self.automatic[given.drafter].certain
 
     def propose(self, batch: Batch) -> Draft:
+        if self.learner is not None:
+            self.learner.train()
         self.proposals = None
         if not self.guided:
             return self.drafter.propose(batch)
@@ -122,6 +139,8 @@ class Joined:
 
     def observe(self, commit: Commit) -> None:
         """Show each drafter its own part of the trees, without nodes behind a chain that was not accepted."""
+        if self.learner is not None:
+            self.learner.observe(commit)
         if self.proposals is None:
             self.drafter.observe(commit)
             return
@@ -138,6 +157,12 @@ class Joined:
     def forget(self, row: Row, reason: str) -> None:
         for drafter in (self.drafter, *self.automatic):
             drafter.forget(row, reason)
+        if self.learner is not None:
+            self.learner.forget(row)
+
+    def charged(self, times: Times) -> Times:
+        """The times of a step, with the cost of learning spread over steps."""
+        return times if self.learner is None else self.learner.charged(times)
 
 
 def joined(grammar: Grammar | None, tokens: list[int], given: Given, own: DraftTree) -> Proposal:

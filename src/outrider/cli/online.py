@@ -1,0 +1,38 @@
+"""`outrider online`: weights that heads have learned from traffic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Show or delete what a head has learned from traffic.")
+Folder = Annotated[Path, typer.Argument(metavar="PATH", help="The path of speculative_config's online.")]
+
+
+@app.command()
+def show(path: Folder) -> None:
+    """Print what was learned: texts, steps, acceptance, size."""
+    from outrider.online import store
+
+    typer.echo(json.dumps({**_state(path), "bytes": store.usage(path.expanduser())}, indent=1))
+
+
+@app.command()
+def delete(path: Folder) -> None:
+    """Remove the learned weights: learning begins with the head again."""
+    from outrider.online import store
+
+    _state(path)
+    typer.echo(f"{path}: removed {store.delete(path.expanduser()):,} bytes")
+
+
+def _state(path: Path) -> dict[str, object]:
+    from outrider.errors import ConfigError
+    from outrider.online import store
+
+    if (state := store.read(path.expanduser())) is None:
+        raise ConfigError(f"there are no learned weights in {str(path)!r}.")
+    return state

@@ -1,0 +1,220 @@
+"""Training of a head on the target's outputs, between the steps of the engine.
+
+    observe   the states of the step's tokens, and whether drafts were accepted
+    train     one unit of work, if time was earned: forward and backward of one text, or its loss for judging
+    charged   a step's times, with the time earned for training in place of the time spent
+
+Time is earned in every step, `share` of the whole, and spent in units that are longer than a step.  Counting
+it as earned spreads the cost evenly, so that an adaptive controller sees it in every step's drafting time.
+
+Weights change between steps only:
+
+    candidate ── lower loss on held-out texts ──▶ in use ── fewer drafts accepted than before ──▶ the old ones
+
+Match verification makes the text independent of the drafts, so none of this changes an output.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.core.clock import Times
+from outrider.core.row import Row
+from outrider.core.step import FINAL, Commit, Needs
+from outrider.heads.base import HeadDrafter
+from outrider.heads.sample import TargetWeights
+from outrider.online.networks import trainable
+from outrider.online.options import Online
+from outrider.online.store import Store, hashed
+from outrider.online.texts import Text, Texts
+
+BATCH, ROUND = 4, 8  # texts of an optimizer step, optimizer steps between two judgements
+FIRST, HELD = 8, 2  # texts to begin with, for training and for judging
+DRAFTS = 200  # that decide whether new weights stay
+SIGMAS = 2.0  # by which acceptance must fall
+BETAS, CLIP, BASE_RATE, MOST_RATE = (0.9, 0.95), 1.0, 3e-5 * 4096, 1e-3
+HISTORY = 50  # entries of the statistics
+log = logging.getLogger("outrider")
+Weights = dict[str, Tensor]
+
+
+@dataclass
+class Acceptance:
+    """Drafts, and those whose first token was accepted."""
+
+    drafts: int = 0
+    accepted: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.accepted / max(1, self.drafts)
+
+    def fell_since(self, before: Acceptance) -> bool:
+        """Whether it is lower by more than chance explains."""
+        if not before.drafts or not self.drafts:
+            return False
+        mean = (self.accepted + before.accepted) / (self.drafts + before.drafts)
+        spread = math.sqrt(mean * (1 - mean) * (1 / self.drafts + 1 / before.drafts))
+        return before.share - self.share > SIGMAS * spread
+
+
+class Learner:
+    """Trains a copy of a drafter's head, and gives the drafter its weights when they are better.
+
+    swaps, returns: times that weights were taken into use, and that the old ones came back.
+    """
+
+    def __init__(self, drafter: HeadDrafter, options: Online) -> None:
+        """Raises ConfigError for a head that cannot be trained, and for a folder of another head."""
+        self.drafter, self.options = drafter, options
+        target = drafter.target
+        self.network: nn.Module = trainable(drafter)
+        self.outer = TargetWeights.of(target.decoder)
+        self.texts = Texts(sorted({*drafter.needs.states, FINAL}))
+        drafter.needs |= Needs(states=(FINAL,))
+        self.in_use = self._copy()
+        self.store = Store(options.path, target.checkpoint.fingerprint or "", hashed(self.in_use))
+        self.swaps = self.returns = self.steps = 0
+        self.history: list[dict[str, Any]] = []
+        self.rate = options.rate or min(MOST_RATE, BASE_RATE / target.decoder.spec.hidden)
+        self.random, self.units, self.rest = random.Random(0), 0, 0
+        self.now, self.before = Acceptance(), Acceptance()
+        self.old: Weights | None = None  # while new weights are on trial
+        self.earned = self.spent = 0.0  # seconds left to spend; spent in this step
+        self._resume()
+        self._begin()
+
+    def _resume(self) -> None:
+        if (found := self.store.load()) is None:
+            return
+        self.in_use, about = found
+        self.swaps, self.returns = about["swaps"], about["returns"]
+        self.steps, self.history = about["steps"], about["history"]
+        self.texts.count, self.texts.tokens = about["texts"], about["tokens"]
+        self.drafter.adopt(self.in_use)
+
+    def _begin(self) -> None:
+        """Start training from the weights in use."""
+        self.network.load_state_dict(self.in_use)
+        self.adam = torch.optim.AdamW(self.network.parameters(), lr=self.rate, betas=BETAS, weight_decay=0.0)
+        self.work = self._rounds()
+
+    # ---- in a step
+
+    @property
+    def active(self) -> bool:
+        return (
+            len(self.texts.kept) >= FIRST and len(self.texts.held) >= HELD and self.texts.count >= self.rest
+        )
+
+    def train(self) -> None:
+        """Before a step drafts: one unit of work, if enough time was earned."""
+        began = time.perf_counter()
+        if self.old is not None and self.now.drafts >= DRAFTS:
+            self._conclude()
+        if self.active and self.earned > 0:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.units)
+                next(self.work)
+            self.units += 1
+        self.spent = time.perf_counter() - began
+
+    def observe(self, commit: Commit) -> None:
+        self.texts.observe(commit)
+        for step in commit.batch:
+            if step.emitted and step.tree.size:
+                self.now.drafts += 1
+                self.now.accepted += bool(step.accepted)
+
+    def forget(self, row: Row) -> None:
+        self.texts.close(row)
+
+    def charged(self, times: Times) -> Times:
+        """The times of a step with training as earned, not as spent.  They include what `train` took."""
+        share, spent = self.options.share, self.spent
+        earned = share / (1 - share) * (sum(times) - spent) if self.active else 0.0
+        self.earned, self.spent = self.earned + earned - spent, 0.0
+        return times._replace(propose=times.propose - spent + earned)
+
+    # ---- units of work
+
+    def _rounds(self) -> Iterator[None]:
+        while True:
+            for _ in range(ROUND):
+                for _ in range(BATCH):
+                    self.network.train()
+                    text = self.random.choice(self.texts.kept)
+                    (self._loss(text) / BATCH).backward()  # type: ignore[no-untyped-call]
+                    yield
+                nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
+                self.adam.step()
+                self.adam.zero_grad(set_to_none=True)
+                self.steps += 1
+            yield from self._judge()
+
+    def _judge(self) -> Iterator[None]:
+        """Compare the candidate with the weights in use on held-out texts."""
+        held, candidate, means = list(self.texts.held), self._copy(), []
+        for weights in (candidate, self.in_use):
+            losses = []
+            for text in held:
+                self.network.load_state_dict(weights)
+                self.network.eval()
+                with torch.no_grad():
+                    losses.append(float(self._loss(text)))
+                yield
+            means.append(sum(losses) / len(losses))
+        self.network.load_state_dict(candidate)
+        if not math.isfinite(means[0]):
+            self._begin()
+        elif means[0] < means[1] and self.old is None:
+            self._swap(candidate)
+
+    def _loss(self, text: Text) -> Tensor:
+        sample = self.texts.sample(text, self.outer.logits, FINAL)
+        loss: Tensor = self.network.loss(sample, self.outer)  # type: ignore[operator]
+        return loss
+
+    def _swap(self, candidate: Weights) -> None:
+        """Take the candidate into use, on trial."""
+        if self.now.drafts:
+            self._note()
+        self.old, self.in_use, self.swaps = self.in_use, candidate, self.swaps + 1
+        self.before, self.now = self.now, Acceptance()
+        self._use()
+
+    def _conclude(self) -> None:
+        """End the trial of new weights: they stay unless acceptance fell."""
+        old, self.old = self.old, None
+        if not self.now.fell_since(self.before):
+            return
+        assert old is not None
+        log.info("online: acceptance fell from %.3f to %.3f", self.before.share, self.now.share)
+        self._note()
+        self.in_use, self.returns, self.now = old, self.returns + 1, Acceptance()
+        self.rest = self.texts.count + FIRST * 2 ** min(self.returns, 10)  # back off: that many further texts
+        self._use()
+        self._begin()
+
+    def _use(self) -> None:
+        self.drafter.adopt(self.in_use)
+        about = {"swaps": self.swaps, "returns": self.returns, "steps": self.steps, "history": self.history}
+        about |= {"texts": self.texts.count, "tokens": self.texts.tokens}
+        self.store.save(self.drafter.head.config, self.in_use, about)
+
+    def _note(self) -> None:
+        """Add the acceptance of the weights in use to the statistics."""
+        entry = {"swaps": self.swaps, "drafts": self.now.drafts, "accepted": round(self.now.share, 4)}
+        self.history = [*self.history, {**entry, "tokens": self.texts.tokens}][-HISTORY:]
+
+    def _copy(self) -> Weights:
+        return {name: tensor.detach().clone() for name, tensor in self.network.state_dict().items()}

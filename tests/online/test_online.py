@@ -1,0 +1,223 @@
+"""Learning from traffic: outputs stay, acceptance rises, the folder is always complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import toy_target
+
+from outrider import LLM, SamplingParams
+from outrider.cli import main
+from outrider.core.clock import Times
+from outrider.draft.eagle.network import Network
+from outrider.errors import ConfigError
+from outrider.online import learner as learners
+from outrider.online import store, texts
+from outrider.online.learner import Acceptance, Learner
+from outrider.testing.checkpoints import VOCABULARY
+from outrider.train.base import write_head
+
+Use = Callable[..., Learner]
+PROMPTS = [[(7 * i + j) % VOCABULARY for j in range(5)] for i in range(12)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+SEEDED = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCABULARY))
+
+
+@pytest.fixture(scope="module")
+def llm(target: str) -> LLM:
+    return LLM(target, dtype="float32", kv_cache_memory_bytes=1 << 24)
+
+
+@pytest.fixture(scope="module")
+def head(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("head")
+    torch.manual_seed(0)
+    network = Network.like(llm.engine.target, bias=False)
+    write_head(folder, network.config(), network.state_dict())
+    return str(folder)
+
+
+@pytest.fixture
+def use(llm: LLM, head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Put the engine to use with learning; small rounds."""
+    for name, value in {"ROUND": 6, "FIRST": 4, "HELD": 1, "DRAFTS": 20}.items():
+        monkeypatch.setattr(learners, name, value)
+    monkeypatch.setattr(texts, "HELD", 2)
+
+    def make(**given: Any) -> Learner:
+        online = {"path": str(tmp_path / "learned"), "share": 0.5, "rate": 5e-3, **given}
+        llm.use({"model": head, "tree": "chain", "num_speculative_tokens": 3, "online": online})
+        found = llm.engine.proposer.learner
+        assert isinstance(found, Learner)
+        return found
+
+    return make
+
+
+def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    return [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, params)]
+
+
+def serve(llm: LLM, learner: Learner, swaps: int) -> None:
+    """Repeat the prompts until new weights were taken so many times.  Time is earned freely."""
+    for _ in range(200):
+        learner.earned = 1e9
+        tokens(llm, GREEDY)
+        if learner.swaps >= swaps:
+            return
+    raise AssertionError(f"only {learner.swaps} swaps")
+
+
+def test_outputs_stay_and_acceptance_rises(llm: LLM, use: Use) -> None:
+    llm.use(None)
+    plain = tokens(llm, GREEDY), tokens(llm, SEEDED)
+    learner = use()
+    assert tokens(llm, GREEDY) == plain[0]
+    first = Acceptance(learner.now.drafts, learner.now.accepted)
+    serve(llm, learner, 6)
+    learner.now, learner.earned = Acceptance(), -1e9
+    assert tokens(llm, GREEDY) == plain[0], "learning never changes an output"
+    assert learner.now.drafts > 100 and learner.now.share > first.share + 0.1
+    assert tokens(llm, SEEDED) == plain[1]
+    llm.engine.check()
+
+
+def test_weights_survive_a_restart(llm: LLM, use: Use, head: str, tmp_path: Path) -> None:
+    learner = use()
+    serve(llm, learner, 2)
+    weights, again = learner.in_use, use()
+    assert again.swaps == learner.swaps
+    assert all(torch.equal(weights[name], again.in_use[name]) for name in weights)
+    (folder,) = (tmp_path / "learned").glob("weights-*")
+    llm.use({"model": str(folder), "tree": "chain", "num_speculative_tokens": 3})  # a head as any other
+    assert llm.engine.drafter.head.name == str(folder)
+
+
+def test_weights_are_taken_back_if_acceptance_falls(llm: LLM, use: Use, tmp_path: Path) -> None:
+    learner = use()
+    serve(llm, learner, 1)
+    old, rest = learner.in_use, learner.rest
+    learner.now = Acceptance(1000, 1000)
+    learner._swap({name: torch.randn_like(tensor) for name, tensor in old.items()})
+    for _ in range(20):
+        learner.earned = -1e9  # nothing is trained meanwhile
+        tokens(llm, GREEDY)
+        if learner.returns:
+            break
+    assert learner.returns == 1 and learner.in_use is old
+    assert learner.rest > rest, "no training before some further texts"
+    assert torch.equal(learner.network.state_dict()["fc.weight"], old["fc.weight"])
+    saved = reopened(learner).load()
+    assert saved is not None and torch.equal(saved[0]["fc.weight"], old["fc.weight"])
+
+
+def reopened(learner: Learner) -> store.Store:
+    return store.Store(learner.store.path, learner.store.key["target"], learner.store.key["base"])
+
+
+def test_time_is_bounded_and_charged(llm: LLM, use: Use) -> None:
+    learner = use(share=0.2)
+    for _ in range(3):
+        tokens(llm, GREEDY)
+    assert learner.active
+    learner.earned = 0.0
+    assert learner.charged(Times(1.0, 3.0, 4.0)) == Times(3.0, 3.0, 4.0), "a fifth of the whole is earned"
+    assert learner.earned == pytest.approx(2.0)
+    learner.train()
+    spent = learner.spent
+    assert 0 < spent < 2
+    times = learner.charged(Times(1.0 + spent, 3.0, 4.0))
+    assert sum(times) == pytest.approx(10.0) and learner.earned == pytest.approx(4.0 - spent)
+    learner.earned = 0.0
+    learner.train()
+    assert learner.spent < spent / 2, "nothing is left to spend"
+
+
+def test_chance_is_no_fall() -> None:
+    assert not Acceptance(200, 95).fell_since(Acceptance(200, 100))
+    assert Acceptance(200, 60).fell_since(Acceptance(200, 100))
+    assert not Acceptance(200, 0).fell_since(Acceptance())
+
+
+def test_a_damaged_file_is_ignored_and_another_head_refused(
+    llm: LLM, use: Use, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = use()
+    serve(llm, learner, 1)
+    kept = learner.store
+    with pytest.raises(ConfigError, match=r"holds weights for another base: .*outrider online delete"):
+        store.Store(kept.path, kept.key["target"], "another").load()
+    (file,) = kept.path.glob("weights-*/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-4] + b"abcd")
+    assert use().swaps == 0 and "is damaged" in caplog.text
+
+
+def test_the_disk_is_bounded_and_can_be_deleted(
+    llm: LLM, use: Use, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learner = use()
+    serve(llm, learner, 3)
+    path = learner.store.path
+    assert len(list(path.iterdir())) == 2, "one folder of weights, and state.json"
+    with pytest.raises(SystemExit, match="0"):
+        main(["online", "show", str(path)])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["statistics"]["swaps"] >= 3 and shown["bytes"] > 1000
+    with pytest.raises(SystemExit, match="0"):
+        main(["online", "delete", str(path)])
+    assert not path.exists()
+    with pytest.raises(SystemExit, match="2"):
+        main(["online", "show", str(path)])
+
+
+KILLED = """
+import sys, torch
+from outrider.online.store import Store
+store, i = Store(sys.argv[1], "t", "b"), 0
+while True:
+    i += 1
+    store.save({}, {"x": torch.full((50_000,), float(i))}, {"number": i})
+    print(i, flush=True)
+"""
+
+
+def test_a_kill_leaves_complete_weights(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ}
+    )
+    assert process.stdout is not None
+    for _ in range(5):
+        process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    found = store.Store(tmp_path, "t", "b").load()
+    assert found is not None
+    assert found[1]["number"] >= 5 and bool((found[0]["x"] == float(found[1]["number"])).all())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "ngram", "online": {"path": "x"}}, "no trained head that could learn"),
+        ({"model": "builtin-eagle", "online": {"share": 0.1}}, "online must be a dict"),
+        ({"model": "builtin-eagle", "online": {"path": "x", "shar": 0.1}}, "Did you mean 'share'"),
+        ({"model": "builtin-eagle", "online": {"path": "x", "share": 0.9}}, "at most 0.5"),
+    ],
+)
+def test_options_are_checked(llm: LLM, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        llm.use(config)
