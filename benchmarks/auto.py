@@ -150,7 +150,10 @@ def main() -> None:
     grid = [cell for cell in grid if cell.model != RANDOM or cell.kind in OPEN]  # it has no tokenizer
     random.Random(0).shuffle(grid)
     console, began, cells = Console(), time.monotonic(), []
-    llms = {name: LLM(path, max_num_seqs=max(given.batches)) for name, path in models.items()}
+    llms = {
+        name: LLM(path, max_num_seqs=max(given.batches), speculative_config=None)
+        for name, path in models.items()
+    }
     for cell in grid:
         if time.monotonic() - began > 60 * given.minutes:
             break

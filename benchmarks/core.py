@@ -140,7 +140,8 @@ def peak_memory(folder: Path) -> dict[str, int]:
     limit = 64 << 20
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import core\n"
-        f"llm = core.LLM(model={str(folder)!r}, kv_cache_memory_bytes={limit}, max_model_len=1024)\n"
+        f"llm = core.LLM(model={str(folder)!r}, kv_cache_memory_bytes={limit}, max_model_len=1024, "
+        f"speculative_config=None)\n"
         "llm.generate([core.prompt(512, i) for i in range(8)], core.greedy(64))\n"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), 1024)"
     )
@@ -159,7 +160,7 @@ def peak_memory(folder: Path) -> dict[str, int]:
 
 def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any]:
     model = checkpoint(folder / "llama100m")
-    llm = LLM(model=str(model), max_num_batched_tokens=512)
+    llm = LLM(model=str(model), max_num_batched_tokens=512, speculative_config=None)
     ours = [decode_speed(llm)]
     plain = peers.plain(str(model), PROMPT, NEW, gguf=gguf and str(gguf), openvino=openvino and str(openvino))
     ours.append(decode_speed(llm))  # before and after the rivals: shows how steady the machine is
@@ -178,7 +179,8 @@ def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any
     }
     llm.use(None)
     miss, hit = first_token(llm)
-    wide = LLM(model=str(checkpoint(folder / "wide", vocabulary=152064, layers=1, tied=True)))
+    wide = checkpoint(folder / "wide", vocabulary=152064, layers=1, tied=True)
+    wide = LLM(model=str(wide), speculative_config=None)
     for how, params in (("greedy", greedy(NEW)), ("0.8", sampled)):
         outside[f"ngram, {how}, V = 152064"] = overhead_ms(wide, drafts["ngram"], params)
     return {

@@ -49,7 +49,7 @@ def compare(before: Tensor, after: Tensor) -> Tensor:
 
 def divergence(model: str) -> dict[str, dict[str, float]]:
     """Every form against the model with all its bits, over all positions of the texts."""
-    whole = LLM(model)
+    whole = LLM(model, speculative_config=None)
     outputs = whole.generate(
         [rendered(prompt, whole.tokenizer) for prompt in PROMPTS],
         SamplingParams(temperature=0.8, seed=1, max_tokens=160),
@@ -57,7 +57,7 @@ def divergence(model: str) -> dict[str, dict[str, float]]:
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
     before, made = [distributions(whole, text) for text in texts], {}
     for name, form in FORMS.items():
-        llm = LLM(model, **form)
+        llm = LLM(model, speculative_config=None, **form)
         pairs = zip(before, texts)
         found = torch.cat([compare(known, distributions(llm, text)) for known, text in pairs], dim=1)
         kl, same, overlap = found.mean(1).tolist()

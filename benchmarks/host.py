@@ -115,7 +115,7 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    llm = LLM(model=str(checkpoint(given.folder / "host")), max_num_seqs=1)
+    llm = LLM(model=str(checkpoint(given.folder / "host")), max_num_seqs=1, speculative_config=None)
     table = Table(
         "method",
         *(f"{context:,} tokens" for context in CONTEXTS),

@@ -115,7 +115,13 @@ def context_speed(llm: LLM, asked: list[Any], samples: int) -> dict[str, float]:
 
 def prefill_beside_decoding(model: str, long: int, slowdown: float | None) -> dict[str, float]:
     """Slowdowns of both sides, with this max_decode_slowdown."""
-    llm = LLM(model=model, max_num_seqs=8, kv_cache_memory_bytes=3 << 30, max_decode_slowdown=slowdown)
+    llm = LLM(
+        model=model,
+        speculative_config=None,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=3 << 30,
+        max_decode_slowdown=slowdown,
+    )
     llm.generate([prompt(64, i) for i in range(8)], greedy(40))  # warm
     alone = seconds(lambda: llm.generate(prompt(long, 98), greedy(1)))
     llm.engine.forget_prefixes()

@@ -30,7 +30,7 @@ SETTINGS = {"greedy": {"temperature": 0.0}, "T = 0.8": {"temperature": 0.8, "top
 
 def decode_seconds(model: str) -> float:
     """Median seconds of one plain decoding step."""
-    llm = LLM(model=model)
+    llm = LLM(model=model, speculative_config=None)
     params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
     times = []
     for _ in range(7):
@@ -84,7 +84,7 @@ if __name__ == "__main__":
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     console = Console(width=150)
-    llm = LLM(model="builtin", seed=0)
+    llm = LLM(model="builtin", seed=0, speculative_config=None)
     prompts = [(prompt.kind, rendered(prompt, llm.tokenizer)) for prompt in PROMPTS]
     ratio = decode_seconds("builtin-draft") / decode_seconds("builtin")
     found: dict[str, Any] = {"conditions": conditions(), "draft forward / target forward": round(ratio, 3)}

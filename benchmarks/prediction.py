@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     questions = [json.loads(line)["turns"][0] for line in QUESTIONS.read_text().splitlines()]
-    llm = LLM(given.model, max_num_seqs=1, max_model_len=1024)
+    llm = LLM(given.model, max_num_seqs=1, max_model_len=1024, speculative_config=None)
     clock = time.process_time if given.cpu_time else time.perf_counter
     results = measure(llm, questions[: given.prompts], given.rounds, given.temperature, clock)
     table = Table("prediction", "way", "tokens/s", "of plain", "tokens a step", "drafted a token")

@@ -51,7 +51,7 @@ def weight_bytes(decoder: Any) -> int:
 
 def figures(model: Path, form: str, gguf: Path | None) -> dict[str, Any]:
     """Ours, theirs, ours again, which shows how steady the machine is."""
-    llm = LLM(model=str(model), **FORMS[form])
+    llm = LLM(model=str(model), speculative_config=None, **FORMS[form])
     ours = [decode_speed(llm, 1, 1), decode_speed(llm)]
     theirs: dict[str, Any] = peers.llama_cpp(str(gguf), PROMPT, NEW, peers.DEFAULT) if gguf else {}
     ours = [*ours[1:], decode_speed(llm)]

@@ -35,7 +35,7 @@ def main() -> None:
     given = parser.parse_args()
     check_plot(given.out)
     found: dict[str, list[tuple[float, float, int]]] = {}
-    llm = LLM(given.model)
+    llm = LLM(given.model, speculative_config=None)
     for label, config in DRAFTERS.items():
         llm.use(config)
         asked = [rendered(prompt, llm.get_tokenizer()) for prompt in (*PROMPTS, *TASKS)]

@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    llm = LLM(model="builtin", seed=0)
+    llm = LLM(model="builtin", seed=0, speculative_config=None)
     prompts = [rendered(prompt, llm.tokenizer) for prompt in PROMPTS]
     common = {"model": "builtin-draft", "num_speculative_tokens": 4}
     todo = [

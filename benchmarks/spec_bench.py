@@ -240,7 +240,7 @@ def show(title: str, made: dict[str, dict[str, Any]], console: Console) -> None:
 
 def run(given: argparse.Namespace, console: Console, save: Callable[[dict[str, Any]], None]) -> None:
     target, draft = str(given.folder / "target"), str(given.folder / "draft")
-    llm = LLM(model=target, max_num_seqs=1, seed=0)
+    llm = LLM(model=target, max_num_seqs=1, seed=0, speculative_config=None)
     asked = requests(
         [given.questions, *given.own], given.per_category, llm.tokenizer, given.context - given.tokens
     )

@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    llm = LLM(given.model, max_num_seqs=1)
+    llm = LLM(given.model, max_num_seqs=1, speculative_config=None)
     chosen, results = ways(given.draft), dict[str, Any]()
     table = Table("whitespace", "way", "tokens/s", "of constrained", "tokens a step", "stopped", "valid")
     for compact in (False, True):

@@ -63,6 +63,7 @@ def steps(llm: LLM, temperature: float, speculate: bool) -> dict[str, float]:
 def far(folder: Path, kv: str, depths: tuple[int, ...]) -> dict[str, Any]:
     llm = LLM(
         str(checkpoint(folder / "long", positions=17_000)),
+        speculative_config=None,
         max_num_seqs=ROWS + 2,
         max_model_len=LENGTH + 2 * PAGE,
         kv_cache_dtype=kv,
@@ -92,7 +93,7 @@ def far(folder: Path, kv: str, depths: tuple[int, ...]) -> dict[str, Any]:
 
 def pair() -> dict[str, Any]:
     """The built-in target, 700 tokens into pieces of its own sampled text."""
-    llm, found = LLM("builtin", max_num_seqs=8), dict[str, Any]()
+    llm, found = LLM("builtin", max_num_seqs=8, speculative_config=None), dict[str, Any]()
     start = {"prompt": "The"}
     texts = llm.generate(
         [start] * 8,

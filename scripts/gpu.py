@@ -92,7 +92,10 @@ def certificate(model: str, device: torch.device) -> dict[str, Any]:
     from outrider import LLM, SamplingParams
     from outrider.testing import KnownTexts, Scripts, random_prompts
 
-    llm = LLM(model, device=device.type, dtype="auto", max_model_len=1024 if device.type == "cuda" else 64)
+    llm = LLM(
+        model, speculative_config=None, device=device.type, dtype="auto",
+        max_model_len=1024 if device.type == "cuda" else 64,
+    )  # fmt: skip
     tokens, longest = (64, 200) if device.type == "cuda" else (6, 12)
     truth, same, accepted = KnownTexts(), 0, 0
     prompts = [{"prompt_token_ids": ids} for ids in random_prompts(2 if longest == 12 else 8, 0, longest)]

@@ -348,7 +348,11 @@ if __name__ == "__main__":
     parser.add_argument("--answers", type=int, default=2800)
     parser.add_argument("--output", type=Path, default=BUILTIN["builtin-datastore"])
     args = parser.parse_args()
-    console, llm, asked = Console(), LLM(model="builtin", max_num_seqs=32), prompts(args.answers)
+    console, llm, asked = (
+        Console(),
+        LLM("builtin", max_num_seqs=32, speculative_config=None),
+        prompts(args.answers),
+    )
     kept = answers(llm, asked)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -13,11 +13,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from outrider import LLM, AsyncLLM
 from outrider.testing import bare_checkpoint
 
 # Workers and the processes that tests start import the same files: without bytecode each compiles them again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Tests compare with plain decoding, so here a target decodes plainly unless a test says otherwise.
+for api in (LLM, AsyncLLM):
+    assert api.__init__.__kwdefaults__["speculative_config"] == "auto"
+    api.__init__.__kwdefaults__["speculative_config"] = None
 
 # One thread unless asked: the models are tiny, and a second thread costs more than it gives.
 torch.set_num_threads(int(os.environ.get("OUTRIDER_TEST_THREADS", "1")))

@@ -75,7 +75,7 @@ def engine(folder: Path) -> Answer:
     """Greedy answers of Outrider's own engine."""
     from outrider import LLM, SamplingParams
 
-    llm = LLM(str(folder))
+    llm = LLM(str(folder), speculative_config=None)
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
     def answer(prompts: Sequence[list[int]]) -> list[str]:

@@ -96,7 +96,7 @@ class AsyncLLM:
         self,
         model: str,
         *,
-        speculative_config: Mapping[str, Any] | str | None = None,
+        speculative_config: Mapping[str, Any] | str | None = "auto",
         restart_on_error: bool = False,
         **engine: Any,
     ) -> None:

@@ -34,14 +34,14 @@ class LLM:
     """Loaded model with an engine for offline generation.
 
     model: a folder, a .gguf file, a hub id, or "builtin".
-    speculative_config: {"method": …, "model": …, "num_speculative_tokens": …} as in vLLM.  None disables
-    speculation.
+    speculative_config: {"method": …, "model": …, "num_speculative_tokens": …} as in vLLM, or the name of a
+    method.  The default drafts what pays, by measurement; None or "off" disables speculation.
     engine: fields of `EngineOptions`.
     Raises ConfigError, ModelError or CapacityError, each naming the value and a remedy.
     """
 
     def __init__(
-        self, model: str, *, speculative_config: Mapping[str, Any] | str | None = None, **engine: Any
+        self, model: str, *, speculative_config: Mapping[str, Any] | str | None = "auto", **engine: Any
     ) -> None:
         given = options(EngineOptions, {"model": model, **engine}, "engine option")
         self.engine = Engine(given, SpeculativeOptions.of(speculative_config))

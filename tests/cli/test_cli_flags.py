@@ -251,3 +251,11 @@ def test_a_closed_pipe_prints_no_traceback(words: str) -> None:
         process.stdout.close()
         err = process.stderr.read().decode()
     assert "Traceback" not in err and "BrokenPipe" not in err and process.returncode in (0, 1)
+
+
+def test_what_pays_is_drafted_unless_flags_say_otherwise() -> None:
+    auto = {"method": "auto"}
+    assert flags.config_of({}, flags.AUTO) == flags.config_of({"config": "{}"}, flags.AUTO) == auto
+    assert flags.config_of({"method": "off"}, flags.AUTO) == {"method": "off"}
+    assert flags.config_of({"model": "builtin-draft"}, flags.AUTO) == {"model": "builtin-draft"}
+    assert flags.config_of({}) is None

@@ -23,14 +23,16 @@ from outrider.drafting.base import TextDrafter
 from outrider.testing import make_drafter, make_row
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 5, 6, 7, 5, 6]}
-DEPTH = 4
+DEPTH, ASKED = 4, 5
 PLAIN = Times(0.0, 0.001, 0.0)
 
 
 def controller() -> AutoController:
     """One drafter of chains; drafts are cheap and expected to pay."""
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
-    return AutoController(limits, [Arm(("drafter",), DEPTH, lambda depth: depth)], clock=lambda: 0.0)
+    auto = AutoController(limits, [Arm(("drafter",), DEPTH, lambda depth: depth)], clock=lambda: 0.0)
+    auto.evidence.reach[0].asked = ASKED  # its first drafts, which are short, are over
+    return auto
 
 
 def step_of(row: Row) -> Batch:
@@ -51,8 +53,9 @@ def budget(auto: AutoController, row: Row) -> tuple[Batch, Budget]:
 def test_a_single_arm_owns_all_nodes() -> None:
     auto, row = controller(), make_row([1, 2, 3])
     batch, asked = budget(auto, row)
-    assert asked.depth == DEPTH
-    batch[0].tree = DraftTree.chain([7] * DEPTH, [0.99] * DEPTH)._replace(proposers=[2] * DEPTH)
+    assert asked.depth > 1
+    batch[0].tree = DraftTree.chain([7] * asked.depth, [0.99] * asked.depth)
+    batch[0].tree = batch[0].tree._replace(proposers=[2] * asked.depth)
     auto.trim(batch)
     batch[0].accepted = [*range(batch[0].tree.size)]
     batch[0].emitted = [7] * (batch[0].tree.size + 1)
@@ -67,7 +70,7 @@ def test_a_budget_that_was_cut_to_nothing_is_no_miss() -> None:
     batch[0].budget = NO_BUDGET
     auto.trim(batch)
     auto.learn(Commit(batch), PLAIN)
-    assert auto.evidence.reach[0].asked == 0
+    assert auto.evidence.reach[0].asked == ASKED
 
 
 def test_rows_with_forced_text_do_not_change_the_estimates() -> None:
@@ -78,7 +81,7 @@ def test_rows_with_forced_text_do_not_change_the_estimates() -> None:
     auto.trim(batch)
     assert batch[0].tree.size == 2
     auto.learn(Commit(batch), PLAIN)
-    assert auto.evidence.reach[0].asked == 0
+    assert auto.evidence.reach[0].asked == ASKED
 
 
 def test_a_plain_step_that_is_due_refuses_forced_text() -> None:

@@ -46,7 +46,7 @@ def demo(model: str | None, drafts: list[str], small: bool, tokens: int, console
     """
     name = model or ("builtin" if small else GROWN)
     with console.status(f"Loading {name}"):
-        llm = LLM(model=name, max_num_seqs=1, max_model_len=_context(name))
+        llm = LLM(model=name, speculative_config=None, max_num_seqs=1, max_model_len=_context(name))
         show = _own(llm, drafts, console) if model else _builtin(llm, small)
     console.print(f"[bold]Outrider[/] on {llm.engine.decoder.backend.name}.", soft_wrap=True)
     if name == GROWN:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from outrider.cli.flags import Given, config_of, load, params_of, shared
+from outrider.cli.flags import AUTO, Given, config_of, load, params_of, shared
 from outrider.cli.generate import print_answer
 from outrider.errors import RequestError
 
@@ -46,7 +46,7 @@ def chat(
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"the chat template {str(template)!r} cannot be read: {error}") from error
     params = params_of(sampling)
-    talk = Talk(load(engine, config_of(speculation)), params, system, written)
+    talk = Talk(load(engine, config_of(speculation, AUTO)), params, system, written)
     interactive = sys.stdin.isatty()
     if interactive:
         typer.echo("Type a message; /help lists the commands.", err=True)

@@ -118,6 +118,7 @@ ENGINE = (
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
     Flag("threads", int, "--threads -t", "CPU threads; default: OMP_NUM_THREADS, or one per core."),
 )  # fmt: skip
+AUTO = {"method": "auto"}  # what is drafted without a flag
 SPECULATION = (
     Flag("model", str, _names(*MODEL_DRAFT), "Draft model: folder, .gguf file or hub id."),
     Flag("draft_dtype", str, "--dtype-draft --draft-dtype", "As --dtype."),
@@ -129,7 +130,7 @@ SPECULATION = (
     Flag("num_speculative_tokens", int, _names(*LEVELS), "Draft tokens per step."),
     Flag("assistant_confidence_threshold", float, "--draft-p-min --spec-draft-p-min",
          "Stop drafting after a token with a draft probability below this."),
-    Flag("method", str, "--method", "Drafting method: ngram, suffix, draft_model …"),
+    Flag("method", str, "--method", "Drafting method: ngram, suffix, draft_model …; off. Default: auto."),
     Flag("config", str, "--speculative-config",
          "speculative_config as JSON, or @FILE; the options above override its keys."),
 )  # fmt: skip
@@ -262,7 +263,7 @@ def named(engine: Given, model: str | None) -> Given:
 
 
 def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **more: Any) -> LLM:
-    """The model, with a note on the terminal while it loads."""
+    """The model, with a note on the terminal while it loads; without a config it decodes plainly."""
     import torch
     from rich.console import Console
 
@@ -318,12 +319,12 @@ def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Map
     return engine, config
 
 
-def config_of(speculation: Given) -> dict[str, Any] | None:
-    """speculative_config from the flags, JSON or the name of a method; None without any."""
+def config_of(speculation: Given, default: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """speculative_config from the flags, JSON or the name of a method; the default without any."""
     given = dict(speculation)
     text = given.pop("config", "{}")
     config = {"method": text} if re.fullmatch("[a-z]\\w*", text) else parsed(text)
-    return {**config, **given} or None
+    return {**config, **given} or default
 
 
 def parsed(text: str, what: str = "speculative_config") -> dict[str, Any]:

@@ -15,7 +15,7 @@ import typer
 from typer import Option
 
 from outrider.cli.constraint import Grammar, GrammarFile, JsonSchema, Regex, constraint
-from outrider.cli.flags import Given, config_of, load, params_of, shared
+from outrider.cli.flags import AUTO, Given, config_of, load, params_of, shared
 from outrider.errors import RequestError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def generate(
     text = read_prompt(prompt, file, escape)
     params = params_of({**sampling, **constraint(json_schema, grammar, grammar_file, regex)})
     began = time.perf_counter()
-    llm = load(engine, config_of(speculation))
+    llm = load(engine, config_of(speculation, AUTO))
     loaded = time.perf_counter()
     llm.engine.reset()
     last, interrupted = print_answer(llm, text, params, text if display_prompt else "")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from outrider.cli.flags import MODEL_HELP, config_of
+from outrider.cli.flags import AUTO, MODEL_HELP, config_of
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def command() -> Callable[..., None]:
         if place is not None and given["model"] not in (None, place):
             raise ConfigError(f"the model is given twice, as {place!r} and as --model {given['model']!r}.")
         engine = {**given, "model": place or given["model"] or "builtin"}
-        start(server, engine, config_of({"config": speculative_config or "{}"}), threads)
+        start(server, engine, config_of({"config": speculative_config or "{}"}, AUTO), threads)
 
     argument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
     parameters = [

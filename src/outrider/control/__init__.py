@@ -21,6 +21,9 @@ class Controller(Protocol):
     def nodes(self, rows: int) -> int:
         """The largest number of draft nodes that one of so many rows may get."""
 
+    def likely(self, rows: int) -> int:
+        """How many of them it is likely to get, for the share of a step that prompts leave to drafts."""
+
     def forced(self, r: int) -> bool:
         """Whether row r of the batch may get forced text, in place of what it was to be drafted."""
 

@@ -1,12 +1,11 @@
 """The adaptive controller: which drafters to ask, how deep, and which of their tokens to verify.
 
-    budget   expected gain against cost of every drafter, by Thompson sampling; none asked: a plain step
+    budget   which drafters to ask, and how deep (planner.py); none: a plain step
     ask      a further drafter of a mix is asked if it pays beside what the cheaper ones have proposed
     trim     the nodes of the whole batch that pay, by calibrated probability
     learn    costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
 
-A drafter that does not pay is asked again after a pause that keeps its expected loss below `EXPLORE` of the
-time.  Plans hold for up to `DIGEST` steps, whose outcomes are taken in together.  While no row drafts, the
+Plans hold for up to `DIGEST` steps, whose outcomes are taken in together.  While no row drafts, the
 controller rests: it counts plain steps and decides nothing.
 
 No decision changes the text under the rule "match".  Under the other rules the distribution stays, but a seed
@@ -16,29 +15,26 @@ does not repeat the text, because budgets depend on the clock.
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from outrider.control import choose
-from outrider.control.acceptance import Reach
-from outrider.control.choose import Option, Price
+from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
 from outrider.control.evidence import EXPLORE, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import GRACE, GRACE_STEPS, SHARE, TOTAL_GRACE, USED
+from outrider.control.ledger import GRACE, LEAST_STEP, TOTAL_GRACE
+from outrider.control.memory import Memory
 from outrider.control.plan import Arm, Load, Plan, RowState, StepRecord, Try, keep, note_depths
+from outrider.control.planner import Planner
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget, Draft
 
-OPTIMISM = 0.4  # standard deviations of a draw of an estimate
 ANCHOR = 96  # steps with drafts after which a plain one measures its cost again
-MARGIN = 1.2  # of a step's largest loss over its expected cost
-DIGEST = 16  # steps that are taken in together, once the drafters are known
 SHORTFALL = 1.5  # times the root of the expected tokens: so many fewer, and steps are taken in at once
 
 
@@ -46,8 +42,9 @@ class AutoController:
     """Controller that chooses by measured cost and acceptance.
 
     limits: upper bounds, from options that were given.  arms: the drafters of a mix, or the only one.
-    grace, total_grace: seconds that a request, and all together, may lose (see ledger.py).
-    clock: returns seconds.
+    grace, total_grace: plain steps, of `least` seconds at least, that a request, and all together, may lose
+    (see ledger.py).
+    memory: keeps what is learned for the next start.  clock: returns seconds.
     """
 
     def __init__(
@@ -57,19 +54,19 @@ class AutoController:
         forward: ForwardCost | None = None,
         grace: float = GRACE,
         total_grace: float = TOTAL_GRACE,
+        least: float = LEAST_STEP,
+        memory: Memory | None = None,
         clock: Callable[[], float] = time.perf_counter,
         seed: int = 0,
     ) -> None:
         self.limits, self.arms, self.clock = limits, arms, clock
-        self.grace, self.total_grace, self.random = grace, total_grace, random.Random(seed)
-        self.evidence = Evidence(arms, forward or ForwardCost())
-        self.load = Load(self.evidence.forward)
-        self.order: Sequence[int] = range(len(arms))  # drafters of a mix, cheapest first
+        self.evidence = Evidence(arms, forward or ForwardCost(), memory)
+        self.planner = Planner(limits, arms, self.evidence, grace, total_grace, least, seed)
+        self.load = self.planner.load
         # plans of `rows`, by their place in the batch, until `stale`
         self.rows: list[Row] = []
         self.plans: dict[int, Plan] = {}
         self.stale, self.interval = True, 1
-        self.room = self.row_grace = 0.0  # seconds: left of the ledger of all requests; grace of each
         # of this step
         self.tries: dict[int, Try] = {}
         self.anchored = self.resting = False
@@ -82,9 +79,18 @@ class AutoController:
         self.rest, self.rested, self.rest_propose = 0, list[float](), 0.0
         self.look_seconds = 0.0  # moving average
 
+    @property
+    def order(self) -> Sequence[int]:
+        """Drafters of a mix, cheapest first."""
+        return self.planner.order
+
     def nodes(self, rows: int) -> int:
         """The largest number of draft nodes that one of so many rows may get."""
         return self.limits.nodes(rows)
+
+    def likely(self, rows: int) -> int:
+        """As many as the last plans allow."""
+        return max([plan.budget.nodes for plan in self.plans.values()], default=0)
 
     # ---- before drafting
 
@@ -147,87 +153,13 @@ class AutoController:
         began = self.clock()
         if self.log:
             self._digest()
-        self.load, self.rows, self.plans = Load.of(batch, self.evidence.forward), batch.rows, {}
-        ledger, plain = self.evidence.ledger, self.load.plain
-        self.row_grace = max(self.grace, GRACE_STEPS * plain)
-        ledger.grace = max(self.total_grace, self.row_grace)
-        self.room = ledger.room
-        drafting = [r for r, step in enumerate(batch) if step.emits and step.row.params.speculate]
-        most = self.limits.depth_for(len(batch))
-        # optimistic Thompson sampling; one draw for all rows, since they share what an ask costs
-        zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
-        for r in drafting:
-            row = batch[r].row
-            state, depth = self.evidence.state(row), min(most, row.draft_depth)
-            if depth and state.asleep <= row.steps and (plan := self._plan(state, row, depth, zs)):
-                self.plans[r] = plan
-        if len(self.arms) > 1:
-            line = self.evidence.drafting.line
-            self.order = sorted(range(len(self.arms)), key=lambda k: line(k, 1)[::-1])
-        self.interval, self.stale = self._steady(), False
+        if batch.prefill and self.planner.readers:
+            self.planner.leave_out(batch)
+        self.load, self.rows = Load.of(batch, self.evidence.forward), batch.rows
+        self.plans = self.planner.plans(batch, self.load)
+        self.interval, self.stale = self.planner.interval(self.plans.values()), False
         self.looked = self.clock() - began
         self.look_seconds += 0.1 * (self.looked - self.look_seconds)
-
-    def _steady(self) -> int:
-        """Steps until the plans are made again: few while drafters are new or losses come near the room."""
-        interval, total = DIGEST, 0.0
-        for plan in self.plans.values():
-            asked = min([plan.state.reach[option.drafter].asked for option in plan.options])
-            loss = DIGEST * MARGIN * sum([option.cost for option in plan.options])
-            total += loss
-            if plan.exploring or loss > plan.state.ledger.room:
-                return 1
-            interval = min(interval, 1 + asked // 2)
-        return interval if total <= self.evidence.ledger.room else 1
-
-    def _plan(self, state: RowState, row: Row, most: int, zs: Sequence[float]) -> Plan | None:
-        """The drafters to ask for a row, if any is expected to pay or due for a try."""
-        load, chosen, exploring, wait = self.load, list[Option](), set[int](), LONGEST_PAUSE
-        state.ledger.grace, step = self.row_grace, row.steps
-        room = min(state.ledger.room, self.room)
-        courage = max(-1.0, min(1.0, 2 * room / (USED * self.row_grace) - 1))
-        for k, arm in enumerate(self.arms):
-            if not (depth := min(most, arm.depth)) or not row.drafts_with(arm.sources):
-                continue
-            reach = state.reach[k]
-            reach.fade(step)
-            gains, price = reach.gains(courage * zs[k], depth), self._price(k, reach)
-            best = choose.best_option(k, gains, price, load.batch, load.plain)
-            need = MARGIN * best.cost
-            if best.gain * load.plain <= load.batch * best.cost:
-                need *= 2
-                if step < state.retry[k]:
-                    wait = min(wait, state.retry[k] - step)
-                    continue
-                exploring.add(k)
-            if need <= room:
-                room -= MARGIN * best.cost
-                self.room -= MARGIN * best.cost
-                chosen.append(best)
-            else:
-                earned = SHARE * load.plain / load.batch  # by each plain step
-                wait = min(wait, math.ceil((need - room) / earned))
-        if not chosen:
-            state.asleep = step + max(1, wait)
-            return None
-        chosen.sort(key=lambda option: option.cost)
-        return Plan(state, chosen, exploring, self._bound(chosen))
-
-    def _bound(self, chosen: Sequence[Option]) -> Budget:
-        depth = max(option.depth for option in chosen)
-        nodes = sum(self.arms[option.drafter].size(option.depth) for option in chosen)
-        return Budget(depth, nodes if len(self.arms) == 1 else min(nodes, self.limits.size(depth)))
-
-    def _price(self, k: int, reach: Reach) -> Price:
-        """Seconds for one row, if as many ask as lately."""
-        load, rows = self.load, max(1.0, self.evidence.asking[k] * self.load.batch)
-        fixed, per_level = self.evidence.drafting.line(k, round(rows))
-        share, added = load.pace / rows, load.verify
-
-        def verify(nodes: float) -> float:
-            return added(round(rows * nodes)) / rows
-
-        return Price(share * fixed, share * per_level, reach.per_level, verify)
 
     # ---- while drafting
 
@@ -309,6 +241,7 @@ class AutoController:
             self._note(batch, times, ended)
         if ended:
             self.evidence.states = RowState.of_open(self.evidence.states)
+            self.evidence.keep(self.clock())
             self.rows, self.plans, self.tries, self.stale = [], {}, {}, True
 
     def _note(self, batch: Batch, times: Times, ended: bool) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 
 from outrider.control.acceptance import Calibration, Reach, Reliability
-from outrider.control.cost import OUTLIER, RATE, DraftCost, ForwardCost
+from outrider.control.cost import OUTLIER, RATE, ForwardCost
 from outrider.control.ledger import Ledger
+from outrider.control.memory import EVERY, Memory, learned
 from outrider.control.plan import Arm, Load, RowState, StepRecord, Try, judged, share_of
 from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import RowStep
@@ -20,6 +21,7 @@ from outrider.core.step import RowStep
 EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
 LONGEST_PAUSE = 256  # steps
 SURPRISE = 0.2  # logarithm of a step's seconds over the expected ones
+FEW_TOKENS = 8  # of a prompt: fewer tell nothing of the cost of reading it
 MAX_CLIP = 1.5  # of a step's seconds over the expected ones, in the ledger
 
 
@@ -30,19 +32,21 @@ class Evidence:
     idle: moving average of the seconds that drafters take in a step that asks none.
     surprises: steps with drafts in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.
+    reading: seconds that a drafter takes for a token of a prompt; read_seconds: of all prompts so far.
+    memory: where acceptance and costs of drafters are kept for the next start.
     """
 
-    def __init__(self, arms: Sequence[Arm], forward: ForwardCost) -> None:
-        self.arms, self.forward = arms, forward
-        self.drafting = DraftCost(forward.base(1))
-        self.calibration, self.reliability = Calibration(), Reliability()
-        self.reach = [Reach() for _ in arms]
+    def __init__(self, arms: Sequence[Arm], forward: ForwardCost, memory: Memory | None = None) -> None:
+        self.arms, self.forward, self.memory = arms, forward, memory
+        self.learned = learned(memory and memory.read(), len(arms), forward.base(1))
+        self.calibration, self.reach, self.drafting, self.reading = self.learned
+        self.reliability, self.kept_at = Reliability(), -math.inf
         # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
         self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
         self.ledger, self.total = Ledger(), DraftingSummary()
         self.states: dict[Row, RowState] = {}
         self.asking = [1.0] * len(arms)
-        self.idle = self.host = 0.0
+        self.idle = self.host = self.read_seconds = 0.0
         self.surprises = 0
 
     def state(self, row: Row) -> RowState:
@@ -83,6 +87,12 @@ class Evidence:
             if (state := self.states.get(row)) is not None:
                 self._enter(state, "", 0, 0.0, 0, plain + extra, plain, count)
 
+    def keep(self, now: float) -> None:
+        """Remember what was learned for the next start, at most every `EVERY` seconds."""
+        if self.memory is not None and now - self.kept_at >= EVERY:
+            self.kept_at = now
+            self.memory.write(self.learned.written())
+
     # ---- costs
 
     def _costs(self, record: StepRecord, asked: dict[tuple[int, int], list[tuple[float, float]]]) -> float:
@@ -100,6 +110,8 @@ class Evidence:
             settled = self.forward.settled(load.rows + nodes)
             measured = min(seconds, MAX_CLIP * expected) if settled else seconds
             propose = self._propose(record, asks, asked)
+        else:
+            propose = self._read(record, asks)
         emitted = sum(len(step.emitted) for step in batch)
         self.forward.learn_rate(load.batch, emitted, propose + measured)
         extra = propose + (measured - load.plain if nodes else 0.0) + self.host
@@ -114,6 +126,23 @@ class Evidence:
         context = load.context + nodes * load.context // max(1, load.rows)
         surprise = self.forward.learn_drafting(load.batch, load.rows + nodes, context, seconds)
         self.surprises = self.surprises + 1 if abs(surprise) > SURPRISE else 0
+
+    def _read(self, record: StepRecord, asks: Mapping[int, Sequence[int]]) -> float:
+        """Note what drafters take to read prompts.  Returns the seconds of a step that fall to drafts.
+
+        Reading is decided on before (`Planner.leave_out`), so no row's ledger is charged with it.
+        """
+        pace, expected = record.load.pace, 0.0
+        for k, depths in asks.items():
+            expected += pace * self.drafting.expected(k, len(depths), max(depths))
+        drafting = min(record.propose, expected)
+        self.read_seconds += record.propose - drafting
+        for k, arm in enumerate(self.arms):
+            rows = [s for s in record.batch if s.known > 1 and not s.row.left_out.issuperset(arm.sources)]
+            if arm.reads and (tokens := sum(step.known for step in rows)) >= FEW_TOKENS:
+                each = (record.propose - drafting) / tokens
+                self.reading[k] += 0.2 * (each - self.reading[k]) if self.reading[k] else each
+        return drafting
 
     def _propose(
         self,

@@ -80,6 +80,9 @@ class FixedController:
         """The largest number of draft nodes that one of so many rows may get."""
         return self.size(self.depth_for(rows))
 
+    def likely(self, rows: int) -> int:
+        return self.nodes(rows)
+
     def depth_for(self, rows: int) -> int:
         for smallest, largest, depth in self.options.num_speculative_tokens_per_batch_size or ():
             if smallest <= rows <= largest:

@@ -13,20 +13,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SHARE = 0.01  # of the time of plain decoding
-GRACE, GRACE_STEPS = (
-    0.020,
-    4,
-)  # what a request may lose beyond that: seconds, or plain steps if these are more
-TOTAL_GRACE = 0.100  # ... and all requests together, in seconds
+GRACE, TOTAL_GRACE = 2.0, 8.0  # plain steps that a request, and all together, may lose beyond that
+LEAST_STEP = (
+    0.0015  # seconds that count as such a step at least: deciding takes time, however fast a model is
+)
 USED = 0.9  # part of the grace that may be planned with: a step may take longer than expected
 SAVED = 10  # what drafts have saved counts up to so many graces
 
 
 @dataclass(slots=True)
 class Ledger:
-    """spent, plain: seconds so far, and those of plain decoding for the same tokens."""
+    """spent, plain: seconds so far, and those of plain decoding for the same tokens.  grace: seconds."""
 
-    grace: float = GRACE
+    grace: float = 0.0
     spent: float = 0.0
     plain: float = 0.0
     loss: float = 0.0

@@ -17,11 +17,15 @@ from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
 
 
 class Arm(NamedTuple):
-    """A drafter as the controller sees it: its methods, its largest depth, and the nodes of a depth."""
+    """A drafter as the controller sees it: its methods, its largest depth, and the nodes of a depth.
+
+    reads: it reads prompts, which costs time, and skips those of rows that leave it out.
+    """
 
     sources: Sequence[str]
     depth: int
     size: Callable[[int], int]
+    reads: bool = False
 
     @property
     def name(self) -> str:
@@ -106,6 +110,12 @@ class Load:
         plain = pace * (base + forward.per_context * context)
         rate = max(emitting / plain, forward.rate(emitting))
         return Load(forward, emitting, rows, context, pace, plain, rate, base)
+
+    @staticmethod
+    def plain_step(forward: ForwardCost, rows: int) -> Load:
+        """A step in which so many rows decode, with short contexts."""
+        pace, base = forward.pace(rows), forward.base(rows)
+        return Load(forward, rows, rows, 0, pace, pace * base, rows / (pace * base), base)
 
     def verify(self, nodes: int) -> float:
         """Seconds that so many draft nodes add to the forward; infinite where that cannot be told."""

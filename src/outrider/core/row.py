@@ -178,6 +178,7 @@ class Row:
     accepted_lengths: list[int] = field(default_factory=list)  # entry k: drafts of which k were accepted
     lossless: bool = True  # False if the verification rule changes the output distribution
     drafting: DraftingSummary | None = None  # None unless the controller is adaptive
+    left_out: frozenset[str] = frozenset()  # methods that will not draft for it, and need not read its prompt
     text: Any = None  # incremental detokenizer
     logprobs: Logprobs | None = None  # None unless requested
     entered: float = field(default_factory=time.perf_counter)
@@ -196,7 +197,7 @@ class Row:
     def drafts_with(self, sources: Sequence[str]) -> bool:
         """Whether one of these methods may draft for it."""
         method = self.params.draft_method
-        return method is None or method in sources
+        return (method is None or method in sources) and not self.left_out.issuperset(sources)
 
     @property
     def output(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Adaptive speculation: several drafters, of which the controller asks those that pay (control/auto.py).
+"""Adaptive speculation, the default: several drafters, of which the controller asks those that pay.
 
 Without drafters `suffix` is used, and the draft `model` or head, if one is given.
 """
@@ -14,6 +14,8 @@ from outrider.draft.suffix import Suffix
 from outrider.draft.union import Factory, Union, parse
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ConfigError
+
+DEEPEST = 8  # tokens of a draft model's draft, of which the controller takes what pays
 
 
 class Auto(Union):
@@ -45,4 +47,10 @@ class Auto(Union):
             factories.append(partial(method.create, own))
         elif options.nodes is None:
             return factories[0](target)  # a mix of one costs host time
-        return cls(options, target, factories)
+        mix = cls(options, target, factories)
+        mix.depths = [
+            max(depth, DEEPEST) if drafter.reads_prompts else depth
+            for drafter, depth in zip(mix.drafters, mix.depths)
+        ]
+        mix.depth = max(mix.depths)
+        return mix

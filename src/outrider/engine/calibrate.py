@@ -7,29 +7,18 @@ compiled kernels, under a hash of all that it depends on.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import math
-import os
-import platform
 import time
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from outrider.backends.cpu.build import BuildError, cache_folder, processor
 from outrider.control.cost import ForwardCost
 from outrider.core.step_input import StepInput
+from outrider.engine.kept import Kept
 from outrider.models.base import Model
-from outrider.version import VERSION
-
-log = logging.getLogger("outrider")
 
 SECONDS, ROUNDS = 0.8, 9
 ROWS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)  # the most important first, where time is short
@@ -59,11 +48,11 @@ def forward_cost(decoder: Model, max_len: int, *about: Any) -> ForwardCost:
     """
     if decoder.device.type != "cpu" or max_len < NEAR + max(ROWS):
         return ForwardCost()
-    path = _path(decoder, about)
-    found = _kept(path)
+    kept = Kept("costs", decoder.backend.name, decoder.spec, *about)
+    found = _read(kept)
     if found is None or found.rounds < ROUNDS:
         found = measure(decoder, max_len, found)
-        _keep(path, found)
+        kept.write(asdict(found))
     return found.cost()
 
 
@@ -97,34 +86,10 @@ def measure(
     return least
 
 
-def _path(decoder: Model, about: tuple[Any, ...]) -> Path | None:
-    """File of these costs; None where nothing can be kept."""
-    try:
-        folder = cache_folder(os.environ)
-    except BuildError:
-        return None
-    parts = (
-        VERSION, platform.node(), sorted(processor()), os.cpu_count(), torch.get_num_threads(),
-        decoder.backend.name, decoder.spec, *about,
-    )  # fmt: skip
-    return folder / f"costs-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.json"
-
-
-def _kept(path: Path | None) -> Measured | None:
-    with suppress(OSError, ValueError, TypeError, AttributeError):
-        kept = Measured(**json.loads(path.read_text())) if path is not None else None
-        if kept is not None:
-            kept.rows = {int(rows): float(seconds) for rows, seconds in kept.rows.items()}
-        return kept
+def _read(kept: Kept) -> Measured | None:
+    with suppress(ValueError, TypeError, AttributeError, KeyError):
+        found = Measured(**kept.read())
+        found.rows = {int(rows): float(seconds) for rows, seconds in found.rows.items()}
+        found.cost()
+        return found
     return None
-
-
-def _keep(path: Path | None, found: Measured) -> None:
-    if path is None:
-        return
-    made = path.with_suffix(f".{os.getpid()}")
-    try:
-        made.write_text(json.dumps(asdict(found)))
-        made.replace(path)
-    except OSError as error:
-        log.warning("the costs of the target are measured anew at every start: %s", error)

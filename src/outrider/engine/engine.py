@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from outrider.cache.pages import Cache
 from outrider.checkpoints.hub import Checkpoint
@@ -26,6 +27,7 @@ from outrider.draft.union.joined import Joined
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.calibrate import forward_cost
+from outrider.engine.kept import Kept
 from outrider.engine.memory import plan_pages
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
@@ -122,9 +124,13 @@ class Engine:
         self.controller: Controller = limits
         if speculation.adaptive:
             self.costs = self.costs or self._costs()
-            self.controller = AutoController(
-                limits, drafter.arms(limits.max_depth), copy.deepcopy(self.costs)
+            arms, kept = (
+                drafter.arms(limits.max_depth),
+                Kept(
+                    "drafting", self.options.model, *self._numbers(), speculation.method, speculation.options
+                ),
             )
+            self.controller = AutoController(limits, arms, copy.deepcopy(self.costs), memory=kept)
         self.runner = Runner(
             self.decoder, cache.pools[0], self.sampler, vars(type(self.rule)).get("kernel", "")
         )
@@ -133,9 +139,15 @@ class Engine:
         self.reset()
 
     def _costs(self) -> ForwardCost:
+        return forward_cost(self.decoder, self.max_len, *self._numbers())
+
+    def _numbers(self) -> tuple[Any, ...]:
+        """What decides how numbers are stored and computed."""
         options = self.options
-        about = options.dtype, options.activations, options.quantization, options.kv_cache_dtype
-        return forward_cost(self.decoder, self.max_len, self.checkpoint.stored_dtype, *about)
+        return (
+            self.checkpoint.stored_dtype, options.dtype, options.activations, options.quantization,
+            options.kv_cache_dtype,
+        )  # fmt: skip
 
     def build_cache(self, drafter: Drafter, max_nodes: int) -> tuple[Cache, Sequence[Cache]]:
         """The page allocator with the pools of target and drafter, and the drafter's own allocators.
@@ -158,7 +170,7 @@ class Engine:
         """A scheduler for the drafter, controller and pacer in use."""
         drafter, options = self.drafter, self.options
         limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, drafter.needs.lookbehind)
-        hooks = Hooks(self.controller.nodes, self.pacer.budget, drafter.filled, self.proposer.forget)
+        hooks = Hooks(self.controller.likely, self.pacer.budget, drafter.filled, self.proposer.forget)
         return Scheduler(self.cache, limits, hooks, self.adapters)
 
     def _adapters(self) -> Adapters:

@@ -45,7 +45,7 @@ class Limits:
 class Hooks:
     """What the scheduler asks of controller, pacer and drafter.  The defaults are those of plain decoding.
 
-    draft_nodes  (running rows) -> largest number of draft nodes of one of them
+    draft_nodes  (running rows) -> draft nodes that one of them is likely to get
     prefill      (decoding rows, tokens left of the step) -> prompt tokens that the step may compute
     filled       see Drafter.filled
     forget       see Drafter.forget

@@ -130,15 +130,9 @@ class Simulation:
         arms = [Arm((f"drafter{k}",), MAX_DEPTH, lambda depth: depth) for k in range(len(env.sources))]
         limits = FixedController(Options(), MAX_DEPTH, lambda depth: len(arms) * depth, 1000)
         measured = {n: SECONDS * env.rows[n] * self.random.uniform(0.95, 1.05) for n in ROWS}
-        unit = SECONDS * env.rows[env.batch]
+        forward = ForwardCost(measured if env.measured else None)
         self.controller = AutoController(
-            limits,
-            arms,
-            ForwardCost(measured if env.measured else None),
-            grace_steps * unit,
-            grace_steps * unit,
-            lambda: self.now,
-            seed,
+            limits, arms, forward, grace_steps, grace_steps, 0.0, clock=lambda: self.now, seed=seed
         )
 
     def run(self) -> Outcome:

@@ -6,20 +6,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from outrider.backends.base import Chain
-from outrider.cache.catch_up import CatchUp, Cursor
+from outrider.cache.catch_up import TokenCatchUp
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.noise import stream_of
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit
 from outrider.core.step_input import StepInput
-from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
+from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
+from outrider.draft.draft_model.first import FirstForward, Start
 from outrider.draft.draft_model.intersect import Translated, shared_tokens
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
@@ -35,26 +36,7 @@ from outrider.models.base import Model
 from outrider.models.placement import pick_device, pick_dtype, place
 from outrider.sampling.sampler import Sampler
 
-
-class Start(NamedTuple):
-    """Start of the draft of batch row r: after row `at` of the first forward."""
-
-    r: int
-    budget: Budget
-    at: int
-    view: View
-
-
-class FirstForward(NamedTuple):
-    """The forward that catches up with committed tokens.
-
-    starts: the rows to draft for.  reached: the cursors of all rows, and the number of their positions with
-    K/V once the forward is done.
-    """
-
-    step_input: StepInput
-    starts: list[Start]
-    reached: list[tuple[Cursor, int]]
+LONGEST = 512  # tokens that a row catches up with in one step
 
 
 class ModelDrafter(Drafter):
@@ -70,12 +52,13 @@ class ModelDrafter(Drafter):
     Options = DraftModelOptions
     decoder: Model | Translated
     max_expansion = 1
+    reads_prompts = True
 
     def __init__(self, options: DraftModelOptions, target: Target) -> None:
         super().__init__(options, target)
         self.window = Window.of(options.draft_kv_budget, options.draft_kv_sink)
         self.itself = options.model == SELF
-        self.catch_up = CatchUp()
+        self.catch_up = TokenCatchUp()
         if self.itself:
             self.decoder, self.sampler = target.decoder, target.sampler
             self.vocabulary, self.context = target.vocabulary, target.max_len
@@ -127,11 +110,18 @@ class ModelDrafter(Drafter):
         return depth * siblings
 
     def propose(self, batch: Batch) -> Draft:
+        if self._idle(batch):
+            return Draft([EMPTY_TREE] * len(batch))
         first = self._catch_up(batch)
         trees = self._draft(batch, first) if first.step_input.length else {}
         for cursor, end in first.reached:  # only now: a step that raises has to catch up again
             cursor.reach(end)
         return Draft([trees.get(r, EMPTY_TREE) for r in range(len(batch))])
+
+    def _idle(self, batch: Batch) -> bool:
+        """Whether no row drafts, computes its prompt, or is new."""
+        places = self.catch_up.places
+        return all(not step.budget.nodes and step.known == 1 and step.row in places for step in batch)
 
     # ---- catch-up
 
@@ -148,8 +138,10 @@ class ModelDrafter(Drafter):
             cursor = None if self.itself else self.catch_up.cursor(row, start)
             done = start if cursor is None else min(cursor.filled, start)
             depth = min(budget.depth, self.context - end) if budget.nodes else 0
-            if end > self.context or not self._takes_part(depth, step.known):
+            if end > self.context or not self._takes_part(row, depth, step.known):
                 continue
+            if end - done > max(step.known, LONGEST):  # too far behind: this step catches up only
+                end, depth = done + LONGEST, 0
             assert row.table is not None
             tokens, adapter = self._in_vocabulary(row.tokens[done:end]), row.adapter if self.itself else None
             view = self.window.read(first.step_input, row.table.slots, done, tokens, budget.nodes, adapter)
@@ -159,12 +151,14 @@ class ModelDrafter(Drafter):
                 first.starts.append(Start(r, budget.within(depth=depth), first.step_input.length - 1, view))
         return first
 
-    def _takes_part(self, depth: int, known: int) -> bool:
+    def _takes_part(self, row: Row, depth: int, known: int) -> bool:
         """Whether a row is in the first forward: if it is drafted for, or computes a chunk of its prompt.
 
         The target as its own draft has nothing to catch up with, so it skips prompts.
         """
-        return known == 1 and depth > 0 if self.itself else known > 1 or depth > 0
+        if self.itself:
+            return known == 1 and depth > 0
+        return depth > 0 or (known > 1 and not row.left_out.issuperset(self.sources))
 
     def _in_vocabulary(self, tokens: list[int]) -> list[int]:
         """The tokens with id 0 for those that only the target has."""
@@ -334,7 +328,7 @@ class ModelDrafter(Drafter):
             self.staged.forget(row, reason)
 
     def filled(self, row: Row) -> int:
-        return self.catch_up.filled(row)
+        return row.computed if self.itself else self.catch_up.share(row)
 
 
 def _chain_tree(tokens: list[int], probs: Tensor | None) -> DraftTree:

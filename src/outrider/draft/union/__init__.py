@@ -22,7 +22,7 @@ from outrider.control.plan import Arm
 from outrider.core.noise import mix
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
-from outrider.core.tree import NO_BUDGET, ROOT, Draft, DraftTree
+from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Draft, DraftTree
 from outrider.core.validate import Kind, check_fields, optional, whole
 from outrider.draft.union.merge import Merged, merge
 from outrider.drafting.base import Drafter, Storage, Target
@@ -94,7 +94,7 @@ class Union(Drafter):
         self.depth = max(self.depths)
         self.needs = reduce(or_, (drafter.needs for drafter in self.drafters), Needs())
         self.drafts: list[Draft] = []  # of this step, by drafter
-        self.merged: list[Merged] = []  # of this step, by row
+        self.merged: list[Merged] = []  # of this step, by row; none without draft tokens
 
     def _add(self, factory: Factory, depth: int | None = None) -> None:
         """Add a drafter.  Mixing the number keeps the streams of nested drafters apart, too."""
@@ -132,7 +132,7 @@ class Union(Drafter):
 
     def arms(self, depth: int) -> list[Arm]:
         return [
-            Arm(drafter.sources, min(depth, own), drafter.size)
+            Arm(drafter.sources, min(depth, own), drafter.size, drafter.reads_prompts)
             for drafter, own in zip(self.drafters, self.depths)
         ]
 
@@ -168,6 +168,9 @@ class Union(Drafter):
         return drafter.propose(batch.within(budgets))
 
     def _merge(self, batch: Batch) -> Draft:
+        if not any(tree.tokens for own in self.drafts for tree in own.trees):
+            self.merged = []
+            return Draft([EMPTY_TREE] * len(batch))
         trees_of_rows = zip(*(own.trees for own in self.drafts))
         first = [0, *itertools.accumulate(len(drafter.sources) for drafter in self.drafters)]
         self.merged = [merge(trees, step.budget.nodes, first) for trees, step in zip(trees_of_rows, batch)]
@@ -175,9 +178,13 @@ class Union(Drafter):
 
     def observe(self, commit: Commit) -> None:
         for k, drafter in enumerate(self.drafters):
+            if not self.merged and drafter.needs.topk == self.needs.topk:
+                drafter.observe(commit)  # of no drafts every drafter sees the same
+                continue
             steps = []
-            for step, merged, tree in zip(commit.batch, self.merged, self.drafts[k].trees):
-                steps.append(part(step, tree, after_trim(step, merged.node_of[k]), drafter.needs.topk))
+            for r, (step, tree) in enumerate(zip(commit.batch, self.drafts[k].trees)):
+                verified = after_trim(step, self.merged[r].node_of[k]) if self.merged else {}
+                steps.append(part(step, tree, verified, drafter.needs.topk))
             drafter.observe(commit._replace(batch=Batch(steps, prefill=commit.batch.prefill)))
 
     def forget(self, row: Row, reason: str) -> None:

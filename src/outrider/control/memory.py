@@ -1,0 +1,98 @@
+"""What a controller has learned of its drafters, as JSON: kept for the next start of the same engine.
+
+Old evidence is a prior: it counts for at most `MOST` asks, so that other texts soon outweigh it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple
+from typing import Any, NamedTuple, Protocol
+
+from outrider.control.acceptance import LEVELS, Calibration, Reach
+from outrider.control.cost import DraftCost
+from outrider.control.prefill import ChunkCost
+
+MOST = 64.0
+EVERY = 10.0  # seconds
+
+
+class Memory(Protocol):
+    """Where JSON is kept."""
+
+    def read(self) -> Any:
+        """None if there is nothing."""
+
+    def write(self, value: Any) -> None: ...
+
+
+class Learned(NamedTuple):
+    """Acceptance over all requests, and costs, of every drafter.
+
+    reading: seconds for a token of a prompt.
+    """
+
+    calibration: Calibration
+    reach: Sequence[Reach]
+    drafting: DraftCost
+    reading: list[float]
+
+    def written(self) -> dict[str, Any]:
+        return {
+            "calibration": [[key, *cell] for key, cell in self.calibration.cells.items()],
+            "reach": [_of_reach(reach) for reach in self.reach],
+            "costs": [[*key, *astuple(line[0])] for key, line in self.drafting.lines.items()],
+            "reading": self.reading,
+        }
+
+
+def learned(found: Any, drafters: int, plain: float) -> Learned:
+    """What was `written` of so many drafters; nothing for anything else.  plain: seconds of a plain step."""
+    drafting = DraftCost(plain)
+    with suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):
+        reach = [_reach(part) for part in found["reach"]]
+        reading = [_count(seconds) for seconds in found["reading"]]
+        if len(reach) == len(reading) == drafters:
+            calibration = _calibration(found)
+            costs = {(int(k), int(rows)): ChunkCost(*map(_count, line)) for k, rows, *line in found["costs"]}
+            drafting.lines = {key: (cost, *cost.line()) for key, cost in costs.items()}
+            return Learned(calibration, reach, drafting, reading)
+    return Learned(Calibration(), [Reach() for _ in range(drafters)], drafting, [0.0] * drafters)
+
+
+def _calibration(found: Mapping[str, Any]) -> Calibration:
+    made = Calibration()
+    for key, *cell in found["calibration"]:
+        accepted, rejected = map(_count, cell)
+        part = min(1.0, MOST / max(1.0, accepted + rejected))
+        made.cells[int(key)] = [part * accepted, part * rejected]
+    return made
+
+
+def _of_reach(reach: Reach) -> dict[str, Any]:
+    unit = 1 / reach.weight
+    return {
+        "hits": [unit * hits for hits in reach.hits],
+        "misses": [unit * misses for misses in reach.misses],
+        "per_level": reach.per_level,
+        "asked": reach.asked,
+    }
+
+
+def _reach(found: Mapping[str, Any]) -> Reach:
+    made = Reach()
+    hits, misses = ([_count(n) for n in found[key]] for key in ("hits", "misses"))
+    if not len(hits) == len(misses) == LEVELS:
+        raise ValueError(f"{len(hits)} levels instead of {LEVELS}")
+    part = min(1.0, MOST / max(1.0, hits[0] + misses[0]))
+    made.hits, made.misses = [part * n for n in hits], [part * n for n in misses]
+    made.per_level, made.asked = _count(found["per_level"]), int(_count(found["asked"]))
+    return made
+
+
+def _count(value: Any) -> float:
+    number = float(value)
+    if not 0 <= number < 1e12:
+        raise ValueError(f"{value!r} is no count")
+    return number

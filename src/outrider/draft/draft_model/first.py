@@ -1,0 +1,31 @@
+"""The first forward of a step of a draft model, which catches up with committed tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from outrider.cache.catch_up import Place
+from outrider.core.step_input import StepInput
+from outrider.core.tree import Budget
+from outrider.drafting.view import View
+
+
+class Start(NamedTuple):
+    """Start of the draft of batch row r: after row `at` of the first forward."""
+
+    r: int
+    budget: Budget
+    at: int
+    view: View
+
+
+class FirstForward(NamedTuple):
+    """The forward that catches up with committed tokens.
+
+    starts: the rows to draft for.  reached: the cursors of all rows, and the number of their positions with
+    K/V once the forward is done.
+    """
+
+    step_input: StepInput
+    starts: list[Start]
+    reached: list[tuple[Place, int]]

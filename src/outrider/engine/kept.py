@@ -1,0 +1,51 @@
+"""Small measured facts kept on disk between starts, in the folder of the compiled kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.backends.cpu.build import BuildError, cache_folder, processor
+from outrider.version import VERSION
+
+log = logging.getLogger("outrider")
+
+
+class Kept:
+    """JSON in a file named by a hash of `about`, of the machine, its threads and the version.
+
+    It is for what may be lost: an unreadable file counts as none, and one that cannot be written is logged
+    once.  path: None where nothing can be kept.
+    """
+
+    def __init__(self, kind: str, *about: Any) -> None:
+        parts = VERSION, platform.node(), sorted(processor()), os.cpu_count(), torch.get_num_threads(), *about
+        name = f"{kind}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.json"
+        self.path: Path | None = None
+        with suppress(BuildError):
+            self.path = cache_folder(os.environ) / name
+
+    def read(self) -> Any:
+        """None if there is nothing."""
+        with suppress(OSError, ValueError, RecursionError):
+            return json.loads(self.path.read_text()) if self.path is not None else None
+        return None
+
+    def write(self, value: Any) -> None:
+        if self.path is None:
+            return
+        made = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            made.write_text(json.dumps(value))
+            made.replace(self.path)
+        except OSError as error:
+            log.warning("what was measured is not kept for the next start: %s", error)
+            self.path = None

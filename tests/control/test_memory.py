@@ -1,0 +1,84 @@
+"""What was learned of drafters is there at the next start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.control.acceptance import key_of
+from outrider.control.auto import AutoController
+from outrider.control.memory import MOST, learned
+
+KEY = key_of(1, 2, 0.9)
+
+
+def kept() -> Any:
+    """Of one drafter, through JSON."""
+    made = learned(None, 1, 1e-3)
+    for accepted in (True, True, True, False) * 100:
+        made.calibration.learn(KEY, accepted)
+        made.reach[0].learn(2, True, 1.0)
+    made.drafting.learn(0, 1, 4, 0.002)
+    made.reading[0] = 1e-5
+    return json.loads(json.dumps(made.written()))
+
+
+def test_acceptance_and_costs_are_those_that_were_learned() -> None:
+    found = learned(kept(), 1, 1e-3)
+    assert found.calibration.probability(KEY) == pytest.approx(0.75, abs=0.03)
+    means = found.reach[0].estimates[0]
+    assert means[0] > 0.9 and means[1] > 0.9 and means[2] < 0.1
+    assert found.drafting.expected(0, 1, 4) == pytest.approx(0.002, rel=0.05) and found.reading == [1e-5]
+
+
+def test_old_evidence_gives_way_to_new() -> None:
+    found = learned(kept(), 1, 1e-3)
+    assert sum(found.calibration.cells[KEY]) == pytest.approx(MOST)
+    for _ in range(int(MOST)):
+        found.reach[0].learn(0, True, 1.0)
+    assert found.reach[0].estimates[0][0] < 0.6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reach": []},
+        {"reach": [{"hits": [1.0]}]},
+        {"calibration": [[1, -1.0, 2.0]]},
+        {"calibration": [["x", 1.0, 2.0]]},
+        {"costs": [[0, 0, float("nan"), 1, 1, 1, 1]]},
+        {"costs": 7},
+        {"reading": [1e-5, 1e-5]},
+    ],
+)
+def test_what_is_broken_counts_as_nothing(change: dict[str, Any]) -> None:
+    found = learned({**kept(), **change}, 1, 1e-3)
+    assert not found.calibration.cells and not found.reach[0].asked and not found.drafting.lines
+    assert learned([1, 2], 1, 1e-3).reading == [0.0]
+
+
+def test_a_new_engine_begins_with_the_evidence_of_the_last_one(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    config: dict[str, Any] = {"method": "ngram", "adaptive": True}
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    llm = LLM(str(tiny), speculative_config=config)
+    llm.generate({"prompt_token_ids": [5, 6, 7] * 4}, params)
+    asked = [reach.asked for reach in _controller(llm).evidence.reach]
+    assert sum(asked) > 0
+    again = _controller(LLM(str(tiny), speculative_config=config)).evidence
+    assert [reach.asked for reach in again.reach] == asked
+    other = _controller(LLM(str(tiny), speculative_config={**config, "prompt_lookup_max": 2})).evidence
+    assert not other.reach[0].asked
+
+
+def _controller(llm: LLM) -> AutoController:
+    controller = llm.engine.controller
+    assert isinstance(controller, AutoController)
+    return controller
