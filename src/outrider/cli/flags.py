@@ -301,10 +301,7 @@ def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Map
             engine["max_model_len"] = context
     device = engine.get("device") or "auto"
     if engine.get("gpu_layers") and pick_device(device).type == "cpu":
-        note(
-            f"-ngl {engine.pop('gpu_layers')} does nothing here: the device is a CPU, and all layers are "
-            "there."
-        )
+        note(f"-ngl {engine.pop('gpu_layers')} does nothing here: all layers are on the CPU.")
     config = None if config is None else dict(config)
     own = (config or {}).get("draft_device") or "auto"
     if (
