@@ -42,7 +42,7 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
     assert detect(folder) == "mtp"
     drafter = Mtp(Mtp.Options(model=folder), toy.engine.target)
     ids, f, outer = [5, 9, 400, 3, 77, 12, 8], torch.randn(7, HIDDEN), TargetWeights.of(toy.engine.decoder)
-    step_input, pool = StepInput(), drafter.net.pool(64)
+    step_input, pool = StepInput(), drafter.net.stack.pool(64)
     step_input.chain(array("i", range(1, 40)), 0, ids)
     out = drafter.net.forward(step_input.build(), pool, drafter.net.from_states(f))
     expected = naive(w, 0, outer.embedding[ids], f, paired=kind == "ernie")
@@ -252,7 +252,7 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
     step_input.chain(array("i", range(1, 40)), 0, ids)
     with torch.no_grad():
         again, normed = network(TargetWeights.of(toy.engine.decoder).embedding[ids], f)
-    o = drafter.net.forward(step_input.build(), drafter.net.pool(64), f)
+    o = drafter.net.forward(step_input.build(), drafter.net.stack.pool(64), f)
     assert torch.allclose(drafter.net.from_output(o), again, atol=1e-4) and torch.allclose(
         drafter.net.normed(o), normed, atol=1e-4
     )

@@ -135,7 +135,7 @@ def naive(
 def packed(llm: LLM, folder: str, states: Tensor, **options: Any) -> tuple[Any, Tensor]:
     """The network of a file, and the same logits by it."""
     net: Any = Eagle3(Eagle3.Options(model=folder, **options), llm.engine.target).net
-    pool, table, step_input = net.pool(16), array("i", range(1, 16)), StepInput()
+    pool, table, step_input = net.stack.pool(16), array("i", range(1, 16)), StepInput()
     step_input.chain(table, 0, TEXT[1 : PAIRS + 1])
     o = net.forward(step_input.build(), pool, net.from_states(states.clone()))[-1:]
     output = [net.logits(o)]

@@ -32,6 +32,10 @@ class Net:
 
     taps, ids, slot_bytes = (FINAL,), None, Pool.bytes_per_slot(1, 1, WIDE, torch.float32)
 
+    @property
+    def stack(self) -> Net:
+        return self
+
     def pool(self, slots: int) -> Pool:
         return Pool(1, 1, WIDE, slots, torch.float32, torch.device("cpu"))
 

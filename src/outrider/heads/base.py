@@ -34,7 +34,7 @@ from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.layouts import HeadFormat
 from outrider.heads.reader import Reader
-from outrider.heads.trees import TokenTree, grow
+from outrider.heads.trees import TokenTree, frontier_tokens, grow
 from outrider.heads.vocabulary import check_size
 
 FINGERPRINT = "target_fingerprint"  # in the config of a head: `Checkpoint.fingerprint` of its target
@@ -78,7 +78,7 @@ class HeadDrafter(Drafter):
     FORMAT: ClassVar[HeadFormat] = HeadFormat(())
     demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     needs = Needs(states=(FINAL,))
-    pooled: Any = None  # a `Stack` or `Net` with K/V at the target's slots, in a pool of its own
+    pooled: Any = None  # a `Stack` with K/V at the target's slots, in a pool of its own
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target)
@@ -214,11 +214,6 @@ class HeadDrafter(Drafter):
                 self.target.checkpoint.name,
             )
         return head
-
-
-def frontier_tokens(trees: Sequence[TokenTree]) -> list[int]:
-    """The input tokens of the next forward."""
-    return [token for tree in trees for token in tree.frontier_tokens]
 
 
 class StateDrafter(HeadDrafter):

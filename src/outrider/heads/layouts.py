@@ -200,7 +200,7 @@ class HeadFormat:
     """All layouts of a method, and the properties that our names encode.
 
     hidden:     (pattern, axis) of tensors with one axis of the width of the target's states
-    taps:       number of states concatenated along this axis
+    taps:       keys of configs that list the states concatenated along this axis; three if none is there
     vocabulary: patterns of tensors with one row per known token
     numbered:   patterns whose field {i} numbers the draft positions; a head without any is recurrent
     depth:      number of draft positions, where the config states it
@@ -217,7 +217,7 @@ class HeadFormat:
     hidden: tuple[tuple[str, int], ...] = ()
     vocabulary: tuple[str, ...] = ()
     numbered: tuple[str, ...] = ()
-    taps: Callable[[Head], int] = lambda _: 1
+    taps: tuple[str, ...] = ()
     depth: Callable[[Head], int | None] = lambda _: None
     kinds: str = ""
     keys: tuple[str, ...] = ()
@@ -229,6 +229,12 @@ class HeadFormat:
     def layout_of(self, head: Head) -> Layout | None:
         """The first layout that matches a head under its published names; None without a match."""
         return next((layout for layout in self.layouts if layout.found_in(head)), None)
+
+    def tap_count(self, head: Head) -> int:
+        """The number of the target's states that a head reads."""
+        config = flat(head.config)
+        listed = [config[key] for key in self.taps if isinstance(config.get(key), list)]
+        return len(listed[0]) if listed else 3 if self.taps else 1
 
     def named_in(self, config: Mapping[str, Any]) -> bool:
         """Whether a config names the method."""

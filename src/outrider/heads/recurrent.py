@@ -69,13 +69,6 @@ class Net:
     def __init__(self, reader: Reader, target: Target) -> None:
         self.reader, self.head, self.backend, self.model = reader, reader.head, reader.backend, target.decoder
 
-    @property
-    def slot_bytes(self) -> int:
-        return self.stack.slot_bytes
-
-    def pool(self, slots: int) -> Pool:
-        return self.stack.pool(slots)
-
     def from_states(self, states: Tensor) -> Tensor:
         """g for the target's states [n, taps * hidden]."""
         return states
@@ -181,7 +174,8 @@ class Recurrent(HeadDrafter):
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        self.net = self.pooled = self.network()
+        self.net = self.network()
+        self.pooled = self.net.stack
         self.needs = Needs(states=self.net.taps, lookbehind=1)
         self.choose = Chooser(target, self.net.ids)
         self.nodes = target.nodes(options.nodes, 59)

@@ -52,6 +52,11 @@ class TokenTree(LevelTree, Protocol):
     def draft_tree(self) -> DraftTree: ...
 
 
+def frontier_tokens(trees: Sequence[TokenTree]) -> list[int]:
+    """The input tokens of the next forward."""
+    return [token for tree in trees for token in tree.frontier_tokens]
+
+
 T = TypeVar("T", bound=LevelTree)
 
 

@@ -13,7 +13,7 @@ from outrider.checkpoints.heads import Head, PackedTensors
 from outrider.checkpoints.weights import Weights
 from outrider.draft import PLAIN_MODEL, detect, head_methods
 from outrider.errors import ModelError
-from outrider.heads.layouts import HeadFormat, Layout, matching, parse
+from outrider.heads.layouts import HeadFormat, Layout, matching, numbers
 from outrider.inspect.card import count, headers
 
 PACKED = "compressed-tensors"  # type of a quantized weight
@@ -123,16 +123,15 @@ def _refused(head: Head, method: str) -> str | None:
 def _levels(head: Head, ours: Head, head_format: HeadFormat) -> int | None:
     if depth := head_format.depth(head):
         return depth
-    found = (parse(pattern, name) for name in ours for pattern in head_format.numbered)
-    numbers = {values["i"] for values in found if values}
+    stored = len(numbers(ours, *head_format.numbered))
     announced = _number(head.config, "n_predict")  # tied steps are stored once
-    return announced if len(numbers) <= 1 and announced else len(numbers) or None
+    return announced if stored <= 1 and announced else stored or None
 
 
 def _hidden(head: Head, ours: Head, head_format: HeadFormat) -> int | None:
     for pattern, axis in head_format.hidden:
         for name in matching(ours, pattern):
-            return ours.shape(name)[axis] // head_format.taps(head)
+            return ours.shape(name)[axis] // head_format.tap_count(head)
     return _number(head.config, "hidden_size")
 
 

@@ -34,12 +34,14 @@ class Method:
     wanted: the target's states that it reads.  logits: whether the loss reads the target's logits.
     base_rate: peak learning rate for a hidden size of `WIDTH`, that of the publication if it names one.
     drafts: speculative_config of evaluations, besides the model and its depth.
+    export: `exported` of the method's layouts; None for a method with one layout.
     """
 
     Options: ClassVar[type[TrainOptions]] = TrainOptions
     base_rate: ClassVar[float] = 1e-4
     logits: ClassVar[bool] = True
     drafts: ClassVar[Mapping[str, Any]] = {"tree": "chain"}
+    export: staticmethod[..., Files] | None = None
     wanted: tuple[int, ...] = (FINAL,)
 
     def __init__(self, options: Any, target: Target, counts: Tensor) -> None:
@@ -61,7 +63,9 @@ class Method:
 
     def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
         """The same in another published layout."""
-        raise ConfigError(f"format {layout!r}: heads of this method have one layout, leave it out.")
+        if self.export is None:
+            raise ConfigError(f"format {layout!r}: heads of this method have one layout, leave it out.")
+        return self.export(config, tensors, layout)
 
     def files(self) -> Files:
         """Config and tensors in the reference's layout; tied tensors are there once."""

@@ -43,7 +43,7 @@ from outrider.heads.layouts import flat
 from outrider.heads.outer import embed, lm_logits, own_embedding, own_lm_head
 from outrider.heads.ranks import RankAccuracy
 from outrider.heads.templates import chain_paths
-from outrider.heads.trees import BlockTree
+from outrider.heads.trees import BlockTree, frontier_tokens
 from outrider.heads.vocabulary import target_ids
 
 RANKS, MAX_NODES = 8, 1024
@@ -163,8 +163,7 @@ class DFlash(HeadDrafter):
             counts = [len(tree.frontier) for tree in trees]
             biases: Sequence[Tensor | None] = [None] * len(trees)
             if self.markov is not None:
-                tokens = [token for tree in trees for token in tree.frontier_tokens]
-                biases = torch.split(self._markov_bias(tokens, *self.markov), counts)
+                biases = torch.split(self._markov_bias(frontier_tokens(trees), *self.markov), counts)
             for tree, bias in zip(trees, biases):
                 tree.add_biased_level(self.choose, bias)
             trees = [tree for tree in trees if tree.frontier]

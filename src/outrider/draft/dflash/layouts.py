@@ -25,7 +25,7 @@ from typing import Any
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import whole
 from outrider.errors import ModelError
-from outrider.heads.layouts import BLOCK_NAMES, UNCHANGED, HeadFormat, Layout, flat
+from outrider.heads.layouts import BLOCK_NAMES, UNCHANGED, HeadFormat, Layout, flat, numbers
 from outrider.heads.outer import checked_taps
 
 ARCHITECTURE, TYPE, SPARK = "DFlashDraftModel", "dflash", "dspark"
@@ -45,12 +45,6 @@ PREFIXES = ("model.", "draft_model.")
 
 def _of_speculators(head: Head) -> bool:
     return "speculators_model_type" in head.config
-
-
-def _tap_count(head: Head) -> int:
-    """The number of the target's states that `fc` reads: three unless the config lists them."""
-    config = flat(head.config)
-    return next((len(config[key]) for key in TAPS if isinstance(config.get(key), list)), 3)
 
 
 def _block_depth(head: Head) -> int | None:
@@ -93,12 +87,7 @@ class BlockLayout:
 
         Raises ModelError for a config that does not fit the tensors or the target.
         """
-        config, layers = head.config, len({name.split(".")[1] for name in head if name.startswith("layers.")})
-        if not config.get("is_neox_style", True):
-            raise ModelError(
-                f"{head.name!r} rotates its heads in neighbouring pairs (is_neox_style false), "
-                "which is not supported."
-            )
+        config, layers = head.config, len(numbers(head, "layers.{i}.{rest}"))
         kinds = config.get("layer_types") or []
         if SLIDING not in kinds:
             kinds = [SLIDING if config.get("use_swa") else "full_attention"] * layers
@@ -132,12 +121,11 @@ def from_anchor(head: Head) -> bool:
 
 def _causal(config: Mapping[str, Any], sliding: bool) -> bool:
     """Whether the rows of a layer attend to their block up to themselves only."""
-    for key in ("is_causal", "causal"):
-        if key in config:
-            return bool(config[key])
-    if "speculators_model_type" in config:  # older files lack the key and are non-causal
-        return sliding and not config.get("sliding_window_non_causal", True)
-    return sliding
+    given = config.get("is_causal", config.get("causal"))
+    if given is not None:
+        return bool(given)
+    silent = "speculators_model_type" in config  # older files lack the key and are non-causal
+    return sliding and not config.get("sliding_window_non_causal", silent)
 
 
 def _taps(head: Head, target_layers: int, layers: int, offset: int | None) -> tuple[int, ...]:
@@ -155,6 +143,8 @@ def spread(target_layers: int, taps: int) -> list[int]:
 
 
 def _refused(head: Head) -> str:
+    if not head.config.get("is_neox_style", True):
+        return "it rotates its heads in neighbouring pairs (is_neox_style false)"
     kind = head.config.get("markov_head_type", "vanilla")
     gated = kind != "vanilla" and any(name.endswith("markov_w1.weight") for name in head)
     return f"it has a {kind} Markov head; only a vanilla one is" if gated else ""
@@ -173,7 +163,7 @@ FORMAT = HeadFormat(
     ),
     hidden=(("fc.weight", 1),),
     vocabulary=("lm_head.weight",),
-    taps=_tap_count,
+    taps=TAPS,
     depth=_block_depth,
     known=rf"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_w[12])\.(weight|bias)|d2t|t2d|"
     rf"layers\.\d+\.({BLOCK_NAMES})",

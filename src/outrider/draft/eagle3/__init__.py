@@ -80,18 +80,16 @@ class Packed(Net):
                 f"{head.name!r} does not fit the target: it has no fc, a width of {self.hidden}, and "
                 f"the target {width}."
             )
-        self.norm_taps = None
-        if head.config.get("fc_norm") or "fc_norm.0.weight" in head:
-            each = torch.cat([reader.vector(f"fc_norm.{i}.weight", width) for i in range(len(taps))])
-            self.norm_taps = torch.ones(width, device=each.device), each
+        normed = len(taps) if head.config.get("fc_norm") or "fc_norm.0.weight" in head else 0
+        self.norm_taps = [reader.vector(f"fc_norm.{i}.weight", width) for i in range(normed)]
         before = bool(head.config.get("norm_before_fc")) or "input_norm.weight" in head
         self.norm_fc = reader.vector("input_norm.weight", wide) if before else None
 
     def from_states(self, states: Tensor) -> Tensor:
         run, eps, x = self.backend, self.stack.sizes.eps, states.contiguous()
-        if self.norm_taps is not None:
-            each, together = self.norm_taps
-            x = (run.rms_norm(x.view(-1, len(each)), each, eps).view(len(x), -1) * together).to(x.dtype)
+        if self.norm_taps:
+            parts = zip(x.chunk(len(self.norm_taps), dim=-1), self.norm_taps)
+            x = torch.cat([run.rms_norm(part.contiguous(), norm, eps) for part, norm in parts], dim=-1)
         if self.norm_fc is not None:
             x = run.rms_norm(x, self.norm_fc, eps)
         return x if self.fc is None else run.linear(x, self.fc)

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
 from outrider.errors import ConfigError, unknown
-from outrider.heads.layouts import UNCHANGED, HeadFormat, Layout, flat, speculators_config
+from outrider.heads.layouts import UNCHANGED, HeadFormat, Layout, speculators_config
 from outrider.heads.outer import checked_taps
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # of SpecForge's and SGLang's files
@@ -48,12 +48,6 @@ SGLANG = Layout(
 REFERENCE = Layout("reference", ("midlayer.hidden_norm.weight",), (FIRST, *REST), ("model.",))
 
 
-def _tap_count(head: Head) -> int:
-    """The number of the target's states that `fc` reads: three unless the config lists them."""
-    listed = flat(head.config).get(TAPS)
-    return len(listed) if isinstance(listed, list) else 3
-
-
 def _refused(head: Head) -> str:
     parallel = "mask_hidden" in head or head.config.get("speculators_model_type") == "peagle"
     return "it is a P-EAGLE head (parallel drafting, mask_hidden); take an EAGLE-3 head" if parallel else ""
@@ -63,7 +57,7 @@ FORMAT = HeadFormat(
     (SGLANG, VLLM, REFERENCE),
     hidden=(("fc.weight", 1),),
     vocabulary=("lm_head.weight",),
-    taps=_tap_count,
+    taps=(TAPS,),
     kinds=".*Eagle3.*|eagle3",
     refused=_refused,
 )

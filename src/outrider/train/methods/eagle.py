@@ -5,16 +5,13 @@ The two share their weights and differ in the draft tree only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import ClassVar
 
 from outrider.core.validate import FLAG, optional
 from outrider.draft.eagle.layouts import exported
 from outrider.draft.eagle.network import Network
-from outrider.train.base import Files, Method
+from outrider.train.base import Method
 from outrider.train.options import COUNT, TrainOptions
 
 
@@ -28,10 +25,8 @@ class Eagle(Method):
         inner: int | None = None
         bias: bool = False
 
+    export = staticmethod(exported)
     base_rate = 3e-5
 
     def build(self) -> Network:
         return Network(self.sizes, self.target.decoder.spec.vocabulary, bias=self.options.bias)
-
-    def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
-        return exported(config, tensors, layout)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from outrider.core.validate import Kind, optional
 from outrider.draft.eagle3.layouts import default_taps, exported
 from outrider.draft.eagle3.network import Network
 from outrider.errors import ConfigError
-from outrider.train.base import Files, Method
+from outrider.train.base import Method
 from outrider.train.options import COUNT, POSITIVE, TAPS, TrainOptions
 
 OBJECTIVE = Kind("kl or acceptance", lambda value: value in ("kl", "acceptance"))
@@ -45,6 +45,7 @@ class Eagle3(Method):
         taps: Sequence[int] | None = None
         inner: int | None = None
 
+    export = staticmethod(exported)
     base_rate = 1e-4
 
     def build(self) -> Network:
@@ -62,9 +63,6 @@ class Eagle3(Method):
         )
         network.lm_head.weight.data.copy_(self.outer.lm_head[network.ids])
         return network
-
-    def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
-        return exported(config, tensors, layout)
 
 
 def within(taps: Sequence[int], layers: int) -> tuple[int, ...]:

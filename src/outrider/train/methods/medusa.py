@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
-
-from torch import Tensor
 
 from outrider.core.validate import FLAG
 from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network
-from outrider.train.base import Files, Method
+from outrider.train.base import Method
 from outrider.train.options import COUNT, TrainOptions
 
 
@@ -28,6 +25,7 @@ class Medusa(Method):
         blocks: int = 1
         own: bool = True
 
+    export = staticmethod(exported)
     base_rate = 1e-3
     logits = False
 
@@ -37,6 +35,3 @@ class Medusa(Method):
 
     def speculation(self, folder: Any, depth: int) -> dict[str, Any]:
         return super().speculation(folder, min(depth, self.options.heads))
-
-    def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
-        return exported(config, tensors, layout)

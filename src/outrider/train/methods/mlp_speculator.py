@@ -6,17 +6,14 @@ answers: two runs, the second with `init`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from outrider.core.validate import FLAG, optional
 from outrider.draft.mlp_speculator.layouts import exported
 from outrider.draft.mlp_speculator.network import Network
-from outrider.train.base import Files, Method
+from outrider.train.base import Method
 from outrider.train.options import COUNT, TrainOptions
 
 
@@ -39,6 +36,7 @@ class MlpSpeculator(Method):
         tie_weights: bool = True
         scale_input: bool = True
 
+    export = staticmethod(exported)
     base_rate = 1e-3
     logits = False
     drafts: ClassVar = {}
@@ -52,6 +50,3 @@ class MlpSpeculator(Method):
 
     def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
         return super().speculation(folder, min(depth, self.options.n_predict))
-
-    def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
-        return exported(config, tensors, layout)

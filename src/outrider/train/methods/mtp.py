@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import ClassVar
 
 from outrider.core.step import FINAL
 from outrider.core.validate import FLAG, optional
 from outrider.draft.mtp.layouts import exported
 from outrider.draft.mtp.network import Network
-from outrider.train.base import Files, Method
+from outrider.train.base import Method
 from outrider.train.options import COUNT, TrainOptions
 
 
@@ -30,6 +27,7 @@ class Mtp(Method):
         prenorm: bool = False
         inner: int | None = None
 
+    export = staticmethod(exported)
     base_rate = 1e-4
 
     def build(self) -> Network:
@@ -37,6 +35,3 @@ class Mtp(Method):
         self.wanted = (spec.layers if options.prenorm else FINAL,)
         steps = max(options.test_steps, options.layers)
         return Network(self.sizes, spec.vocabulary, spec.layers, options.layers, steps, options.prenorm)
-
-    def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
-        return exported(config, tensors, layout)
