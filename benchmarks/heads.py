@@ -101,7 +101,7 @@ def level_ms(
 ) -> dict[str, float]:
     """swept: bytes that the sweep reads."""
     net, hidden, ids = drafter.net, drafter.hidden, drafter.choose.ids
-    pool, table, g = net.pool(TEXT + rows), array("i", range(TEXT + rows)), torch.randn(rows, hidden)
+    pool, table, g = net.stack.pool(TEXT + rows), array("i", range(TEXT + rows)), torch.randn(rows, hidden)
     times, sweeps = [], []
     for _ in range(repeats):
         sweeps.append(milliseconds(sweep))
