@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from helpers import answer
 from interpreted import DEVICE, needs_triton
-from torch.overrides import TorchFunctionMode
+from syncs import Syncs
 
 from outrider import LLM, SamplingParams
 from outrider.errors import ConfigError
@@ -66,23 +65,6 @@ def test_triton_kernels_give_the_tokens_of_the_reference(
     reference = LLM(small, device="cpu")
     expected = [answer(reference, prompt, p).outputs for prompt, p in zip(PROMPTS, PARAMS)]
     assert [visible_parts(o) for o in plain] == [visible_parts(o) for o in expected]
-
-
-class Syncs(TorchFunctionMode):
-    """Records what would wait for a device: numbers that Python reads from a tensor."""
-
-    NAMES = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        masks = name == "__getitem__" and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool
-        if name in self.NAMES or masks or (name == "to" and "cpu" in args):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def test_trees_leave_the_tokens_unchanged_with_one_read_a_step(llm: LLM, plain: list[Any]) -> None:

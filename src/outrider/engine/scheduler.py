@@ -27,6 +27,8 @@ from outrider.engine.adapters import Adapters
 from outrider.engine.detokenizer import Detokenizer, find_stop
 from outrider.errors import RequestError
 
+NO_PREFILL = PrefillBudget(0)
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -97,7 +99,7 @@ class Scheduler:
                 decodes += 1
                 drafting += row.params.speculate
         prefilling = self.waiting or decodes < len(self.running)
-        budget = self._prefill_budget(decodes, drafting) if prefilling else PrefillBudget(0)
+        budget = self._prefill_budget(decodes, drafting) if prefilling else NO_PREFILL
         for row in list(self.running):
             if row.table is None:
                 continue  # it has just been preempted

@@ -60,12 +60,13 @@ def in_turn(method: Callable[[E], T]) -> Callable[[E], T]:
 
     @wraps(method)
     def run(self: E) -> T:
-        self.turn.refuse_reentry()
-        with self.turn.lock:
-            self.turn.owner = threading.get_ident()
+        turn = self.turn
+        turn.refuse_reentry()
+        with turn.lock:
+            turn.owner = threading.get_ident()
             try:
                 return method(self)
             finally:
-                self.turn.owner = None
+                turn.owner = None
 
     return run

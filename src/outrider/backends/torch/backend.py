@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.backends import candidates
+from outrider.backends import candidates, rules
 from outrider.backends.base import AttentionShape, Backend, DecoderLayer, ModelShape, ScoreModifier
-from outrider.backends.rules import TreeVerifier
 from outrider.backends.torch import attention, sampling
 from outrider.backends.torch.attention import Group
+from outrider.backends.torch.verifier import TreeVerifier
 from outrider.cache.pool import Pool
 from outrider.core import lora
 from outrider.core import stop_rule as stop_rules
@@ -60,12 +60,13 @@ class TorchBackend:
     """`Backend` without its optional parts."""
 
     fused = None
-    verifier: TreeVerifier | None = None
     distributions = None
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.activations = dtype
+        # a CPU picks along the path only
+        self.verifier: rules.TreeVerifier | None = None if device.type == "cpu" else TreeVerifier()
         onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self.onednn = onednn and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
         self.exact = self.onednn

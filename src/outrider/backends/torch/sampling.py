@@ -14,6 +14,10 @@ from torch import Tensor
 from outrider.core.noise import gumbel
 from outrider.core.params import DistributionParams
 
+# Numbers to sort before the whole vocabulary, which would take the longest by far on a CPU.  On a device, to
+# see whether they suffice would stop the host.
+FIRST_LOOKS = {"cpu": (256, 4096)}
+
 
 def below(logits: Tensor, distribution: DistributionParams) -> Tensor:
     """Distance of each of the logits [V] from the best, at temperature; -inf where a filter removes a token.
@@ -28,15 +32,19 @@ def below(logits: Tensor, distribution: DistributionParams) -> Tensor:
     if 0 < distribution.top_k < low.numel():
         low = low.masked_fill(low < low.topk(distribution.top_k).values[-1], float("-inf"))
     if distribution.top_p < 1:
-        whole = low.exp().double().sum()
-        for most in (256, 4096, low.numel()):  # a sort of the whole vocabulary would take the longest by far
-            best = low.topk(min(most, low.numel())).values
-            mass = best.exp().double()
-            if mass.sum() >= distribution.top_p * whole:
-                break
-        last = best[mass.cumsum(0) - mass < distribution.top_p * whole].min()
-        low = low.masked_fill(low < last, float("-inf"))
+        low = low.masked_fill(low < _last_of_nucleus(low, distribution.top_p), float("-inf"))
     return low
+
+
+def _last_of_nucleus(low: Tensor, top_p: float) -> Tensor:
+    """The smallest of the numbers that top_p keeps."""
+    whole = low.exp().double().sum()
+    for most in (*FIRST_LOOKS.get(low.device.type, ()), low.numel()):
+        best = low.topk(min(most, low.numel())).values
+        mass = best.exp().double()
+        if most >= low.numel() or mass.sum() >= top_p * whole:
+            break
+    return best.masked_fill(mass.cumsum(0) - mass >= top_p * whole, float("inf")).min()
 
 
 def filtered(logits: Tensor, distribution: DistributionParams) -> Tensor:
@@ -63,6 +71,23 @@ def probabilities(logits: Tensor, distribution: DistributionParams) -> Tensor | 
     return below(logits, distribution).double().softmax(-1)
 
 
+def with_float64(logits: Tensor) -> Tensor:
+    """Logits on a device that computes in float64: mps does not."""
+    return logits.cpu() if logits.device.type == "mps" else logits
+
+
+def scores(logits: Tensor, distribution: DistributionParams, key: int) -> Tensor:
+    """What `pick` ranks, of logits [V] and a temperature above 0: log p + noise."""
+    return _noisy(below(logits, distribution), distribution, key, None)
+
+
+def _noisy(low: Tensor, distribution: DistributionParams, key: int, ids: Tensor | None) -> Tensor:
+    if distribution.temperature == 0:
+        return low
+    noise = gumbel(key, low.numel() if ids is None else int(ids.max()) + 1, low.device)
+    return low + (noise if ids is None else noise[ids.long().to(noise.device)])
+
+
 def pick(
     logits: Tensor, distribution: DistributionParams, key: int, k: int, ids: Tensor | None = None
 ) -> tuple[list[int], list[float]]:
@@ -71,12 +96,10 @@ def pick(
     Returns fewer where filters leave fewer.
     ids: token of each entry, if the entries are not the tokens themselves; its noise is used.
     """
+    logits = with_float64(logits)
     if not logits.amax().isfinite():
         return [], []
-    scores = low = below(logits, distribution) if distribution.temperature > 0 else logits.float()
-    if distribution.temperature > 0:
-        noise = gumbel(key, low.numel() if ids is None else int(ids.max()) + 1, low.device)
-        scores = low + (noise if ids is None else noise[ids.long().to(noise.device)])
-    values, order = scores.sort(descending=True, stable=True)
+    low = below(logits, distribution) if distribution.temperature > 0 else logits.float()
+    values, order = _noisy(low, distribution, key, ids).sort(descending=True, stable=True)
     tokens = order[:k][values[:k] > float("-inf")]
     return tokens.tolist(), low.double().softmax(-1)[tokens].tolist()

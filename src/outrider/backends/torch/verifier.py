@@ -1,0 +1,91 @@
+"""Verification of draft trees by `match` on a device: all nodes are picked, and one copy returns the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.backends.rules import Answer
+from outrider.backends.torch import sampling
+from outrider.core.noise import MASK, mix
+from outrider.core.params import DistributionParams
+from outrider.core.tree import ROOT, DraftTree
+
+
+class _Query(NamedTuple):
+    key: int
+    root: int
+    distribution: DistributionParams
+    stream: int
+    position: int
+    tree: DraftTree
+
+
+class TreeQueries:
+    """Trees and, after `TreeVerifier.verify`, `picked`: the target's token after every row of the logits.
+
+    A token is -1 where no logit is finite.
+    """
+
+    def __init__(self) -> None:
+        self.trees: list[_Query] = []
+        self.picked: list[int] = []
+
+    def add(
+        self,
+        key: int,
+        root: int,
+        distribution: DistributionParams,
+        stream: int,
+        position: int,
+        tree: DraftTree,
+    ) -> None:
+        self.trees.append(_Query(key, root, distribution, stream, position, tree))
+
+    def read(self) -> Iterator[tuple[int, Answer | None]]:
+        for query in self.trees:
+            yield query.key, self._walk(query)
+
+    def _walk(self, query: _Query) -> Answer | None:
+        tree = query.tree
+        child = dict(zip(zip(tree.parents, tree.tokens), range(tree.size)))
+        accepted, emitted, node = list[int](), list[int](), ROOT
+        while True:
+            token = self.picked[query.root + 1 + node]
+            if token < 0:
+                return None
+            emitted.append(token)
+            if (node, token) not in child:
+                return accepted, emitted
+            node = child[node, token]
+            accepted.append(node)
+
+
+class TreeVerifier:
+    """Nothing but the picked tokens is copied to the host, in one copy."""
+
+    rules = ("match",)
+
+    def queries(self, rule: str) -> TreeQueries:
+        return TreeQueries()
+
+    def verify(self, logits: Tensor, queries: TreeQueries) -> None:
+        logits = sampling.with_float64(logits)
+        tokens = logits.float().argmax(-1)  # the first of equal ones
+        for query in queries.trees:
+            if query.distribution.temperature > 0:
+                for row, key in _keys(query):
+                    tokens[row] = sampling.scores(logits[row], query.distribution, key).argmax()
+        queries.picked = torch.where(logits.amax(-1).isfinite(), tokens, -1).tolist()
+
+
+def _keys(query: _Query) -> Iterator[tuple[int, int]]:
+    """Rows of the logits after the root and each node, and the keys of their noise."""
+    depths = [0]
+    for parent in query.tree.parents[: query.tree.size]:
+        depths.append(depths[parent + 1] + 1)
+    for row, depth in enumerate(depths, query.root):
+        yield row, mix(query.stream + query.position + depth & MASK)
