@@ -1,4 +1,4 @@
-"""Verification of draft trees by `match` on a device: all nodes are picked, and one copy returns the tokens."""
+"""Verification of draft trees by `match` on a device: all nodes are picked, one copy returns the tokens."""
 
 from __future__ import annotations
 
