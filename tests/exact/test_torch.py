@@ -32,7 +32,7 @@ PARAMS = [SamplingParams(max_tokens=10, ignore_eos=True, seed=7, **sampling) for
 
 @pytest.mark.parametrize("method", ["off", "scripted", "ngram"])
 def test_a_device_reads_once_a_step(method: str, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill beside decoding and right tokens inside random trees, greedy and sampled, as a device runs them.
+    """Prefill beside decoding, right tokens inside random trees, greedy and sampled, as on a device.
 
     The only read of a step returns the picked tokens, which are those that a CPU picks one by one.
     """
