@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from outrider.control.evidence import Moment
 from outrider.errors import ConfigError
 
 
@@ -76,6 +78,41 @@ def reliability(points: Mapping[str, Sequence[tuple[float, float, int]]], title:
     axes.set_ylabel("share accepted")
     axes.legend(frameon=False, fontsize=8)
     _save(figure, axes, title, out)
+
+
+def choices(history: Sequence[Moment], title: str, out: Path) -> None:
+    """What an adaptive controller chose over time: steps by drafters, gain, and the ledger of losses.
+
+    history: of `llm.engine.controller.report()["history"]`.
+    """
+    if len(history) < 2:
+        raise ConfigError("there is nothing to draw: few steps, or no adaptive controller.")
+    plt = _pyplot()
+    figure, (top, middle, bottom) = plt.subplots(3, sharex=True, figsize=(7, 6))
+    spans = list(pairwise(history))
+    at = [after.seconds for _, after in spans]
+    names = list(history[-1].steps)
+    counts = [
+        [after.steps.get(name, 0) - before.steps.get(name, 0) for before, after in spans] for name in names
+    ]
+    totals = [max(1, sum(each)) for each in zip(*counts)]
+    shares = [[count / total for count, total in zip(each, totals)] for each in counts]
+    top.stackplot(at, shares, labels=names, step="pre")
+    top.set_ylabel("share of steps")
+    top.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    gains = [
+        (after.plain_seconds - before.plain_seconds) / max(1e-9, after.seconds - before.seconds)
+        for before, after in spans
+    ]
+    middle.step(at, gains, linewidth=1)
+    middle.axhline(1, color="#b8c4ce", linewidth=1)
+    middle.set_ylabel("plain time / time")
+    bottom.step(at, [1e3 * after.loss for _, after in spans], label="loss")
+    bottom.step(at, [1e3 * after.room for _, after in spans], label="may be lost")
+    bottom.set_ylabel("ms")
+    bottom.set_xlabel("seconds")
+    bottom.legend(frameon=False, fontsize=7)
+    _save(figure, top, title, out)
 
 
 def _save(figure: Any, axes: Any, title: str, out: Path) -> None:

@@ -44,6 +44,9 @@ def generate(
     grammar: Grammar = None,
     grammar_file: GrammarFile = None,
     regex: Regex = None,
+    plot_choices: Annotated[
+        Path | None, Option(help="Draw what was chosen over time into a file (PNG, SVG).")
+    ] = None,
     perf: Annotated[bool, Option(" /--no-perf", help="Do not print timings.")] = True,
 ) -> None:
     """Continue a text.  The text is streamed to standard output, timings go to standard error.
@@ -51,8 +54,11 @@ def generate(
     Example:  outrider generate -m builtin -md builtin-draft --draft 3 -p "The future of AI is" -n 64 -s 1
     """
     from outrider.bench.figures import figures
+    from outrider.bench.plot import check_plot, choices
 
     text = read_prompt(prompt, file, escape)
+    if plot_choices is not None:
+        check_plot(plot_choices)
     params = params_of({**sampling, **constraint(json_schema, grammar, grammar_file, regex)})
     began = time.perf_counter()
     llm = load(engine, config_of(speculation, AUTO))
@@ -62,6 +68,10 @@ def generate(
     if perf and last is not None:
         total = time.perf_counter() - began
         typer.echo(f"\n{figures(llm.engine, last, loaded - began, total)}", err=True)
+    if plot_choices is not None:
+        choices(
+            llm.engine.controller.report().get("history", ()), f"{llm.engine.options.model}", plot_choices
+        )
     if interrupted:
         raise typer.Exit(130)
 

@@ -278,6 +278,8 @@ class AutoController:
                 arm.name: reach.report() | evidence.drafting.report(k, pace)
                 for k, (arm, reach) in enumerate(zip(self.arms, evidence.reach))
             },
+            "reading_ms": 1e3 * evidence.read_seconds,
             "reliability": evidence.reliability.table(),
+            "history": [*evidence.history],
             "ledger": {"loss_ms": 1e3 * evidence.ledger.loss, "room_ms": 1e3 * evidence.ledger.room},
         }

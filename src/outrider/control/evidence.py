@@ -7,8 +7,10 @@ costs right behind a forward.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median_low
+from typing import NamedTuple
 
 from outrider.control.acceptance import Calibration, Reach, Reliability
 from outrider.control.cost import OUTLIER, RATE, ForwardCost
@@ -22,7 +24,21 @@ EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
 LONGEST_PAUSE = 256  # steps
 SURPRISE = 0.2  # logarithm of a step's seconds over the expected ones
 FEW_TOKENS = 8  # of a prompt: fewer tell nothing of the cost of reading it
+HISTORY = 2000  # moments that are kept for a picture
 MAX_CLIP = 1.5  # of a step's seconds over the expected ones, in the ledger
+
+
+class Moment(NamedTuple):
+    """Sums of all steps up to some time: steps by drafters asked, seconds, and those of plain decoding.
+
+    loss, room: of the ledger, in seconds.
+    """
+
+    steps: Mapping[str, int]
+    seconds: float
+    plain_seconds: float
+    loss: float
+    room: float
 
 
 class Evidence:
@@ -33,6 +49,7 @@ class Evidence:
     surprises: steps with drafts in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.
     reading: seconds that a drafter takes for a token of a prompt; read_seconds: of all prompts so far.
+    history: the last sums, some steps apart.
     memory: where acceptance and costs of drafters are kept for the next start.
     """
 
@@ -41,6 +58,7 @@ class Evidence:
         self.learned = learned(memory and memory.read(), len(arms), forward.base(1))
         self.calibration, self.reach, self.drafting, self.reading = self.learned
         self.reliability, self.kept_at = Reliability(), -math.inf
+        self.history: deque[Moment] = deque(maxlen=HISTORY)
         # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
         self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
         self.ledger, self.total = Ledger(), DraftingSummary()
@@ -72,6 +90,12 @@ class Evidence:
             depths, seconds = zip(*asks)
             self.drafting.learn(k, rows, sum(depths) / len(asks), sum(seconds) / len(asks))
         self.calibration.refresh()
+        self._remember()
+
+    def _remember(self) -> None:
+        total, ledger = self.total, self.ledger
+        moment = Moment({**total.steps}, total.seconds, total.plain_seconds, ledger.loss, ledger.room)
+        self.history.append(moment)
 
     def rested(self, rows: Sequence[Row], load: Load, seconds: Sequence[float], propose: float) -> None:
         """Take in plain steps of the same rows, during which nothing was decided."""
@@ -81,11 +105,12 @@ class Evidence:
         self.forward.learn_rate(batch, batch, typical + propose / count, count)
         self.surprises = 0
         self.idle += (1 - (1 - RATE) ** count) * (propose / count - self.idle)
-        plain, extra = count * load.plain / batch, (propose + self.host) / batch
+        plain, host, idle = count * load.plain / batch, self.host / batch, propose / batch
         self.host = 0.0
         for row in rows:
             if (state := self.states.get(row)) is not None:
-                self._enter(state, "", 0, 0.0, 0, plain + extra, plain, count)
+                self._enter(state, "", 0, 0.0, 0, plain + host, plain, idle, count)
+        self._remember()
 
     def keep(self, now: float) -> None:
         """Remember what was learned for the next start, at most every `EVERY` seconds."""
@@ -113,7 +138,7 @@ class Evidence:
         else:
             propose = self._read(record, asks)
         emitted = sum(len(step.emitted) for step in batch)
-        self.forward.learn_rate(load.batch, emitted, propose + measured)
+        self.forward.learn_rate(load.batch, emitted, propose + self.idle + measured)
         extra = propose + (measured - load.plain if nodes else 0.0) + self.host
         self.host = 0.0
         return extra
@@ -150,7 +175,7 @@ class Evidence:
         asks: Mapping[int, Sequence[int]],
         asked: dict[tuple[int, int], list[tuple[float, float]]],
     ) -> float:
-        """Note what drafting has cost.  Returns its seconds with an outlier cut."""
+        """Note what drafting has cost.  Returns its seconds beyond those of idle drafters, an outlier cut."""
         load, propose, expected = record.load, record.propose, self.idle
         for k, depths in asks.items():
             expected += load.pace * self.drafting.expected(k, len(depths), max(depths))
@@ -161,7 +186,7 @@ class Evidence:
             propose = min(propose, OUTLIER * expected)
         if not asks:
             self.idle += RATE * (propose - self.idle) if self.idle else propose
-        return propose
+        return max(0.0, propose - self.idle)
 
     # ---- ledgers
 
@@ -184,6 +209,7 @@ class Evidence:
             self._enter(
                 state, names, len(step.tree.tokens), tried.expected if tried else 0.0,
                 len(step.accepted), plain + share * extra, plain * len(step.emitted),
+                self.idle / max(1, load.batch),
             )  # fmt: skip
 
     def _enter(
@@ -195,12 +221,16 @@ class Evidence:
         accepted: int,
         spent: float,
         plain: float,
+        idle: float,
         steps: int = 1,
     ) -> None:
+        """idle: seconds that drafters took although none was asked.  No decision changes them, so no ledger
+        has them, but the summaries do.
+        """
         state.ledger.add(spent, plain)
         self.ledger.add(spent, plain)
         for summary in (state.summary, self.total):
-            summary.add(arm or "off", nodes, expected, accepted, spent, plain, steps)
+            summary.add(arm or "off", nodes, expected, accepted, spent + idle, plain, steps)
 
     # ---- acceptance
 
