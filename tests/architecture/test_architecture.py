@@ -18,7 +18,7 @@ from outrider.verify.base import Rule
 
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_STEP = 350, 50, 30
 LONGEST_HEAD = 300  # lines of a head's folder
-LONG_HEADS = {"mtp": 494, "eagle3": 457, "dflash": 575, "mlp_speculator": 500}  # only lower them
+LONG_HEADS = {"mtp": 494, "eagle3": 457, "dflash": 575, "mlp_speculator": 499}  # only lower them
 # Files and functions still to be split, and files that still import for type checking.  Only remove entries.
 LONG_FUNCTIONS = {
     ("cli/bench.py", "bench"),

@@ -101,6 +101,11 @@ def test_published_names() -> None:
         ]
 
 
+def test_exports_keep_the_architecture_of_arctics_methods() -> None:
+    config = {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "method": "sum_lstm"}
+    assert exported(config, {}, "arctic")[0] == config
+
+
 def test_unsupported_exports_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"unknown layout 'vlm'\. Did you mean 'vllm'"):
         exported({}, {}, "vlm")

@@ -68,9 +68,7 @@ class Norm(NamedTuple):
 
 
 class Step(NamedTuple):
-    """table: the embedding.  emb, proj, norm: modules in sequence.  share: weight of the token beside the
-    state.
-    """
+    """table: the embedding.  emb, proj, norm: modules in a row.  share: of the token beside the state."""
 
     table: Any
     emb: Sequence[Any]

@@ -121,6 +121,7 @@ def exported(
     """
     if layout not in EXPORTED:
         raise ConfigError(unknown("layout", layout, EXPORTED))
-    named = {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]} if layout == "arctic" else {}
+    mlp = layout == "arctic" and "method" not in config  # Arctic's own methods keep their architecture
+    named = {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]} if mlp else {}
     prefix = PREFIX if layout == "vllm" else ""
     return {**config, **named}, {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
