@@ -102,7 +102,7 @@ class AsyncLLM:
     ) -> None:
         self.llm = LLM(model, speculative_config=speculative_config, **engine)
         self.restart_on_error, self.restarts = restart_on_error, 0
-        self.error: Exception | None = None  # what stopped the engine
+        self._error: Exception | None = None
         self._news: list[_Reader] = []  # readers with news, since the last step
         self._closed = False
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
@@ -205,6 +205,11 @@ class AsyncLLM:
         self.llm.abort(request_id)
 
     @property
+    def error(self) -> Exception | None:
+        """What stopped the engine: a step that failed, or a lost rank, also while no request is open."""
+        return self._error or self.llm.engine.decoder.failure
+
+    @property
     def is_running(self) -> bool:
         """Whether requests are accepted."""
         return not self._closed and self.error is None and self._thread.is_alive()
@@ -244,8 +249,8 @@ class AsyncLLM:
                 if self.restart_on_error and not isinstance(error, RankError):
                     self.restarts += 1
                 else:
-                    self.error = EngineError(f"the engine has stopped: {type(error).__name__}: {error}")
-                    self.llm.loop.stop(self.error)
+                    self._error = EngineError(f"the engine has stopped: {type(error).__name__}: {error}")
+                    self.llm.loop.stop(self._error)
                     self._closed = True
             self._between_steps()
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, AsyncLLM, EngineError, RequestError, SamplingParams
+from outrider.errors import RankError
 from outrider.testing import check_idle, random_prompts
 
 PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts(8, seed=4)]
@@ -206,3 +207,15 @@ def test_shutdown_ends_open_requests(tiny: Path) -> None:
         assert any(isinstance(result, EngineError) for result in results)
 
     running(own, task)
+
+
+def test_a_lost_rank_stops_an_engine_without_requests(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.is_running
+    monkeypatch.setattr(type(engine.llm.engine.decoder), "failure", RankError("rank 1 has ended"))
+    assert not engine.is_running
+    with pytest.raises(RankError, match="rank 1"):
+        asyncio.run(engine.check_health())
+    monkeypatch.undo()
+    assert engine.is_running

@@ -99,6 +99,7 @@ def test_a_lost_rank_ends_all_requests(pair: LLM, fate: int, monkeypatch: pytest
         pair.generate(PROMPTS, LONG)
     assert time.monotonic() - began < 15
     assert "Load the model again" in str(raised.value)
+    assert pair.engine.decoder.failure is not None  # without a request, too
     with pytest.raises(RankError, match="rank 1"):  # at once, not after a time limit
         pair.generate(PROMPTS, LONG)
     assert not any(map(alive, pids))

@@ -15,6 +15,7 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.spec import Facts
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained, StopRule
+from outrider.errors import EngineError
 
 
 class Model(Protocol):
@@ -93,6 +94,10 @@ class Model(Protocol):
         states:  its keys are layers as in `taps` of `forward`, and FINAL; receives their states [N, hidden]
         queries: trees from the backend's `verifier`, answered from the logits
         """
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no forward is possible any more; None while it is."""
 
     @property
     def fuses_chains(self) -> bool:

@@ -194,6 +194,8 @@ class Decoder:
         # `float` takes 30 µs here even if there is nothing to convert
         return logits if logits.dtype == torch.float32 else logits.float()
 
+    failure = None
+
     @property
     def fuses_chains(self) -> bool:
         return self.fused is not None

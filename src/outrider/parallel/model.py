@@ -22,6 +22,7 @@ from outrider.cache.pool import Pool
 from outrider.core.lora import Adapted
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
+from outrider.errors import RankError
 from outrider.parallel.group import Group
 from outrider.parallel.layout import split
 from outrider.parallel.stage import LAST, AdapterHandle, Stage, Wanted
@@ -56,6 +57,10 @@ class ParallelModel:
         self._numbers = itertools.count()
         self._everything = (0,) * self.spec.layers
         self.close = weakref.finalize(self, group.close)
+
+    @property
+    def failure(self) -> RankError | None:
+        return self.group.failure
 
     @property
     def exact(self) -> bool:

@@ -111,6 +111,7 @@ class Translated:
         logits = own.new_full((len(rows), len(self.draft_id_of)), NEVER)
         return logits.index_copy_(1, self.target_ids, own.index_select(1, self.draft_ids))
 
+    failure = None
     fuses_chains = False  # a fused chain would pick among the model's own ids
 
     def draft_chain(self, *_: Any) -> Chained:

@@ -184,6 +184,8 @@ class Fallback:
     ) -> Tensor:
         return forward_parts(self, step_input, pool, states, queries)
 
+    failure = None
+
     @property
     def fuses_chains(self) -> bool:
         return False
