@@ -18,7 +18,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
     """What would be served."""
     calls: list[Started] = []
 
-    def start(options: ServerOptions, engine: Any, config: Any, _: int | None) -> None:
+    def start(options: ServerOptions, _: Any, engine: Any, config: Any, threads: int | None) -> None:
         calls.append((options, engine, config))
 
     monkeypatch.setattr(import_module("outrider.cli.serve"), "start", start)  # the package has the command
@@ -48,6 +48,7 @@ def test_the_options_of_vllms_page_are_read(dash: str, run: Run, started: list[S
         ("--speculative-model x --num-speculative-tokens 5", "use --speculative-config"),
         ("-tp 0", "tensor_parallel_size must be"),
         ("--port 99999", "port must be"),
+        ("--replicas 0", "replicas must be"),
         ("--api-key-file /no/such/file", "api_key_file"),
         ("--ssl-keyfile a", "ssl_certfile"),
         ("--lora-modules a", "NAME=PATH"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -189,3 +190,17 @@ def test_prompt_logprobs_are_those_of_the_offline_api(server: Served, llm: LLM) 
             token: one.rank for token, one in other.items()
         }
     assert server.post("/v1/completions", {**body, "stream": True}).status_code == 400
+
+
+def test_every_choice_of_a_stream_ends_once(server: Served) -> None:
+    """Also when another choice goes on for longer."""
+    body = {"prompt": ["The future of AI is", "Once"], "n": 2, "max_tokens": 30, "temperature": 1, "seed": 2,
+            "stop": ["e", "a"], "stream": True}  # fmt: skip
+    lines = server.post("/v1/completions", body).text.split("\n\n")[:-2]
+    ends = [
+        choice["index"]
+        for line in lines
+        for choice in json.loads(line[6:])["choices"]
+        if choice["finish_reason"]
+    ]
+    assert sorted(ends) == [0, 1, 2, 3]

@@ -16,7 +16,7 @@ TEXT = "Let me see." + "".join(
 
 def grown(text: str, status: str, step: int, reply: Reply | None = None) -> tuple[list[Any], list[Any]]:
     """Items and events of a text that comes in parts of so many characters."""
-    reply, made, events = reply or Reply(HERMES), OutputItems(), list[Any]()
+    reply, made, events = reply or Reply(HERMES), OutputItems("resp_1"), list[Any]()
     for end in range(step, len(text), step):
         events += made.grow(reply.read(text[:end], False), None)
     events += made.grow(reply.read(text, True), status)

@@ -1,6 +1,7 @@
 """`outrider serve`: the server, with vLLM's options.
 
-Every field of EngineOptions and ServerOptions is an option of its name; its help is in their docstrings.
+Every field of EngineOptions, ServerOptions and ReplicaOptions is an option of its name; its help is in their
+docstrings.
 """
 
 from __future__ import annotations
@@ -11,15 +12,12 @@ import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from outrider.cli.flags import AUTO, MODEL_HELP, config_of
 from outrider.errors import ConfigError
-
-if TYPE_CHECKING:
-    from outrider.async_llm import AsyncLLM
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 ALIASES = {
@@ -54,6 +52,7 @@ def command() -> Callable[..., None]:
     """The command with its options.  Apart from `serve`, because importing their classes takes seconds."""
     from outrider.config import EngineOptions, options
     from outrider.serve.options import ServerOptions
+    from outrider.serve.replicas.options import ReplicaOptions
 
     def serve(place: str | None, speculative_config: str | None, threads: int | None, **given: Any) -> None:
         """Serve a model with OpenAI's protocol.
@@ -63,13 +62,16 @@ def command() -> Callable[..., None]:
         for name in REFUSED:
             if given.pop(name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} is not supported: {NEW_SPELLING}.")
-        own: dict[str, Any] = {field.name: given.pop(field.name) for field in fields(ServerOptions)}
-        own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
-        server = options(ServerOptions, own, "server option")
+        server, several = (
+            options(
+                kind, {field.name: listed(given.pop(field.name)) for field in fields(kind)}, "server option"
+            )
+            for kind in (ServerOptions, ReplicaOptions)
+        )
         if place is not None and given["model"] not in (None, place):
             raise ConfigError(f"the model is given twice, as {place!r} and as --model {given['model']!r}.")
         engine = {**given, "model": place or given["model"] or "builtin"}
-        start(server, engine, config_of({"config": speculative_config or "{}"}, AUTO), threads)
+        start(server, several, engine, config_of({"config": speculative_config or "{}"}, AUTO), threads)
 
     argument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
     parameters = [
@@ -78,41 +80,42 @@ def command() -> Callable[..., None]:
         _parameter("threads", int, None, "CPU threads; default: OMP_NUM_THREADS, or one per core.", "Model"),
         *_parameters(EngineOptions, "Model"),
         *_parameters(ServerOptions, "Server"),
+        *_parameters(ReplicaOptions, "Replicas"),
         *(_parameter(name, str, None, NEW_SPELLING, "Speculation", hidden=True) for name in REFUSED),
     ]
     serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return serve
 
 
-def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, threads: int | None) -> None:
+def start(
+    options: Any, replicas: Any, engine: dict[str, Any], config: dict[str, Any] | None, threads: int | None
+) -> None:
     """Check all options, then load and serve."""
     from outrider.config import EngineOptions, SpeculativeOptions
     from outrider.parallel.start import join, placed
-    from outrider.serve.run import run
+    from outrider.serve.replicas.child import Job
+    from outrider.serve.replicas.run import run_replicas
+    from outrider.serve.run import loader, run
 
     EngineOptions(**engine)
     SpeculativeOptions.of(config)
     options.keys()
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, got {threads}.")
+    if placed() is not None and replicas.replicas > 1:
+        raise ConfigError("--replicas starts processes of this machine: start it without a launcher.")
     if placed():
         join()  # one rank serves
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING, force=True)
+    if replicas.replicas > 1:
+        run_replicas(Job(options, engine, config, threads), replicas)
+    else:
+        run(options, engine["model"], loader(options, engine, config, threads))
 
-    def load() -> AsyncLLM:
-        import torch
 
-        from outrider.async_llm import AsyncLLM
-        from outrider.backends.cpu.threads import limit
-
-        limit()
-        if threads is not None:
-            torch.set_num_threads(threads)
-        given = {**engine}
-        model = given.pop("model")
-        return AsyncLLM(model, speculative_config=config, restart_on_error=options.restart_engine, **given)
-
-    run(options, engine["model"], load)
+def listed(value: Any) -> Any:
+    """A value of a command line as options have it."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _parameters(kind: type[Any], panel: str) -> list[inspect.Parameter]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 from uuid import uuid4
 
@@ -80,10 +81,15 @@ class Job:
         head = self.head(self.chunk_kind)
         usage = {"usage": None} if options is not None and options.include_usage else {}
         started: dict[int, int] = {}  # choice -> tokens whose origins have been told
+        complete = set[int]()  # choices; the other ones of a request may go on
         async with aclosing(self.server.stream(self.requests, room)) as outputs:
             async for i, output in outputs:
                 for sample in output.outputs:
                     index = i * samples + sample.index
+                    if index in complete:
+                        continue
+                    if sample.finish_reason is not None:
+                        complete.add(index)
                     parts = delta(i, sample)
                     if index not in started:
                         started[index] = 0
@@ -127,6 +133,11 @@ def name_of(body: Sampling, prefix: str) -> str:
     if body.request_id is not None and len(body.request_id) > 200:
         raise ApiError(400, f"request_id {shortened(body.request_id, 20)} is too long.", "request_id")
     return f"{prefix}{body.request_id or uuid4().hex}"
+
+
+def derived(prefix: str, id: str) -> str:
+    """Id of a part of a response.  It follows from the response's id, so that a repeated one has it, too."""
+    return f"{prefix}{sha256(f'{prefix}{id}'.encode()).hexdigest()[:32]}"
 
 
 def now() -> int:

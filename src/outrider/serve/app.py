@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan
@@ -15,7 +14,7 @@ from outrider.serve import errors
 from outrider.serve.chat import Chat, chat_job, reply_for
 from outrider.serve.completions import Completion, completion_job
 from outrider.serve.errors import ApiError
-from outrider.serve.guard import Guard
+from outrider.serve.guard import middleware
 from outrider.serve.models import add_models
 from outrider.serve.protocol import ChatBody, CompletionBody, ResponsesBody
 from outrider.serve.responses import response_job
@@ -68,17 +67,10 @@ def make_app(server: Server, lifespan: Lifespan[FastAPI] | None = None) -> FastA
         root_path=server.options.root_path,
         responses=RESPONSES,
         lifespan=lifespan,
+        middleware=middleware(server),
     )
     app.router.route_class = StrictRoute
     errors.install(app)
-    app.add_middleware(Guard, server=server)
-    if server.options.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(server.options.allowed_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
-        )
     add_status(app, server)
     add_models(app, server)
     add_generation(app, server)

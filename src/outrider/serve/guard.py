@@ -6,11 +6,14 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.serve.errors import ApiError, told
-from outrider.serve.state import Server
+from outrider.serve.options import ServerOptions
 from outrider.serve.traces import HEADERS
 from outrider.serve.wire import Left
 
@@ -20,6 +23,17 @@ GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 log = logging.getLogger("outrider.serve")
 
 
+class Gate(Protocol):
+    """What decides whether requests are accepted.  status: "loading", "ready" or "stopping"."""
+
+    options: ServerOptions
+    status: str
+
+    def check_ready(self) -> None: ...
+
+    def check_room(self, samples: int = 1) -> None: ...
+
+
 class Guard:
     """ASGI middleware in front of all routes.
 
@@ -27,7 +41,7 @@ class Guard:
     nothing else.
     """
 
-    def __init__(self, app: ASGIApp, server: Server) -> None:
+    def __init__(self, app: ASGIApp, server: Gate) -> None:
         self.app, self.server, self.keys = app, server, server.options.keys()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,6 +112,20 @@ class Guard:
         except TimeoutError:
             raise ApiError(408, "the body of the request came too slowly.", code="timeout") from None
         return b"".join(parts)
+
+
+def middleware(server: Gate) -> list[Middleware]:
+    """What is in front of all routes: CORS where other pages may call the server, and the guard."""
+    guard = Middleware(Guard, server=server)
+    if not (origins := server.options.allowed_origins):
+        return [guard]
+    allowed = Middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["Authorization", "Content-Type"],
+    )
+    return [allowed, guard]
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

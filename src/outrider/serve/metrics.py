@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from outrider.async_llm import AsyncLLM
 from outrider.control.auto import AutoController
+from outrider.core.block_table import PAGE
 from outrider.errors import EngineError
 from outrider.outputs import RequestOutput
 
@@ -107,6 +108,7 @@ class EngineMetrics(Collector):
         yield _gauge("num_requests_waiting", "Samples that wait for admission.", len(scheduler.waiting))
         used = 1 - cache.available / cache.pages
         yield _gauge("kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", used)
+        yield _gauge("kv_cache_tokens", "Tokens the KV cache has room for.", cache.pages * PAGE)
         yield _gauge("engine_up", "1 while requests are accepted.", float(self.engine.is_running))
         work = core.decode
         per_step = work.emitted / work.rows if work.rows else 0.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
+from outrider.serve.answers import derived
 from outrider.serve.tools import Parsed, ToolCall
 
 Event = dict[str, Any]
@@ -16,9 +16,11 @@ Event = dict[str, Any]
 class OutputItems:
     """A message and function calls as they grow.  An item keeps its place once it has begun.
 
-    items: as in the response.  calls: places of the function calls.
+    id: of the response, from which those of its items follow.  items: as in the response.
+    calls: places of the function calls.
     """
 
+    id: str
     items: list[dict[str, Any]] = field(default_factory=list)
     message: int | None = None
     calls: list[int] = field(default_factory=list)
@@ -44,7 +46,7 @@ class OutputItems:
         """Events that bring the message to this content."""
         if self.message is None:
             self.message = len(self.items)
-            item = {"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant", "content": []}
+            item = {"type": "message", "id": derived("msg_", self.id), "role": "assistant", "content": []}
             yield from self._opened(item)
             self.items[-1]["content"] = [_part("")]
             yield {**self._place(self.message), "type": "response.content_part.added", "part": _part("")}
@@ -58,7 +60,8 @@ class OutputItems:
         """Events that bring a function call to these arguments."""
         if number == len(self.calls):
             self.calls.append(len(self.items))
-            ids = {"id": f"fc_{uuid4().hex}", "call_id": f"call_{uuid4().hex[:24]}"}
+            own = f"{self.id}/{number}"
+            ids = {"id": derived("fc_", own), "call_id": derived("call_", own)}
             yield from self._opened({"type": "function_call", **ids, "name": call.name, "arguments": ""})
         place = self.calls[number]
         item = self.items[place]

@@ -76,7 +76,10 @@ class Responses:
     request: Request
     reply: Reply
     sequence: int = 0
-    items: OutputItems = field(default_factory=OutputItems)
+    items: OutputItems = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.items = OutputItems(self.id)
 
     async def response(self) -> dict[str, Any]:
         """The whole response."""

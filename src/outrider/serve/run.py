@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from types import FrameType
+from typing import Any, Protocol
 
+import torch
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from outrider.async_llm import AsyncLLM
+from outrider.backends.cpu.threads import limit
 from outrider.errors import EngineError
 from outrider.serve.app import make_app
 from outrider.serve.log import log_throughput
@@ -24,10 +28,25 @@ GRACE = 5.0  # seconds between the end of the engine and that of connections
 log = logging.getLogger("outrider.serve")
 
 
-def run(options: ServerOptions, model: str, load: Callable[[], AsyncLLM]) -> None:
+def loader(
+    options: ServerOptions, engine: Mapping[str, Any], config: Mapping[str, Any] | None, threads: int | None
+) -> Callable[[], AsyncLLM]:
+    """A function that loads a model.  engine: options of `LLM`; config: its speculative_config."""
+
+    def load() -> AsyncLLM:
+        limit()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        return AsyncLLM(speculative_config=config, restart_on_error=options.restart_engine, **engine)
+
+    return load
+
+
+def run(options: ServerOptions, model: str, load: Callable[[], AsyncLLM], path: str | None = None) -> None:
     """Serve until SIGTERM or SIGINT.
 
     load: returns the engine.  It runs in another thread, while /health answers 503.
+    path: of a Unix socket to listen on, instead of host and port
     Raises the error of `load`, EngineError if the engine stops, and OSError if the address is in use.
     """
     server = Server(options, model)
@@ -42,15 +61,22 @@ def run(options: ServerOptions, model: str, load: Callable[[], AsyncLLM]) -> Non
         ]
         yield
         await cancelled(tasks)
-        if server.engine_ is not None:
-            await asyncio.to_thread(server.engine_.shutdown)
+        await server.end()
         if server.traces is not None:
             await asyncio.to_thread(server.traces.shutdown)
 
-    config = uvicorn.Config(
-        make_app(server, lifespan),
+    process = Process(config_of(make_app(server, lifespan), options, path), server)
+    process.run()
+    if failure:
+        raise failure[0]
+
+
+def config_of(app: ASGIApp, options: ServerOptions, path: str | None = None) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
         host=options.host,
         port=options.port,
+        uds=path,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
         log_level="warning",
@@ -58,10 +84,6 @@ def run(options: ServerOptions, model: str, load: Callable[[], AsyncLLM]) -> Non
         server_header=False,
         timeout_graceful_shutdown=int(options.shutdown_timeout + GRACE) + 1,
     )
-    process = Process(config, server)
-    process.run()
-    if failure:
-        raise failure[0]
 
 
 async def _load(
@@ -73,12 +95,16 @@ async def _load(
         failure.append(error)
         process.should_exit = True
         return
+    if process.config.uds is None:
+        await log_address(process, server.options, server.names[0])
+
+
+async def log_address(process: Process, options: ServerOptions, name: str) -> None:
     while not process.started:
         await asyncio.sleep(0.01)
     for socket in process.servers[0].sockets:
         host, port = socket.getsockname()[:2]
-        scheme = "https" if server.options.ssl_certfile else "http"
-        log.info("%s is served at %s://%s:%d", server.names[0], scheme, host, port)
+        log.info("%s is served at %s://%s:%d", name, "https" if options.ssl_certfile else "http", host, port)
 
 
 async def _result(load: Callable[[], AsyncLLM]) -> AsyncLLM:
@@ -116,6 +142,19 @@ async def watch_engine(process: uvicorn.Server, server: Server, failure: list[Ex
     process.should_exit = True
 
 
+class Ending(Protocol):
+    """What a process serves.  open: samples that are queued or running."""
+
+    options: ServerOptions
+    status: str
+
+    @property
+    def open(self) -> int: ...
+
+    async def end(self) -> None:
+        """End every request."""
+
+
 class Process(uvicorn.Server):
     """uvicorn's server, with a graceful end.
 
@@ -124,7 +163,7 @@ class Process(uvicorn.Server):
     all at once.
     """
 
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+    def __init__(self, config: uvicorn.Config, server: Ending) -> None:
         super().__init__(config)
         self.server = server
         self.ending: asyncio.Task[None] | None = None
@@ -146,6 +185,6 @@ class Process(uvicorn.Server):
         deadline = asyncio.get_running_loop().time() + self.server.options.shutdown_timeout
         while self.server.open and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
-        if self.server.engine_ is not None and self.server.open:
+        if self.server.open:
             log.warning("%d requests did not end in time", self.server.open)
-            await asyncio.to_thread(self.server.engine_.shutdown)
+            await self.server.end()

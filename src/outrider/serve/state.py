@@ -100,6 +100,11 @@ class Server:
         self.metrics.watch(engine)
         self.status = "ready"
 
+    async def end(self) -> None:
+        """End the engine, and with it every request."""
+        if self.engine_ is not None:
+            await asyncio.to_thread(self.engine_.shutdown)
+
     def add_adapter(self, name: str, path: str) -> None:
         """Serve a LoRA adapter as a model of this name.  Raises RequestError or ApiError."""
         if (adapters := self.llm.engine.adapters) is None:

@@ -36,7 +36,7 @@ class StrictRequest(Request):
     """Request whose JSON has finite numbers only."""
 
     async def json(self) -> Any:
-        return json.loads(await self.body(), parse_constant=_refused, parse_float=_finite)
+        return strict_json(await self.body())
 
 
 class StrictRoute(APIRoute):
@@ -49,6 +49,11 @@ class StrictRoute(APIRoute):
             return await handler(StrictRequest(request.scope, request.receive))
 
         return strict
+
+
+def strict_json(text: bytes) -> Any:
+    """The value of a JSON text.  Raises ValueError, also for numbers that are not finite."""
+    return json.loads(text, parse_constant=_refused, parse_float=_finite)
 
 
 def _refused(number: str) -> float:

@@ -1,0 +1,78 @@
+"""The router's application: its own routes, and all others passed on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.types import Lifespan, Receive, Scope, Send
+
+from outrider.serve.guard import middleware
+from outrider.serve.replicas.metrics import metrics_of
+from outrider.serve.replicas.relay import Question, Relay
+from outrider.serve.replicas.router import LOADING, UNLOADING, Router
+from outrider.serve.wire import Json, strict_json
+from outrider.version import VERSION
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(router: Router, lifespan: Lifespan[Starlette] | None = None) -> Starlette:
+    """The application of a router."""
+    routes = [
+        *(Route(path, handler) for path, handler in _own_routes(router).items()),
+        *(Route(path, _everywhere(router), methods=["POST"]) for path in (LOADING, UNLOADING)),
+        Mount("/", _passed_on(router)),
+    ]
+    return Starlette(routes=routes, middleware=middleware(router), lifespan=lifespan)
+
+
+def _own_routes(router: Router) -> dict[str, Handler]:
+    """/health, /version and /metrics."""
+
+    async def health(_: Request) -> Response:
+        router.check_ready()
+        states = {str(replica.number): replica.state for replica in router.replicas}
+        return Json({"status": router.status, "replicas": states}, 200 if router.ready() else 503)
+
+    async def version(_: Request) -> Response:
+        return Json({"version": VERSION})
+
+    async def metrics(_: Request) -> Response:
+        return Response(await metrics_of(router), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return {"/health": health, "/version": version, "/metrics": metrics}
+
+
+def _passed_on(router: Router) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        question = await _question(Request(scope, receive))
+        await Relay(router, question)(scope, receive, send)
+
+    return app
+
+
+def _everywhere(router: Router) -> Handler:
+    """Adapters are loaded and unloaded on all replicas."""
+
+    async def app(request: Request) -> Response:
+        question = await _question(request)
+        try:
+            given = strict_json(question.body)
+            name = given.get("lora_name") if isinstance(given, dict) else None
+        except ValueError:  # the replica refuses it
+            name = None
+        answer, body = await asyncio.shield(router.everywhere(question, name))
+        return Response(body, answer.status, media_type="application/json")
+
+    return app
+
+
+async def _question(request: Request) -> Question:
+    url = request.url
+    target = f"{url.path}?{url.query}" if url.query else url.path
+    return Question.of(request.method, target, list(request.headers.items()), await request.body())

@@ -1,0 +1,165 @@
+"""State of the router: its replicas, and the choice among them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import AsyncGenerator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.backends.cpu.threads import limit
+from outrider.serve.errors import ApiError
+from outrider.serve.replicas.child import Job
+from outrider.serve.replicas.options import ReplicaOptions, shares, visible_gpus
+from outrider.serve.replicas.relay import Answer, Question
+from outrider.serve.replicas.replica import Replica
+from outrider.serve.replicas.routing import cost
+from outrider.serve.state import cancelled
+
+LOADING, UNLOADING = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+log = logging.getLogger("outrider.serve")
+
+
+class Router:
+    """What the router's application shares; a `Pool` of its replicas.
+
+    status: "loading", "ready" or "stopping".  model: its name in messages.
+    folder: for the sockets, readable by this user only.
+    hits, blocks: blocks of prompts that were at the chosen replica, and all.
+    """
+
+    def __init__(self, job: Job, options: ReplicaOptions, folder: Path) -> None:
+        self.options, self.replica_options, self.status = job.options, options, "loading"
+        self.model = (job.options.served_model_name or (job.engine["model"],))[0]
+        self.retries, self.hits, self.blocks = 0, 0, 0
+        self.failure: Exception | None = None
+        self._changed, self._rolling = asyncio.Event(), asyncio.Lock()
+        self._adapters: dict[str, Question] = {}  # name -> how it was loaded
+        self._uses = itertools.count(1)
+        self.replicas = [
+            Replica(part, options.replica_timeout, self._prepare, self._changed)
+            for part in parts(job, options.replicas, folder)
+        ]
+
+    @property
+    def open(self) -> int:
+        """Samples that are queued or running."""
+        return sum(replica.open for replica in self.replicas)
+
+    def ready(self) -> Collection[int]:
+        return [replica.number for replica in self.replicas if replica.state == "ready"]
+
+    def check_ready(self) -> None:
+        """Raise ApiError unless the router runs and has replicas, some of which may be starting."""
+        if self.status != "ready":
+            raise ApiError(503, f"the server is {self.status}.", code=self.status, retry_after=5)
+
+    def check_room(self, samples: int = 1) -> None:
+        """Raise ApiError with status 429 if all replicas are full."""
+        most = self.options.max_requests * len(self.replicas)
+        if self.open + samples > most:
+            raise ApiError(429, f"all {most} places are taken: try again later.", retry_after=1)
+
+    def note_retry(self) -> None:
+        self.retries += 1
+
+    async def run(self) -> None:
+        """Start all replicas and keep them running.  Raises EngineError if one does not start."""
+        tasks = [asyncio.create_task(replica.run()) for replica in self.replicas]
+        ready = asyncio.create_task(self._await_all())
+        try:
+            await asyncio.gather(*tasks, ready)
+        finally:
+            await cancelled([*tasks, ready])
+            await self.end()
+
+    async def _await_all(self) -> None:
+        while len(self.ready()) < len(self.replicas):
+            self._changed.clear()
+            await self._changed.wait()
+        if self.status == "loading":
+            self.status = "ready"
+
+    async def roll(self) -> None:
+        """Restart all replicas, one after the other."""
+        async with self._rolling:
+            for replica in self.replicas:
+                log.info("replica %d is restarted", replica.number)
+                await replica.restart()
+
+    async def end(self) -> None:
+        """End all replicas, and with them every request."""
+        self.status = "stopping"
+        await asyncio.gather(*(replica.end() for replica in self.replicas))
+
+    @asynccontextmanager
+    async def ask(self, question: Question, avoid: Collection[int] = ()) -> AsyncGenerator[Answer]:
+        replica = await self._pick(question, avoid)
+        self.blocks += len(question.blocks)
+        self.hits += replica.prefixes.match(question.blocks)
+        replica.used = next(self._uses)
+        async with replica.ask(question) as answer:
+            yield answer
+
+    async def _pick(self, question: Question, avoid: Collection[int]) -> Replica:
+        """The ready replica with the least work for a question.  Waits until there is one."""
+        try:
+            async with asyncio.timeout(self.options.request_timeout):
+                while not (ready := [replica for replica in self.replicas if replica.state == "ready"]):
+                    if self.status == "stopping":
+                        raise ApiError(503, "the server is stopping.", code="stopping", retry_after=5)
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise ApiError(503, "no replica is ready.", code="loading", retry_after=5) from None
+        allowed = [replica for replica in ready if replica.number not in avoid] or ready
+        return min(allowed, key=lambda replica: (*cost(replica, question.blocks), replica.used))
+
+    # ---- adapters: what one replica has, all have
+
+    async def everywhere(self, question: Question, name: Any) -> tuple[Answer, bytes]:
+        """Load or unload an adapter on all ready replicas.  Returns the first refusal, or the last answer."""
+        unloads = question.target.startswith(UNLOADING)
+        async with self._rolling:
+            for replica in [each for each in self.replicas if each.state == "ready"]:
+                async with replica.ask(question) as answer:
+                    body = await answer.read()
+                if answer.status != 200:
+                    return answer, body
+            if unloads:
+                self._adapters.pop(name, None)
+            else:
+                self._adapters[name] = question
+        return answer, body
+
+    async def _prepare(self, replica: Replica) -> None:
+        """Load the adapters that clients have loaded into a replica that has started again."""
+        for name, question in list(self._adapters.items()):
+            async with replica.ask(question) as answer:
+                if answer.status != 200:
+                    log.error("replica %d has no adapter %r", replica.number, name)
+
+
+def parts(job: Job, replicas: int, folder: Path) -> list[Job]:
+    """The job of every replica: its threads and GPUs, without what the router does."""
+    options = replace(
+        job.options, api_key=(), api_key_file=None, ssl_certfile=None, ssl_keyfile=None, allowed_origins=()
+    )
+    limit()
+    threads = job.threads
+    if threads is None and not os.environ.get("OMP_NUM_THREADS"):
+        threads = max(1, torch.get_num_threads() // replicas)
+    found = [] if job.engine.get("device") == "cpu" else visible_gpus()
+    ranks = (job.engine.get("tensor_parallel_size") or 1) * (job.engine.get("pipeline_parallel_size") or 1)
+    gpus = shares(found, replicas, ranks) if found else [[] for _ in range(replicas)]
+    return [
+        replace(job, options=options, threads=threads, number=i, socket=str(folder / str(i)), gpus=own)
+        for i, own in enumerate(gpus)
+    ]

@@ -1,0 +1,76 @@
+"""Choice of a replica: the longest cached prefix, weighed against load.
+
+The router knows no tokens.  It cuts a prompt into blocks of characters and remembers, for each replica, the
+blocks that it has sent there:
+
+    prompt   [ block 0 | block 1 | block 2 | rest ]        key i = hash of blocks 0 … i
+
+A turn of a conversation begins with the turns before it, so it goes where its K/V and its drafters' state
+are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from outrider.serve.wire import dumps
+
+BLOCK_CHARACTERS = 64
+BLOCK_TOKENS = 16  # of text in English; a list of token ids has this many a block, too
+OPEN_TOKENS = 128  # prompt tokens whose computation is worth as much as one open sample less in the batch
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")  # what generates
+BEFORE = ("model", "tools", "instructions", "chat_template", "chat_template_kwargs")  # of the prompt's text
+
+
+def blocks_of(body: Mapping[str, Any]) -> list[int]:
+    """Keys of the blocks of a request's prompt, of several prompts the first."""
+    given = next((body[name] for name in ("messages", "input", "prompt") if body.get(name)), "")
+    if isinstance(given, list) and "prompt" in body:
+        given = given if isinstance(given[0], int) else given[0]
+    units: Sequence[Any] = given if isinstance(given, str) else ""
+    size = BLOCK_CHARACTERS
+    if isinstance(given, list) and given and isinstance(given[0], int):
+        units, size = given, BLOCK_TOKENS
+    elif isinstance(given, list):
+        units = "".join(map(dumps, given))
+    keys = [hash(dumps([body.get(name) for name in BEFORE]))]
+    for start in range(0, len(units) - size + 1, size):
+        keys.append(hash((keys[-1], repr(units[start : start + size]))))
+    return keys[1:]
+
+
+class Prefixes:
+    """Blocks that a replica has in its K/V cache, as far as the router can tell; LRU eviction.
+
+    capacity: blocks; None: unlimited, until the size of the cache is known
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def match(self, keys: Sequence[int]) -> int:
+        """Number of leading blocks that are cached."""
+        return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
+
+    def add(self, keys: Sequence[int]) -> None:
+        for key in reversed(keys):  # the first block becomes the newest: a prefix outlives what follows it
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while self.capacity is not None and len(self._keys) > self.capacity:
+            self._keys.popitem(last=False)
+
+
+class Candidate(Protocol):
+    """A replica to choose from.  open: samples that are queued or running there."""
+
+    open: int
+    prefixes: Prefixes
+
+
+def cost(candidate: Candidate, keys: Sequence[int]) -> tuple[int, int]:
+    """Work of a request at a replica in prompt tokens, and its open samples where that is equal."""
+    missing = len(keys) - candidate.prefixes.match(keys)
+    return missing * BLOCK_TOKENS + candidate.open * OPEN_TOKENS, candidate.open

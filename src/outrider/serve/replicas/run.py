@@ -1,0 +1,67 @@
+"""Process of the router: start of the replicas, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from starlette.applications import Starlette
+
+from outrider.errors import OutriderError
+from outrider.serve.options import read_text
+from outrider.serve.replicas.app import make_app
+from outrider.serve.replicas.child import Job
+from outrider.serve.replicas.options import ReplicaOptions
+from outrider.serve.replicas.router import Router
+from outrider.serve.run import Process, config_of, log_address
+from outrider.serve.state import cancelled
+
+log = logging.getLogger("outrider.serve")
+
+
+def run_replicas(job: Job, options: ReplicaOptions) -> None:
+    """Serve with several processes until SIGTERM or SIGINT.  SIGHUP restarts them one after the other.
+
+    Raises EngineError if a replica cannot start, ConfigError, and OSError if the address is in use.
+    """
+    if job.options.chat_template is not None:
+        read_text(job.options.chat_template, "chat_template")
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+        router = Router(job, options, Path(folder))
+
+        @asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            tasks = [
+                asyncio.create_task(_run(process, router)),
+                asyncio.create_task(_announce(process, router)),
+            ]
+            rolls = set[asyncio.Task[None]]()
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGHUP, lambda: rolls.add(loop.create_task(router.roll())))
+            yield
+            await cancelled([*tasks, *rolls])
+
+        process = Process(config_of(make_app(router, lifespan), job.options), router)
+        process.run()
+    if router.failure is not None:
+        raise router.failure
+
+
+async def _run(process: Process, router: Router) -> None:
+    try:
+        await router.run()
+    except OutriderError as error:
+        router.failure, process.should_exit = error, True
+
+
+async def _announce(process: Process, router: Router) -> None:
+    """Tell the address once all replicas are ready."""
+    while router.status == "loading":
+        await asyncio.sleep(0.05)
+    if router.status == "ready":
+        await log_address(process, router.options, router.model)

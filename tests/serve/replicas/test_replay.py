@@ -1,0 +1,116 @@
+"""Repeated streams: what follows what a client has already had, at every border between events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from served import Served
+
+from outrider.serve.replicas.replay import Replay, parsed
+from outrider.serve.wire import DONE
+
+FUNCTION = {
+    "name": "look_up",
+    "parameters": {
+        "type": "object",
+        "properties": {"word": {"type": "string", "maxLength": 12}},
+        "required": ["word"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+COMMON: dict[str, Any] = {"temperature": 0.8, "seed": 5, "stream": True, "request_id": "one"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": (
+        "/v1/completions",
+        {"prompt": ["The future of AI is", "Once"], "n": 2, "logprobs": 2, "echo": True, "max_tokens": 12,
+         "stream_options": {"include_usage": True}, "return_origins": True},
+    ),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 1, "max_tokens": 12,
+         "return_speculation": True},
+    ),
+    "calls": (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "max_tokens": 80, "tools": TOOLS, "tool_choice": "required"},
+    ),
+    "responses": ("/v1/responses", {"input": "Tell me a story.", "max_output_tokens": 12}),
+    "response_calls": (
+        "/v1/responses",
+        {"input": "Tell me a story.", "max_output_tokens": 80, "tool_choice": "required",
+         "tools": [{"type": "function", **FUNCTION}]},
+    ),
+}  # fmt: skip
+
+
+def stream(server: Served, case: str, speculates: bool) -> list[str]:
+    """The events of a case.  Where each ends depends on speculation."""
+    path, body = CASES[case]
+    answer = server.post(path, {**COMMON, **body, "speculation": {"enabled": speculates}})
+    assert answer.status_code == 200, answer.text
+    return [f"{text}\n\n" for text in answer.text.split("\n\n") if text]
+
+
+def content(events: list[str]) -> dict[Any, Any]:
+    """All that a client keeps of a stream, without statistics."""
+    found: dict[Any, Any] = {}
+
+    def add(key: tuple[Any, ...], value: Any) -> None:
+        found[key] = found[key] + value if key in found else value
+
+    for value in [parsed(text) for text in events if text != DONE]:
+        if "type" in value:
+            add(("numbers",), [value.pop("sequence_number")])
+            kind = value["type"]
+            if kind.endswith(".delta"):
+                add((kind, value["output_index"]), value["delta"])
+            else:
+                if (response := value.get("response")) is not None:
+                    response.pop("usage")
+                    found["created"] = {*found.get("created", ()), response.pop("created_at")}
+                add(("kinds",), [value])
+            continue
+        found["created"] = {*found.get("created", ()), value["created"]}
+        for choice in value["choices"]:
+            delta = choice.get("delta", choice)
+            at = choice["index"]
+            for field in ("role", "finish_reason", "stop_reason"):
+                if (one := {**choice, **delta}.get(field)) is not None:
+                    add((at, field), [one])
+            for field in ("text", "content"):
+                add((at, field), delta.get(field) or "")
+            for call in delta.get("tool_calls", ()):
+                add((at, "name", call["index"]), call["function"].get("name", ""))
+                add((at, "ids", call["index"]), len(call.get("id", "")))
+                add((at, "arguments", call["index"]), call["function"]["arguments"])
+            for field, entries in (choice.get("logprobs") or {}).items():
+                add((at, "logprobs", field), entries or [])
+            add((at, "origins"), len(choice.get("outrider", {"tokens": []})["tokens"]))
+        for field in ("usage", "speculation"):
+            if value.get(field):
+                add((field,), 1)
+    assert len(found.pop("created", "1")) == 1
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_repeated_stream_goes_on_where_the_first_one_ended(server: Served, case: str) -> None:
+    first, again = stream(server, case, True), stream(server, case, False)
+    whole, last = content(first), len(first) - (first[-1] == DONE)
+    assert len(again) > 4
+    for length in range(last + 1):
+        replay = Replay(first[:length])
+        joined = first[:length] + [text for event in again if (text := replay.rest(event)) is not None]
+        found = content(joined)
+        if ("numbers",) in whole:
+            assert found[("numbers",)] == [*range(len(joined))]
+            found[("numbers",)] = whole[("numbers",)]
+        assert found == whole, length
+
+
+def test_a_stream_that_had_not_begun_is_passed_on_as_it_is() -> None:
+    event = 'data: {"choices": [],  "created": 1}\n\n'
+    assert Replay([]).rest(event) is event
