@@ -17,6 +17,7 @@ from outrider.checkpoints.heads import Head
 from outrider.errors import ConfigError
 from outrider.heads.base import FINGERPRINT
 from outrider.train import run
+from outrider.train.data import Item
 from outrider.train.loop import Trainer, rate_factor
 from outrider.train.methods import method, methods
 from outrider.train.report import Report
@@ -125,6 +126,25 @@ def test_answers_and_features_are_computed_once(
     without = {**given, "cache_gb": 0.0}
     made.append(train(target, "eagle", run_options("eagle", tmp_path / "3", **without), Report()))
     assert len({result.losses[0] for result in made}) == 1
+
+
+def test_failed_answers_are_asked_for_again(target: LLM, run_options: Any, tmp_path: Path) -> None:
+    options, path = run_options("medusa", tmp_path), tmp_path / "answers.jsonl"
+    items = [Item([5, 6, 7], []), Item([10**6], [])]  # the second is no token of the target
+    failed: list[int] = []
+    for _ in range(2):
+        texts = run.answers.regenerated(
+            target, items, options, path, lambda *_: None, lambda i, _: failed.append(i)
+        )
+        assert len(texts[0].ids) > 3 and len(texts[1].ids) == texts[1].prompt
+    assert failed == [1, 1] and len(path.read_text().splitlines()) == 1
+
+
+def test_only_one_run_writes_to_a_cache(target: LLM, run_options: Any, tmp_path: Path) -> None:
+    options = run_options("medusa", tmp_path / "out", steps=1, cache=str(tmp_path / "cache"))
+    with run.only_writer(tmp_path / "cache"), pytest.raises(ConfigError, match="another run writes answers"):
+        train(target, "medusa", options, Report())
+    assert train(target, "medusa", options, Report()).finished, "and goes on when it is free"
 
 
 def test_the_result_tells_where_it_came_from(

@@ -41,7 +41,7 @@ def regenerated(
     tick: Callable[[int, int], None],
     failed: Callable[[int, str], None],
 ) -> list[Text]:
-    """The target's answers, in the order of the items; one that failed is empty.
+    """The target's answers, in the order of the items; one that failed is empty, and asked for again next time.
 
     path: JSON lines of (item, ids), which an interrupted run goes on with.  tick(texts, tokens) is called
     for what has become known, failed(item, error) for requests that fail now.
@@ -58,7 +58,7 @@ def regenerated(
             file.flush()
             os.fsync(file.fileno())
         tick(len(new), sum(map(len, new.values())))
-    return [Text(item.prompt + answers[i], len(item.prompt)) for i, item in enumerate(items)]
+    return [Text(item.prompt + answers.get(i, []), len(item.prompt)) for i, item in enumerate(items)]
 
 
 def answered(
@@ -67,13 +67,13 @@ def answered(
     options: TrainOptions,
     failed: Callable[[int, str], None] = lambda item, error: None,
 ) -> dict[int, list[int]]:
-    """Answers by the items' numbers, in one batch; [] for one that failed."""
+    """Answers by the items' numbers, in one batch, without those that failed."""
     prompts = [{"prompt_token_ids": item.prompt} for item in items.values()]
     outputs = llm.generate(prompts, [_params(i, item, options) for i, item in items.items()])
     for i, out in zip(items, outputs):
         if out.error:
             failed(i, str(out.error))
-    return {i: [] if out.error else list(out.outputs[0].token_ids) for i, out in zip(items, outputs)}
+    return {i: list(out.outputs[0].token_ids) for i, out in zip(items, outputs) if not out.error}
 
 
 def _params(i: int, item: Item, options: TrainOptions) -> SamplingParams:

@@ -47,7 +47,7 @@ def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Esti
     some = items[:MEASURED]
     if options.regenerate:
         seconds, made = _timed(lambda: answers.answered(llm, dict(enumerate(some)), options))
-        texts = [answers.Text(item.prompt + made[i], len(item.prompt)) for i, item in enumerate(some)]
+        texts = [answers.Text(item.prompt + made.get(i, []), len(item.prompt)) for i, item in enumerate(some)]
     else:
         seconds, texts = 0.0, answers.given(some)
     texts = [text for text in texts if text.usable] or answers.given(some)

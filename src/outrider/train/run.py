@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,21 @@ class Result:
 
 def cache_folder(options: TrainOptions) -> Path:
     return Path(options.cache).expanduser() if options.cache else options.work
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other runs from writing answers and features to a folder.  Raises ConfigError if one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"another run writes answers and features to {str(folder)!r}: wait until its steps have begun, "
+                "or give another folder as cache."
+            ) from error
+        yield
 
 
 def collect(llm: LLM, options: TrainOptions, report: Report) -> Texts:
@@ -147,11 +164,13 @@ def step_count(options: TrainOptions, texts: Texts) -> int:
 def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
     """Train a head for the target and write it to `options.out`.  Afterwards `llm` has no drafter."""
     check(llm, name, options)
-    began, texts = time.perf_counter(), collect(llm, options, report)
-    made = new_method(llm, name, options, texts)
-    features = new_features(llm, made, texts)
-    with report.phase("Features of the target", features.cached) as tick:
-        features.fill(lambda done: tick(done, 0))
+    began = time.perf_counter()
+    with only_writer(cache_folder(options)):
+        texts = collect(llm, options, report)
+        made = new_method(llm, name, options, texts)
+        features = new_features(llm, made, texts)
+        with report.phase("Features of the target", features.cached) as tick:
+            features.fill(lambda done: tick(done, 0))
     trainer = Trainer(made, features, texts.chosen, step_count(options, texts), texts.key)
     resumed = trainer.load()
     if resumed:

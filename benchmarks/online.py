@@ -1,0 +1,85 @@
+"""Learning from traffic: acceptance and tokens per step over a stream of requests from one domain.
+
+    python benchmarks/online.py [--head builtin-eagle] [--kind problem] [--share 0.5] [--json OUT]
+
+The same requests run without and with learning, batches in turn, greedy, chains of 3 draft tokens; the texts
+are compared.  With --adaptive the controller decides whether to draft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from core import conditions
+
+from outrider import LLM, SamplingParams
+from outrider.core.row import Speculation
+from outrider.engine.chat_template import render
+from recipes.builtin import tasks
+
+BATCH, NEW = 24, 64
+
+
+def prompts(llm: LLM, kind: str, count: int) -> list[dict[str, Any]]:
+    rng = random.Random(1)
+    asked = (tasks.make(kind, rng).turns[0].prompt for _ in range(count))
+    return [render(llm.tokenizer, {"messages": [{"role": "user", "content": text}]}) for text in asked]
+
+
+def serve(llm: LLM, batch: list[dict[str, Any]]) -> tuple[list[list[int]], dict[str, float]]:
+    """The texts, and what drafting has given."""
+    began, params = time.process_time(), SamplingParams(temperature=0.0, max_tokens=NEW, detokenize=False)
+    outputs = llm.generate(batch, params)
+    total = Speculation()
+    for output in outputs:
+        total = total + output.outputs[0].speculation
+    first = total.accepted_at[0] / total.drafts if total.drafts else 0.0
+    found = {"first": first, "tokens_per_step": total.tokens_per_step, "drafts": total.drafts}
+    found |= {"seconds": time.process_time() - began}
+    return [list(output.outputs[0].token_ids) for output in outputs], found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--head", default="builtin-eagle")
+    parser.add_argument("--kind", default="problem", choices=sorted(tasks.KINDS))
+    parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--requests", type=int, default=720)
+    parser.add_argument("--adaptive", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    config = {"model": given.head, "num_speculative_tokens": 3, "adaptive": given.adaptive}
+    config |= {"tree": "chain"}
+    fixed = LLM("builtin", max_num_seqs=BATCH, max_model_len=512, speculative_config=config)
+    rows = []
+    with tempfile.TemporaryDirectory() as path:
+        learning = LLM(
+            "builtin", max_num_seqs=BATCH, max_model_len=512,
+            speculative_config={**config, "online": {"path": path, "share": given.share}},
+        )  # fmt: skip
+        stream = prompts(fixed, given.kind, given.requests)
+        for at in range(0, len(stream), BATCH):
+            (texts, before), (same, after) = (
+                serve(llm, stream[at : at + BATCH]) for llm in (fixed, learning)
+            )
+            assert texts == same, "learning changed a text"
+            rows.append({"requests": at + len(texts), "fixed": before, "learning": after})
+            print(json.dumps(rows[-1]), flush=True)
+    made = {**conditions(), "options": {**vars(given), "json": None}, "rows": rows}
+    if given.json is not None:
+        given.json.write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
