@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.core.params import SamplingParams
+from outrider.errors import RequestError
 from outrider.llm import LLM
 from outrider.train.data import SHORTEST, Item
 from outrider.train.options import TrainOptions
@@ -69,7 +70,13 @@ def answered(
 ) -> dict[int, list[int]]:
     """Answers by the items' numbers, in one batch, without those that failed."""
     prompts = [{"prompt_token_ids": item.prompt} for item in items.values()]
-    outputs = llm.generate(prompts, [_params(i, item, options) for i, item in items.items()])
+    try:
+        outputs = llm.generate(prompts, [_params(i, item, options) for i, item in items.items()])
+    except RequestError as error:
+        if len(items) > 1:  # not of a prompt: then it would be in the prompt's output
+            raise
+        failed(next(iter(items)), str(error))
+        return {}
     for i, out in zip(items, outputs):
         if out.error:
             failed(i, str(out.error))
