@@ -42,7 +42,7 @@ def regenerated(
     tick: Callable[[int, int], None],
     failed: Callable[[int, str], None],
 ) -> list[Text]:
-    """The target's answers, in the order of the items; one that failed is empty, and asked for again next time.
+    """The target's answers, in the order of the items.  One that failed is empty, and asked for next time.
 
     path: JSON lines of (item, ids), which an interrupted run goes on with.  tick(texts, tokens) is called
     for what has become known, failed(item, error) for requests that fail now.

@@ -76,8 +76,8 @@ def only_writer(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
-                f"another run writes answers and features to {str(folder)!r}: wait until its steps have begun, "
-                "or give another folder as cache."
+                f"another run writes answers and features to {str(folder)!r}: wait until its steps have "
+                "begun, or give another folder as cache."
             ) from error
         yield
 
