@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from outrider import LLM, AsyncLLM, EngineError, RequestError, SamplingParams
+from outrider import LLM, AsyncLLM, EngineError, RequestError, RequestOutput, SamplingParams
 from outrider.errors import RankError
-from outrider.testing import check_idle, random_prompts
+from outrider.testing import EngineDriver, check_idle, random_prompts
 
 PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts(8, seed=4)]
 
@@ -116,6 +116,52 @@ def test_a_slow_reader_gets_the_newest_output_only(engine: AsyncLLM) -> None:
     running(engine, task)
 
 
+def test_an_extended_output_grows_and_its_copies_do_not(tiny: Path, texts: list[list[int]]) -> None:
+    llm = LLM(str(tiny), dtype="float32", seed=0)
+    driver, params = EngineDriver(llm), params_of(3, logprobs=2)
+    request = driver.add_request(PROMPTS[3], params)
+    copies, shared = list[RequestOutput](), list[RequestOutput]()
+    while not request.finished:
+        driver.step()
+        shared.append(request.extended(request.states()))
+        copies.append(shared[-1].copy())
+    assert len({id(output) for output in shared}) == 1
+    for count, copy in enumerate(copies, start=1):
+        (sample,) = copy.outputs
+        assert sample.token_ids == texts[3][:count] and sample.logprobs is not None
+        assert len(sample.logprobs) == len(sample.token_sources) == count
+    whole, grown = request.output().outputs[0], shared[0].outputs[0]
+    assert (whole.token_ids, whole.logprobs) == (grown.token_ids, grown.logprobs)
+    assert (whole.cumulative_logprob, whole.token_times) == (grown.cumulative_logprob, grown.token_times)
+
+
+def test_the_end_is_told_while_nothing_is_read(engine: AsyncLLM, texts: list[list[int]]) -> None:
+    async def task() -> None:
+        requests = [await engine.read(PROMPTS[i], params_of(i)) for i in (1, 2)]
+        ended: dict[int, list[int]] = {}
+
+        def end(i: int, output: RequestOutput) -> None:
+            ended[i] = output.outputs[0].token_ids
+
+        async with aclosing(engine.follow(requests, on_end=end)) as outputs:
+            await anext(outputs)
+            while len(ended) < 2:
+                await asyncio.sleep(0.001)
+            assert ended == {0: texts[1], 1: texts[2]}
+
+    running(engine, task)
+
+
+def test_requests_end_after_their_time(engine: AsyncLLM) -> None:
+    async def task() -> None:
+        request = await engine.read(PROMPTS[0], params_of(0, max_tokens=200))
+        with pytest.raises(TimeoutError):
+            async for _ in engine.follow([request], timeout=0.01):
+                pass
+
+    running(engine, task)
+
+
 def test_invalid_input_and_used_ids_are_refused(engine: AsyncLLM) -> None:
     async def task() -> None:
         with pytest.raises(RequestError, match="token id 999"):
@@ -125,6 +171,9 @@ def test_invalid_input_and_used_ids_are_refused(engine: AsyncLLM) -> None:
             await anext(outputs)
             with pytest.raises(RequestError, match="'same'"):
                 await engine.complete(PROMPTS[0], params_of(0), "same")
+            async for output in outputs:  # noqa: B007
+                pass
+            assert len(output.outputs[0].token_ids) == 200, "the first one goes on"
 
     running(engine, task)
 
