@@ -93,8 +93,8 @@ MESSAGES = made_of(
 CHOICES = st.sampled_from(["auto", "none", "required"]) | TOOLS
 KINDS = st.sampled_from(["text", "json_object", "json_schema"]) | VALUES
 ITEMS = MESSAGES | made_of(
-    "call_id", "output", type=st.sampled_from(["function_call", "function_call_output", "message"]), name=WORDS,
-    arguments=WORDS,
+    "call_id", "output", type=st.sampled_from(["function_call", "function_call_output", "message"]),
+    name=WORDS, arguments=WORDS,
 )  # fmt: skip
 
 
@@ -109,15 +109,18 @@ BODIES = {
         "response_format": made_of(type=KINDS, json_schema=made_of("name", schema=SCHEMAS)),
         "structured_outputs": made_of(**FORMS), "logit_bias": VALUES, "stream": st.booleans(),
         "chat_template_kwargs": VALUES, "prediction": made_of("content", type=st.just("content")),
-        "stop": VALUES, "continue_final_message": st.booleans(), "speculation": made_of("method", "max_tokens"),
+        "stop": VALUES, "continue_final_message": st.booleans(),
+        "speculation": made_of("method", "max_tokens"),
     },
     "/v1/responses": {
-        "input": WORDS | several(ITEMS), "tools": several(TOOLS), "tool_choice": CHOICES, "stream": st.booleans(),
+        "input": WORDS | several(ITEMS), "tools": several(TOOLS), "tool_choice": CHOICES,
+        "stream": st.booleans(),
         "instructions": WORDS, "text": made_of(format=made_of("name", type=KINDS, schema=SCHEMAS)),
         "metadata": VALUES, "structured_outputs": made_of(**FORMS),
     },
     "/tokenize": {
-        "messages": several(MESSAGES), "tools": several(TOOLS), "prompt": WORDS, "chat_template_kwargs": VALUES,
+        "messages": several(MESSAGES), "tools": several(TOOLS), "prompt": WORDS,
+        "chat_template_kwargs": VALUES,
         "continue_final_message": st.booleans(), "return_token_strs": st.booleans(),
     },
     "/detokenize": {"tokens": st.lists(st.integers(-1, 9000), max_size=4) | VALUES},
