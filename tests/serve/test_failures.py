@@ -9,8 +9,9 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from outrider.serve.app import make_app
 from outrider.serve.options import ServerOptions
 from outrider.serve.run import watch_engine
 from outrider.serve.state import Server
+from outrider.serve.wire import Events
 
 BODY: dict[str, Any] = {"prompt": "The future of AI is", "max_tokens": 30, "ignore_eos": True}
 
@@ -192,6 +194,31 @@ def test_a_reader_that_stops_leaves_its_place(engine: AsyncLLM) -> None:
         assert server.open == 0
 
     asyncio.run(run())
+
+
+def test_a_reader_that_never_takes_a_part_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.serve.wire.SEND_SECONDS", 0.02)
+    left = ExitStack()
+    closed: list[bool] = []
+    left.callback(lambda: closed.append(True))
+
+    async def parts() -> AsyncGenerator[str]:
+        for _ in range(5):
+            await asyncio.sleep(0.03)  # a slow engine is no stuck reader
+            yield "data: a\n\n"
+
+    async def forever() -> Any:
+        await asyncio.Event().wait()
+
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        if len(sent) == 4:
+            await forever()
+
+    asyncio.run(asyncio.wait_for(Events(parts(), left)({"type": "http"}, forever, send), 20))
+    assert len(sent) == 4 and closed == [True]
 
 
 def test_a_failed_step_turns_health_red(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
