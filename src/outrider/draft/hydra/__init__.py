@@ -76,7 +76,7 @@ class Hydra(RankedDrafter):
     """pooled: the prefix layer, None without one; `last_states` holds its outputs.  catch_up: of its K/V."""
 
     FORMAT = FORMAT
-    demo: ClassVar = {"Hydra": {"model": "builtin-hydra", "tree": "chain", "num_speculative_tokens": 1}}
+    demo: ClassVar = {"Hydra": {"model": "builtin-hydra", "tree": "chain", "num_speculative_tokens": 2}}
 
     @dataclass(frozen=True)
     class Options(RankedOptions):
