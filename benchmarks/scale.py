@@ -1,0 +1,328 @@
+"""Discrete-event simulation of replicas that batch continuously, with and without speculation.
+
+    python benchmarks/scale.py [--trace benchmarks/acceptance.json] [--json OUT]
+    python benchmarks/scale.py --record benchmarks/acceptance.json       accepted lengths of real runs
+    python benchmarks/scale.py --validate 1 [--processes 2]              real processes against the simulation
+
+Requests arrive at random (Poisson), go to the replica with the fewest open ones, and are computed in steps:
+a chunk of prompts, one token of every row, and its draft.  A step takes what `Machine` says.  Hardware
+figures are data sheets' times an efficiency, not measurements; accepted lengths were recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, quantiles
+from typing import Any, Protocol
+
+from scale_real import record, validate
+
+MOST_DEPTH = 8
+CHUNK = 512  # prompt tokens of a step
+
+
+class Cost(Protocol):
+    """Seconds of steps."""
+
+    def forward(self, rows: int, context: int) -> float: ...
+
+    def draft(self, depth: int, batch: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A model on `devices` tensor parallel devices, by a roofline.
+
+    params, draft_params: weights of target and draft.  layers, hidden, kv_bytes: of one token, all layers
+    bandwidth, flops, link: of a device, in bytes, operations and bytes a second, times `efficiency`
+    latency: seconds of one sum over the devices.  launch: seconds of a step on the host
+    distance: seconds to the machine that drafts and back; 0: the target's own
+    """
+
+    name: str
+    params: float
+    layers: int
+    hidden: int
+    kv_bytes: float
+    devices: int = 1
+    draft_params: float = 1e9
+    bytes_per_weight: float = 2.0
+    bandwidth: float = 3.35e12
+    flops: float = 9.9e14
+    link: float = 4.5e11
+    efficiency: float = 0.6
+    latency: float = 10e-6
+    launch: float = 1e-3
+    dollars: float = 2.5  # of a device, an hour
+    distance: float = 0.0
+
+    def forward(self, rows: int, context: int) -> float:
+        speed = self.devices * self.efficiency
+        read = (self.params * self.bytes_per_weight + context * self.kv_bytes) / (self.bandwidth * speed)
+        computed = 2 * self.params * rows / (self.flops * speed)
+        sums = 0.0
+        if self.devices > 1:
+            sums = 2 * self.layers * (self.latency + 4 * rows * self.hidden / (self.link * self.efficiency))
+        return max(read, computed) + sums + self.launch
+
+    def draft(self, depth: int, batch: int) -> float:
+        """Seconds of a chain on one device; a transfer if that is another machine's."""
+        if not depth:
+            return 0.0
+        read = self.draft_params * self.bytes_per_weight / (self.bandwidth * self.efficiency)
+        computed = 2 * self.draft_params * batch / (self.flops * self.efficiency)
+        return depth * (max(read, computed) + 30e-6) + self.distance
+
+
+MACHINES = [
+    Machine("8B on 1", 8e9, 32, 4096, 131_072, draft_params=1e9),
+    Machine("70B on 4", 70e9, 80, 8192, 327_680, 4, draft_params=1e9),
+    Machine("405B on 8", 405e9, 126, 16384, 516_096, 8, draft_params=8e9, bytes_per_weight=1.0),
+]
+
+
+@dataclass
+class Trace:
+    """Accepted lengths of drafts of MOST_DEPTH tokens, of several runs."""
+
+    runs: list[list[int]]
+
+    def emitted(self, depth: int) -> float:
+        """Mean tokens of a step."""
+        lengths = [length for run in self.runs for length in run]
+        return 1 + sum(min(length, depth) for length in lengths) / len(lengths)
+
+    def emitted_by_depth(self) -> list[float]:
+        return [self.emitted(depth) for depth in range(MOST_DEPTH + 1)]
+
+
+def best_depth(cost: Cost, gains: Sequence[float], batch: int, context: int, prompts: int = 0) -> int:
+    """The depth with the most tokens a second, as a controller with these figures chooses.
+
+    prompts: rows of prompts in the same step
+    """
+
+    def rate(depth: int) -> float:
+        seconds = cost.forward(batch * (1 + depth) + prompts, context) + cost.draft(depth, batch)
+        return gains[depth] / seconds
+
+    return max(range(len(gains)), key=rate)
+
+
+@dataclass
+class Request:
+    arrival: float
+    prompt: int
+    tokens: int
+    run: Sequence[int]
+    at: int = 0  # of its run
+    read: int = 0  # prompt tokens computed
+    made: int = 0
+    first: float = 0.0
+
+
+@dataclass
+class Replica:
+    """Queue and batch of one replica."""
+
+    cost: Cost
+    gains: Sequence[float]
+    depth: int | None  # None: the best for the batch
+    most: int
+    waiting: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)
+    busy: bool = False
+    depths: list[int] = field(default_factory=list)
+
+    @property
+    def open(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def step(self) -> tuple[float, list[tuple[Request, int]]]:
+        """Seconds of a step, and the tokens that it emits at its end."""
+        while self.waiting and len(self.running) < self.most:
+            self.running.append(self.waiting.popleft())
+        chunk, ready = CHUNK, []
+        for request in self.running:
+            if request.read == request.prompt:
+                ready.append(request)
+            elif chunk:
+                part = min(chunk, request.prompt - request.read)
+                request.read += part
+                chunk -= part
+        context = sum(request.read + request.made for request in self.running)
+        depth = self.depth
+        if depth is None:
+            depth = best_depth(self.cost, self.gains, max(1, len(ready)), context, CHUNK - chunk)
+        if ready:
+            self.depths.append(depth)
+        rows = len(ready) * (1 + depth) + CHUNK - chunk
+        seconds = self.cost.forward(rows, context) + (self.cost.draft(depth, len(ready)) if ready else 0.0)
+        return seconds, [(request, self._emitted(request, depth)) for request in ready]
+
+    def _emitted(self, request: Request, depth: int) -> int:
+        length = request.run[request.at % len(request.run)]
+        request.at += 1
+        return min(1 + min(length, depth), request.tokens - request.made)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one run: output tokens a second, latencies of requests in seconds, ms a token, mean depth."""
+
+    tokens_per_second: float
+    p50: float
+    p99: float
+    token_ms: float
+    depth: float
+
+
+def simulate(replicas: Sequence[Replica], requests: Sequence[Request]) -> Figures:
+    """Run until the last request arrives.  Figures are of the second half of that time."""
+    events: list[tuple[float, int, Any]] = [(r.arrival, i, r) for i, r in enumerate(requests)]
+    heapq.heapify(events)
+    number, done, total = len(events), [], 0
+    half, end = (requests[0].arrival + requests[-1].arrival) / 2, requests[-1].arrival
+    loads = [(0, i) for i in range(len(replicas))]
+    heapq.heapify(loads)
+    while events[0][0] < end:
+        now, _, what = heapq.heappop(events)
+        if isinstance(what, Request):
+            index = _least(loads, replicas)
+            replicas[index].waiting.append(what)
+            heapq.heappush(loads, (replicas[index].open, index))
+        else:
+            index, emitted = what
+            for request, tokens in emitted:
+                request.first = request.first or now
+                request.made += tokens
+                total += tokens if now > half else 0
+                if request.made == request.tokens:
+                    replicas[index].running.remove(request)
+                    if now > half:
+                        each = (now - request.first) / (request.tokens - 1)
+                        done.append((now - request.arrival, each))
+            heapq.heappush(loads, (replicas[index].open, index))
+            replicas[index].busy = False
+        replica = replicas[index]
+        if replica.open and not replica.busy:
+            seconds, later = replica.step()
+            replica.busy = True
+            heapq.heappush(events, (now + seconds, number, (index, later)))
+            number += 1
+    latencies = sorted(latency for latency, _ in done)
+    cuts = quantiles(latencies, n=100) if len(latencies) > 1 else latencies * 99
+    depths = [depth for replica in replicas for depth in replica.depths]
+    return Figures(total / (end - half), cuts[49], cuts[98], 1e3 * mean(t for _, t in done), mean(depths))
+
+
+def _least(loads: list[tuple[int, int]], replicas: Sequence[Replica]) -> int:
+    """The replica with the fewest open requests; entries of a heap that are out of date are dropped."""
+    while True:
+        load, index = heapq.heappop(loads)
+        if load == replicas[index].open:
+            return index
+
+
+def arrivals(trace: Trace, rate: float, count: int, seed: int = 0) -> list[Request]:
+    """Requests at `rate` a second: prompts of 50 to 2,000 tokens, outputs of 50 to 500."""
+    rng, now, made = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        run = rng.choice(trace.runs)
+        start = rng.randrange(len(run))
+        prompt = int(50 * 40 ** rng.random())
+        made.append(Request(now, prompt, rng.randint(50, 500), [*run[start:], *run[:start]]))
+    return made
+
+
+def capacity(cost: Cost, most: int) -> float:
+    """Requests a second of one replica without speculation, its batch full, with their prompts."""
+    seconds = 275 * cost.forward(most, most * 675) / most + 530 / CHUNK * cost.forward(CHUNK, 530)
+    return 1 / seconds
+
+
+MODES = {"plain": 0, "fixed 4": 4, "adaptive": None}
+
+
+def table(trace: Trace, machines: Sequence[Machine], most: int, seconds: float) -> list[dict[str, Any]]:
+    """Figures by machine, number of replicas, load and mode."""
+    gains, found = trace.emitted_by_depth(), []
+    for machine in machines:
+        full = capacity(machine, most)
+        for count, loads in ((1, (0.1, 0.5, 1.0, 1.5, 2.0)), (10, (0.5,)), (100, (0.5,)), (1000, (0.5,))):
+            for load in loads:
+                for mode, depth in MODES.items():
+                    replicas = [Replica(machine, gains, depth, most) for _ in range(count)]
+                    rate = load * full * count
+                    figures = simulate(replicas, arrivals(trace, rate, int(rate * seconds * (1 + 9 / count))))
+                    dollars = machine.dollars * machine.devices * count / 3600
+                    cost = 1e6 * dollars / figures.tokens_per_second
+                    row = {"machine": machine.name, "replicas": count, "load": load, "mode": mode}
+                    row |= {**vars(figures), "dollars_per_million": cost}
+                    found.append(row)
+                    show(row)
+    return found
+
+
+def show(row: dict[str, Any]) -> None:
+    texts = [f"{value:9.3f}" if isinstance(value, float) else f"{value!s:>10}" for value in row.values()]
+    print(*texts, flush=True)
+
+
+def borders(trace: Trace, machine: Machine) -> dict[str, Any]:
+    """The batch from which drafting stops to pay, and the largest distance of a draft that still pays."""
+    gains = trace.emitted_by_depth()
+    batch = next((n for n in range(1, 2049) if best_depth(machine, gains, n, 675 * n) == 0), None)
+    depth = best_depth(machine, gains, 1, 675)
+    own = machine.draft(depth, 1)
+    plain = machine.forward(1, 675)
+    spent = machine.forward(1 + depth, 675) + own
+    return {
+        "machine": machine.name,
+        "batch": batch,
+        "depth": depth,
+        "draft_ms": 1e3 * own,
+        "most_distance_ms": 1e3 * (gains[depth] * plain - spent),
+        "gain": gains[depth] * plain / spent,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path, default=Path(__file__).with_name("acceptance.json"))
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--validate", type=int, metavar="PROCESSES")
+    parser.add_argument("--batch", type=int, default=64, help="most rows of a replica")
+    parser.add_argument(
+        "--seconds", type=float, default=20, help="that 1,000 replicas run; one runs ten times as long"
+    )
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if given.record:
+        given.record.write_text(json.dumps({"depth": MOST_DEPTH, "runs": record(MOST_DEPTH)}) + "\n")
+        return
+    if given.validate:
+        print(validate(given.validate))
+        return
+    trace = Trace(json.loads(given.trace.read_text())["runs"])
+    print("tokens a step by depth:", *(f"{gain:.2f}" for gain in trace.emitted_by_depth()))
+    edges = [borders(trace, machine) for machine in MACHINES]
+    for edge in edges:
+        print(edge)
+    rows = table(trace, MACHINES, given.batch, given.seconds)
+    if given.json:
+        given.json.write_text(json.dumps({"borders": edges, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
