@@ -5,7 +5,7 @@
     python benchmarks/scale.py --validate 1 [--processes 2]              real processes against the simulation
 
 Requests arrive at random (Poisson), go to the replica with the fewest open ones, and are computed in steps:
-a chunk of prompts, one token of every row, and its draft.  A step takes what `Machine` says.  Hardware
+a chunk of prompts, one token of every row, and its draft.  `Machine` gives the seconds of a step.  Hardware
 figures are data sheets' times an efficiency, not measurements; accepted lengths were recorded.
 """
 
@@ -103,14 +103,14 @@ class Trace:
         return [self.emitted(depth) for depth in range(MOST_DEPTH + 1)]
 
 
-def best_depth(cost: Cost, gains: Sequence[float], batch: int, context: int, prompts: int = 0) -> int:
+def best_depth(cost: Cost, gains: Sequence[float], batch: int, context: int) -> int:
     """The depth with the most tokens a second, as a controller with these figures chooses.
 
-    prompts: rows of prompts in the same step
+    Prompts of the same step do not count: they have to be computed at any depth.
     """
 
     def rate(depth: int) -> float:
-        seconds = cost.forward(batch * (1 + depth) + prompts, context) + cost.draft(depth, batch)
+        seconds = cost.forward(batch * (1 + depth), context) + cost.draft(depth, batch)
         return gains[depth] / seconds
 
     return max(range(len(gains)), key=rate)
@@ -160,7 +160,7 @@ class Replica:
         context = sum(request.read + request.made for request in self.running)
         depth = self.depth
         if depth is None:
-            depth = best_depth(self.cost, self.gains, max(1, len(ready)), context, CHUNK - chunk)
+            depth = best_depth(self.cost, self.gains, max(1, len(ready)), context)
         if ready:
             self.depths.append(depth)
         rows = len(ready) * (1 + depth) + CHUNK - chunk
