@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -118,8 +118,11 @@ class Batch(list[RowStep]):
         return [step.row for step in self]
 
     def within(self, budgets: Sequence[Budget]) -> Batch:
-        """The same rows with other budgets."""
-        return Batch([replace(step, budget=budget) for step, budget in zip(self, budgets)])
+        """The same rows with other budgets, before they have trees."""
+        # `dataclasses.replace` takes six times as long as the constructor
+        return Batch(
+            [RowStep(step.row, step.start, step.known, step.emits, b) for step, b in zip(self, budgets)]
+        )
 
     def take(self, draft: Draft) -> None:
         """Assign the draft trees to the rows."""

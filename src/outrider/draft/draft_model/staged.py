@@ -13,7 +13,7 @@ Where the cheaper drafter has no token for any chain, one call of the backend co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -152,7 +152,8 @@ class Staged:
             return EMPTY_TREE
         budget = Budget(depth, nodes)
         draft_tree = self.drafter.after(tree.row, tree.tokens, budget)
-        return draft_tree.only(self.control.kept(draft_tree, budget))
+        kept = self.control.kept(draft_tree, budget)
+        return draft_tree if len(kept) == len(draft_tree.tokens) else draft_tree.only(kept)
 
     def _walk(self, stage: Stage, logits: Tensor) -> list[int]:
         """Extend the chain by the draft model's picks.
@@ -207,7 +208,10 @@ class Staged:
 
     def observe(self, commit: Commit) -> None:
         """Pass on what was committed, without its trees, which are not the cheaper drafter's."""
-        steps = [replace(step, tree=EMPTY_TREE, kept=None, accepted=[], topk=[]) for step in commit.batch]
+        steps = [
+            RowStep(step.row, step.start, step.known, step.emits, step.budget, emitted=step.emitted)
+            for step in commit.batch
+        ]
         self.drafter.observe(commit._replace(batch=Batch(steps)))
 
     def forget(self, row: Row, reason: str) -> None:
