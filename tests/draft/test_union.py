@@ -109,7 +109,7 @@ def test_each_drafter_sees_its_own_part(
     step.tree, step.kept, step.accepted = whole, kept if cut else None, accepted_path(whole, text)
     step.emitted = text[: len(step.accepted) + 1]
     names = [(), *paths_of(whole)]
-    best = [[hash(name) % 97, 1, 2, 3] for name in names]
+    best = [[hash(name) % 97, 1, 2, 3][: union.needs.topk] for name in names]
     step.topk = best if union.needs.topk else []
     union.observe(Commit(batch))
     for k, (drafter, tree) in enumerate(zip(drafters, several)):

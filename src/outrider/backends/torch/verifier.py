@@ -65,7 +65,7 @@ class TreeQueries:
 
 
 class TreeVerifier:
-    """Nothing but the picked tokens is copied to the host, in one copy."""
+    """Nothing but the picked tokens is copied to the host, in one copy; from `mps`, without float64, all logits."""
 
     rules = ("match",)
 
