@@ -65,7 +65,7 @@ class TreeQueries:
 
 
 class TreeVerifier:
-    """Nothing but the picked tokens is copied to the host, in one copy; from `mps`, without float64, all logits."""
+    """Only the picked tokens go to the host, in one copy; from `mps`, which has no float64, all logits do."""
 
     rules = ("match",)
 
