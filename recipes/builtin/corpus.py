@@ -63,7 +63,7 @@ def train_tokenizer(out: Path, vocabulary: int, task_documents: int) -> None:
     marks = re.compile(r"<\|\w+\|>")
     both = (marks.sub(" ", text) for group in (_training_documents(out), texts) for text in group)
     tokenizer.train_from_iterator(both, trainer)
-    tokenizer.save(str(out / "tokenizer.json"))
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
 
 
 def load_tokenizer(out: Path) -> Tokenizer:
