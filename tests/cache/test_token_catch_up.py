@@ -47,11 +47,11 @@ class Rows(RuleBasedStateMachine):
         """The target computes some tokens; the drafter may read all that it has not."""
         row = self.rows[which % len(self.rows)]
         end = min(row.computed + count, len(row.tokens))
-        place = self.catch_up.cursor(row, row.computed)
+        cursor = self.catch_up.cursor(row, row.computed)
         if reads:
-            for position in range(min(place.filled, row.computed), end):
+            for position in range(min(cursor.filled, row.computed), end):
                 self.pool[row.table.slots[position]] = tuple(row.tokens[: position + 1])
-            place.reach(end)
+            cursor.reach(end)
         row.computed = end
         self.cache.register(row.table, row.tokens, self.catch_up.share(row))
 
@@ -82,12 +82,22 @@ class Rows(RuleBasedStateMachine):
     @invariant()
     def filled_positions_hold_their_tokens(self) -> None:
         for row in self.rows:
-            for position in range(self.catch_up.places[row].filled):
+            for position in range(self.catch_up.cursors[row].filled):
                 assert self.pool.get(row.table.slots[position]) == tuple(row.tokens[: position + 1])
 
 
 Rows.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestRows = Rows.TestCase
+
+
+def test_a_row_that_begins_within_an_unfilled_page_catches_up_with_it() -> None:
+    """As behind a head that needs the states of the tokens before."""
+    cache, catch_up = Cache(8, 8 * PAGE), TokenCatchUp()
+    row = make_row([1] * (2 * PAGE + 1))
+    row.table = cache.open()
+    assert cache.reserve(row.table, len(row.tokens))
+    catch_up.unfilled.add(row.table.pages[1])
+    assert catch_up.cursor(row, 2 * PAGE - 1).filled == PAGE
 
 
 def test_a_page_that_was_filled_later_is_shared_as_filled() -> None:
@@ -101,12 +111,12 @@ def test_a_page_that_was_filled_later_is_shared_as_filled() -> None:
         return row
 
     first = admit("a")
-    place = catch_up.cursor(first, 0)
+    cursor = catch_up.cursor(first, 0)
     first.computed = 2 * PAGE
     cache.register(first.table, first.tokens, catch_up.share(first))
     second = admit("b")
     assert second.computed == 2 * PAGE and catch_up.cursor(second, second.computed).filled == 0
-    place.reach(2 * PAGE)
+    cursor.reach(2 * PAGE)
     catch_up.share(first)
     third = admit("c")
     assert catch_up.cursor(third, third.computed).filled == 2 * PAGE

@@ -344,4 +344,4 @@ def test_ties_within_rounding_are_reported_and_pass(
 def test_a_drafter_that_remembers(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftModel, "forget", lambda self, row, reason: None)
     made = verdict(guessing(pair[1]), pair)
-    assert failed(made) == {"leaks"} and "'places'" in made.checks[-1].result
+    assert failed(made) == {"leaks"} and "'cursors'" in made.checks[-1].result

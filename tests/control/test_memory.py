@@ -23,7 +23,7 @@ def kept() -> Any:
         made.calibration.learn(KEY, accepted)
         made.reach[0].learn(2, True, 1.0)
     made.drafting.learn(0, 1, 4, 0.002)
-    made.reading[0] = 1e-5
+    made.prefill_cost[0] = 1e-5
     return json.loads(json.dumps(made.written()))
 
 
@@ -32,7 +32,7 @@ def test_acceptance_and_costs_are_those_that_were_learned() -> None:
     assert found.calibration.probability(KEY) == pytest.approx(0.75, abs=0.03)
     means = found.reach[0].estimates[0]
     assert means[0] > 0.9 and means[1] > 0.9 and means[2] < 0.1
-    assert found.drafting.expected(0, 1, 4) == pytest.approx(0.002, rel=0.05) and found.reading == [1e-5]
+    assert found.drafting.expected(0, 1, 4) == pytest.approx(0.002, rel=0.05) and found.prefill_cost == [1e-5]
 
 
 def test_old_evidence_gives_way_to_new() -> None:
@@ -52,13 +52,15 @@ def test_old_evidence_gives_way_to_new() -> None:
         {"calibration": [["x", 1.0, 2.0]]},
         {"costs": [[0, 0, float("nan"), 1, 1, 1, 1]]},
         {"costs": 7},
-        {"reading": [1e-5, 1e-5]},
+        {"costs": [[0, 0, 1, 0, 1, 0, 1]]},
+        {"prefill_cost": [10**400]},
+        {"prefill_cost": [1e-5, 1e-5]},
     ],
 )
 def test_what_is_broken_counts_as_nothing(change: dict[str, Any]) -> None:
     found = learned({**kept(), **change}, 1, 1e-3)
     assert not found.calibration.cells and not found.reach[0].asked and not found.drafting.lines
-    assert learned([1, 2], 1, 1e-3).reading == [0.0]
+    assert learned([1, 2], 1, 1e-3).prefill_cost == [0.0]
 
 
 def test_a_new_engine_begins_with_the_evidence_of_the_last_one(

@@ -1,4 +1,4 @@
-"""Whether a drafter that reads prompts with a model of its own takes part in a request."""
+"""Whether a drafter that computes prompts with a model of its own takes part in a request."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ DEPTH, PROMPT = 4, 200
 PLAIN = 0.001  # seconds
 
 
-def controller(acceptance: float, level: float, reading: float) -> AutoController:
-    """A draft model.  level, reading: plain steps for a drafted level, and for a token of a prompt."""
+def controller(acceptance: float, level: float, prefill: float) -> AutoController:
+    """A draft model.  level, prefill: plain steps for a drafted level, and for a token of a prompt."""
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
-    arm = Arm(("draft_model",), DEPTH, lambda depth: depth, reads=True)
+    arm = Arm(("draft_model",), DEPTH, lambda depth: depth, prefills=True)
     auto = AutoController(limits, [arm], ForwardCost({1: PLAIN, 8: 1.2 * PLAIN}), clock=lambda: 0.0)
     reach = auto.evidence.reach[0]
     for i in range(100):
         reach.learn(DEPTH if i % 100 < 100 * acceptance else 0, i % 100 >= 100 * acceptance, 1.0)
         auto.evidence.drafting.learn(0, 1, 1 + i % DEPTH, (1 + i % DEPTH) * level * PLAIN)
-    auto.evidence.reading[0] = reading * PLAIN
+    auto.evidence.prefill_cost[0] = prefill * PLAIN
     return auto
 
 
@@ -42,33 +42,51 @@ def left_out(auto: AutoController, tokens: int = 50, count: int = 40) -> int:
 
 
 def test_a_drafter_that_pays_reads_every_prompt() -> None:
-    assert left_out(controller(acceptance=0.9, level=0.05, reading=0.01)) == 0
+    assert left_out(controller(acceptance=0.9, level=0.05, prefill=0.01)) == 0
 
 
 def test_a_drafter_that_does_not_pay_reads_few_prompts() -> None:
-    """Plain decoding of 50 tokens takes 50 steps, and reading 200 tokens 10: one in forty would be 0.5 %."""
-    assert left_out(controller(acceptance=0.1, level=0.8, reading=0.05)) > 30
+    """Plain decoding of 50 tokens takes 50 steps, and prefill 200 tokens 10: one in forty would be 0.5 %."""
+    assert left_out(controller(acceptance=0.1, level=0.8, prefill=0.05)) > 30
 
 
 def test_what_a_short_output_saves_does_not_pay_for_a_long_prompt() -> None:
-    auto = controller(acceptance=0.5, level=0.1, reading=0.1)
+    auto = controller(acceptance=0.5, level=0.1, prefill=0.1)
     assert left_out(auto, tokens=4) > 30 and left_out(auto, tokens=2000) == 0
 
 
 def test_a_drafter_of_which_nothing_is_known_reads() -> None:
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
-    arms = [Arm(("draft_model",), DEPTH, lambda depth: depth, reads=True)]
+    arms = [Arm(("draft_model",), DEPTH, lambda depth: depth, prefills=True)]
     assert left_out(AutoController(limits, arms, ForwardCost({1: PLAIN}), clock=lambda: 0.0)) == 0
 
 
-def test_reading_is_no_loss_of_the_row_and_its_cost_is_learned() -> None:
-    auto, row = controller(acceptance=0.9, level=0.05, reading=0.0), make_row([1] * PROMPT, limit=2 * PROMPT)
+def test_prefill_is_no_loss_of_the_row_and_its_cost_is_learned() -> None:
+    auto, row = controller(acceptance=0.9, level=0.05, prefill=0.0), make_row([1] * PROMPT, limit=2 * PROMPT)
     batch = Batch([RowStep(row, 0, PROMPT)], prefill=True)
     auto.budget(batch)
     batch[0].emitted = [1]
-    auto.learn(Commit(batch), Times(0.02, 0.01, 0.0))
-    assert auto.evidence.reading[0] == pytest.approx(0.02 / PROMPT)
-    assert auto.evidence.read_seconds == pytest.approx(0.02) and auto.evidence.ledger.loss < 0.001
+    auto.learn(Commit(batch), Times(0.02, 0.03, 0.0))
+    assert auto.evidence.prefill_cost[0] == pytest.approx(0.02 / PROMPT)
+    assert auto.evidence.prefill_seconds == pytest.approx(0.02) and auto.evidence.ledger.loss < 0.001
+
+
+def test_a_prompt_in_chunks_is_decided_on_once() -> None:
+    auto = controller(acceptance=0.1, level=0.8, prefill=0.05)
+    row = make_row([1] * PROMPT, limit=PROMPT + 50)
+    auto.planner.random.random = lambda: 0.0  # type: ignore[method-assign]
+    auto.budget(Batch([RowStep(row, 0, 64)], prefill=True))
+    auto.planner.random.random = lambda: 0.99  # type: ignore[method-assign]
+    auto.budget(Batch([RowStep(row, 64, 64)], prefill=True))
+    assert not row.left_out
+
+
+@pytest.mark.parametrize("config", [{"method": "auto"}, {"method": "draft_model", "adaptive": True}])
+def test_no_draft_tokens_are_allowed(tiny: Path, config: dict[str, Any]) -> None:
+    given = {**config, "model": str(tiny), "num_speculative_tokens": 0}
+    llm = LLM(str(tiny), speculative_config=given)
+    (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0, max_tokens=4))
+    assert not output.speculation.drafted
 
 
 def test_the_text_of_a_request_without_the_draft_model_is_the_same(

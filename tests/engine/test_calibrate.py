@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from outrider import LLM
 from outrider.control.auto import AutoController
 from outrider.engine import calibrate
 from outrider.engine.calibrate import ROUNDS, ROWS, forward_cost, measure
+from outrider.engine.stored import StoredJson
 
 
 def costs_of(llm: LLM) -> dict[int, float]:
@@ -80,6 +82,14 @@ def test_where_time_runs_out_the_next_start_goes_on(
     forward_cost(decoder, 512)
     after = json.loads(file.read_text())
     assert after["rounds"] == ROUNDS and after["rows"]["1"] <= kept["rows"]["1"]
+
+
+def test_several_writers_leave_a_whole_file(folder: Path) -> None:
+    stored, values = StoredJson("drafting", "x"), [{"a": [i] * 2000} for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda value: [stored.write(value) for _ in range(20)], values))
+    assert stored.path is not None and stored.read() in values
+    assert [path.name for path in folder.iterdir()] == [stored.path.name]
 
 
 def test_plain_decoding_measures_nothing(tiny: Path, folder: Path) -> None:

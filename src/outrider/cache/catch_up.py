@@ -95,8 +95,8 @@ class CatchUp:
 
 
 @dataclass(slots=True)
-class Place:
-    """Progress of a drafter that reads tokens: K/V of positions below `filled`.
+class TokenCursor:
+    """Progress of one request in a drafter that reads tokens: K/V of positions below `filled`.
 
     marked: pages from the first whose marks are up to date, and say that they are filled.
     """
@@ -112,35 +112,35 @@ class Place:
 class TokenCatchUp:
     """Progress of all requests of a drafter that reads tokens, and so may catch up whenever it is asked.
 
-    Pages are shared before it has filled them.  hollow: pages that were.  A row that shares one begins to
+    Pages are shared before it has filled them.  unfilled: pages that were.  A row that shares one begins to
     catch up there.
     """
 
     def __init__(self) -> None:
-        self.places: dict[Row, Place] = {}
-        self.hollow: set[int] = set()
+        self.cursors: dict[Row, TokenCursor] = {}
+        self.unfilled: set[int] = set()
 
-    def cursor(self, row: Row, start: int) -> Place:
-        """The place of a row.  A new row has the K/V of the pages that it shares, up to a hollow one."""
-        if row not in self.places:
+    def cursor(self, row: Row, start: int) -> TokenCursor:
+        """The cursor of a row.  A new row has the K/V of the pages that it shares, up to an unfilled one."""
+        if row not in self.cursors:
             assert row.table is not None
-            pages = row.table.pages[: start // PAGE]
-            filled = next((i for i, page in enumerate(pages) if page in self.hollow), len(pages))
-            known = start if filled == len(pages) else filled * PAGE
-            if row.source in self.places:  # its last page may be a copy of one that is not filled
-                known = min(known, self.places[row.source].filled)
-            self.places[row] = Place(known, min(filled, known // PAGE))
-        return self.places[row]
+            pages = row.table.pages[: -(-start // PAGE)]
+            filled = next((i for i, page in enumerate(pages) if page in self.unfilled), len(pages))
+            known = min(start, filled * PAGE)
+            if row.source in self.cursors:  # its last page may be a copy of one that is not filled
+                known = min(known, self.cursors[row.source].filled)
+            self.cursors[row] = TokenCursor(known, min(filled, known // PAGE))
+        return self.cursors[row]
 
     def share(self, row: Row) -> int:
         """Number of positions whose pages may be shared: all.  Marks those that are not filled."""
-        place, table = self.places.get(row), row.table
-        if place is not None and table is not None:
-            full = place.filled // PAGE
-            self.hollow.difference_update(table.pages[place.marked : full])
-            self.hollow.update(table.pages[max(full, place.marked) : row.computed // PAGE])
-            place.marked = max(place.marked, full)
+        cursor, table = self.cursors.get(row), row.table
+        if cursor is not None and table is not None:
+            full = cursor.filled // PAGE
+            self.unfilled.difference_update(table.pages[cursor.marked : full])
+            self.unfilled.update(table.pages[max(full, cursor.marked) : row.computed // PAGE])
+            cursor.marked = max(cursor.marked, full)
         return row.computed
 
     def forget(self, row: Row) -> None:
-        self.places.pop(row, None)
+        self.cursors.pop(row, None)

@@ -16,7 +16,7 @@ from typer import Option
 
 from outrider.cli.constraint import Grammar, GrammarFile, JsonSchema, Regex, constraint
 from outrider.cli.flags import AUTO, Given, config_of, load, params_of, shared
-from outrider.errors import RequestError
+from outrider.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
@@ -63,15 +63,15 @@ def generate(
     began = time.perf_counter()
     llm = load(engine, config_of(speculation, AUTO))
     loaded = time.perf_counter()
+    if plot_choices is not None and "history" not in llm.engine.controller.report():
+        raise ConfigError("--plot-choices draws what an adaptive controller chose: take --method auto.")
     llm.engine.reset()
     last, interrupted = print_answer(llm, text, params, text if display_prompt else "")
     if perf and last is not None:
         total = time.perf_counter() - began
         typer.echo(f"\n{figures(llm.engine, last, loaded - began, total)}", err=True)
     if plot_choices is not None:
-        choices(
-            llm.engine.controller.report().get("history", ()), f"{llm.engine.options.model}", plot_choices
-        )
+        choices(llm.engine.controller.report()["history"], llm.engine.options.model, plot_choices)
     if interrupted:
         raise typer.Exit(130)
 

@@ -153,7 +153,7 @@ class AutoController:
         began = self.clock()
         if self.log:
             self._digest()
-        if batch.prefill and self.planner.readers:
+        if batch.prefill and self.planner.prefilling:
             self.planner.leave_out(batch)
         self.load, self.rows = Load.of(batch, self.evidence.forward), batch.rows
         self.plans = self.planner.plans(batch, self.load)
@@ -241,7 +241,7 @@ class AutoController:
             self._note(batch, times, ended)
         if ended:
             self.evidence.states = RowState.of_open(self.evidence.states)
-            self.evidence.keep(self.clock())
+            self.evidence.save(self.clock())
             self.rows, self.plans, self.tries, self.stale = [], {}, {}, True
 
     def _note(self, batch: Batch, times: Times, ended: bool) -> None:
@@ -278,7 +278,7 @@ class AutoController:
                 arm.name: reach.report() | evidence.drafting.report(k, pace)
                 for k, (arm, reach) in enumerate(zip(self.arms, evidence.reach))
             },
-            "reading_ms": 1e3 * evidence.read_seconds,
+            "prefill_ms": 1e3 * evidence.prefill_seconds,
             "reliability": evidence.reliability.table(),
             "history": [*evidence.history],
             "ledger": {"loss_ms": 1e3 * evidence.ledger.loss, "room_ms": 1e3 * evidence.ledger.room},

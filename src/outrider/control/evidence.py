@@ -23,7 +23,7 @@ from outrider.core.step import RowStep
 EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
 LONGEST_PAUSE = 256  # steps
 SURPRISE = 0.2  # logarithm of a step's seconds over the expected ones
-FEW_TOKENS = 8  # of a prompt: fewer tell nothing of the cost of reading it
+FEW_TOKENS = 8  # of a prompt: fewer tell nothing of what its prefill costs
 HISTORY = 2000  # moments that are kept for a picture
 MAX_CLIP = 1.5  # of a step's seconds over the expected ones, in the ledger
 
@@ -48,7 +48,8 @@ class Evidence:
     idle: moving average of the seconds that drafters take in a step that asks none.
     surprises: steps with drafts in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.
-    reading: seconds that a drafter takes for a token of a prompt; read_seconds: of all prompts so far.
+    prefill_cost: seconds that a drafter takes for a token of a prompt.  prefill_seconds: for all prompts so
+    far.
     history: the last sums, some steps apart.
     memory: where acceptance and costs of drafters are kept for the next start.
     """
@@ -56,7 +57,7 @@ class Evidence:
     def __init__(self, arms: Sequence[Arm], forward: ForwardCost, memory: Memory | None = None) -> None:
         self.arms, self.forward, self.memory = arms, forward, memory
         self.learned = learned(memory and memory.read(), len(arms), forward.base(1))
-        self.calibration, self.reach, self.drafting, self.reading = self.learned
+        self.calibration, self.reach, self.drafting, self.prefill_cost = self.learned
         self.reliability, self.kept_at = Reliability(), -math.inf
         self.history: deque[Moment] = deque(maxlen=HISTORY)
         # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
@@ -64,7 +65,7 @@ class Evidence:
         self.ledger, self.total = Ledger(), DraftingSummary()
         self.states: dict[Row, RowState] = {}
         self.asking = [1.0] * len(arms)
-        self.idle = self.host = self.read_seconds = 0.0
+        self.idle = self.host = self.prefill_seconds = 0.0
         self.surprises = 0
 
     def state(self, row: Row) -> RowState:
@@ -112,7 +113,7 @@ class Evidence:
                 self._enter(state, "", 0, 0.0, 0, plain + host, plain, idle, count)
         self._remember()
 
-    def keep(self, now: float) -> None:
+    def save(self, now: float) -> None:
         """Remember what was learned for the next start, at most every `EVERY` seconds."""
         if self.memory is not None and now - self.kept_at >= EVERY:
             self.kept_at = now
@@ -136,7 +137,7 @@ class Evidence:
             measured = min(seconds, MAX_CLIP * expected) if settled else seconds
             propose = self._propose(record, asks, asked)
         else:
-            propose = self._read(record, asks)
+            propose = self._prefill(record, asks)
         emitted = sum(len(step.emitted) for step in batch)
         self.forward.learn_rate(load.batch, emitted, propose + self.idle + measured)
         extra = propose + (measured - load.plain if nodes else 0.0) + self.host
@@ -152,21 +153,23 @@ class Evidence:
         surprise = self.forward.learn_drafting(load.batch, load.rows + nodes, context, seconds)
         self.surprises = self.surprises + 1 if abs(surprise) > SURPRISE else 0
 
-    def _read(self, record: StepRecord, asks: Mapping[int, Sequence[int]]) -> float:
-        """Note what drafters take to read prompts.  Returns the seconds of a step that fall to drafts.
+    def _prefill(self, record: StepRecord, asks: Mapping[int, Sequence[int]]) -> float:
+        """Note what drafters take for prefill.  Returns the seconds of a step that fall to drafts.
 
-        Reading is decided on before (`Planner.leave_out`), so no row's ledger is charged with it.
+        Prefill is decided on before (`Planner.leave_out`), so no row's ledger is charged with it.
         """
         pace, expected = record.load.pace, 0.0
         for k, depths in asks.items():
             expected += pace * self.drafting.expected(k, len(depths), max(depths))
         drafting = min(record.propose, expected)
-        self.read_seconds += record.propose - drafting
+        self.prefill_seconds += record.propose - drafting
         for k, arm in enumerate(self.arms):
             rows = [s for s in record.batch if s.known > 1 and not s.row.left_out.issuperset(arm.sources)]
-            if arm.reads and (tokens := sum(step.known for step in rows)) >= FEW_TOKENS:
-                each = (record.propose - drafting) / tokens
-                self.reading[k] += 0.2 * (each - self.reading[k]) if self.reading[k] else each
+            # where pages are shared, the drafter may have had more to read than the target
+            alone = not any(step.row.cached for step in rows)
+            if arm.prefills and alone and (tokens := sum(step.known for step in rows)) >= FEW_TOKENS:
+                each = min(record.propose - drafting, record.seconds) / tokens
+                self.prefill_cost[k] += 0.2 * (each - self.prefill_cost[k]) if self.prefill_cost[k] else each
         return drafting
 
     def _propose(

@@ -30,34 +30,34 @@ class Memory(Protocol):
 class Learned(NamedTuple):
     """Acceptance over all requests, and costs, of every drafter.
 
-    reading: seconds for a token of a prompt.
+    prefill_cost: seconds for a token of a prompt.
     """
 
     calibration: Calibration
     reach: Sequence[Reach]
     drafting: DraftCost
-    reading: list[float]
+    prefill_cost: list[float]
 
     def written(self) -> dict[str, Any]:
         return {
             "calibration": [[key, *cell] for key, cell in self.calibration.cells.items()],
             "reach": [_of_reach(reach) for reach in self.reach],
             "costs": [[*key, *astuple(line[0])] for key, line in self.drafting.lines.items()],
-            "reading": self.reading,
+            "prefill_cost": self.prefill_cost,
         }
 
 
 def learned(found: Any, drafters: int, plain: float) -> Learned:
     """What was `written` of so many drafters; nothing for anything else.  plain: seconds of a plain step."""
     drafting = DraftCost(plain)
-    with suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):
+    with suppress(KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError):
         reach = [_reach(part) for part in found["reach"]]
-        reading = [_count(seconds) for seconds in found["reading"]]
-        if len(reach) == len(reading) == drafters:
+        prefill = [_count(seconds) for seconds in found["prefill_cost"]]
+        if len(reach) == len(prefill) == drafters:
             calibration = _calibration(found)
             costs = {(int(k), int(rows)): ChunkCost(*map(_count, line)) for k, rows, *line in found["costs"]}
             drafting.lines = {key: (cost, *cost.line()) for key, cost in costs.items()}
-            return Learned(calibration, reach, drafting, reading)
+            return Learned(calibration, reach, drafting, prefill)
     return Learned(Calibration(), [Reach() for _ in range(drafters)], drafting, [0.0] * drafters)
 
 

@@ -19,13 +19,13 @@ from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
 class Arm(NamedTuple):
     """A drafter as the controller sees it: its methods, its largest depth, and the nodes of a depth.
 
-    reads: it reads prompts, which costs time, and skips those of rows that leave it out.
+    prefills: it computes prompts, which costs time, and skips those of rows that leave it out.
     """
 
     sources: Sequence[str]
     depth: int
     size: Callable[[int], int]
-    reads: bool = False
+    prefills: bool = False
 
     @property
     def name(self) -> str:

@@ -19,13 +19,14 @@ from outrider.control.fixed import FixedController
 from outrider.control.ledger import SHARE, USED
 from outrider.control.plan import Arm, Load, Plan, RowState
 from outrider.core.row import Row
-from outrider.core.step import Batch
+from outrider.core.step import Batch, RowStep
 from outrider.core.tree import Budget
 
 OPTIMISM = 0.4  # standard deviations of a draw of an estimate
 MARGIN = 1.2  # of a step's largest loss over its expected cost
 DIGEST = 16  # steps that are taken in together, once the drafters are known
-HOPE = 1.0  # standard deviations above the estimates for a drafter that would have to read a prompt
+FORGET = 0.98  # of a prefill cost, whenever a row leaves a drafter out
+HOPE = 1.0  # standard deviations above the estimates for a drafter whose prefill has to pay
 
 
 class Planner:
@@ -50,9 +51,11 @@ class Planner:
         self.random = random.Random(seed)
         self.load = Load(evidence.forward)
         self.order: Sequence[int] = range(len(arms))
-        # drafters that read prompts, and draft under a name of their own
-        self.readers = [
-            k for k, arm in enumerate(arms) if arm.reads and [a.sources for a in arms].count(arm.sources) == 1
+        # drafters that compute prompts, and draft under a name of their own
+        self.prefilling = [
+            k
+            for k, arm in enumerate(arms)
+            if arm.prefills and [a.sources for a in arms].count(arm.sources) == 1
         ]
         self.room = self.row_grace = 0.0  # seconds: left of the ledger of all requests; grace of each
 
@@ -79,26 +82,28 @@ class Planner:
         return plans
 
     def leave_out(self, batch: Batch) -> None:
-        """Spare new rows the drafters that are not expected to earn what reading their prompts costs.
+        """Spare new rows the drafters that are not expected to earn what their prefill costs.
 
-        Each is given a chance so rare that reading in vain takes `EXPLORE` of the time.
+        Each is given a chance so rare that prefill in vain takes `EXPLORE` of the time.
         """
-        states, running = self.evidence.states, len(batch)
-        rows = [row for row in batch.rows if not row.steps and row.params.speculate and row not in states]
-        if not rows:
+        running = len(batch)
+        rows = [step.row for step in batch if _is_new(step) and step.row.params.speculate]
+        most = self.limits.depth_for(running)
+        if not rows or not most:
             return
         load = Load.plain_step(self.evidence.forward, running)
         plain = load.plain / running  # seconds of a token
-        for k in self.readers:
+        for k in self.prefilling:
             reach = self.evidence.reach[k]
-            gains = reach.gains(HOPE, self._depth(k, self.arms[k].depth))
+            gains = reach.gains(HOPE, self._depth(k, most))
             best = choose.best_option(k, gains, self._price(k, reach, load), running, load.plain)
             saved = (best.gain * plain - best.cost) / (1 + best.gain)  # by each token of the output
             for row in rows:
-                cost = self.evidence.reading[k] * len(row.tokens)
+                cost = self.evidence.prefill_cost[k] * (len(row.tokens) - row.computed)
                 lost = self.random.random() * cost > EXPLORE * row.remaining * plain
                 if saved * row.remaining < cost and lost:
                     row.left_out |= frozenset(self.arms[k].sources)
+                    self.evidence.prefill_cost[k] *= FORGET  # it is not measured any more, and may be wrong
 
     def interval(self, plans: Iterable[Plan]) -> int:
         """Steps until plans are made again: few while drafters are new or losses come near the room."""
@@ -163,3 +168,8 @@ class Planner:
             return added(round(rows * nodes)) / rows
 
         return Price(share * fixed, share * per_level, reach.per_level, verify)
+
+
+def _is_new(step: RowStep) -> bool:
+    """Whether this is the first step of its row."""
+    return not step.row.steps and step.start == (step.row.cached or 0)

@@ -49,7 +49,7 @@ class Auto(Union):
             return factories[0](target)  # a mix of one costs host time
         mix = cls(options, target, factories)
         mix.depths = [
-            max(depth, DEEPEST) if drafter.reads_prompts else depth
+            max(depth, DEEPEST) if drafter.computes_prompts else depth
             for drafter, depth in zip(mix.drafters, mix.depths)
         ]
         mix.depth = max(mix.depths)

@@ -65,7 +65,7 @@ class Drafter:
     A subclass is one file in `outrider/draft`.  `Options` is a frozen dataclass; its fields are the method's
     keys in speculative_config.  `depth` is the default of num_speculative_tokens.  `demo` maps labels to keys
     of speculative_config that `outrider demo` runs with the built-in models.  `adaptive`: default of the key
-    of that name.  `reads_prompts`: it computes prompts with a model of its own, and may skip those of rows
+    of that name.  `computes_prompts`: it computes prompts with a model of its own, and may skip those of rows
     that leave it out.  `memory` holds what outlives a request: a benchmark copies it and restores it before
     it repeats a prompt.
     """
@@ -73,7 +73,7 @@ class Drafter:
     Options: ClassVar[type[Any]]
     demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     adaptive: ClassVar[bool] = False
-    reads_prompts: ClassVar[bool] = False
+    computes_prompts: ClassVar[bool] = False
     depth: int = 5
     needs: Needs = Needs()
     memory: Any = None
@@ -113,7 +113,7 @@ class Drafter:
 
     def arms(self, depth: int) -> list[Arm]:
         """What an adaptive controller chooses from, with trees of this depth at most."""
-        return [Arm(self.sources, depth, self.size, self.reads_prompts)]
+        return [Arm(self.sources, depth, self.size, self.computes_prompts)]
 
     def size(self, depth: int) -> int:
         """Maximum number of nodes in a tree of this depth."""

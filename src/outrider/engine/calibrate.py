@@ -17,7 +17,7 @@ from typing import Any
 
 from outrider.control.cost import ForwardCost
 from outrider.core.step_input import StepInput
-from outrider.engine.kept import Kept
+from outrider.engine.stored import StoredJson
 from outrider.models.base import Model
 
 SECONDS, ROUNDS = 0.8, 9
@@ -48,11 +48,11 @@ def forward_cost(decoder: Model, max_len: int, *about: Any) -> ForwardCost:
     """
     if decoder.device.type != "cpu" or max_len < NEAR + max(ROWS):
         return ForwardCost()
-    kept = Kept("costs", decoder.backend.name, decoder.spec, *about)
-    found = _read(kept)
+    stored = StoredJson("costs", decoder.backend.name, decoder.spec, *about)
+    found = _read(stored)
     if found is None or found.rounds < ROUNDS:
         found = measure(decoder, max_len, found)
-        kept.write(asdict(found))
+        stored.write(asdict(found))
     return found.cost()
 
 
@@ -86,9 +86,9 @@ def measure(
     return least
 
 
-def _read(kept: Kept) -> Measured | None:
-    with suppress(ValueError, TypeError, AttributeError, KeyError):
-        found = Measured(**kept.read())
+def _read(stored: StoredJson) -> Measured | None:
+    with suppress(ValueError, TypeError, AttributeError, KeyError, ArithmeticError):
+        found = Measured(**stored.read())
         found.rows = {int(rows): float(seconds) for rows, seconds in found.rows.items()}
         found.cost()
         return found

@@ -27,10 +27,10 @@ from outrider.draft.union.joined import Joined
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.calibrate import forward_cost
-from outrider.engine.kept import Kept
 from outrider.engine.memory import plan_pages
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
+from outrider.engine.stored import StoredJson
 from outrider.engine.turn import Turn, in_turn
 from outrider.errors import ConfigError
 from outrider.heads.base import HeadDrafter
@@ -124,13 +124,8 @@ class Engine:
         self.controller: Controller = limits
         if speculation.adaptive:
             self.costs = self.costs or self._costs()
-            arms, kept = (
-                drafter.arms(limits.max_depth),
-                Kept(
-                    "drafting", self.options.model, *self._numbers(), speculation.method, speculation.options
-                ),
-            )
-            self.controller = AutoController(limits, arms, copy.deepcopy(self.costs), memory=kept)
+            arms, stored = drafter.arms(limits.max_depth), StoredJson("drafting", *self._about(speculation))
+            self.controller = AutoController(limits, arms, copy.deepcopy(self.costs), memory=stored)
         self.runner = Runner(
             self.decoder, cache.pools[0], self.sampler, vars(type(self.rule)).get("kernel", "")
         )
@@ -140,6 +135,15 @@ class Engine:
 
     def _costs(self) -> ForwardCost:
         return forward_cost(self.decoder, self.max_len, *self._numbers())
+
+    def _about(self, speculation: SpeculativeOptions) -> tuple[Any, ...]:
+        """What acceptance and costs of drafters depend on."""
+        options, rule = self.options, speculation.rule
+        return (
+            str(self.checkpoint.folder), options.revision, *self._numbers(), self.decoder.backend.name,
+            self.device.type, options.layout, options.gpu_layers, speculation.method, speculation.options,
+            speculation.control, type(rule), rule.options,
+        )  # fmt: skip
 
     def _numbers(self) -> tuple[Any, ...]:
         """What decides how numbers are stored and computed."""

@@ -36,8 +36,6 @@ from outrider.models.base import Model
 from outrider.models.placement import pick_device, pick_dtype, place
 from outrider.sampling.sampler import Sampler
 
-LONGEST = 512  # tokens that a row catches up with in one step
-
 
 class ModelDrafter(Drafter):
     """catch_up: of the draft model's own pool.
@@ -52,7 +50,7 @@ class ModelDrafter(Drafter):
     Options = DraftModelOptions
     decoder: Model | Translated
     max_expansion = 1
-    reads_prompts = True
+    computes_prompts = True
 
     def __init__(self, options: DraftModelOptions, target: Target) -> None:
         super().__init__(options, target)
@@ -120,8 +118,8 @@ class ModelDrafter(Drafter):
 
     def _idle(self, batch: Batch) -> bool:
         """Whether no row drafts, computes its prompt, or is new."""
-        places = self.catch_up.places
-        return all(not step.budget.nodes and step.known == 1 and step.row in places for step in batch)
+        cursors = self.catch_up.cursors
+        return all(not step.budget.nodes and step.known == 1 and step.row in cursors for step in batch)
 
     # ---- catch-up
 
@@ -140,8 +138,6 @@ class ModelDrafter(Drafter):
             depth = min(budget.depth, self.context - end) if budget.nodes else 0
             if end > self.context or not self._takes_part(row, depth, step.known):
                 continue
-            if end - done > max(step.known, LONGEST):  # too far behind: this step catches up only
-                end, depth = done + LONGEST, 0
             assert row.table is not None
             tokens, adapter = self._in_vocabulary(row.tokens[done:end]), row.adapter if self.itself else None
             view = self.window.read(first.step_input, row.table.slots, done, tokens, budget.nodes, adapter)

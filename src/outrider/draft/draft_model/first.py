@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from outrider.cache.catch_up import Place
+from outrider.cache.catch_up import TokenCursor
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Budget
 from outrider.drafting.view import View
@@ -28,4 +28,4 @@ class FirstForward(NamedTuple):
 
     step_input: StepInput
     starts: list[Start]
-    reached: list[tuple[Place, int]]
+    reached: list[tuple[TokenCursor, int]]

@@ -147,7 +147,7 @@ class Retokenized(ModelDrafter):
         """Enter full pages into the prefix index, up to the first token that may still change."""
         own, text = shadow.row, shadow.text
         assert own.table is not None
-        self.cache.register(own.table, text.ids, min(self.catch_up.places[own].filled, text.fixed))
+        self.cache.register(own.table, text.ids, min(self.catch_up.cursors[own].filled, text.fixed))
 
     def _translate(self, row: Row, end: int, ids: list[int], depth: int) -> DraftTree:
         """Translate a shadow's draft into draft tokens for its row, after the row's last tokens."""

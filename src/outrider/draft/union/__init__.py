@@ -132,7 +132,7 @@ class Union(Drafter):
 
     def arms(self, depth: int) -> list[Arm]:
         return [
-            Arm(drafter.sources, min(depth, own), drafter.size, drafter.reads_prompts)
+            Arm(drafter.sources, min(depth, own), drafter.size, drafter.computes_prompts)
             for drafter, own in zip(self.drafters, self.depths)
         ]
 

@@ -9,6 +9,7 @@ import os
 import platform
 from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from outrider.version import VERSION
 log = logging.getLogger("outrider")
 
 
-class Kept:
+class StoredJson:
     """JSON in a file named by a hash of `about`, of the machine, its threads and the version.
 
     It is for what may be lost: an unreadable file counts as none, and one that cannot be written is logged
-    once.  path: None where nothing can be kept.
+    once.  path: None where nothing can be stored.
     """
 
     def __init__(self, kind: str, *about: Any) -> None:
@@ -42,10 +43,10 @@ class Kept:
     def write(self, value: Any) -> None:
         if self.path is None:
             return
-        made = self.path.with_suffix(f".{os.getpid()}")
         try:
-            made.write_text(json.dumps(value))
-            made.replace(self.path)
+            with NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.stem, delete=False) as made:
+                json.dump(value, made)
+            os.replace(made.name, self.path)
         except OSError as error:
             log.warning("what was measured is not kept for the next start: %s", error)
             self.path = None
