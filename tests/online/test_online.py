@@ -172,7 +172,7 @@ def test_the_disk_is_bounded_and_can_be_deleted(
     learner = use()
     serve(llm, learner, 3)
     path = learner.store.path
-    assert len(list(path.iterdir())) == 2, "one folder of weights, and state.json"
+    assert len(list(path.iterdir())) == 3, "one folder of weights, state.json and the lock"
     with pytest.raises(SystemExit, match="0"):
         main(["online", "show", str(path)])
     shown = json.loads(capsys.readouterr().out)
@@ -205,7 +205,7 @@ def test_a_kill_leaves_complete_weights(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     found = store.Store(tmp_path, "t", "b").load()
-    assert found is not None
+    assert found is not None, "the lock ended with the process"
     assert found[1]["number"] >= 5 and bool((found[0]["x"] == float(found[1]["number"])).all())
 
 

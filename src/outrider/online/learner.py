@@ -11,7 +11,8 @@ Weights change between steps only:
 
     candidate ── lower loss on held-out texts ──▶ in use ── fewer drafts accepted than before ──▶ the old ones
 
-Match verification makes the text independent of the drafts, so none of this changes an output.
+Match verification makes the text independent of the drafts, so none of this changes an output.  An error in
+training ends it: the engine goes on drafting with the weights in use.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Commit, Needs
+from outrider.errors import ConfigError
 from outrider.heads.base import HeadDrafter
 from outrider.heads.sample import TargetWeights
 from outrider.online.networks import trainable
@@ -71,12 +73,18 @@ class Learner:
     """Trains a copy of a drafter's head, and gives the drafter its weights when they are better.
 
     swaps, returns: times that weights were taken into use, and that the old ones came back.
+    stopped: after an error, which was logged.
     """
 
     def __init__(self, drafter: HeadDrafter, options: Online) -> None:
-        """Raises ConfigError for a head that cannot be trained, and for a folder of another head."""
-        self.drafter, self.options = drafter, options
+        """Raises ConfigError for a head or a device that cannot train, and for a folder that is not free."""
+        self.drafter, self.options, self.stopped = drafter, options, False
         target = drafter.target
+        if (device := target.decoder.device).type != "cpu":
+            raise ConfigError(
+                f"online: heads learn on a CPU, and the model is on {str(device)!r}: leave online out, or "
+                "load the model with device='cpu'."
+            )
         self.network: nn.Module = trainable(drafter)
         self.outer = TargetWeights.of(target.decoder)
         self.texts = Texts(sorted({*drafter.needs.states, FINAL}))
@@ -104,34 +112,59 @@ class Learner:
 
     def _begin(self) -> None:
         """Start training from the weights in use."""
-        self.network.load_state_dict(self.in_use)
-        self.adam = torch.optim.AdamW(self.network.parameters(), lr=self.rate, betas=BETAS, weight_decay=0.0)
+        self._reset()
         self.work = self._rounds()
+
+    def _reset(self) -> None:
+        self.network.load_state_dict(self.in_use)
+        self.network.zero_grad(set_to_none=True)
+        self.adam = torch.optim.AdamW(self.network.parameters(), lr=self.rate, betas=BETAS, weight_decay=0.0)
 
     # ---- in a step
 
     @property
     def active(self) -> bool:
-        return (
-            len(self.texts.kept) >= FIRST and len(self.texts.held) >= HELD and self.texts.count >= self.rest
-        )
+        enough = len(self.texts.kept) >= FIRST and len(self.texts.held) >= HELD
+        return enough and self.texts.count >= self.rest and not self.stopped
 
     def train(self) -> None:
-        """Before a step drafts: one unit of work, if enough time was earned."""
+        """Before a step drafts: one unit of work, if enough time was earned.
+
+        An error is logged and ends learning.  An interrupt is raised, and learning goes on afterwards.
+        """
         began = time.perf_counter()
-        if self.old is not None and self.now.drafts >= DRAFTS:
-            self._conclude()
-        if self.active and self.earned > 0:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.units)
-                next(self.work)
-            self.units += 1
-        self.spent = time.perf_counter() - began
+        try:
+            if self.old is not None and self.now.drafts >= DRAFTS:
+                self._conclude()
+            if self.active and self.earned > 0:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(self.units)
+                    next(self.work)
+                self.units += 1
+        except Exception:
+            log.exception("online: learning stops, and the weights in use stay")
+            self._stop()
+        except BaseException:  # it has closed the generator
+            self._begin()
+            raise
+        finally:
+            self.spent = time.perf_counter() - began
+
+    def _stop(self) -> None:
+        """Train no more, and free what only training needs."""
+        self.stopped, self.old = True, None
+        self.network.zero_grad(set_to_none=True)
+        self.work.close()
+        self.adam.state.clear()
+        self.texts = Texts(self.texts.wanted)
 
     def observe(self, commit: Commit) -> None:
+        if self.stopped:
+            return
         self.texts.observe(commit)
         for step in commit.batch:
-            if step.emitted and step.tree.size:
+            row = step.row
+            if row.lora is None and not row.guided and step.emitted and step.tree.size:
                 self.now.drafts += 1
                 self.now.accepted += bool(step.accepted)
 
@@ -147,7 +180,7 @@ class Learner:
 
     # ---- units of work
 
-    def _rounds(self) -> Iterator[None]:
+    def _rounds(self) -> Generator[None]:
         while True:
             for _ in range(ROUND):
                 for _ in range(BATCH):
@@ -161,7 +194,7 @@ class Learner:
                 self.steps += 1
             yield from self._judge()
 
-    def _judge(self) -> Iterator[None]:
+    def _judge(self) -> Generator[None]:
         """Compare the candidate with the weights in use on held-out texts."""
         held, candidate, means = list(self.texts.held), self._copy(), []
         for weights in (candidate, self.in_use):
@@ -175,7 +208,7 @@ class Learner:
             means.append(sum(losses) / len(losses))
         self.network.load_state_dict(candidate)
         if not math.isfinite(means[0]):
-            self._begin()
+            self._reset()
         elif means[0] < means[1] and self.old is None:
             self._swap(candidate)
 
@@ -186,30 +219,34 @@ class Learner:
 
     def _swap(self, candidate: Weights) -> None:
         """Take the candidate into use, on trial."""
+        self.drafter.adopt(candidate)
         if self.now.drafts:
             self._note()
         self.old, self.in_use, self.swaps = self.in_use, candidate, self.swaps + 1
         self.before, self.now = self.now, Acceptance()
-        self._use()
+        self._save()
 
     def _conclude(self) -> None:
         """End the trial of new weights: they stay unless acceptance fell."""
-        old, self.old = self.old, None
-        if not self.now.fell_since(self.before):
+        old = self.old
+        if old is None or not self.now.fell_since(self.before):
+            self.old = None
             return
-        assert old is not None
+        self.drafter.adopt(old)
         log.info("online: acceptance fell from %.3f to %.3f", self.before.share, self.now.share)
         self._note()
-        self.in_use, self.returns, self.now = old, self.returns + 1, Acceptance()
+        self.in_use, self.old, self.returns, self.now = old, None, self.returns + 1, Acceptance()
         self.rest = self.texts.count + FIRST * 2 ** min(self.returns, 10)  # back off: that many further texts
-        self._use()
         self._begin()
+        self._save()
 
-    def _use(self) -> None:
-        self.drafter.adopt(self.in_use)
+    def _save(self) -> None:
         about = {"swaps": self.swaps, "returns": self.returns, "steps": self.steps, "history": self.history}
         about |= {"texts": self.texts.count, "tokens": self.texts.tokens}
-        self.store.save(self.drafter.head.config, self.in_use, about)
+        try:
+            self.store.save(self.drafter.head.config, self.in_use, about)
+        except OSError as error:
+            log.warning("online: the weights in use were not stored: %s", error)
 
     def _note(self) -> None:
         """Add the acceptance of the weights in use to the statistics."""

@@ -24,9 +24,11 @@ from outrider.heads.parts import THETA
 
 COPIES = {"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"}  # of the target, or by the settings
 FLAGS = (
-    "rope_scaling", "rope_parameters", "norm_before_residual", "norm_before_fc", "norm_output", "fc_norm",
-    "original_lm_head",
+    "norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "original_lm_head",
+    "hidden_state_offset",
 )  # fmt: skip
+ROTATIONS = ("rope_scaling", "rope_parameters")  # of heads with attention
+CURE = "is not trained while serving: leave online out, or give another head."
 N = TypeVar("N", bound=nn.Module)
 
 
@@ -46,16 +48,14 @@ def trainable(drafter: HeadDrafter) -> nn.Module:
     if isinstance(drafter, Medusa):
         heads, blocks = counts(head)
         if blocks > 1 and len({head.stored[f"0.{j}.linear.weight"] for j in range(blocks)}) > 1:
-            raise ConfigError(
-                f"online: the blocks of {head.name!r} differ, which is not trained while serving."
-            )
+            raise ConfigError(f"online: a Medusa head whose blocks differ, as in {head.name!r}, {CURE}")
         own = "0.lm_head.weight" in head
         network = medusa.Network(hidden, vocabulary, heads, blocks, own)
         return loaded(network, head, lambda name: REFERENCE.ours(name, blocks=blocks) or name)
     if isinstance(drafter, Hydra):
         layers, own = int(head.config.get("hydra_num_layers") or 1), "hydra_lm_head.0.weight" in head
         return loaded(hydra.Network(hidden, vocabulary, len(drafter.heads), layers, None, 0.0, own), head)
-    raise ConfigError(f"online: heads of the method {drafter.sources[0]!r} are not trained while serving.")
+    raise ConfigError(f"online: a head of the method {drafter.sources[0]!r} {CURE}")
 
 
 def loaded(network: N, head: Head, ours: Callable[[str], str] = lambda name: name) -> N:
@@ -66,12 +66,12 @@ def loaded(network: N, head: Head, ours: Callable[[str], str] = lambda name: nam
     """
     own = network.state_dict()
     extra = sorted({*head} - {ours(name) for name in own} - COPIES)
-    extra += [key for key in FLAGS if head.config.get(key)]
-    if (theta := head.config.get("rope_theta") or THETA) != THETA:
+    attends = any("self_attn" in name for name in own)  # others may carry the target's rotations
+    extra += [key for key in FLAGS + ROTATIONS * attends if head.config.get(key)]
+    if attends and (theta := head.config.get("rope_theta") or THETA) != THETA:
         extra.append(f"rope_theta {theta}")
     if extra:
-        what = ", ".join(extra[:4])
-        raise ConfigError(f"online: {head.name!r} has {what}, which is not trained while serving.")
+        raise ConfigError(f"online: a head with {', '.join(extra[:4])}, as {head.name!r}, {CURE}")
     for name, tensor in own.items():
         if tensor.is_floating_point():  # the rest follows from the settings
             tensor.copy_(head.get(ours(name), *tensor.shape))

@@ -54,7 +54,7 @@ class Texts:
             record = self.records.get(row)
             if record is None or record.end != step.start or step.end < row.prompt - CONTEXT:
                 record = self.records[row] = Record(step.start, step.start)
-            record.states.append(states.to("cpu", torch.bfloat16))
+            record.states.append(states.to("cpu", torch.bfloat16, copy=True))
             record.end += len(states)
             if record.end - max(record.first, row.prompt) >= LONGEST:
                 self.close(row)
@@ -70,7 +70,7 @@ class Texts:
         mask = (places + 1 >= row.prompt) & (places + 1 < end)
         if int(mask.sum()) < SHORTEST:
             return
-        states = torch.cat(record.states)[first - record.first : end - record.first]
+        states = torch.cat(record.states)[first - record.first : end - record.first].clone()
         text = Text(torch.tensor(row.tokens[first:end]), states, mask)
         (self.held if self.count % EVERY == EVERY - 1 else self.kept).append(text)
         self.count, self.tokens = self.count + 1, self.tokens + int(mask.sum())
