@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -264,6 +265,15 @@ def test_a_new_method_is_one_file(tmp_path: Path, tiny: Path, monkeypatch: pytes
         monkeypatch.undo()
         draft.methods.cache_clear()
     assert "again" not in draft.names()
+
+
+# ---- tests
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """Without packages pytest collects only one of two files of a name."""
+    names = Counter(path.name for path in Path(__file__).parents[1].rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 # ---- short enough to be read

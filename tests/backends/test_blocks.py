@@ -38,9 +38,8 @@ def test_rows_of_a_block_see_the_text_and_each_other(window: int, kind: torch.dt
         assert run.rope_store(context, alone, turn, before.build(), pool, 0).numel() == 0
         here.block(table, end, table[end : end + block], [0] * block)
         q = run.rope_store(rows, heads, turn, here.build(), pool, 0)
-        assert here.positions.tolist() == list(
-            range(end, end + block)
-        ) and here.slot_mapping.tolist() == list(table[end : end + block])
+        assert [*here.positions] == [*range(end, end + block)]
+        assert [*here.slot_mapping] == [*table[end : end + block]]
         out = run.attend(q, heads, here, pool, 0, D**-0.5, window)
         keys, values = pool.read(0, torch.tensor(table[: end + block]), WIDE)
         queries = q[..., :D].to(WIDE)

@@ -113,6 +113,6 @@ def test_ctrl_c_ends_a_piped_conversation(run: Run, monkeypatch: pytest.MonkeyPa
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", interrupted)
-    result = run("chat", "-n", 50, "--ignore-eos", stdin="Hello\nHello\n")
+    result = run("chat", "--method", "off", "-n", 50, "--ignore-eos", stdin="Hello\nHello\n")
     assert result.status == 130
     assert "1 turns, 5 tokens" in result.err

@@ -156,7 +156,7 @@ def test_the_figures_are_those_of_the_request(run: Run) -> None:
 
 
 def test_load_and_total_time(run: Run) -> None:
-    message = run("generate", "-p", TEXT, "-n", 4).err
+    message = run("generate", "-p", TEXT, "-n", 4, "--method", "off").err
     load, sample, total = (
         number(rf"{name} time = +([\d.]+) ms", message) for name in ("load", "sample", "total")
     )
@@ -170,7 +170,7 @@ def test_load_and_total_time(run: Run) -> None:
 
 
 def test_plain_decoding_has_no_draft(run: Run) -> None:
-    message = run("generate", "-p", TEXT, "-n", 3).err
+    message = run("generate", "-p", TEXT, "-n", 3, "--method", "off").err
     assert "target:" in message and "n_predict = 3" in message
     assert "draft" not in message and "accept" not in message
     assert run("generate", "-p", TEXT, "-n", 3, "--no-perf").err == ""

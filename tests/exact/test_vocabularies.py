@@ -317,7 +317,7 @@ def test_a_draft_that_ends_the_text_ends_it(spellers: tuple[LLM, str]) -> None:
     llm, model = spellers
     llm.use(draft(model, "retokenize"))
     drafter: Any = llm.engine.drafter
-    row = llm._request("abc", SamplingParams(), False).rows[0]
+    row = llm._request("abc", SamplingParams()).rows[0]
     (end,) = drafter.draft_codec.ending
     d, e = (drafter.draft_codec.pieces.index(letter) for letter in (b"d", b"e"))
     draft_tree = drafter._translate(row, len(row.tokens), [d, end, e], 4)
