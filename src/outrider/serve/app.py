@@ -23,6 +23,7 @@ from outrider.serve.wire import Events, Json, StrictRoute, unless_left
 from outrider.version import VERSION
 
 STATIC = Path(__file__).parent / "static"
+POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'"
 SHAPE = {
     "type": "object",
     "properties": {
@@ -64,7 +65,6 @@ def make_app(server: Server, lifespan: Lifespan[FastAPI] | None = None) -> FastA
         version=VERSION,
         docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
-        root_path=server.options.root_path,
         responses=RESPONSES,
         lifespan=lifespan,
         middleware=middleware(server),
@@ -81,9 +81,9 @@ def make_app(server: Server, lifespan: Lifespan[FastAPI] | None = None) -> FastA
 def add_status(app: FastAPI, server: Server) -> None:
     """The page at /, /health, /version and /metrics."""
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
-        return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": "default-src 'self'"})
+        return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": POLICY})
 
     @app.get("/health", responses={200: {"description": "Requests are accepted"}})
     async def health() -> Json:

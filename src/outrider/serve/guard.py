@@ -17,7 +17,8 @@ from outrider.serve.options import ServerOptions
 from outrider.serve.traces import HEADERS
 from outrider.serve.wire import Left
 
-OPEN = ("/", "/health", "/version", "/metrics", "/openapi.json")  # need no key, answer in every state
+# need no key, answer in every state; "" is redirected to "/"
+OPEN = ("", "/", "/health", "/version", "/metrics", "/openapi.json")
 FILES = "/static/"  # of the page at /, which has no data and asks for the key itself
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 log = logging.getLogger("outrider.serve")
@@ -56,9 +57,10 @@ class Guard:
             await send(message)
 
         try:
-            public = scope["path"] in OPEN or scope["path"].startswith(FILES)
+            path = self._routed(scope)
+            public = path in OPEN or (path.startswith(FILES) and ".." not in path)
             if not public and scope["method"] != "OPTIONS":
-                self._check(scope)
+                self._check(scope, path)
             if not public and scope["method"] == "POST":
                 receive = _replayed(await self._body(scope, receive), receive)
             HEADERS.set({name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
@@ -70,13 +72,23 @@ class Guard:
             if not started:
                 await refusal.response()(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
+    def _routed(self, scope: Scope) -> str:
+        """The path that the routes see, without `root_path`.
+
+        A proxy may have removed `root_path` from the path: it is put back, as mounted routes need it.
+        """
+        scope["root_path"] = root = self.server.options.root_path
+        if root and scope["path"] != root and not scope["path"].startswith(f"{root}/"):
+            scope["path"] = root + scope["path"]
+        return str(scope["path"]).removeprefix(root)
+
+    def _check(self, scope: Scope, path: str) -> None:
         """Raise ApiError for a wrong key, and for a request that would only wait."""
         if self.keys and not self._has_key(scope):
             raise ApiError(401, "the API key is missing or wrong.", code="invalid_api_key")
         if self.server.status == "stopping":
             raise ApiError(503, "the server is stopping.", code="stopping", retry_after=5)
-        if scope["path"] in GENERATING:
+        if path in GENERATING:
             self.server.check_ready()
             self.server.check_room()
 

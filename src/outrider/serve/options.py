@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,10 @@ TEXTS = Kind(
 )
 KEY_VARIABLE = "OUTRIDER_API_KEY"
 SECONDS = real("a number of seconds above 0", lambda value: value > 0)
+ROOT = Kind(
+    'empty or a path such as "/llm", without "/" at its end',
+    lambda value: isinstance(value, str) and re.fullmatch(r"(/[\w~-][\w.~-]*)*", value, re.ASCII) is not None,
+)
 SERVER_OPTIONS = {
     "host": TEXT,
     "port": whole(0, 65535),
@@ -38,7 +43,7 @@ SERVER_OPTIONS = {
     "chat_template": optional(TEXT),
     "trust_request_chat_template": FLAG,
     "otlp_traces_endpoint": optional(TEXT),
-    "root_path": Kind("a string", lambda value: isinstance(value, str)),
+    "root_path": ROOT,
 }
 
 

@@ -28,7 +28,7 @@ TEXT: dict[str, Any] = {"prompt": "The future of AI is", "ignore_eos": True, "te
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Served]:
     with served("builtin", "--replicas", "2", "--replica-timeout", "4", "--api-key", "secret",
-                "--max-requests", "8", "--speculative-config", '{"method": "ngram"}') as running:  # fmt: skip
+                "--max-requests", "8", "--root-path", "/llm", "--speculative-config", '{"method": "ngram"}') as running:  # fmt: skip
         yield running
 
 
@@ -115,6 +115,19 @@ def test_keys_limits_and_other_routes_are_those_of_one_server(pair: Served) -> N
     text = pair.get("/metrics").text
     assert re.search(r'(?m)^outrider:kv_cache_tokens\{replica="\d"\} \d', text)
     assert text.count("# TYPE outrider:kv_cache_tokens ") == 1
+
+
+@pytest.mark.timeout(60)
+def test_the_root_path_may_be_in_the_path_of_a_request_or_not(pair: Served) -> None:
+    for root in ("", "/llm"):
+        for path in ("/health", "/", "/static/app.js", "/openapi.json"):
+            assert pair.get(root + path).status_code == 200
+        for path in ("/v1/models", "/static/%2e%2e/v1/models", "/llm/v1/models"):
+            assert pair.get(root + path).status_code == 401
+        assert pair.get(f"{root}/v1/models", headers=KEY).json()["data"][0]["id"] == "builtin"
+        blocks = pair.metric("router_prompt_blocks_total")
+        pair.post(f"{root}/v1/completions", {**TEXT, "prompt": "x " * 99, "max_tokens": 1}, headers=KEY)
+        assert pair.metric("router_prompt_blocks_total") > blocks, "routed by its prompt"
 
 
 @pytest.mark.timeout(60)

@@ -50,7 +50,7 @@ def _own_routes(router: Router) -> dict[str, Handler]:
 
 def _passed_on(router: Router) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        question = await _question(Request(scope, receive))
+        question = await _question(router, Request(scope, receive))
         await Relay(router, question)(scope, receive, send)
 
     return app
@@ -60,7 +60,7 @@ def _everywhere(router: Router) -> Handler:
     """Adapters are loaded and unloaded on all replicas."""
 
     async def app(request: Request) -> Response:
-        question = await _question(request)
+        question = await _question(router, request)
         try:
             given = strict_json(question.body)
             name = given.get("lora_name") if isinstance(given, dict) else None
@@ -72,7 +72,7 @@ def _everywhere(router: Router) -> Handler:
     return app
 
 
-async def _question(request: Request) -> Question:
-    url = request.url
-    target = f"{url.path}?{url.query}" if url.query else url.path
+async def _question(router: Router, request: Request) -> Question:
+    path, query = request.url.path.removeprefix(router.options.root_path), request.url.query
+    target = f"{path}?{query}" if query else path
     return Question.of(request.method, target, list(request.headers.items()), await request.body())

@@ -107,7 +107,7 @@ class Replica:
         limits = httpx.Limits(max_keepalive_connections=0)  # a process closes idle ones when it likes
         transport = httpx.AsyncHTTPTransport(uds=self.job.socket, limits=limits)
         async with httpx.AsyncClient(
-            transport=transport, base_url="http://replica", timeout=None
+            transport=transport, base_url=f"http://replica{self.job.options.root_path}", timeout=None
         ) as self._client:
             watch = asyncio.create_task(self._watch(process, ready_at))
             try:
