@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from outrider.serve.chat import Reply
 from outrider.serve.output_items import OutputItems
-from outrider.serve.tools import HERMES
+from outrider.serve.tools import HERMES, PARSERS
 
 CALLS = ['{"a": 3}', '{"b": {"c": [1, "}"]}}']
 TEXT = "Let me see." + "".join(
@@ -18,8 +20,9 @@ def grown(text: str, status: str, step: int, reply: Reply | None = None) -> tupl
     """Items and events of a text that comes in parts of so many characters."""
     reply, made, events = reply or Reply(HERMES), OutputItems("resp_1"), list[Any]()
     for end in range(step, len(text), step):
-        events += made.grow(reply.read(text[:end], False), None)
-    events += made.grow(reply.read(text, True), status)
+        events += made.grow(reply.read(text[:end], None), None)
+    reason = "length" if status == "incomplete" else "stop"
+    events += made.grow(reply.read(text, reason), status)
     return made.items, events
 
 
@@ -67,3 +70,40 @@ def test_an_empty_text_is_an_empty_message() -> None:
     items, events = grown("", "completed", 1)
     assert [item["content"][0]["text"] for item in items] == [""]
     assert not any(event["type"].endswith("delta") for event in events)
+
+
+F = '{"name": "f", "arguments": {"a": 1}}'
+LLAMA = Reply(PARSERS["llama3"], names=frozenset("f"))
+MISTRAL = Reply(PARSERS["mistral"])
+FORCED = Reply(HERMES, {"type": "function", "name": "f"})
+CUT = [  # reply, text, its end, types and statuses of its items
+    (None, 'Hi <tool_call>{"name": "f", "arguments": {"a": "xy', "incomplete", "m- f-"),
+    (None, 'Hi <tool_call>{"name": "f", "arguments": {"a": x}}</tool_call> bye', "completed", "m f-"),
+    (None, '<tool_call>{"name": "f", "arguments": {"a": x}}<tool_call>' + F, "completed", "f- f"),
+    (None, f'<tool_call>{F}</tool_call><tool_call>{{"name": "g", "arguments": {{bad', "completed", "f f-"),
+    (None, f"<tool_call>{F}</tool_call> mid <tool_call>{F}</tool_call> end", "completed", "f m f"),
+    (None, f"A <tool_call>{F}</tool_call> mid <tool_call>{F}</tool_call>", "completed", "m f f"),
+    (None, '<tool_call>{"name": "a\nb", "arguments": {"a": 1}}', "completed", "m"),
+    (None, "a <tool b", "completed", "m"),
+    (FORCED, '{"a": "x', "incomplete", "f-"),
+    (FORCED, '{"a": "x"}', "completed", "f"),
+    (Reply(HERMES, "required"), f'[{F}, {{"name": "f", "arguments": {{"a', "incomplete", "f f-"),
+    (Reply(HERMES, parallel=False), f"<tool_call>{F}</tool_call>\n<tool_call>{F}", "completed", "f"),
+    (LLAMA, f"{F} and more", "completed", "f m"),
+    (LLAMA, F.replace('"f"', '"z"') + " and more", "completed", "m"),
+    (LLAMA, f"{F} <|python_tag|>{F}", "completed", "f m"),
+    (LLAMA, F[:-4], "incomplete", "f-"),
+    (MISTRAL, 'Hey [TOOL_CALLS]f[ARGS]{"a": 1, "b": ', "incomplete", "m- f-"),
+    (MISTRAL, f"[TOOL_CALLS][{F}, {F}] bye", "completed", "f f m"),
+]
+
+
+@pytest.mark.parametrize(("reply", "text", "status", "expected"), CUT)
+def test_a_text_has_the_same_items_in_parts_and_whole(
+    reply: Reply | None, text: str, status: str, expected: str
+) -> None:
+    whole, _ = grown(text, status, len(text), reply)
+    short = [item["type"][0] + "-" * (item["status"] == "incomplete") for item in whole]
+    assert short == expected.split()
+    for step in (1, 3, 7):
+        assert grown(text, status, step, reply)[0] == whole

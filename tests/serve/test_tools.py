@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from outrider.serve.tools import HERMES, PARSERS, ToolCall, parser_for
+from outrider.serve.tools import HERMES, PARSERS, Parsed, ToolCall, parser_for
 
 CALLS = [("add", {"a": 1, "b": [2, "x"]}), ("now", {})]
 TEXTS = {
@@ -25,7 +25,7 @@ WHOLE = [(name, text) for name in TEXTS for text in [TEXTS[name], *MORE.get(name
 
 @pytest.mark.parametrize(("name", "text"), WHOLE)
 def test_calls_are_read(name: str, text: str) -> None:
-    content, calls = PARSERS[name].parse(text, True)
+    content, calls, _ = PARSERS[name].parse(text, True)
     assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS and not content
 
 
@@ -47,7 +47,7 @@ def test_a_growing_text_gives_each_part_once(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("text", ["", "2 < 3", "<tool", "[TOOL", "<tool_call> oh", "{not json", '{"a": 1}'])
 def test_other_texts_are_content(name: str, text: str) -> None:
-    assert PARSERS[name].parse(text, True) == (text, [])
+    assert PARSERS[name].parse(text, True) == Parsed(text, [])
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -62,9 +62,10 @@ def test_text_behind_calls_is_content(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "{oh"])
-def test_arguments_that_are_no_json_are_no_call(name: str, value: str) -> None:
+def test_a_call_whose_arguments_are_no_json_is_not_complete(name: str, value: str) -> None:
     text = TEXTS[name].replace("[2,", f"[{value},")
-    assert "add" not in [call.name for call in PARSERS[name].parse(text, True).calls]
+    add, *others = PARSERS[name].parse(text, True).calls
+    assert add.name == "add" and not add.complete and all(call.complete for call in others)
 
 
 def test_what_follows_complete_arguments_is_no_part_of_them() -> None:
@@ -74,7 +75,7 @@ def test_what_follows_complete_arguments_is_no_part_of_them() -> None:
 
 def test_bare_json_that_calls_no_tool_is_content() -> None:
     for text in ('{"name": "Ada", "age": 36}', '{"name": "Ada", "parameters": {}}'):
-        assert PARSERS["llama3"].parse(text, True, {"add"}) == (text, [])
+        assert PARSERS["llama3"].parse(text, True, {"add"}) == Parsed(text, [])
     assert PARSERS["llama3"].parse('{"name": "add", "parameters": {}}', True, {"add"}).calls
 
 

@@ -60,22 +60,24 @@ class Reply:
     names: frozenset[str] = frozenset()
     parallel: bool = True  # False: only the first call
 
-    def read(self, text: str, finished: bool) -> Parsed:
-        """Content and calls of a text so far."""
-        content, calls = self._parsed(text, finished)
-        return Parsed(content, calls if self.parallel else calls[:1])
+    def read(self, text: str, finish_reason: str | None) -> Parsed:
+        """Content and calls of a text so far.
 
-    def _parsed(self, text: str, finished: bool) -> Parsed:
+        The same for a text that came in parts and for a whole one: a call that has begun stays a call.
+        """
+        parsed = self._parsed(text, finish_reason)
+        return parsed if self.parallel else parsed._replace(calls=parsed.calls[:1])
+
+    def _parsed(self, text: str, finish_reason: str | None) -> Parsed:
         if self.parser is None:
             return Parsed(text, [])
         for token in self.ending:
             text = text.removesuffix(token)
         if (name := named_tool(self.choice)) is not None:
-            return Parsed("", [ToolCall(name, text, finished)])
+            return Parsed("", [ToolCall(name, text, finish_reason not in (None, "length"))])
         if self.choice == "required":
-            calls = listed(text).calls
-            return Parsed("", [call for call in calls if call.complete or not finished])
-        return self.parser.parse(text, finished, self.names)
+            return Parsed("", [each for each in listed(text) if isinstance(each, ToolCall)])
+        return self.parser.parse(text, finish_reason is not None, self.names)
 
 
 def called(call: ToolCall) -> dict[str, Any]:
@@ -132,7 +134,7 @@ class Chat:
 
     def choice(self, i: int, sample: CompletionOutput) -> dict[str, Any]:
         """A whole choice."""
-        parsed = self.reply.read(sample.text, True)
+        parsed = self.reply.read(sample.text, sample.finish_reason or "stop")
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.calls:
             message["content"] = parsed.content or None
@@ -140,7 +142,7 @@ class Chat:
         return {
             "message": message,
             "logprobs": self._logprobs(sample, 0),
-            "finish_reason": self._reason(sample, bool(parsed.calls)),
+            "finish_reason": self._reason(sample, parsed.calls),
             "stop_reason": sample.stop_reason,
         }
 
@@ -151,9 +153,8 @@ class Chat:
     def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
         """What is new in a sample since the last call."""
         sent = self.sent.setdefault(sample.index, Sent())
-        parsed = self.reply.read(sample.text, sample.finish_reason is not None)
-        cut_off = len(parsed.calls) < len(sent.calls)  # a call that was begun is no content
-        content = "" if cut_off else parsed.content[sent.characters :]
+        parsed = self.reply.read(sample.text, sample.finish_reason)
+        content = parsed.content[sent.characters :]
         made: dict[str, Any] = {"content": content} if content else {}
         if calls := sent.new_calls(parsed.calls):
             made["tool_calls"] = calls
@@ -162,15 +163,14 @@ class Chat:
         logprobs = self._logprobs(sample, sent.tokens)
         sent.characters += len(content)
         sent.tokens = len(sample.token_ids)
-        reason = self._reason(sample, bool(parsed.calls))
+        reason = self._reason(sample, parsed.calls)
         part = {"delta": made, "logprobs": logprobs, "finish_reason": reason}
         return [{**part, "stop_reason": sample.stop_reason} if reason else part]
 
-    def _reason(self, sample: CompletionOutput, calls: bool) -> str | None:
+    def _reason(self, sample: CompletionOutput, calls: Sequence[ToolCall]) -> str | None:
         forced = named_tool(self.reply.choice) is not None  # OpenAI's servers tell "stop" then
-        return (
-            "tool_calls" if calls and sample.finish_reason == "stop" and not forced else sample.finish_reason
-        )
+        ended = sample.finish_reason == "stop" and any(call.complete for call in calls)
+        return "tool_calls" if ended and not forced else sample.finish_reason
 
     def _logprobs(self, sample: CompletionOutput, start: int) -> dict[str, Any] | None:
         if sample.logprobs is None:

@@ -30,11 +30,11 @@ class OutputItems:
 
         status: of the response, once the text has ended; None before.
         """
-        begun = len(parsed.calls) < len(self.calls)  # the text ended within a call, which is no content
-        content = "" if begun else parsed.content
-        if content or (status and not (parsed.calls or self.items)):
-            yield from self._text(content)
-        for number, call in enumerate(parsed.calls):
+        for number, call in enumerate(parsed.calls[: parsed.calls_before]):
+            yield from self._call(number, call)
+        if parsed.content or (status and not (parsed.calls or self.items)):
+            yield from self._text(parsed.content)
+        for number, call in enumerate(parsed.calls[parsed.calls_before :], parsed.calls_before):
             yield from self._call(number, call)
         if status is not None:
             for place, item in enumerate(self.items):

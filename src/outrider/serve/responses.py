@@ -85,7 +85,9 @@ class Responses:
         """The whole response."""
         (output,) = await self.server.outputs([self.request])
         sample = output.outputs[0]
-        for _ in self.items.grow(self.reply.read(sample.text, True), _status(sample)):
+        for _ in self.items.grow(
+            self.reply.read(sample.text, sample.finish_reason or "stop"), _status(sample)
+        ):
             pass  # events are for streams
         return self._ended(output)
 
@@ -116,7 +118,7 @@ class Responses:
         async with aclosing(self.server.stream([self.request], room)) as outputs:
             async for _, output in outputs:
                 sample = output.outputs[0]
-                parsed = self.reply.read(sample.text, sample.finish_reason is not None)
+                parsed = self.reply.read(sample.text, sample.finish_reason)
                 for each in self.items.grow(parsed, _status(sample)):
                     yield each
         ended = self._ended(output)

@@ -30,17 +30,14 @@ class ToolCall(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """content: text that is no call.  calls: of a text that is not finished, the last one may go on."""
+    """content: text that is no call.  calls_before: calls in front of the content."""
 
     content: str
     calls: list[ToolCall]
+    calls_before: int = 0
 
 
-class Found(NamedTuple):
-    """calls: those in a text.  behind: the texts behind them."""
-
-    calls: list[ToolCall]
-    behind: list[str]
+Pieces = list[ToolCall | str]  # calls and the texts behind them, in their order
 
 
 @dataclass(frozen=True)
@@ -48,41 +45,51 @@ class ToolParser:
     """One format.
 
     marker: where calls begin.  bare: a text that begins with `{` is a call, too.
-    read: text from the first marker on -> its calls.
+    read: text from the first marker on -> its calls and other texts.
     """
 
     marker: str
-    read: Callable[[str], Found]
+    read: Callable[[str], Pieces]
     bare: bool = False
 
     def parse(self, text: str, finished: bool, names: Container[str] | None = None) -> Parsed:
-        """Content and calls.  Of a text that is not finished, content that may become a marker is withheld.
+        """Content and calls.  Of a text that is not finished, an end that may become a marker is withheld.
 
-        A finished text without a complete call is content.
-        names: functions; a bare object that calls none of them is content.
+        A call that has begun stays one, also if the text ends within it.  A finished text without a call is
+        content.  names: functions; a bare object that calls none of them is content.
         """
-        start, bare = text.find(self.marker), False
-        if self.bare and start < 0 and text.lstrip().startswith("{"):
-            start, bare = len(text) - len(text.lstrip()), True
+        text = text if finished else self._certain(text)
+        is_bare = self.bare and text.lstrip().startswith("{")
+        bare = [
+            piece
+            for piece in (self.read(text) if is_bare else [])
+            if isinstance(piece, str) or names is None or piece.name in names
+        ]
+        if any(isinstance(piece, ToolCall) for piece in bare):
+            return _joined("", bare)
+        start = text.find(self.marker)
         if start < 0:
-            return Parsed(text if finished else self._certain(text).rstrip(), [])  # space before a marker
-        calls, behind = self.read(text[start:])
-        calls = [call for call in calls if call.complete or not finished]
-        if bare and names is not None:
-            calls = [call for call in calls if call.name in names]
-        if not calls and (finished or bare):
-            return Parsed(text if finished else "", [])
-        content = text[:start].rstrip()
-        for part in behind:
-            if part := (part if finished else self._certain(part)).strip():
-                content += f"\n{part}" if content else part
-        return Parsed(content, calls)
+            return Parsed(text if finished else "" if is_bare else text.rstrip(), [])  # space before a marker
+        found = _joined(text[:start].rstrip(), self.read(text[start:]))
+        return found if found.calls or not finished else Parsed(text, [])
 
     def _certain(self, text: str) -> str:
         """The text without an end that may become a marker."""
         most = min(len(text), len(self.marker) - 1)
         held = next((n for n in range(most, 0, -1) if self.marker.startswith(text[-n:])), 0)
         return text[: len(text) - held]
+
+
+def _joined(content: str, pieces: Pieces) -> Parsed:
+    """Calls, and the content in front of them with the texts behind them."""
+    calls, before = list[ToolCall](), 0
+    for piece in pieces:
+        if isinstance(piece, ToolCall):
+            calls.append(piece)
+        elif part := piece.strip():
+            before = before if content else len(calls)
+            content += f"\n{part}" if content else part
+    return Parsed(content, calls, before)
 
 
 def call_at(text: str, at: int, strict: bool = False) -> tuple[ToolCall | None, int]:
@@ -92,12 +99,16 @@ def call_at(text: str, at: int, strict: bool = False) -> tuple[ToolCall | None, 
     """
     head = _HEAD.match(text, at)
     try:
+        name = json.loads(head[1]) if head else ""
+    except ValueError:
+        return None, -1
+    try:
         value, end = _DECODER.raw_decode(text, at)
         if head is None:
             return _call(value, strict), end
-        return ToolCall(json.loads(head[1]), text[head.end() : _DECODER.raw_decode(text, head.end())[1]]), end
+        return ToolCall(name, text[head.end() : _DECODER.raw_decode(text, head.end())[1]]), end
     except (ValueError, RecursionError):
-        return (_open_call(json.loads(head[1]), text[head.end() :]) if head else None), -1
+        return (_open_call(name, text[head.end() :]) if head else None), -1
 
 
 def _open_call(name: str, text: str) -> ToolCall:
@@ -131,56 +142,53 @@ def calls_in(text: str, at: int, separator: str, strict: bool = False) -> tuple[
         at = follows.end()
 
 
-def listed(text: str) -> Found:
+def listed(text: str) -> Pieces:
     """The calls of a JSON list, or of a single object."""
     at = len(text) - len(text.lstrip())
     is_list = text.startswith("[", at)
     calls, end = calls_in(text, len(text) - len(text[at + 1 :].lstrip()) if is_list else at, ",")
     closing = re.compile(r"\s*\]").match(text, end) if is_list and end >= 0 else None
     end = closing.end() if closing else -1 if is_list else end
-    return Found(calls, [text[end:]] if calls and end >= 0 else [])
+    return [*calls, *([text[end:]] if calls and end >= 0 else [])]
 
 
-def _hermes(text: str) -> Found:
+def _hermes(text: str) -> Pieces:
     """<tool_call>{"name": …, "arguments": {…}}</tool_call>, several times."""
-    calls, behind = list[ToolCall](), list[str]()
+    pieces: Pieces = []
     for part in text.split("<tool_call>")[1:]:
-        found = listed(part)
-        calls += found.calls
-        behind += [rest.strip().removeprefix("</tool_call>") for rest in found.behind if _closed(rest)]
-    return Found(calls, behind)
+        pieces += [_unmarked(each) if isinstance(each, str) else each for each in listed(part)]
+    return pieces
 
 
-def _closed(rest: str) -> bool:
-    """Whether the text behind a call is more than the beginning of its closing marker."""
-    return not "</tool_call>".startswith(rest.strip())
+def _unmarked(rest: str) -> str:
+    """The text behind a call without its closing marker, or the beginning of that."""
+    rest = rest.strip()
+    return "" if "</tool_call>".startswith(rest) else rest.removeprefix("</tool_call>")
 
 
-def _llama3(text: str) -> Found:
+def _llama3(text: str) -> Pieces:
     """<|python_tag|>{"name": …, "parameters": {…}}; several are separated by semicolons."""
     begins = re.match(r"(<\|python_tag\|>)?\s*", text)
     calls, end = calls_in(text, begins.end() if begins else 0, ";", strict=True)
-    return Found(calls, [text[end:].lstrip("; ")] if calls and end >= 0 else [])
+    return [*calls, *([text[end:].lstrip("; ")] if calls and end >= 0 else [])]
 
 
-def _mistral(text: str) -> Found:
+def _mistral(text: str) -> Pieces:
     """[TOOL_CALLS][{"name": …, "arguments": {…}}], or [TOOL_CALLS]name[ARGS]{…}, several times."""
-    calls, behind = list[ToolCall](), list[str]()
+    pieces: Pieces = []
     for part in text.split("[TOOL_CALLS]")[1:]:
         named = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)", part)
-        found = _named(named[1], part[named.end() :]) if named else listed(part)
-        calls += found.calls
-        behind += found.behind
-    return Found(calls, behind)
+        pieces += _named(named[1], part[named.end() :]) if named else listed(part)
+    return pieces
 
 
-def _named(name: str, text: str) -> Found:
+def _named(name: str, text: str) -> Pieces:
     """A call whose arguments are the JSON object at the beginning of a text."""
     try:
         _, end = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
-        return Found([ToolCall(name, text, False)], [])
-    return Found([ToolCall(name, text[:end])], [text[end:]])
+        return [ToolCall(name, text, False)]
+    return [ToolCall(name, text[:end]), text[end:]]
 
 
 HERMES = ToolParser("<tool_call>", _hermes)
