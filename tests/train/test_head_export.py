@@ -100,6 +100,9 @@ def test_folders_and_models_are_refused(tmp_path: Path, tiny: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is not empty"):
         export("builtin-eagle", "vllm", tmp_path)
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            export("builtin-eagle", "reference", path)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from outrider import draft
 from outrider.checkpoints.heads import Head
@@ -24,9 +28,12 @@ def export(
     """Write the head `model` to a new or empty folder in another layout; returns its method.
 
     The weights become bfloat16, or int8 or int4 by `quantization`.  Raises ConfigError for an unknown layout
-    and for what it cannot hold, ModelError for a head that cannot be read.
+    and for what it cannot hold, and for a folder that cannot be written; ModelError for a head that cannot be
+    read.
     """
-    if folder.exists() and any(folder.iterdir()):
+    with _writing(folder):
+        used = folder.exists() and any(folder.iterdir())
+    if used:
         raise ConfigError(f"the folder {str(folder)!r} is not empty: choose another one.")
     name, heads = method or draft.detect(model, revision), draft.head_methods()
     if name not in heads:
@@ -35,5 +42,15 @@ def export(
     heads[name].check(head)
     config, tensors = convert(name, head, layout)
     kept = {key: head.config[key] for key in (FINGERPRINT,) if key in head.config}
-    write_head(folder, {**config, **kept}, tensors, bits_of(quantization))
+    with _writing(folder):
+        write_head(folder, {**config, **kept}, tensors, bits_of(quantization))
     return name
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raise ConfigError if the folder cannot be read or written."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"the folder {str(folder)!r} cannot be written: {error}") from error
