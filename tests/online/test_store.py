@@ -69,7 +69,7 @@ def test_an_error_while_writing_leaves_the_last_weights(
     assert number(tmp_path) == 1 and len(list(tmp_path.glob("weights-*"))) == 1
 
 
-def test_weights_that_cannot_be_serialized_to_the_disk_are_an_os_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path: Path) -> None:
     kept = Store(tmp_path / "a", "t", "b")
     kept.path = tmp_path / "b"
     (tmp_path / "b").write_text("a file")
