@@ -231,7 +231,7 @@ def test_ctrl_c_ends_with_the_figures_so_far(run: Run, monkeypatch: pytest.Monke
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", interrupted)
-    result = run("generate", "-p", TEXT, "-n", 50, "--ignore-eos")
+    result = run("generate", "--method", "off", "-p", TEXT, "-n", 50, "--ignore-eos")
     assert result.status == 130
     assert result.out.startswith(TEXT) and result.out.endswith("\n") and len(result.out) > len(TEXT) + 1
     assert number(r"n_predict = (\d+)", result.err) == 7, "the step that was under way is finished"
