@@ -104,7 +104,7 @@ class Replica:
         process = self._process = CONTEXT.Process(target=main, args=(self.job,), daemon=True)
         await asyncio.to_thread(process.start)
         ready_at: list[float] = []
-        limits = httpx.Limits(max_keepalive_connections=0)  # a process closes idle ones when it likes
+        limits = httpx.Limits(max_keepalive_connections=0)  # a process may close an idle one at any time
         transport = httpx.AsyncHTTPTransport(uds=self.job.socket, limits=limits)
         async with httpx.AsyncClient(
             transport=transport, base_url=f"http://replica{self.job.options.root_path}", timeout=None
