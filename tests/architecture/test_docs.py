@@ -1,17 +1,35 @@
-"""The log keeps the order that it promises."""
+"""Links between the documents lead somewhere."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-LOG = (Path(__file__).parents[2] / "docs" / "log.md").read_text()
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/*.md"),
+    *ROOT.glob("benchmarks/*.md"),
+    *ROOT.glob("recipes/**/*.md"),
+]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-def test_the_log_is_newest_first_and_its_index_is_complete() -> None:
-    entries = re.findall(r"(?m)^## (\d{4}-\d\d-\d\d): (.+)$", LOG)
-    days = [day for day, _ in entries]
-    assert days == sorted(days, reverse=True)
-    index = re.findall(r"(?m)^- \[(.+)\]\(#(\S+)\)$", LOG)
-    anchors = [re.sub(r"[^\w\- ]", "", f"{day} {title}".lower()).replace(" ", "-") for day, title in entries]
-    assert index == [(title, anchor) for (_, title), anchor in zip(entries, anchors, strict=True)]
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, by GitHub's rule."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    titles = re.findall(r"(?m)^#+ (.+)$", text)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        if link.startswith(("http:", "https:", "mailto:")):
+            continue
+        name, _, heading = link.partition("#")
+        where = page.parent / name if name else page
+        assert where.exists(), link
+        assert not heading or heading in anchors(where), link

@@ -1,7 +1,7 @@
 """The operations of a backend in torch: any device, and the CPU without a compiler.
 
 On a CPU the linears are oneDNN's packed ones, never called with one row.  From two rows on, their results
-do not depend on the number of rows (docs/log.md has the trials).  Attention sums in float64 on a CPU (see
+do not depend on the number of rows (docs/log.md, "Linears").  Attention sums in float64 on a CPU (see
 attention.py), in float32 elsewhere.  A quantized weight keeps its bits and is widened at every use.  That
 saves memory and is slow.
 """
