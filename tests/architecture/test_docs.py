@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
+FOLDERS = ("", "docs/", "benchmarks/", "recipes/**/")
+PAGES = [page for folder in FOLDERS for page in ROOT.glob(f"{folder}*.md")]
     *ROOT.glob("*.md"),
     *ROOT.glob("docs/*.md"),
     *ROOT.glob("benchmarks/*.md"),
