@@ -10,11 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("", "docs/", "benchmarks/", "recipes/**/")
 PAGES = [page for folder in FOLDERS for page in ROOT.glob(f"{folder}*.md")]
-    *ROOT.glob("*.md"),
-    *ROOT.glob("docs/*.md"),
-    *ROOT.glob("benchmarks/*.md"),
-    *ROOT.glob("recipes/**/*.md"),
-]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
