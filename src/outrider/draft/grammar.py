@@ -1,7 +1,8 @@
 """Forced text: propose what the grammar of a row makes certain, such as `", "age": ` in JSON (jump-forward).
 
-Only the text is certain: the target may split it into other tokens.  The draft tokens are those
-that the tokenizer makes of it, and the target verifies them as it does every draft token.  Rows without a grammar get none.
+Only the text is certain: the target may split it into other tokens.  The draft tokens are those that the
+tokenizer makes of it, and the target verifies them as it does every draft token.  Rows without a grammar get
+none.
 """
 
 from __future__ import annotations
