@@ -11,7 +11,9 @@ from outrider.control.choose import joint_probabilities, select
 from outrider.control.cost import ForwardCost
 from outrider.control.ledger import USED, Ledger
 from outrider.control.plan import Load
+from outrider.core.step import Batch, RowStep
 from outrider.core.tree import ROOT, DraftTree
+from outrider.testing import make_row
 
 
 def test_nodes_are_kept_while_they_pay() -> None:
@@ -94,6 +96,15 @@ def test_rows_far_beyond_those_seen_have_no_price() -> None:
     load = Load(ForwardCost({1: 1e-3, 2: 1.1e-3}), rows=1, pace=1.0)
     assert load.verify(3) < 1e-2 and load.verify(200) == math.inf > load.added(200)
     assert Load(ForwardCost(), rows=4).verify(5) == math.inf > Load(ForwardCost(), rows=4).verify(4)
+
+
+def test_draft_nodes_beside_a_prompt_add_little_to_the_step() -> None:
+    """The first token of the prompt must not wait for the draft nodes of other rows."""
+    cost = ForwardCost({1: 1.0, 16: 2.0, 64: 8.0})
+    row = make_row([1] * 32)
+    prefill = Load.of(Batch([RowStep(row, 0, 16)], prefill=True), cost)
+    assert prefill.verify(1) < math.inf == prefill.verify(16)
+    assert Load.of(Batch([RowStep(row, 0, 16)]), cost).verify(16) < math.inf
 
 
 def test_the_cost_of_rows_between_those_seen_is_on_their_line() -> None:

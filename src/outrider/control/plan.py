@@ -83,11 +83,15 @@ class Try:
 
 
 FEW = 4  # nodes that may always be tried
+PREFILL_DELAY = 0.25  # of a step with prompt tokens: draft nodes may lengthen it by so much
 
 
 @dataclass(slots=True)
 class Load:
-    """A step without its drafts: emitting rows, rows of the forward, positions they attend to, seconds."""
+    """A step without its drafts: emitting rows, rows of the forward, positions they attend to, seconds.
+
+    most: seconds that draft nodes may add.  Those beside prompt tokens delay the first token of the prompt.
+    """
 
     forward: ForwardCost
     batch: int = 1
@@ -97,6 +101,7 @@ class Load:
     plain: float = 0.0
     rate: float = 0.0  # tokens per second that drafts have to beat
     base: float = 0.0  # seconds of the rows at pace 1, without context
+    most: float = math.inf
 
     @staticmethod
     def of(batch: Batch, forward: ForwardCost) -> Load:
@@ -109,7 +114,8 @@ class Load:
         base = forward.base(rows)
         plain = pace * (base + forward.per_context * context)
         rate = max(emitting / plain, forward.rate(emitting))
-        return Load(forward, emitting, rows, context, pace, plain, rate, base)
+        most = PREFILL_DELAY * plain if batch.prefill else math.inf
+        return Load(forward, emitting, rows, context, pace, plain, rate, base, most)
 
     @staticmethod
     def plain_step(forward: ForwardCost, rows: int) -> Load:
@@ -118,9 +124,10 @@ class Load:
         return Load(forward, rows, rows, 0, pace, pace * base, rows / (pace * base), base)
 
     def verify(self, nodes: int) -> float:
-        """Seconds that so many draft nodes add to the forward; infinite where that cannot be told."""
+        """Seconds that so many draft nodes add to the forward; infinite where that is unknown or too many."""
         unknown = nodes > max(FEW, self.rows) and self.rows + nodes > self.forward.trusted
-        return math.inf if unknown else self.added(nodes)
+        added = self.added(nodes)
+        return math.inf if unknown or added > self.most else added
 
     def added(self, nodes: int) -> float:
         """The same, extrapolated where it cannot be told."""
