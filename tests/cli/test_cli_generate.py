@@ -42,6 +42,7 @@ def test_it_streams_the_engines_text_after_the_prompt(run: Run, answer: str) -> 
         result = run("generate", "-p", TEXT, *SETTINGS, *more)
         assert (result.status, result.out) == (0, f"{TEXT}{answer}\n")
     assert run("generate", "-p", TEXT, *SETTINGS, "--no-display-prompt").out == f"{answer}\n"
+    assert run("generate", TEXT, *SETTINGS).out == f"{TEXT}{answer}\n"
 
 
 def test_every_flag_is_a_field_of_what_it_sets() -> None:

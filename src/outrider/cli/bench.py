@@ -31,7 +31,7 @@ def bench(
     asked: Given,
     measured: Given,
     compared: Given,
-    file: Annotated[Path | None, typer.Argument(metavar="[PROMPTS]", help="The same as --prompts.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="PROMPTS", help="The same as --prompts.")] = None,
     batch_size: Annotated[int, Option("-b", "--batch-size", min=1, help="Requests in a batch.")] = 1,
     turns: Annotated[
         bool, Option("--all-turns", help="Ask every turn of a conversation, not only the first.")

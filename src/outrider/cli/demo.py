@@ -13,7 +13,7 @@ from outrider.cli.flags import MAX_TOKENS, MODEL, MODEL_DRAFT
 
 def demo(
     target: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Your own model; default: the built-in one.")
+        str | None, typer.Argument(metavar="MODEL", help="Your own model; default: the built-in one.")
     ] = None,
     model: Annotated[str | None, Option(*MODEL, help="The same as MODEL.")] = None,
     drafts: Annotated[

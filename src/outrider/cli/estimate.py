@@ -27,7 +27,7 @@ from outrider.errors import ConfigError
 def estimate(
     engine: Given,
     asked: Given,
-    target: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as -m.")] = None,
+    target: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as -m.")] = None,
     draft: Annotated[str | None, Option(*MODEL_DRAFT, help="The model that drafts.")] = None,
     depth: Annotated[int, Option(*LEVELS, min=1, max=32, help="Most draft tokens per step.")] = 8,
     tokens: Annotated[int, Option(*MAX_TOKENS, min=2, help="Maximum new tokens per prompt.")] = 64,

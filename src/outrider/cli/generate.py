@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
+from outrider.cli.bench import one_of
 from outrider.cli.constraint import Grammar, GrammarFile, JsonSchema, Regex, constraint
 from outrider.cli.flags import AUTO, Given, config_of, load, params_of, shared
 from outrider.errors import ConfigError, RequestError
@@ -32,6 +33,7 @@ def generate(
     engine: Given,
     speculation: Given,
     sampling: Given,
+    given: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The same as --prompt.")] = None,
     prompt: Annotated[str | None, Option("-p", "--prompt", help="The text to continue.")] = None,
     file: Annotated[
         str | None, Option("-f", "--file", help="Read the prompt from a file; - is standard input.")
@@ -39,7 +41,9 @@ def generate(
     escape: Annotated[
         bool, Option("-e", "--escape", help=r"Interpret \n, \t, \xHH … in the prompt.")
     ] = False,
-    display_prompt: Annotated[bool, Option(" /--no-display-prompt", help="Do not print the prompt.")] = True,
+    no_display_prompt: Annotated[
+        bool, Option("--no-display-prompt", help="Do not print the prompt.")
+    ] = False,
     json_schema: JsonSchema = None,
     grammar: Grammar = None,
     grammar_file: GrammarFile = None,
@@ -47,7 +51,7 @@ def generate(
     plot_choices: Annotated[
         Path | None, Option(help="Draw what was chosen over time into a file (PNG, SVG).")
     ] = None,
-    perf: Annotated[bool, Option(" /--no-perf", help="Do not print timings.")] = True,
+    no_perf: Annotated[bool, Option("--no-perf", help="Do not print timings.")] = False,
 ) -> None:
     """Continue a text.  The text is streamed to standard output, timings go to standard error.
 
@@ -56,7 +60,7 @@ def generate(
     from outrider.bench.figures import figures
     from outrider.bench.plot import check_plot, choices
 
-    text = read_prompt(prompt, file, escape)
+    text = read_prompt(one_of("prompt", given, prompt), file, escape)
     if plot_choices is not None:
         check_plot(plot_choices)
     params = params_of({**sampling, **constraint(json_schema, grammar, grammar_file, regex)})
@@ -66,8 +70,8 @@ def generate(
     if plot_choices is not None and "history" not in llm.engine.controller.report():
         raise ConfigError("--plot-choices draws what an adaptive controller chose: take --method auto.")
     llm.engine.reset()
-    last, interrupted = print_answer(llm, text, params, text if display_prompt else "")
-    if perf and last is not None:
+    last, interrupted = print_answer(llm, text, params, "" if no_display_prompt else text)
+    if not no_perf and last is not None:
         total = time.perf_counter() - began
         typer.echo(f"\n{figures(llm.engine, last, loaded - began, total)}", err=True)
     if plot_choices is not None:
@@ -78,7 +82,7 @@ def generate(
 
 def read_prompt(prompt: str | None, file: str | None, escape: bool) -> str:
     if (prompt is None) == (file is None):
-        raise RequestError("give the prompt either with -p TEXT or with -f FILE.")
+        raise RequestError("give the prompt either as TEXT, with -p TEXT or with -f FILE.")
     if file is not None:
         try:
             prompt = sys.stdin.read() if file == "-" else Path(file).read_text()

@@ -73,7 +73,7 @@ def command() -> Callable[..., None]:
         engine = {**given, "model": place or given["model"] or "builtin"}
         start(server, several, engine, config_of({"config": speculative_config or "{}"}, AUTO), threads)
 
-    argument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
+    argument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
     parameters = [
         inspect.Parameter("place", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=argument),
         _parameter("speculative_config", str, None, "JSON, @FILE, or a method such as off.", "Speculation"),

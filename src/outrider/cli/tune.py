@@ -59,7 +59,7 @@ def layerskip(
     engine: Given,
     asked: Given,
     target: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="The same as -m.", show_default=False)
+        str | None, typer.Argument(metavar="MODEL", help="The same as -m.", show_default=False)
     ] = None,
     minutes: Annotated[float, Option("--minutes", min=0.01, help="Time for the search.")] = 5.0,
     out: Annotated[Path, Option(*OUT, help="Output file.")] = Path("layers.json"),
@@ -149,8 +149,8 @@ def told(
 def disco(
     engine: Given,
     asked: Given,
-    target: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as -m.")] = None,
-    second: Annotated[str | None, typer.Argument(metavar="[DRAFT]", help="The same as -md.")] = None,
+    target: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as -m.")] = None,
+    second: Annotated[str | None, typer.Argument(metavar="DRAFT", help="The same as -md.")] = None,
     draft: Annotated[str | None, Option(*MODEL_DRAFT, help="The model that drafts.")] = None,
     out: Annotated[Path, Option(*OUT, help="Output file (.safetensors).")] = Path("disco.safetensors"),
     tokens: Annotated[int, Option(*MAX_TOKENS, min=1, help="New tokens per prompt.")] = 64,
