@@ -1,39 +1,26 @@
-"""Discrete-event simulation of replicas that batch continuously, with and without speculation.
+"""Plans by simulation (simulation.py): replicas of models on machines of a data sheet, random arrivals.
 
     python benchmarks/scale.py [--trace benchmarks/acceptance.json] [--json OUT]
     python benchmarks/scale.py --record benchmarks/acceptance.json       accepted lengths of real runs
     python benchmarks/scale.py --validate 1 [--processes 2]              real processes against the simulation
 
-Requests arrive at random (Poisson), go to the replica with the fewest open ones, and are computed in steps:
-a chunk of prompts, one token of every row, and its draft.  `Machine` gives the seconds of a step.  Hardware
-figures are data sheets' times an efficiency, not measurements; accepted lengths were recorded.
+Requests arrive at random (Poisson) and go to the replica with the fewest open ones.  `Machine` gives the
+seconds of a step.  Hardware figures are data sheets' times an efficiency, not measurements; accepted lengths
+were recorded.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import random
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, quantiles
-from typing import Any, Protocol
+from typing import Any
 
 from scale_real import record, validate
-
-MOST_DEPTH = 8
-CHUNK = 512  # prompt tokens of a step
-
-
-class Cost(Protocol):
-    """Seconds of steps."""
-
-    def forward(self, rows: int, context: int) -> float: ...
-
-    def draft(self, depth: int, batch: int) -> float: ...
+from simulation import CHUNK, MOST_DEPTH, Cost, Replica, Request, Trace, best_depth, simulate
 
 
 @dataclass(frozen=True)
@@ -72,13 +59,12 @@ class Machine:
             sums = 2 * self.layers * (self.latency + 4 * rows * self.hidden / (self.link * self.efficiency))
         return max(read, computed) + sums + self.launch
 
-    def draft(self, depth: int, batch: int) -> float:
+    def draft(self, depth: int, batch: int, prompt: int = 0) -> float:
         """Seconds of a chain on one device; a transfer if that is another machine's."""
-        if not depth:
-            return 0.0
         read = self.draft_params * self.bytes_per_weight / (self.bandwidth * self.efficiency)
-        computed = 2 * self.draft_params * batch / (self.flops * self.efficiency)
-        return depth * (max(read, computed) + 30e-6) + self.distance
+        token = 2 * self.draft_params / (self.flops * self.efficiency)
+        chains = depth * (max(read, token * batch) + 30e-6)
+        return chains + token * prompt + (self.distance if depth or prompt else 0.0)
 
 
 MACHINES = [
@@ -86,149 +72,6 @@ MACHINES = [
     Machine("70B on 4", 70e9, 80, 8192, 327_680, 4, draft_params=1e9),
     Machine("405B on 8", 405e9, 126, 16384, 516_096, 8, draft_params=8e9, bytes_per_weight=1.0),
 ]
-
-
-@dataclass
-class Trace:
-    """Accepted lengths of drafts of MOST_DEPTH tokens, of several runs."""
-
-    runs: list[list[int]]
-
-    def emitted(self, depth: int) -> float:
-        """Mean tokens of a step."""
-        lengths = [length for run in self.runs for length in run]
-        return 1 + sum(min(length, depth) for length in lengths) / len(lengths)
-
-    def emitted_by_depth(self) -> list[float]:
-        return [self.emitted(depth) for depth in range(MOST_DEPTH + 1)]
-
-
-def best_depth(cost: Cost, gains: Sequence[float], batch: int, context: int) -> int:
-    """The depth with the most tokens a second, as a controller with these figures chooses.
-
-    Prompts of the same step do not count: they have to be computed at any depth.
-    """
-
-    def rate(depth: int) -> float:
-        seconds = cost.forward(batch * (1 + depth), context) + cost.draft(depth, batch)
-        return gains[depth] / seconds
-
-    return max(range(len(gains)), key=rate)
-
-
-@dataclass
-class Request:
-    arrival: float
-    prompt: int
-    tokens: int
-    run: Sequence[int]
-    at: int = 0  # of its run
-    read: int = 0  # prompt tokens computed
-    made: int = 0
-    first: float = 0.0
-
-
-@dataclass
-class Replica:
-    """Queue and batch of one replica."""
-
-    cost: Cost
-    gains: Sequence[float]
-    depth: int | None  # None: the best for the batch
-    most: int
-    waiting: deque[Request] = field(default_factory=deque)
-    running: list[Request] = field(default_factory=list)
-    busy: bool = False
-    depths: list[int] = field(default_factory=list)
-
-    @property
-    def open(self) -> int:
-        return len(self.waiting) + len(self.running)
-
-    def step(self) -> tuple[float, list[tuple[Request, int]]]:
-        """Seconds of a step, and the tokens that it emits at its end."""
-        while self.waiting and len(self.running) < self.most:
-            self.running.append(self.waiting.popleft())
-        chunk, ready = CHUNK, []
-        for request in self.running:
-            if request.read == request.prompt:
-                ready.append(request)
-            elif chunk:
-                part = min(chunk, request.prompt - request.read)
-                request.read += part
-                chunk -= part
-        context = sum(request.read + request.made for request in self.running)
-        depth = self.depth
-        if depth is None:
-            depth = best_depth(self.cost, self.gains, max(1, len(ready)), context)
-        if ready:
-            self.depths.append(depth)
-        rows = len(ready) * (1 + depth) + CHUNK - chunk
-        seconds = self.cost.forward(rows, context) + (self.cost.draft(depth, len(ready)) if ready else 0.0)
-        return seconds, [(request, self._emitted(request, depth)) for request in ready]
-
-    def _emitted(self, request: Request, depth: int) -> int:
-        length = request.run[request.at % len(request.run)]
-        request.at += 1
-        return min(1 + min(length, depth), request.tokens - request.made)
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Of one run: output tokens a second, latencies of requests in seconds, ms a token, mean depth."""
-
-    tokens_per_second: float
-    p50: float
-    p99: float
-    token_ms: float
-    depth: float
-
-
-def simulate(replicas: Sequence[Replica], requests: Sequence[Request]) -> Figures:
-    """Run until the last request arrives.  Figures are of the second half of that time."""
-    events: list[tuple[float, int, Any]] = [(r.arrival, i, r) for i, r in enumerate(requests)]
-    heapq.heapify(events)
-    number, done, total = len(events), [], 0
-    half, end = (requests[0].arrival + requests[-1].arrival) / 2, requests[-1].arrival
-    loads = [(0, i) for i in range(len(replicas))]
-    heapq.heapify(loads)
-    while events[0][0] < end:
-        now, _, what = heapq.heappop(events)
-        if isinstance(what, Request):
-            index = _least(loads, replicas)
-            replicas[index].waiting.append(what)
-            heapq.heappush(loads, (replicas[index].open, index))
-        else:
-            index, emitted = what
-            for request, tokens in emitted:
-                request.first = request.first or now
-                request.made += tokens
-                total += tokens if now > half else 0
-                if request.made == request.tokens:
-                    replicas[index].running.remove(request)
-                    if now > half:
-                        each = (now - request.first) / (request.tokens - 1)
-                        done.append((now - request.arrival, each))
-            heapq.heappush(loads, (replicas[index].open, index))
-            replicas[index].busy = False
-        replica = replicas[index]
-        if replica.open and not replica.busy:
-            seconds, later = replica.step()
-            replica.busy = True
-            heapq.heappush(events, (now + seconds, number, (index, later)))
-            number += 1
-    latencies = sorted(latency for latency, _ in done)
-    cuts = quantiles(latencies, n=100) if len(latencies) > 1 else latencies * 99
-    depths = [depth for replica in replicas for depth in replica.depths]
-    return Figures(total / (end - half), cuts[49], cuts[98], 1e3 * mean(t for _, t in done), mean(depths))
-
-
-def _least(loads: list[tuple[int, int]], replicas: Sequence[Replica]) -> int:
-    """The replica with the fewest open requests; entries of a heap that are out of date are dropped."""
-    while True:
-        load, index = heapq.heappop(loads)
-        if load == replicas[index].open:
-            return index
 
 
 def arrivals(trace: Trace, rate: float, count: int, seed: int = 0) -> list[Request]:

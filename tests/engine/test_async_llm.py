@@ -208,7 +208,7 @@ def failing(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(engine.llm.engine.runner, "forward", fail)
+    monkeypatch.setattr(engine.llm.engine.runner, "begin", fail)
 
 
 def test_a_failed_step_ends_its_requests_and_the_engine_restarts(

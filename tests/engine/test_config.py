@@ -137,7 +137,7 @@ def test_keys_of_another_method_are_refused() -> None:
         ({"method": "draft_model", "siblings": 65}, "65"),
         ({"method": "draft_model", "siblings": "2"}, "siblings"),
         ({"method": "draft_model", "vocab_mismatch": "ignore"}, "vocab_mismatch"),
-        ({"method": "draft_model", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
+        ({"method": "draft_model", "draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size"),
         ({"method": "draft_model", "model": None}, "model"),
         ({"method": "draft_model", "model": ""}, "model must be a folder or a hub id, got ''"),
         ({"model": ""}, "model must be a folder or a hub id, got ''"),

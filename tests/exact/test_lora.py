@@ -270,7 +270,7 @@ def test_more_adapters_than_fit_take_turns(
     engine = llm.engine
     chosen = [loras[0], loras[0], None, loras[1], loras[2], loras[0]]
     begun: list[LoRARequest | None] = []
-    forward = engine.runner.forward
+    forward = engine.runner.begin
 
     def listening(batch: Any, needs: Any) -> Any:
         assert engine.adapters is not None
@@ -279,7 +279,7 @@ def test_more_adapters_than_fit_take_turns(
         begun.extend(step.row.lora for step in batch if step.start == 0)
         return forward(batch, needs)
 
-    engine.runner.forward = listening  # type: ignore[method-assign]
+    engine.runner.begin = listening  # type: ignore[method-assign]
     outputs = llm.generate(token_prompts(PROMPTS), SAMPLED, lora_request=chosen)
     assert begun == chosen
     for prompt, lora, output in zip(PROMPTS, chosen, outputs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from helpers import answer
@@ -79,19 +79,19 @@ def test_penalty_that_counts_rejected_drafts_is_detected(
 ) -> None:
     """The counts of the row include every draft token, accepted or not."""
     broken = scene(PENALISED, "hidden")
-    forward, count = Runner.forward, Penalties._count
+    begin, count = Runner.begin, Penalties._count
     drafted: dict[int, list[int]] = {}
 
-    def forwarding(self: Runner, batch: Batch, needs: Needs) -> ForwardOutput:
+    def beginning(self: Runner, batch: Batch, needs: Needs) -> Callable[[], ForwardOutput]:
         for step in batch:
             drafted.setdefault(id(step.row.tokens), []).extend(step.tree.tokens)
-        return forward(self, batch, needs)
+        return begin(self, batch, needs)
 
     def counting(self: Penalties, tokens: list[int]) -> None:
         count(self, tokens)
         advance(self, drafted.pop(id(tokens), ()))
 
-    monkeypatch.setattr(Runner, "forward", forwarding)
+    monkeypatch.setattr(Runner, "begin", beginning)
     monkeypatch.setattr(Penalties, "_count", counting)
     assert broken.differences() > 0
 

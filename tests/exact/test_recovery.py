@@ -122,7 +122,7 @@ def test_a_step_interrupted_in_the_target_is_drafted_anew(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(fast.engine.runner, "forward", broken)
+        patch.setattr(fast.engine.runner, "begin", broken)
         with pytest.raises(KeyboardInterrupt):
             fast.generate({"prompt_token_ids": [3, 4, 5]}, PARAMS)
     assert output(fast, other) == plain[1]

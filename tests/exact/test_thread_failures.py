@@ -32,7 +32,7 @@ def texts(llm: LLM) -> list[list[int]]:
 
 def failing(llm: LLM, error: BaseException, after: int = 4) -> Iterator[None]:
     """Let the `after`-th forward from now on raise; the thread that drives gets it."""
-    forward, left = llm.engine.runner.forward, [after]
+    forward, left = llm.engine.runner.begin, [after]
 
     def broken(*given: Any) -> Any:
         left[0] -= 1
@@ -40,9 +40,9 @@ def failing(llm: LLM, error: BaseException, after: int = 4) -> Iterator[None]:
             raise error
         return forward(*given)
 
-    llm.engine.runner.forward = broken  # type: ignore[method-assign]
+    llm.engine.runner.begin = broken  # type: ignore[method-assign]
     yield
-    llm.engine.runner.forward = forward  # type: ignore[method-assign]
+    llm.engine.runner.begin = forward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -85,12 +85,12 @@ def test_a_stream_ends_with_the_step_that_another_caller_drove(llm: LLM) -> None
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("part", ["forward", "observe", "_ends", "share"])
+@pytest.mark.parametrize("part", ["begin", "observe", "_ends", "share"])
 def test_an_interrupt_ends_the_requests_of_its_caller_only(
     part: str, method: str, llm: LLM, texts: list[list[int]], llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm.use(config(method, llama))
-    owner = {"forward": llm.engine.runner, "observe": llm.engine.drafter}.get(part, llm.engine.scheduler)
+    owner = {"begin": llm.engine.runner, "observe": llm.engine.drafter}.get(part, llm.engine.scheduler)
     inner, calls = getattr(owner, part), []
 
     def interrupted(*given: Any) -> Any:

@@ -82,13 +82,13 @@ def test_the_builtin_model_answers_threads(method: str) -> None:
 def test_calls_of_several_threads_share_steps(llm: LLM) -> None:
     llm.use(None)
     batches: list[int] = []
-    forward, entered = llm.engine.runner.forward, threading.Barrier(3)
+    forward, entered = llm.engine.runner.begin, threading.Barrier(3)
 
     def counted(batch: Any, *given: Any) -> Any:
         batches.append(len(batch))
         return forward(batch, *given)
 
-    llm.engine.runner.forward = counted  # type: ignore[method-assign]
+    llm.engine.runner.begin = counted  # type: ignore[method-assign]
 
     def run() -> None:
         entered.wait()

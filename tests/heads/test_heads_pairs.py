@@ -202,7 +202,7 @@ def test_an_interrupted_forward_is_repeated(
     llm, drafter = use_drafter(checkpoint, plain, prompts, params)
     stream, forward, left = (
         llm.stream({"prompt_token_ids": prompts[0]}, params[0]),
-        llm.engine.runner.forward,
+        llm.engine.runner.begin,
         [4],
     )
     next(stream)
@@ -213,7 +213,7 @@ def test_an_interrupted_forward_is_repeated(
             raise KeyboardInterrupt
         return forward(*given)
 
-    monkeypatch.setattr(llm.engine.runner, "forward", broken)
+    monkeypatch.setattr(llm.engine.runner, "begin", broken)
     with pytest.raises(KeyboardInterrupt):
         run(llm, prompts[1:], params[1:])
     for last in stream:  # noqa: B007 - the last one is looked at

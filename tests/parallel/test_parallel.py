@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,14 +13,22 @@ import torch
 from covering import covering_array, parametrized
 from helpers import answer, token_prompts, unpaced, write_adapter
 
-from outrider import LLM, LoRARequest, RequestOutput, SamplingParams
+from outrider import LLM, ConfigError, LoRARequest, RequestOutput, SamplingParams
 from outrider.core.block_table import PAGE
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
+from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.engine import engine as engines
 from outrider.parallel import model as parallel
 from outrider.parallel.layout import Layout
-from outrider.testing import check_idle, check_statistics, random_prompts, use_example, visible_parts
+from outrider.testing import (
+    EngineDriver,
+    check_idle,
+    check_statistics,
+    random_prompts,
+    use_example,
+    visible_parts,
+)
 
 Ranks = Callable[[Layout], LLM]
 LAYOUTS = {
@@ -127,6 +136,35 @@ def test_adapters_keep_every_token_and_are_those_of_one_process(
     check_idle(llm)
 
 
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2pp2", marks=pytest.mark.full)])
+def test_a_draft_divided_like_the_target_keeps_every_token(ranks: Ranks, model: str, layout: str) -> None:
+    llm = ranks(LAYOUTS[layout])
+    expected = [visible_parts(output.outputs) for output in plain_outputs(llm, 0.8)]
+    for siblings in (1, 2):
+        llm.use({"model": model, "draft_tensor_parallel_size": 2, "siblings": siblings})
+        drafter = llm.engine.drafter
+        assert isinstance(drafter, ModelDrafter) and drafter.decoder.group is llm.engine.decoder.group
+        outputs = llm.generate(token_prompts(PROMPTS), params_of(0.8))
+        assert [visible_parts(output.outputs) for output in outputs] == expected
+        assert sum(output.speculation.accepted for output in outputs) > 0
+        check_idle(llm)
+    del drafter
+    llm.use(None)
+    gc.collect()
+    assert [name for _, name, *_ in llm.engine.decoder.group.dropped].count("unload") == 1
+    assert [visible_parts(output.outputs) for output in plain_outputs(llm, 0.8)] == expected
+
+
+def test_a_draft_divided_in_another_way_is_refused(ranks: Ranks, model: str) -> None:
+    with pytest.raises(ConfigError, match="or the target's tensor_parallel_size, 2: got 4"):
+        ranks(LAYOUTS["tp2"]).use({"model": model, "draft_tensor_parallel_size": 4})
+    config = {"model": model, "draft_tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match="tensor_parallel_size, 1: got 2"):
+        LLM(model, speculative_config=config)
+    with pytest.raises(ConfigError, match="leave draft_device"):
+        LLM(model, speculative_config={**config, "draft_device": "cpu"})
+
+
 def test_pieces_of_a_step_are_its_rows() -> None:
     step, tables = StepInput(), [array("i", range(at, at + 20)) for at in (0, 100)]
     step.chain(tables[0], 2, [5, 6, 7])
@@ -146,3 +184,42 @@ def test_pieces_of_a_step_are_its_rows() -> None:
         ]
         assert adapted == [6, 7]
         assert [t for piece in pieces for t in piece.input_ids] == [*whole.input_ids]
+
+
+@pytest.mark.parametrize("method", ["off", "draft_model"])
+def test_steps_of_a_pipeline_overlap(ranks: Ranks, method: str) -> None:
+    """Each stage has a step of half of the rows; the adaptive controller takes one step after another."""
+    llm = ranks(LAYOUTS["pp2"])
+    expected = [visible_parts(output.outputs) for output in plain_outputs(llm, 0.8)]
+    use_example(llm, method)
+    driver, sizes = EngineDriver(llm), list[tuple[int, int]]()
+    requests = [driver.add_request(prompt, p) for prompt, p in zip(PROMPTS, params_of(0.8))]
+    while driver.has_unfinished_requests():
+        driver.step()
+        llm.engine.check()
+        sizes.append((len(llm.engine.flights), len(llm.engine.scheduler.away)))
+    assert (1, 2) in sizes and max(sizes) == (1, 2), "one step of two rows is left when the other is complete"
+    assert [visible_parts(driver.finish(request).outputs) for request in requests] == expected
+    check_idle(llm)
+    llm.use({"method": "ngram", "adaptive": True})
+    assert llm.engine.overlap == 1
+
+
+def test_abort_of_a_row_in_flight_keeps_the_others(ranks: Ranks) -> None:
+    llm = ranks(LAYOUTS["pp2"])
+    expected = [visible_parts(output.outputs) for output in plain_outputs(llm, 0.0)]
+    use_example(llm, "draft_model")
+    driver = EngineDriver(llm)
+    requests = [driver.add_request(prompt, p) for prompt, p in zip(PROMPTS, params_of(0.0))]
+    while not llm.engine.scheduler.away.intersection(requests[3].rows) or len(requests[3].rows[0].output) < 4:
+        driver.step()
+    emitted = len(requests[3].rows[0].output)
+    driver.abort_request(requests[3])
+    assert requests[3].rows[0] in llm.engine.scheduler.away
+    while driver.has_unfinished_requests():
+        driver.step()
+        llm.engine.check()
+    found = [driver.finish(request).outputs for request in requests]
+    assert [visible_parts(outputs) for outputs in found[:3]] == expected[:3]
+    assert found[3][0].token_ids == expected[3][0][0][:emitted] and found[3][0].finish_reason == "abort"
+    check_idle(llm)

@@ -62,7 +62,7 @@ def failing(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(engine.llm.engine.runner, "forward", fail)
+    monkeypatch.setattr(engine.llm.engine.runner, "begin", fail)
 
 
 def test_a_loading_server_answers_503() -> None:

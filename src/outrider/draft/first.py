@@ -41,9 +41,9 @@ class First(Union):
         A row that has draft tokens has no budget left.  Probes are not draft tokens: the next drafter is
         used for the nodes that they leave.
         """
-        self.drafts, left = [], [step.budget for step in batch]
+        drafts, left = list[Draft](), [step.budget for step in batch]
         for i in range(len(self.drafters)):
-            self.drafts.append(self._ask(i, batch.within(left)))
-            for r, tree in enumerate(self.drafts[i].trees):
+            drafts.append(self._ask(i, batch.within(left)))
+            for r, tree in enumerate(drafts[i].trees):
                 left[r] = NO_BUDGET if tree.size else left[r].within(nodes=left[r].nodes - tree.probes)
-        return self._merge(batch)
+        return self._merge(batch, drafts)

@@ -17,9 +17,3 @@ def refuse_idle(options: Any, on: bool, switch: str, *names: str) -> None:
                 f"{name} = {getattr(options, name)!r} has no effect without {switch}: set that too, or leave "
                 f"it out."
             )
-
-
-def refuse_parallel(size: Any) -> None:
-    """Check vLLM's draft_tensor_parallel_size.  Raises ConfigError for more than one device."""
-    if size != 1:
-        raise ConfigError(f"draft_tensor_parallel_size must be 1, got {size!r}: one device runs the draft.")

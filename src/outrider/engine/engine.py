@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.cache.pages import Cache
 from outrider.checkpoints.hub import Checkpoint
@@ -46,6 +47,14 @@ from outrider.sampling.sampler import Sampler
 from outrider.verify import rules
 
 log = logging.getLogger("outrider")
+
+
+class Flight(NamedTuple):
+    """A step whose forward has begun.  complete: waits for it.  times: so far."""
+
+    batch: Batch
+    complete: Callable[[], ForwardOutput]
+    times: Times
 
 
 class Engine:
@@ -121,6 +130,7 @@ class Engine:
         texts = [method(method.Options(), self.target) for method in automatic()]
         self.proposer = Joined(drafter, texts, learner)
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
+        self.flights, self.overlap = deque[Flight](), self._overlap(speculation)
         self.controller: Controller = limits
         if speculation.adaptive:
             self.costs = self.costs or self._costs()
@@ -132,6 +142,11 @@ class Engine:
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()
+
+    def _overlap(self, speculation: SpeculativeOptions) -> int:
+        """Steps in flight at once: one a stage.  An adaptive controller judges one step after another."""
+        pipeline = isinstance(self.decoder, ParallelModel) and not speculation.adaptive
+        return self.options.pipeline_parallel_size if pipeline else 1
 
     def _costs(self) -> ForwardCost:
         return forward_cost(self.decoder, self.max_len, *self._numbers())
@@ -189,19 +204,37 @@ class Engine:
     def step(self) -> list[Row]:
         """Run one forward for every row that can run.  Returns the rows that emitted tokens or failed.
 
+        On a pipeline, steps of `overlap` groups of rows overlap: begin those that can, and complete one.
         Raises RequestError if called from inside a step.
         """
-        began = time.perf_counter()
-        batch = self.scheduler.next()
-        if not batch:
-            assert not self.busy, "rows are waiting and none can run"
-            return batch.failed
+        failed: list[Row] = []
+        while len(self.flights) < self.overlap:
+            began = time.perf_counter()
+            batch = self.scheduler.next(self.overlap)
+            failed += batch.failed
+            if not batch:
+                break
+            self.flights.append(self._begin(batch, began))
+        if self.flights:
+            return failed + self._complete(self.flights.popleft())
+        assert not self.busy, "rows are waiting and none can run"
+        return failed
+
+    def _begin(self, batch: Batch, began: float) -> Flight:
+        """Draft for a batch, and begin its forward."""
         self.scheduler.reserve(batch, self.proposer.budgets(batch, self.controller))
         propose = time.perf_counter()
         batch.take(self.proposer.propose(batch))
         self.controller.trim(batch)
         forward = time.perf_counter()
-        output = self.runner.forward(batch, self.drafter.needs)
+        complete = self.runner.begin(batch, self.drafter.needs)
+        times = Times(forward - propose, time.perf_counter() - forward, propose - began)
+        return Flight(batch, complete, times)
+
+    def _complete(self, flight: Flight) -> list[Row]:
+        """Wait for the forward of a step, and verify and commit its drafts."""
+        batch, waiting = flight.batch, time.perf_counter()
+        output = flight.complete()
         after = time.perf_counter()
         self.verify(batch, output)
         output.record_logprobs()
@@ -210,8 +243,8 @@ class Engine:
         commit = self._commit(batch, output)
         self.proposer.observe(commit)
         finished = self._finish(batch)
-        rest = time.perf_counter() - after + propose - began
-        times = self.proposer.charged(Times(forward - propose, after - forward, rest))
+        times = flight.times.plus(Times(0.0, after - waiting, time.perf_counter() - after))
+        times = self.proposer.charged(times)
         self.controller.learn(commit, times)
         self.pacer.learn(batch, sum(times))
         (self.prefill if batch.prefill else self.decode).add(batch, times)
@@ -227,19 +260,20 @@ class Engine:
         return Commit(batch, output.states() if output.kept else NO_STATES)
 
     def _finish(self, batch: Batch) -> list[Row]:
-        """Rows that emitted or failed; those that ended leave the engine."""
+        """The rows that emitted or failed; those that ended leave the engine."""
         for row in batch.rows:
             if row.finish_reason is not None:
                 if row.error is None:
                     self.scheduler.share(row)  # the drafter may have filled more pages since the last commit
                 self.scheduler.retire(row)
-        return batch.failed + [step.row for step in batch if step.emitted or step.row.error]
+        return [step.row for step in batch if step.emitted or step.row.error]
 
     def add(self, row: Row) -> None:
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:
-        """Undo a step that raised: empty queues and caches, and reset `rows` for another `add`."""
+        """Undo all steps after one raised: empty queues and caches, and reset `rows` for another `add`."""
+        self.flights.clear()
         for row in rows:
             row.undo()
         self.scheduler.clear(rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from outrider.core.tree import ROOT, Resume
 from outrider.errors import OutriderError
 from outrider.models.base import Model
 from outrider.models.steps import finish_step
+from outrider.parallel.model import ParallelModel
 from outrider.sampling import random_streams
 from outrider.sampling.sampler import Sampler
 
@@ -81,7 +83,8 @@ class ForwardOutput:
         """Append log-probabilities of the emitted tokens for the rows that request them."""
         for r, step in enumerate(self.batch):
             row = step.row
-            if row.logprobs is None or row.logprobs.count is None or row.error is not None:
+            ended = row.error is not None or row.finish_reason is not None
+            if row.logprobs is None or row.logprobs.count is None or ended:
                 continue
             del row.logprobs.sampled[len(row.tokens) - row.prompt :]  # entries of an interrupted step
             try:
@@ -107,7 +110,8 @@ class Runner:
         self.verifier = verifier if verifier is not None and rule in verifier.rules else None
         self.rule = rule
 
-    def forward(self, batch: Batch, needs: Needs) -> ForwardOutput:
+    def begin(self, batch: Batch, needs: Needs) -> Callable[[], ForwardOutput]:
+        """Begin the forward where the target is a pipeline.  The result runs it, or waits for it."""
         step_input = StepInput()
         queries = None if self.verifier is None else self.verifier.queries(self.rule)
         roots: dict[int, int] = {}
@@ -129,12 +133,17 @@ class Runner:
         kept = dict.fromkeys(needs.states, UNSET)
         if scored:
             kept[FINAL] = UNSET
-        logits = self._run(step_input.build(), kept, queries, batch.resume, spans)
-        for step, first in scored:
-            self._score_prompt(step, kept[FINAL], first)
-        if queries is not None:
-            self._set_verified(batch, queries)
-        return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, spans)
+        run = self._begin(step_input.build(), kept, queries, batch.resume, spans)
+
+        def complete() -> ForwardOutput:
+            logits = run()
+            for step, first in scored:
+                self._score_prompt(step, kept[FINAL], first)
+            if queries is not None:
+                self._set_verified(batch, queries)
+            return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, spans)
+
+        return complete
 
     def _set_verified(self, batch: Batch, queries: TreeQueries) -> None:
         """Store the paths that the backend has verified.
@@ -147,22 +156,25 @@ class Runner:
                 step.accepted, step.emitted = found
                 step.verified = True
 
-    def _run(
+    def _begin(
         self,
         step_input: StepInput,
         kept: dict[int, Tensor],
         queries: TreeQueries | None,
         resume: Resume | None,
         spans: list[tuple[int, int]],
-    ) -> Tensor:
-        """Logits of some forward rows.  Fills `kept`.
+    ) -> Callable[[], Tensor]:
+        """What returns logits of some forward rows, and fills `kept`.
 
         Rows in `resume` start at its layer, unless hidden states of inner layers are needed.
         """
         if resume is None or kept.keys() - {FINAL}:
-            return self.decoder.forward_step(step_input, self.pool, kept, queries)
+            args = step_input, self.pool, kept, queries
+            if isinstance(self.decoder, ParallelModel):
+                return self.decoder.begin_step(*args)
+            return partial(self.decoder.forward_step, *args)
         x = self._resumed(step_input, resume, spans)
-        return finish_step(self.decoder, step_input, x, kept, queries)
+        return partial(finish_step, self.decoder, step_input, x, kept, queries)
 
     def _resumed(self, step_input: StepInput, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
         """Hidden states [n, hidden] after the last layer."""

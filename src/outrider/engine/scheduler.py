@@ -66,6 +66,7 @@ class Scheduler:
         self.cache, self.limits, self.hooks, self.adapters = cache, limits, hooks, adapters
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
+        self.away: set[Row] = set()  # running rows whose step is in flight
         self.preemptions = self.prefix_queries = self.prefix_hits = 0  # the last two count prompt tokens
 
     def add(self, row: Row) -> None:
@@ -73,10 +74,12 @@ class Scheduler:
         insort_right(self.waiting, row, key=_priority)
 
     def abort(self, row: Row) -> None:
+        """End a row.  One whose step is in flight leaves when that is completed."""
         if row in self.waiting:
             self.waiting.remove(row)
         row.finish_reason = row.finish_reason or "abort"
-        self.retire(row)
+        if row not in self.away:
+            self.retire(row)
 
     def clear(self, rows: Iterable[Row]) -> None:
         """Empty the queues; `rows` and all queued rows lose their pages.  The caller clears the caches."""
@@ -88,27 +91,33 @@ class Scheduler:
             row.computed = 0
         self.running.clear()
         self.waiting.clear()
+        self.away.clear()
 
-    def next(self) -> Batch:
-        """The rows of the next step, with slots for their known tokens."""
+    def next(self, overlap: int = 1) -> Batch:
+        """The rows of the next step, with slots for their known tokens.
+
+        overlap: steps in flight at once, each of which gets its share of the rows.
+        """
         batch, decodes, drafting = Batch(), 0, 0
         for row in list(self.running):
-            if row.finish_reason is not None:
+            if row.finish_reason is not None and row not in self.away:
                 self.retire(row)  # only after a step that was interrupted
             elif len(row.tokens) - row.computed == 1:
                 decodes += 1
                 drafting += row.params.speculate
         prefilling = self.waiting or decodes < len(self.running)
         budget = self._prefill_budget(decodes, drafting) if prefilling else NO_PREFILL
+        share = -(-len(self.running) // overlap)
         for row in list(self.running):
-            if row.table is None:
-                continue  # it has just been preempted
+            if row.table is None or row in self.away or len(batch) == share:
+                continue  # it has just been preempted, or is in flight, or for the next batch
             known = len(row.tokens) - row.computed
             if known > 1:
                 known = budget.take(known, row.computed)
             if known and self._room(row, row.computed + known):
                 batch.add(row, known)
-        while self.waiting and len(self.running) < self.limits.max_num_seqs and not budget.exhausted:
+        share = -(-min(len(self.running) + len(self.waiting), self.limits.max_num_seqs) // overlap)
+        while self._places(batch, share) and not budget.exhausted:
             if not self._admit(self.waiting[0]):
                 break
             row = self.waiting.popleft()
@@ -117,7 +126,13 @@ class Scheduler:
                 continue
             insort_right(self.running, row, key=_priority)
             batch.add(row, budget.take(len(row.tokens) - row.computed, row.computed))
+        if overlap > 1:
+            self.away.update(batch.rows)
         return batch
+
+    def _places(self, batch: Batch, share: int) -> bool:
+        """Whether a waiting row has a place in a batch."""
+        return bool(self.waiting) and len(self.running) < self.limits.max_num_seqs and len(batch) < share
 
     def _prefill_budget(self, decodes: int, drafting: int) -> PrefillBudget:
         """Prompt tokens of a step with so many decoding rows, `drafting` of which get draft nodes."""
@@ -148,8 +163,9 @@ class Scheduler:
         """
         for step in batch:
             row = step.row
-            if row.error is not None:
-                row.finish_reason, step.emitted, step.accepted = "error", [], []
+            if row.error is not None or row.finish_reason is not None:  # aborted while the step was in flight
+                row.finish_reason = row.finish_reason or "error"
+                step.emitted, step.accepted = [], []
             for count, token in enumerate(step.emitted, start=1):
                 row.tokens.append(token)
                 if self._ends(row, token):
@@ -180,6 +196,7 @@ class Scheduler:
                 self.cache.shrink(table, length)
             if row.computed >= (len(table.nodes) + 1) * PAGE:
                 self.share(row)
+        self.away.difference_update(batch.rows)
 
     def share(self, row: Row) -> None:
         """Index its full pages for reuse, as far as target and drafter have filled them."""
@@ -217,11 +234,13 @@ class Scheduler:
     def _room(self, row: Row, length: int) -> bool:
         """Reserve pages for a running row, preempting the last ones as needed.
 
-        Returns False if the row itself was preempted.
+        Returns False if the row itself was preempted, or has to wait for a step in flight.
         """
         while row.table is not None:
             if self.cache.reserve(row.table, length):
                 return True
+            if self.running[-1] in self.away:
+                return False
             self._preempt(self.running[-1])
         return False
 

@@ -29,7 +29,6 @@ from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
 from outrider.drafting.base import Drafter, Storage, Target
-from outrider.drafting.options import refuse_parallel
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.layouts import HeadFormat
@@ -58,7 +57,8 @@ class HeadOptions:
         if not isinstance(self.model, str):
             raise ConfigError(f"model must be the folder or hub id of a head, got {self.model!r}.")
         bits_of(self.quantization, "quantization of the head")
-        refuse_parallel(self.draft_tensor_parallel_size)
+        if (size := self.draft_tensor_parallel_size) != 1:
+            raise ConfigError(f"draft_tensor_parallel_size must be 1, got {size!r}: one rank runs a head.")
 
 
 def random_head(make: Callable[..., Any], *args: Any, **options: Any) -> Head:
@@ -90,7 +90,7 @@ class HeadDrafter(Drafter):
         self.head = self.translate(opened)
         self.reader = Reader(self.head, self.backend, bits_of(options.quantization))
         self.choose, self.catch_up = Chooser(target), CatchUp()
-        self.trees: Sequence[DraftTree] = ()  # of this step as proposed; only a part may be verified
+        self.trees: dict[Row, DraftTree] = {}  # as proposed and not yet observed; a part may be verified
 
     @staticmethod
     def can_draft(step: RowStep) -> bool:
@@ -117,6 +117,7 @@ class HeadDrafter(Drafter):
 
     def forget(self, row: Row, reason: str) -> None:
         self.catch_up.forget(row)
+        self.trees.pop(row, None)
 
     def filled(self, row: Row) -> int:
         return self.catch_up.filled(row)
@@ -188,14 +189,16 @@ class HeadDrafter(Drafter):
 
     def propose_for(self, batch: Batch, grown: Mapping[int, DraftTree]) -> Draft:
         """The draft with these trees, by row; `learn` judges them."""
-        self.trees = [grown.get(r, EMPTY_TREE) for r in range(len(batch))]
-        return Draft(self.trees)
+        trees = [grown.get(r, EMPTY_TREE) for r in range(len(batch))]
+        if self.memory is not None:
+            self.trees.update(zip(batch.rows, trees))
+        return Draft(trees)
 
     def learn(self, commit: Commit) -> None:
         """Update the accuracy of ranks, if trees follow it."""
         if self.memory is not None:
-            for tree, step in zip(self.trees, commit.batch):
-                self.memory.update(tree, step.emitted)
+            for step in commit.batch:
+                self.memory.update(self.trees.pop(step.row, EMPTY_TREE), step.emitted)
 
     def _open(self, options: Any) -> Head:
         """Raise ModelError for a file of another method, or one that cannot be used."""

@@ -11,6 +11,7 @@ no beats.  Either way all ranks are ended, and every call from then on raises th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -18,13 +19,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.errors import OutriderError, RankError
 from outrider.parallel.links import Answer
 from outrider.parallel.messages import (
     BEAT,
     FAILED,
+    LOAD,
     READY,
     Report,
     Setup,
@@ -33,7 +35,7 @@ from outrider.parallel.messages import (
     tell,
     versions,
 )
-from outrider.parallel.stage import Stage
+from outrider.parallel.stage import Stage, Stages
 from outrider.parallel.start import Ranks
 
 SILENCE = 8.0  # seconds without a beat after which a rank counts as frozen
@@ -43,18 +45,28 @@ DIAGNOSIS = 2.0  # seconds: a transfer fails before it is known which rank ended
 Results = Future[dict[Any, Any]]
 
 
+class Command(NamedTuple):
+    """A command of `Stage` to the model of a number.  own: further arguments on rank 0."""
+
+    future: Results
+    number: int
+    name: str
+    args: tuple[Any, ...]
+    own: tuple[Any, ...]
+
+
 class Group:
     """Rank 0's stage and its connections to the others.  `open` and `begin` come before the first `call`."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.failure: RankError | None = None
-        self.reports: list[Report] = []  # of rank 0, 1, …
-        self.dropped: deque[tuple[str, int]] = deque()  # commands for what was garbage collected
+        self.dropped: deque[tuple[int, str, int]] = deque()  # commands for what was garbage collected
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._failed, self._closed = threading.Event(), False
-        self._queue: SimpleQueue[tuple[Results, str, tuple[Any, ...], tuple[Any, ...]] | None] = SimpleQueue()
+        self._numbered, self._begun = itertools.count(1), False
+        self._queue: SimpleQueue[Command | None] = SimpleQueue()
         self._awaited: SimpleQueue[tuple[Results, Answer] | None] = SimpleQueue()
         self._news: SimpleQueue[tuple[int, tuple[Any, ...]]] = SimpleQueue()
         self._seen: dict[int, float] = {}  # rank -> when it last sent anything
@@ -75,24 +87,37 @@ class Group:
         tell(setup, *self.ranks.connections)
         self._run(self._watch)
 
-    def begin(self, stage: Stage, report: Report) -> None:
-        """Wait for the other ranks, connect them, and start to take commands.
+    def begin(self, stage: Stage, report: Report) -> list[Report]:
+        """Wait for the other ranks, connect them, and start to take commands.  Returns all reports.
 
         Raises the error of a rank that could not load, and ConfigError if its weights or kernels differ.
         """
+        reports = self._reports(report)
+        self._begun = True
+        tell(None, *self.ranks.connections)  # all have loaded
+        stages = Stages(self.ranks.links(stage.backend.device))
+        stages.add(0, stage)
+        self._run(lambda: self._compute(stages))
+        self._run(self._await_transfers)
+        return reports
+
+    def add(self, stage: Stage, report: Report, setup: Setup) -> tuple[int, list[Report]]:
+        """Have the other ranks load one more model, of which rank 0 has its part.  Returns its number."""
+        number = next(self._numbered)
+        self.call(number, LOAD, setup, x=stage).result()
+        return number, self._reports(report)
+
+    def _reports(self, report: Report) -> list[Report]:
+        """Those of all ranks, once they have loaded a model.  report: rank 0's."""
         reports = {0: report}
         while len(reports) <= len(self.ranks.connections):
             rank, message = self._next_news()
             if message[0] == FAILED:
                 raise self._failure_of(rank, message[1])
             reports[rank] = message[1]
-        self.reports = [reports[rank] for rank in sorted(reports)]
-        for rank, found in enumerate(self.reports):
+        for rank, found in reports.items():
             check_same(rank, found.facts, report.facts)
-        tell(None, *self.ranks.connections)  # all have loaded
-        stage.links = self.ranks.links(stage.backend.device)
-        self._run(lambda: self._compute(stage))
-        self._run(self._await_transfers)
+        return [reports[rank] for rank in sorted(reports)]
 
     def _hello(self, connection: Connection[Any, Any]) -> tuple[int, dict[str, str]]:
         """Rank and versions at the other end."""
@@ -114,20 +139,21 @@ class Group:
 
     # ---- commands
 
-    def call(self, name: str, *args: Any, x: Any = None) -> Results:
-        """Have all ranks run a command of `Stage`.  x: its last argument on rank 0, if given."""
+    def call(self, number: int, name: str, *args: Any, x: Any = None) -> Results:
+        """Have all ranks run a command of a model's `Stage`.  x: its last argument on rank 0, if given."""
         with self._lock:
             while self.dropped:
                 self._submit(*self.dropped.popleft())
-            return self._submit(name, *args, x=x)
+            return self._submit(number, name, *args, x=x)
 
-    def _submit(self, name: str, *args: Any, x: Any = None) -> Results:
+    def _submit(self, number: int, name: str, *args: Any, x: Any = None) -> Results:
         if self.failure is not None:
             raise self.failure
         future = Results()
         self._open.add(future)
         future.add_done_callback(self._open.discard)
-        self._queue.put((future, name, args, () if x is None else (x,)))  # at once: an interrupt may follow
+        own = () if x is None else (x,)
+        self._queue.put(Command(future, number, name, args, own))  # at once: an interrupt may follow
         if self.failure is not None:
             _resolve(future, self.failure)
         return future
@@ -138,13 +164,15 @@ class Group:
         self._threads.append(threading.Thread(target=target, daemon=True))
         self._threads[-1].start()
 
-    def _compute(self, stage: Stage) -> None:
+    def _compute(self, stages: Stages) -> None:
         """Send every command to the other ranks, and run rank 0's side of it."""
         while (entry := self._queue.get()) is not None:
-            future, name, args, own = entry
+            future, number, name, args, own = entry
             try:
-                tell((name, args), *self.ranks.connections)
-                answer = getattr(stage, name)(*args, *own) or Answer()
+                tell((number, name, args), *self.ranks.connections)
+                if name == LOAD:
+                    stages.add(number, *own)
+                answer = Answer() if name == LOAD else stages.run(number, name, *args, *own)
             except Exception as error:
                 self._transfer_failed(error)
                 return
@@ -196,7 +224,7 @@ class Group:
                     self._ended.append(rank)
                 continue
             self._seen[rank] = time.monotonic()
-            if message[0] == READY or (message[0] == FAILED and not self.reports):
+            if message[0] == READY or (message[0] == FAILED and not self._begun):
                 self._news.put((rank, message))
             elif message[0] == FAILED:
                 self._told[rank] = message[1]

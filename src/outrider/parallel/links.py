@@ -10,6 +10,7 @@ all-reduce may add in an order that depends on the size of the tensor, and so on
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,5 +156,18 @@ def _group(store: Any, name: str, rank: int, size: int, device: torch.device) ->
     options = kind.Options() if nccl else kind._Options()
     options._timeout = TIMEOUT
     if not nccl:
-        options._devices = [kind.create_default_device()]
+        options._devices = [_network(kind)]
     return kind(library.PrefixStore(name, store), rank, size, options)
+
+
+def _network(kind: Any) -> Any:
+    """gloo's device: the interface that GLOO_SOCKET_IFNAME names, or the one that leads to rank 0.
+
+    gloo's own default is the address of the host's name, which other machines often cannot reach.
+    """
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return kind.create_device(interface=interface)
+    family, *_, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return kind.create_device(hostname=probe.getsockname()[0])

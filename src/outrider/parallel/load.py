@@ -9,6 +9,7 @@ import torch
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES, Spec
 from outrider.errors import ConfigError
+from outrider.models.base import Model
 from outrider.models.decoder import rotations
 from outrider.parallel.group import Group
 from outrider.parallel.layout import Layout
@@ -39,6 +40,52 @@ def load(
     """
     if placed():
         join()
+    spec, table = _divided(checkpoint, layout), rotations(checkpoint.config, max_len, SELF_TEST)
+    own, threads = pinned_device(device, 0), threads_of_rank(layout.size, device)
+    options = ModelOptions(spec, layout, device.type, dtype, quantization, kv_cache_dtype, activations, table)
+    torch.set_num_threads(threads)
+    group = Group(start(layout, own, threads))
+    try:
+        group.open(Setup.of(checkpoint, revision, options, threads))
+        stage = Stage(checkpoint.tensors(), options, 0, own)
+        reports = group.begin(stage, Report.of(stage, checkpoint))
+    except BaseException:
+        group.close()
+        raise
+    return ParallelModel(group, stage, reports, max_len)
+
+
+def load_beside(
+    target: Model,
+    ranks: int,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    max_len: int,
+    quantization: str | None,
+    revision: str | None,
+) -> ParallelModel:
+    """Load a draft model on the ranks of its target, divided like it.
+
+    ranks: those that share a layer.  Raises ConfigError if they are not the target's, or if the model cannot
+    be divided so.  A rank that cannot load ends the target.
+    """
+    size = target.layout.tensor if isinstance(target, ParallelModel) else 1
+    if not isinstance(target, ParallelModel) or size != ranks:
+        raise ConfigError(
+            f"draft_tensor_parallel_size must be 1, for a draft on one rank, or the target's "
+            f"tensor_parallel_size, {size}: got {ranks}."
+        )
+    spec, table = _divided(checkpoint, target.layout), rotations(checkpoint.config, max_len, SELF_TEST)
+    kind, kv_cache_dtype = target.device.type, target.kv_cache_dtype
+    options = ModelOptions(spec, target.layout, kind, dtype, quantization, kv_cache_dtype, "float32", table)
+    stage = Stage(checkpoint.tensors(), options, 0, target.device)
+    setup = Setup.of(checkpoint, revision, options, torch.get_num_threads())
+    number, reports = target.group.add(stage, Report.of(stage, checkpoint), setup)
+    return ParallelModel(target.group, stage, reports, max_len, number)
+
+
+def _divided(checkpoint: Checkpoint, layout: Layout) -> Spec:
+    """The sizes of a model that can be divided so.  Raises ConfigError for others."""
     spec = checkpoint.spec
     if not isinstance(spec, Spec):
         raise ConfigError(
@@ -46,16 +93,4 @@ def load(
             f"{spec.architecture} runs in one process: leave them out."
         )
     layout.check(spec)
-    own, threads = pinned_device(device, 0), threads_of_rank(layout.size, device)
-    table = rotations(checkpoint.config, max_len, SELF_TEST)
-    options = ModelOptions(spec, layout, device.type, dtype, quantization, kv_cache_dtype, activations, table)
-    torch.set_num_threads(threads)
-    group = Group(start(layout, own, threads))
-    try:
-        group.open(Setup.of(checkpoint, revision, options, threads))
-        stage = Stage(checkpoint.tensors(), options, 0, own)
-        group.begin(stage, Report.of(stage, checkpoint))
-    except BaseException:
-        group.close()
-        raise
-    return ParallelModel(group, stage, max_len)
+    return spec

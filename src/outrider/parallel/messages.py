@@ -20,6 +20,7 @@ from outrider.parallel.stage import ModelOptions, Stage
 from outrider.version import VERSION
 
 BEAT, READY, FAILED = "beat", "ready", "failed"  # kinds of messages to rank 0
+LOAD = "load"  # command to load another model
 BEAT_INTERVAL = 0.5  # seconds
 
 

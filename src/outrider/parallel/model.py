@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from outrider.core.stop_rule import Chained
 from outrider.errors import RankError
 from outrider.parallel.group import Group
 from outrider.parallel.layout import split
-from outrider.parallel.stage import LAST, AdapterHandle, Stage, Wanted
+from outrider.parallel.messages import Report
+from outrider.parallel.stage import LAST, UNLOAD, AdapterHandle, Stage, Wanted
 
 PIECE_ROWS = 32  # fewest rows of a piece: with fewer, linears take the time to read their weights
 PIECES = 4  # most pieces for each stage
@@ -35,28 +37,35 @@ Skips = Sequence[int]  # of every layer: 1 its attention, 2 its MLP
 class ParallelPool(Pool):
     """K/V cache that every rank has a part of, with the same slots."""
 
-    def __init__(self, group: Group, number: int) -> None:
-        self.group, self.number = group, number
+    def __init__(self, call: Callable[..., object], number: int) -> None:
+        self.call, self.number = call, number
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.group.call("move", self.number, sources, targets)
+        self.call("move", self.number, sources, targets)
 
 
 class ParallelModel:
-    """`Model` on all ranks of a group.  The layers of rank 0 are in `stage`."""
+    """`Model` on all ranks of a group.  The layers of rank 0 are in `stage`.
+
+    number: among the models of the group.  reports: of all ranks.
+    """
 
     embedding: None = None  # every rank of the first stage has a slice
     fuses_chains = False
 
-    def __init__(self, group: Group, stage: Stage, max_len: int) -> None:
-        self.group, self.stage, self.max_len = group, stage, max_len
+    def __init__(
+        self, group: Group, stage: Stage, reports: Sequence[Report], max_len: int, number: int = 0
+    ) -> None:
+        self.group, self.stage, self.reports, self.max_len = group, stage, reports, max_len
+        self.number, self._call = number, partial(group.call, number)
         options = stage.options
         self.spec, self.layout, self.dtype = options.spec, options.layout, options.dtype
         self.kv_cache_dtype = options.kv_cache_dtype
         self.backend, self.device = stage.backend, stage.backend.device
         self._numbers = itertools.count()
         self._everything = (0,) * self.spec.layers
-        self.close = weakref.finalize(self, group.close)
+        ended = (group.dropped.append, (number, UNLOAD)) if number else (group.close,)
+        self.close = weakref.finalize(self, *ended)
 
     @property
     def failure(self) -> RankError | None:
@@ -64,13 +73,13 @@ class ParallelModel:
 
     @property
     def exact(self) -> bool:
-        return all(report.exact for report in self.group.reports)
+        return all(report.exact for report in self.reports)
 
     @property
     def footprint(self) -> Counter[torch.device]:
         """Bytes of K/V per slot on this machine, by device."""
-        sizes, host = Counter[torch.device](), self.group.reports[0].host
-        for report in self.group.reports:
+        sizes, host = Counter[torch.device](), self.reports[0].host
+        for report in self.reports:
             if report.host == host:
                 sizes[report.device] += report.slot_bytes
         return sizes
@@ -81,15 +90,15 @@ class ParallelModel:
 
     def pool(self, slots: int) -> Pool:
         number = next(self._numbers)
-        self.group.call("add_pool", number, slots)
-        pool = ParallelPool(self.group, number)
-        weakref.finalize(pool, self.group.dropped.append, ("drop_pool", number))
+        self._call("add_pool", number, slots)
+        pool = ParallelPool(self._call, number)
+        weakref.finalize(pool, self.group.dropped.append, (self.number, "drop_pool", number))
         return pool
 
     def pack_adapter(self, layers: Adapted) -> AdapterHandle:
         handle = AdapterHandle(next(self._numbers))
-        self.group.call("add_adapter", handle.number, list(layers)).result()
-        weakref.finalize(handle, self.group.dropped.append, ("drop_adapter", handle.number))
+        self._call("add_adapter", handle.number, list(layers)).result()
+        weakref.finalize(handle, self.group.dropped.append, (self.number, "drop_adapter", handle.number))
         return handle
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Skips:
@@ -108,7 +117,7 @@ class ParallelModel:
         taps: dict[int, Tensor] | None = None,
     ) -> Tensor:
         taps = {} if taps is None else taps
-        found, _ = self._run(step_input, pool, Wanted((*taps, LAST)), blocks, x)
+        found, _ = self._begin(step_input, pool, Wanted((*taps, LAST)), blocks, x)()
         taps.update((layer, found[layer]) for layer in taps)
         return found[LAST]
 
@@ -119,22 +128,37 @@ class ParallelModel:
         states: dict[int, Tensor],
         queries: TreeQueries | None = None,
     ) -> Tensor:
-        found, logits = self._run(step_input, pool, Wanted(tuple(states), tuple(step_input.logits_rows)))
-        states.update((which, found[which]) for which in states)
-        if queries is not None:
-            assert self.backend.verifier is not None, "queries come from the backend's verifier"
-            self.backend.verifier.verify(logits, queries)
-        return logits
+        return self.begin_step(step_input, pool, states, queries)()
+
+    def begin_step(
+        self,
+        step_input: StepInput,
+        pool: Pool,
+        states: dict[int, Tensor],
+        queries: TreeQueries | None = None,
+    ) -> Callable[[], Tensor]:
+        """Begin `forward_step`, so that another one may begin.  The result waits for its logits."""
+        run = self._begin(step_input, pool, Wanted(tuple(states), tuple(step_input.logits_rows)))
+
+        def complete() -> Tensor:
+            found, logits = run()
+            states.update((which, found[which]) for which in states)
+            if queries is not None:
+                assert self.backend.verifier is not None, "queries come from the backend's verifier"
+                self.backend.verifier.verify(logits, queries)
+            return logits
+
+        return complete
 
     def embed(self, ids: Sequence[int]) -> Tensor:
-        x: Tensor = self.group.call("embed", list(ids)).result()[LAST]
+        x: Tensor = self._call("embed", list(ids)).result()[LAST]
         return x
 
     def final(self, x: Tensor) -> Tensor:
         return self.backend.rms_norm(x, self.stage.norm, self.spec.eps)
 
     def head_logits(self, x: Tensor) -> Tensor:
-        return self._logits([self.group.call("head", len(x), x=x).result()])
+        return self._logits([self._call("head", len(x), x=x).result()])
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         return self.head_logits(self.final(x if len(rows) == x.shape[0] else x[rows]))
@@ -142,15 +166,15 @@ class ParallelModel:
     def draft_chain(self, *_: Any) -> Chained:
         raise AssertionError("fuses_chains is False")
 
-    def _run(
+    def _begin(
         self,
         step_input: StepInput,
         pool: Pool,
         wanted: Wanted,
         blocks: Skips | None = None,
         x: Tensor | None = None,
-    ) -> tuple[dict[Any, Tensor], Tensor]:
-        """The wanted states, and logits [M, V] (none: M = 0)."""
+    ) -> Callable[[], tuple[dict[Any, Tensor], Tensor]]:
+        """What waits for the wanted states, and for logits [M, V] (none: M = 0)."""
         assert isinstance(pool, ParallelPool)
         skips, calls = self._everything if blocks is None else blocks, []
         for rows in self._pieces(step_input.length):
@@ -160,9 +184,13 @@ class ParallelModel:
                 own = None if x is None else x[rows.start : rows.stop]
             logits = tuple(piece.logits_rows) if wanted.logits else ()
             args = pool.number, piece, skips, wanted._replace(logits=logits), own is not None
-            calls.append(self.group.call("forward", *args, x=own))
-        found = [call.result() for call in calls]
-        return {key: _cat([part[key] for part in found]) for key in wanted.states}, self._logits(found)
+            calls.append(self._call("forward", *args, x=own))
+
+        def complete() -> tuple[dict[Any, Tensor], Tensor]:
+            found = [call.result() for call in calls]
+            return {key: _cat([part[key] for part in found]) for key in wanted.states}, self._logits(found)
+
+        return complete
 
     def _pieces(self, num_rows: int) -> list[range]:
         stages = self.layout.pipeline

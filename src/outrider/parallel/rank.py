@@ -5,6 +5,8 @@ and forks.  Its standard input is open as long as rank 0 lives; at its end all r
 too.
 
     rank 0 ──Setup──▶ load ──Report──▶ rank 0 ──all have loaded──▶ links ──▶ commands, until the end
+
+A command `LOAD` brings another model, such as a draft that is divided like the target.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from outrider.parallel.messages import (
     BEAT,
     BEAT_INTERVAL,
     FAILED,
+    LOAD,
     READY,
     Report,
     Setup,
@@ -39,7 +42,9 @@ from outrider.parallel.messages import (
     tell,
     versions,
 )
-from outrider.parallel.stage import Stage
+from outrider.parallel.stage import Stage, Stages
+
+GRACE = 5.0  # seconds for this process to end by itself once rank 0 has ended
 
 
 class RankProcess:
@@ -64,9 +69,9 @@ class RankProcess:
         threading.Thread(target=self._beat, daemon=True).start()
         try:
             self._tell(self.rank, versions())
-            self._serve(self._load(hear(self.connection)))
-        except (EOFError, ConnectionError):
-            pass  # rank 0 has ended
+            self._serve(hear(self.connection))
+        except (EOFError, ConnectionError, TimeoutError):
+            pass  # rank 0 has ended, or its network
         except Exception as error:
             expected = isinstance(error, OutriderError)
             self._tell(FAILED, error if expected else f"{type(error).__name__}: {error}")
@@ -77,24 +82,33 @@ class RankProcess:
         device = pinned_device(torch.device(setup.options.device), self.local_rank)
         stage = Stage(checkpoint.tensors(), setup.options, self.rank, device)
         self._tell(READY, Report.of(stage, checkpoint))
-        hear(self.connection)
-        stage.links = self.links(setup.options.layout, device)
         return stage
 
-    def _serve(self, stage: Stage) -> None:
+    def _serve(self, setup: Setup) -> None:
+        stage = self._load(setup)
+        hear(self.connection)  # all have loaded
+        stages = Stages(self.links(setup.options.layout, stage.backend.device))
+        stages.add(0, stage)
         while (command := hear(self.connection)) is not None:
-            name, args = command
-            getattr(stage, name)(*args)
+            number, name, args = command
+            if name == LOAD:
+                stages.add(number, self._load(*args))
+            else:
+                stages.run(number, name, *args)
 
     def _tell(self, *message: Any) -> None:
         with self._sending, contextlib.suppress(OSError):
             tell(message, self.connection)
 
     def _beat(self) -> None:
-        """Tell rank 0 again and again that this process is not frozen."""
-        while True:
-            time.sleep(BEAT_INTERVAL)
-            self._tell(BEAT)
+        """Tell rank 0 again and again that this process is not frozen; end if it cannot be reached."""
+        with contextlib.suppress(OSError):
+            while True:
+                time.sleep(BEAT_INTERVAL)
+                with self._sending:
+                    tell((BEAT,), self.connection)
+        time.sleep(GRACE)
+        os._exit(1)  # a transfer may block for minutes
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from outrider.parallel.slices import SlicedSource, slice_update
 
 ATTENTION, MLP = 1, 2  # bits of a sublayer that is skipped
 LAST = "x"  # key of the residual stream after the last layer
+UNLOAD = "unload"  # command that drops a model
 
 
 @dataclass(frozen=True)
@@ -280,3 +281,23 @@ class Stage:
                 shape = len(wanted.logits), len(tokens)
                 results.append((("logits", index), layout.rank(final, index), shape, torch.float32))
         return results
+
+
+class Stages:
+    """This rank's parts of one or several models, by number, which share links."""
+
+    def __init__(self, links: Links) -> None:
+        self.links = links
+        self._stages: dict[int, Stage] = {}
+
+    def add(self, number: int, stage: Stage) -> None:
+        stage.links = self.links
+        self._stages[number] = stage
+
+    def run(self, number: int, name: str, *args: Any) -> Answer:
+        """Run a command of a model.  One that is unloaded has nothing left to drop."""
+        if name == UNLOAD:
+            self._stages.pop(number, None)
+        stage = self._stages.get(number)
+        answer: Answer | None = None if stage is None else getattr(stage, name)(*args)
+        return answer or Answer()

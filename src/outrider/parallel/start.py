@@ -28,6 +28,7 @@ from outrider.parallel.rank import RankProcess, Sockets
 JOIN_TIMEOUT = 60.0  # seconds for all ranks of a launcher to connect
 CONTROL = "outrider/control"  # key in the store of the address where rank 0 listens
 END_TIMEOUT = 10.0  # seconds
+LOST = 8.0  # seconds without an acknowledgement after which a network counts as lost
 
 
 class Ranks(Protocol):
@@ -159,9 +160,7 @@ def join() -> NoReturn:
     store = _environment_store()
     host, port, key = store.get(CONTROL).decode().split()
     line = socket.create_connection((host, int(port)), JOIN_TIMEOUT)
-    line.settimeout(None)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection: Connection[Any, Any] = Connection(line.detach())
+    connection = _connection(line)
     answer_challenge(connection, key.encode())
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     RankProcess(
@@ -178,11 +177,18 @@ def _accept(listener: socket.socket, key: bytes, size: int) -> Connection[Any, A
             f"not all of {size} ranks connected within {JOIN_TIMEOUT:.0f} seconds: each has to run this "
             "program."
         ) from error
-    line.settimeout(None)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection: Connection[Any, Any] = Connection(line.detach())
+    connection = _connection(line)
     deliver_challenge(connection, key)
     return connection
+
+
+def _connection(line: socket.socket) -> Connection[Any, Any]:
+    """For commands and beats.  An end that cannot send them for LOST seconds gives up."""
+    line.settimeout(None)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * LOST))
+    return Connection(line.detach())
 
 
 def _socket(connection: Connection[Any, Any]) -> socket.socket:

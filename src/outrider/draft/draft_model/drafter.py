@@ -34,6 +34,7 @@ from outrider.errors import OutriderError
 from outrider.models import load as models
 from outrider.models.base import Model
 from outrider.models.placement import pick_device, pick_dtype, place
+from outrider.parallel import load as parallel
 from outrider.sampling.sampler import Sampler
 
 
@@ -76,12 +77,17 @@ class ModelDrafter(Drafter):
         self.context = min(spec.context, self.max_expansion * target.max_len)
         if options.draft_device != "auto":
             device = pick_device(options.draft_device, "draft_device")
-        layers = place(spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
         dtype = pick_dtype(options.draft_dtype, checkpoint.stored_dtype, device, "draft_dtype")
-        cache_dtype = target.decoder.kv_cache_dtype
-        model = models.load(
-            checkpoint, dtype, device, self.context, options.quantization, cache_dtype, layers
-        )
+        model: Model
+        if (ranks := options.draft_tensor_parallel_size) > 1:
+            args = checkpoint, dtype, self.context, options.quantization, options.revision
+            model = parallel.load_beside(target.decoder, ranks, *args)
+        else:
+            layers = place(spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
+            cache_dtype = target.decoder.kv_cache_dtype
+            model = models.load(
+                checkpoint, dtype, device, self.context, options.quantization, cache_dtype, layers
+            )
         if options.vocab_mismatch == "intersect":
             self.decoder = Translated(model, shared_tokens(checkpoint, target.checkpoint))
             self.vocabulary = target.vocabulary

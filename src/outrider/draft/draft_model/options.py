@@ -9,13 +9,14 @@ from typing import Any
 from outrider.checkpoints.quantize import bits_of
 from outrider.core.validate import Kind, check_fields, optional, whole
 from outrider.drafting import stop, view
-from outrider.drafting.options import refuse_idle, refuse_parallel
+from outrider.drafting.options import refuse_idle
 from outrider.drafting.vocab.mismatch import check_mismatch
 from outrider.errors import ConfigError
 from outrider.models.placement import check_gpu_layers
 
 KINDS = {
     "model": Kind("a folder or a hub id", lambda value: isinstance(value, str) and value != ""),
+    "draft_tensor_parallel_size": whole(1),
     "siblings": whole(1, 64),
     "sibling_draws": Kind('"without" or "independent"', ("without", "independent").__contains__),
     "target_lookbehind": whole(1),
@@ -42,6 +43,7 @@ class DraftModelOptions(stop.Options):
         new ones.
     draft_device: "auto" (that of the target's embedding and head), cpu, cuda, cuda:1 or mps.
     draft_gpu_layers: as the engine's gpu_layers.
+    draft_tensor_parallel_size: 1: on rank 0; the target's tensor_parallel_size: divided like the target.
     draft_kv_budget: tokens of a request that the draft sees: the first draft_kv_sink and the most recent.
         None: all.
     drafter: the speculative_config of a cheaper drafter that drafts for the draft model (staged.py).
@@ -78,4 +80,11 @@ class DraftModelOptions(stop.Options):
             raise ConfigError(
                 f"a drafter speeds up a chain, and siblings is {self.siblings}: leave one of them out."
             )
-        refuse_parallel(self.draft_tensor_parallel_size)
+        if self.draft_tensor_parallel_size > 1 and (self.draft_device, self.draft_gpu_layers) != (
+            "auto",
+            None,
+        ):
+            raise ConfigError(
+                "a draft with draft_tensor_parallel_size runs where the target does: leave draft_device and "
+                "draft_gpu_layers out."
+            )

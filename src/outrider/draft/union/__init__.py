@@ -32,6 +32,13 @@ DEPTH = "num_speculative_tokens"
 Factory = Callable[[Target], Drafter]
 
 
+class Asked(NamedTuple):
+    """What the drafters proposed for a row, by drafter.  merged: None if no row of its batch has a draft."""
+
+    trees: Sequence[DraftTree]
+    merged: Merged | None
+
+
 class Member(NamedTuple):
     """One of `drafters`: its method, the method's options, and the maximum depth of its trees (None: its own
     default).
@@ -93,8 +100,7 @@ class Union(Drafter):
             raise ConfigError("the method needs 'drafters', a list of dicts with a 'method'.")
         self.depth = max(self.depths)
         self.needs = reduce(or_, (drafter.needs for drafter in self.drafters), Needs())
-        self.drafts: list[Draft] = []  # of this step, by drafter
-        self.merged: list[Merged] = []  # of this step, by row; none without draft tokens
+        self.asked: dict[Row, Asked] = {}  # rows whose step is not observed yet
 
     def _add(self, factory: Factory, depth: int | None = None) -> None:
         """Add a drafter.  Mixing the number keeps the streams of nested drafters apart, too."""
@@ -147,13 +153,12 @@ class Union(Drafter):
 
     def propose(self, batch: Batch) -> Draft:
         asker, drafts = batch.asker, dict[int, Draft]()
-        if asker is None:
-            self.drafts = [self._ask(i, batch) for i in range(len(self.drafters))]
-            return self._merge(batch)
-        for i in asker.order:
-            drafts[i] = self.drafters[i].propose(batch.within(asker.ask(i, batch, drafts)))
-        self.drafts = [drafts[i] for i in range(len(self.drafters))]
-        return self._merge(batch)
+        for i in range(len(self.drafters)) if asker is None else asker.order:
+            if asker is None:
+                drafts[i] = self._ask(i, batch)
+            else:
+                drafts[i] = self.drafters[i].propose(batch.within(asker.ask(i, batch, drafts)))
+        return self._merge(batch, [drafts[i] for i in range(len(self.drafters))])
 
     def _ask(self, i: int, batch: Batch) -> Draft:
         """The draft of drafter i, within its own depth and size."""
@@ -167,27 +172,31 @@ class Union(Drafter):
         budgets = [budget.within(nodes=drafter.size(budget.depth)) for budget in own]
         return drafter.propose(batch.within(budgets))
 
-    def _merge(self, batch: Batch) -> Draft:
-        if not any(tree.tokens for own in self.drafts for tree in own.trees):
-            self.merged = []
+    def _merge(self, batch: Batch, drafts: Sequence[Draft]) -> Draft:
+        trees_of_rows = list(zip(*(own.trees for own in drafts)))
+        if not any(tree.tokens for own in drafts for tree in own.trees):
+            self.asked.update((step.row, Asked(trees, None)) for step, trees in zip(batch, trees_of_rows))
             return Draft([EMPTY_TREE] * len(batch))
-        trees_of_rows = zip(*(own.trees for own in self.drafts))
         first = [0, *itertools.accumulate(len(drafter.sources) for drafter in self.drafters)]
-        self.merged = [merge(trees, step.budget.nodes, first) for trees, step in zip(trees_of_rows, batch)]
-        return Draft([merged.tree for merged in self.merged])
+        merged = [merge(trees, step.budget.nodes, first) for trees, step in zip(trees_of_rows, batch)]
+        self.asked.update(zip(batch.rows, map(Asked, trees_of_rows, merged)))
+        return Draft([each.tree for each in merged])
 
     def observe(self, commit: Commit) -> None:
+        asked = [self.asked.pop(step.row) for step in commit.batch]
+        drafted = any(each.merged is not None for each in asked)
         for k, drafter in enumerate(self.drafters):
-            if not self.merged and drafter.needs.topk == self.needs.topk:
+            if not drafted and drafter.needs.topk == self.needs.topk:
                 drafter.observe(commit)  # of no drafts every drafter sees the same
                 continue
             steps = []
-            for r, (step, tree) in enumerate(zip(commit.batch, self.drafts[k].trees)):
-                verified = after_trim(step, self.merged[r].node_of[k]) if self.merged else {}
-                steps.append(part(step, tree, verified, drafter.needs.topk))
+            for step, (trees, merged) in zip(commit.batch, asked):
+                verified = after_trim(step, merged.node_of[k]) if merged is not None else {}
+                steps.append(part(step, trees[k], verified, drafter.needs.topk))
             drafter.observe(commit._replace(batch=Batch(steps, prefill=commit.batch.prefill)))
 
     def forget(self, row: Row, reason: str) -> None:
+        self.asked.pop(row, None)
         for drafter in self.drafters:
             drafter.forget(row, reason)
 

@@ -76,7 +76,7 @@ class Joined:
         self.sources = [*drafter.sources, *(name for each in self.automatic for name in each.sources)]
         self.guided = False  # whether some row of this step is guided
         self.given: dict[Row, Given] = {}  # of this step
-        self.proposals: list[Proposal] | None = None  # of this step; None: the configured drafter's own
+        self.proposals: dict[Row, Proposal] = {}  # of guided batches that are not observed yet
 
     def budgets(self, batch: Batch, controller: Controller) -> list[Budget]:
         """The controller's budgets, raised to what the automatic drafters propose for each row."""
@@ -116,14 +116,14 @@ class Joined:
     def propose(self, batch: Batch) -> Draft:
         if self.learner is not None:
             self.learner.train()
-        self.proposals = None
         if not self.guided:
             return self.drafter.propose(batch)
         others = batch.within([NO_BUDGET if step.row in self.given else step.budget for step in batch])
         others.asker = batch.asker
         own = self.drafter.propose(others)
-        self.proposals = [self._proposal(step, tree) for step, tree in zip(batch, own.trees)]
-        return Draft([proposal.tree for proposal in self.proposals])
+        proposals = [self._proposal(step, tree) for step, tree in zip(batch, own.trees)]
+        self.proposals.update(zip(batch.rows, proposals))
+        return Draft([proposal.tree for proposal in proposals])
 
     def _proposal(self, step: RowStep, own: DraftTree) -> Proposal:
         row, budget, given = step.row, step.budget, self.given.get(step.row, NOTHING)
@@ -141,11 +141,12 @@ class Joined:
         """Show each drafter its own part of the trees, without nodes behind a chain that was not accepted."""
         if self.learner is not None:
             self.learner.observe(commit)
-        if self.proposals is None:
+        if not self.proposals or commit.batch[0].row not in self.proposals:
             self.drafter.observe(commit)
             return
         steps: list[RowStep] = []
-        for step, proposal in zip(commit.batch, self.proposals):
+        for step in commit.batch:
+            proposal = self.proposals.pop(step.row)
             judged = len(step.accepted) >= proposal.given.tree.size
             verified = after_trim(step, proposal.node_of) if judged else {}
             steps.append(part(step, proposal.own, verified, self.drafter.needs.topk))
@@ -155,6 +156,7 @@ class Joined:
         self.drafter.observe(commit._replace(batch=Batch(steps, prefill=commit.batch.prefill)))
 
     def forget(self, row: Row, reason: str) -> None:
+        self.proposals.pop(row, None)
         for drafter in (self.drafter, *self.automatic):
             drafter.forget(row, reason)
         if self.learner is not None:
