@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,10 +14,7 @@ from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget, DraftTree
-from outrider.draft.ngram import Ngram
-from outrider.draft.union.joined import Joined
-from outrider.drafting.base import TextDrafter
-from outrider.testing import make_drafter, make_row
+from outrider.testing import make_row
 
 PROMPT = {"prompt_token_ids": [5, 6, 7, 5, 6, 7, 5, 6]}
 DEPTH, ASKED = 4, 5
@@ -88,29 +82,6 @@ def test_a_plain_step_that_is_due_refuses_forced_text() -> None:
     auto = controller()
     batch = step_of(make_row([1, 2, 3]))
     assert auto.budget(batch) == [NO_BUDGET] and not auto.forced(0)
-
-
-class Sure(TextDrafter):
-    """Text that is certain."""
-
-    depth = 3
-
-    @dataclass(frozen=True)
-    class Options:
-        pass
-
-    def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
-        return DraftTree.chain([7] * budget.depth, [0.95] * budget.depth)
-
-
-def test_a_plain_step_stays_plain_beside_forced_text() -> None:
-    grammar: Any = object()
-    auto, row = controller(), make_row([1, 2, 3], grammar=grammar)
-    joined = Joined(make_drafter(Ngram), [make_drafter(Sure)])
-    batch = step_of(row)
-    assert joined.budgets(batch, auto) == [NO_BUDGET] and not joined.given
-    auto.learn(Commit(batch), PLAIN)
-    assert joined.budgets(step_of(row), auto)[0].nodes >= 3 and row in joined.given
 
 
 def test_plain_steps_without_number_leave_the_distance_between_anchors_bounded() -> None:

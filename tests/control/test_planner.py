@@ -13,6 +13,7 @@ from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm
 from outrider.core.clock import Times
+from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.testing import make_row
 
@@ -89,10 +90,47 @@ def test_no_draft_tokens_are_allowed(tiny: Path, config: dict[str, Any]) -> None
     assert not output.speculation.drafted
 
 
-def test_the_text_of_a_request_without_the_draft_model_is_the_same(
+def late_plan(auto: AutoController, lacks: int, remaining: int = 500) -> tuple[Row, bool]:
+    """A decoding request that left the draft model out, and whether it is drafted for now."""
+    auto.arms[0] = auto.arms[0]._replace(behind=lambda row: lacks)  # type: ignore[index]
+    auto.evidence.forward.learn_plain(1, 1, 0, PLAIN)
+    row = make_row([1] * PROMPT, limit=PROMPT + remaining, left_out=frozenset({"draft_model"}))
+    row.steps = 1
+    budgets = auto.budget(Batch([RowStep(row, PROMPT - 1, 1)]))
+    return row, budgets[0].nodes > 0
+
+
+def test_a_drafter_that_was_left_out_joins_when_it_pays() -> None:
+    row, drafted = late_plan(controller(acceptance=0.9, level=0.05, prefill=0.01), PROMPT)
+    assert drafted and not row.left_out
+
+
+def test_a_drafter_stays_out_where_reading_the_text_costs_more_than_it_saves() -> None:
+    auto = controller(acceptance=0.9, level=0.05, prefill=0.1)
+    auto.evidence.trials[0].room = 0.0
+    row, drafted = late_plan(auto, PROMPT, remaining=10)
+    assert not drafted and row.left_out
+
+
+def test_a_step_that_only_catches_up_is_no_miss() -> None:
+    auto, lacks = controller(acceptance=0.9, level=0.05, prefill=0.01), {"now": PROMPT}
+    auto.arms[0] = auto.arms[0]._replace(behind=lambda row: lacks["now"])  # type: ignore[index]
+    auto.evidence.forward.learn_plain(1, 1, 0, PLAIN)
+    row, asked = make_row([1] * PROMPT, limit=PROMPT + 500), auto.evidence.reach[0].asked
+    batch = Batch([RowStep(row, PROMPT - 1, 1)])
+    batch[0].budget = auto.budget(batch)[0]
+    lacks["now"] = PROMPT // 2
+    auto.trim(batch)
+    batch[0].emitted, row.steps = [1], 1
+    auto.learn(Commit(batch), Times(0.004, PLAIN, 0.0))
+    assert batch[0].budget.nodes and auto.evidence.reach[0].asked == asked
+    assert auto.evidence.prefill_seconds == pytest.approx(0.004) and auto.evidence.ledger.loss < 0.0001
+
+
+def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some requests leave it out, others share their pages and draft behind them."""
+    """Every second request leaves it out at prefill, and others share its pages."""
     from outrider.control.planner import Planner
 
     def every_second(self: Planner, batch: Batch) -> None:
@@ -101,7 +139,9 @@ def test_the_text_of_a_request_without_the_draft_model_is_the_same(
                 row.left_out = frozenset({"draft_model"})
 
     monkeypatch.setattr(Planner, "leave_out", every_second)
-    llm = LLM(str(tiny), max_num_seqs=3, speculative_config=None)
+    monkeypatch.setattr(Planner, "_pays", lambda self, option: True)
+    monkeypatch.setattr(Planner, "_late", lambda self, k, row: 0.0)
+    llm = LLM(str(tiny), max_num_seqs=3, max_num_batched_tokens=16, speculative_config=None)
     draft: dict[str, Any] = {"method": "draft_model", "model": str(tiny), "adaptive": True}
     prompts: list[Any] = [{"prompt_token_ids": [5 + i % 3] * 40 + [9, 8, i]} for i in range(8)]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -109,6 +149,5 @@ def test_the_text_of_a_request_without_the_draft_model_is_the_same(
     adaptive = llm.variant(draft)
     found = adaptive.generate(prompts, params)
     assert [output.outputs[0].token_ids for output in found] == plain
-    drafted = [output.outputs[0].speculation.drafted for output in found]
-    assert any(drafted) and not any(drafted[1::2])
+    assert any(output.outputs[0].speculation.accepted for output in found[1::2])
     adaptive.engine.check()

@@ -6,7 +6,7 @@
     learn    costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
 
 Plans hold for up to `DIGEST` steps, whose outcomes are taken in together.  While no row drafts, the
-controller rests: it counts plain steps and decides nothing.
+controller rests (rest.py): it counts plain steps and decides nothing, whichever requests come and go.
 
 No decision changes the text under the rule "match".  Under the other rules the distribution stays, but a seed
 does not repeat the text, because budgets depend on the clock.
@@ -23,12 +23,13 @@ from typing import Any
 from outrider.control import choose
 from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
-from outrider.control.evidence import EXPLORE, LONGEST_PAUSE, Evidence
+from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import GRACE, LEAST_STEP, TOTAL_GRACE
+from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, TOTAL_GRACE
 from outrider.control.memory import Memory
-from outrider.control.plan import Arm, Load, Plan, RowState, StepRecord, Try, keep, note_depths
+from outrider.control.plan import Arm, Load, Plan, StepRecord, Try, keep, note_depths
 from outrider.control.planner import Planner
+from outrider.control.rest import Rest
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -67,16 +68,16 @@ class AutoController:
         self.rows: list[Row] = []
         self.plans: dict[int, Plan] = {}
         self.stale, self.interval = True, 1
-        # of this step
+        # of this step; guided: some row gets forced text
         self.tries: dict[int, Try] = {}
-        self.anchored = self.resting = False
+        self.anchored = self.guided = False
         self.looked = 0.0  # seconds of planning
         self.spent: dict[int, float] = {}  # seconds of each drafter of a mix
         self.mark: tuple[int, float] | None = None
         # since the last digest, the last plain step, and the last plan
         self.log, self.since_plain = list[StepRecord](), 0
         self.expected = self.shortfall = 0.0  # accepted tokens
-        self.rest, self.rested, self.rest_propose = 0, list[float](), 0.0
+        self.rest: Rest | None = None
         self.look_seconds = 0.0  # moving average
 
     @property
@@ -95,17 +96,15 @@ class AutoController:
     # ---- before drafting
 
     def budget(self, batch: Batch) -> list[Budget]:
-        if self.rest and not batch.prefill and batch.rows == self.rows:
-            self.rest -= 1
+        self.guided = False
+        if self.rest is not None and self._rests(self.rest, batch):
             return [NO_BUDGET] * len(batch)
-        self._wake()
         self.tries, self.mark = {}, None
         self.spent.clear()
         if self.stale or batch.prefill or batch.rows != self.rows:
             self._look(batch)
             if not self.plans and self.load.batch and not batch.prefill:
-                self.rest, self.resting, self.anchored = self._pause(batch), True, False
-                self.evidence.host, self.looked = self.evidence.host + self.looked, 0.0
+                self._begin_rest()
                 return [NO_BUDGET] * len(batch)
         self.anchored = self._anchor()
         if self.anchored:
@@ -118,23 +117,36 @@ class AutoController:
         most = step.row.draft_depth if plan is not None else 0
         if plan is None or not most:
             return NO_BUDGET
-        self.tries[r] = Try(plan)
+        self.tries[r] = Try(plan, late=self.planner.late(plan, step.row))
         return plan.budget if plan.budget.depth <= most else plan.budget.within(most, self.limits.size(most))
 
-    def _wake(self) -> None:
-        """End a rest: take in its steps."""
-        if self.rested:
-            self.evidence.rested(self.rows, self.load, self.rested, self.rest_propose)
-        self.rested, self.rest_propose, self.rest = [], 0.0, 0
-        self.stale |= self.resting
-        self.resting = False
+    # ---- rests
 
-    def _pause(self, batch: Batch) -> int:
-        """Steps until a drafter may be considered again, the present one not counted."""
-        states = self.evidence.states
-        waits = [states[row].asleep - row.steps for row in batch.rows if row in states]
+    def _begin_rest(self) -> None:
+        """Rest until the next drafter may be considered, for these rows and for new ones."""
         least = math.ceil(self.look_seconds / (EXPLORE * self.load.plain))
-        return min(LONGEST_PAUSE, max(least, min(waits, default=LONGEST_PAUSE), 1)) - 1
+        closed = max(least, self.planner.closed())
+        self.rest = Rest(self.rows, max(least, self.planner.wait, 1) - 1, closed)
+        self.anchored, self.since_plain = False, 0
+        self.evidence.host, self.looked = self.evidence.host + self.looked, 0.0
+
+    def _rests(self, rest: Rest, batch: Batch) -> bool:
+        """Whether a rest goes on in this step.  Takes in its steps where it ends or the load changes."""
+        if rest.goes_on(batch.rows):
+            if batch.prefill and self.planner.prefilling:
+                self.planner.leave_out(batch)
+            if len(batch) != self.load.batch and not batch.prefill:
+                self._take_in(rest)
+                self.load = Load.of(batch, self.evidence.forward)
+            return True
+        self._take_in(rest)
+        self.rest, self.stale = None, True
+        return False
+
+    def _take_in(self, rest: Rest) -> None:
+        if rest.seconds:
+            self.evidence.rested(self.load, rest.seconds, rest.propose)
+        rest.seconds, rest.propose = [], 0.0
 
     def _anchor(self) -> bool:
         """Whether a plain step is due, to measure its cost again."""
@@ -144,7 +156,7 @@ class AutoController:
 
     def forced(self, r: int) -> bool:
         """Whether row r may get forced text: not in a plain step.  Its drafters are not asked then."""
-        self._wake()
+        self.guided = True
         self.tries.pop(r, None)
         return not self.anchored
 
@@ -193,12 +205,17 @@ class AutoController:
 
     def trim(self, batch: Batch) -> None:
         """Keep the nodes of the whole batch that pay, and one of each drafter that is being tried."""
-        if self.resting:
+        if self.rest is not None:
+            if self.guided:
+                self.limits.trim(batch)
             return
         self._stop_clock()
         if len(self.arms) == 1:
             for r, tried in self.tries.items():  # now that the scheduler has cut the budgets
                 tried.asked = {0: depth} if (depth := batch[r].budget.depth) else {}
+        for r, tried in self.tries.items():
+            if tried.late:
+                tried.catch_up(batch[r].row, self.arms)
         if not any(step.tree.tokens for step in batch):
             return
         self.limits.trim(batch)
@@ -231,18 +248,21 @@ class AutoController:
 
     def learn(self, commit: Commit, times: Times) -> None:
         batch = commit.batch
-        ended = any(step.row.finish_reason is not None for step in batch)
-        if self.resting:
-            self.rested.append(times.forward + times.rest)
-            self.rest_propose += times.propose
-            if ended:
-                self._wake()
+        ended = [step.row for step in batch if step.row.finish_reason is not None]
+        if self.rest is None:
+            self._note(batch, times, bool(ended))
+        elif batch.prefill or self.guided:
+            load, seconds = Load.of(batch, self.evidence.forward), times.forward + times.rest
+            self.evidence.learn([StepRecord(batch, load, {}, times.propose, seconds, {}, bool(ended))])
         else:
-            self._note(batch, times, ended)
+            self.rest.add(times)
         if ended:
-            self.evidence.states = RowState.of_open(self.evidence.states)
+            for row in ended:
+                self.evidence.close(row, self.load)
             self.evidence.save(self.clock())
             self.rows, self.plans, self.tries, self.stale = [], {}, {}, True
+            if self.rest is not None:
+                self.rest.rows = [row for row in self.rest.rows if row.finish_reason is None]
 
     def _note(self, batch: Batch, times: Times, ended: bool) -> None:
         """Log a step, and take in the log if it is due."""
@@ -269,15 +289,22 @@ class AutoController:
         self.evidence.host += self.clock() - began
 
     def report(self) -> dict[str, Any]:
-        """What was chosen and why: steps by arm, costs, acceptance, expected and real gain, the ledger."""
+        """What was chosen and why: steps by arm, costs, acceptance, expected and real gain, the ledger.
+
+        outlook: of a drafter for a new request: its best depth, accepted tokens, cost, and whether it pays.
+        resting: no drafter is considered at present.
+        """
         evidence, pace = self.evidence, self.load.pace
         return {
             "summary": asdict(evidence.total) | {"gain": evidence.total.gain},
             "step_ms": {rows: 1e3 * pace * evidence.forward.base(rows) for rows in (1, 2, 4, 8, 16, 32)},
             "drafters": {
-                arm.name: reach.report() | evidence.drafting.report(k, pace)
+                arm.name: reach.report()
+                | evidence.drafting.report(k, pace)
+                | {"outlook": self.planner.outlook(k)}
                 for k, (arm, reach) in enumerate(zip(self.arms, evidence.reach))
             },
+            "resting": self.rest is not None,
             "prefill_ms": 1e3 * evidence.prefill_seconds,
             "reliability": evidence.reliability.table(),
             "history": [*evidence.history],

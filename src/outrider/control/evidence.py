@@ -14,14 +14,15 @@ from typing import NamedTuple
 
 from outrider.control.acceptance import Calibration, Reach, Reliability
 from outrider.control.cost import OUTLIER, RATE, ForwardCost
-from outrider.control.ledger import Ledger
+from outrider.control.ledger import EXPLORE, FIRST_TRIALS, MOST_TRIALS, Ledger, Trials
 from outrider.control.memory import EVERY, Memory, learned
 from outrider.control.plan import Arm, Load, RowState, StepRecord, Try, judged, share_of
 from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import RowStep
 
-EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
 LONGEST_PAUSE = 256  # steps
+MANY = 8  # steps
+KNOWN = 8  # asks after which a drafter is known
 SURPRISE = 0.2  # logarithm of a step's seconds over the expected ones
 FEW_TOKENS = 8  # of a prompt: fewer tell nothing of what its prefill costs
 HISTORY = 2000  # moments that are kept for a picture
@@ -44,10 +45,11 @@ class Moment(NamedTuple):
 class Evidence:
     """Estimates of an adaptive controller.
 
-    states: of the open rows.  asking: moving average of the part of a batch that asks each drafter.
+    states: of the open rows that a drafter was considered for.  trials: by drafter.  asking: moving average of the part of a batch that asks each drafter.
     idle: moving average of the seconds that drafters take in a step that asks none.
     surprises: steps with drafts in a row that took other than expected.
-    host: seconds of the controller itself that no ledger has yet.
+    host: seconds of the controller itself that no ledger has yet.  overhead: moving average of them for a
+    step with drafts, once plans hold for several steps.
     prefill_cost: seconds that a drafter takes for a token of a prompt.  prefill_seconds: for all prompts so
     far.
     history: the last sums, some steps apart.
@@ -63,15 +65,16 @@ class Evidence:
         # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
         self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
         self.ledger, self.total = Ledger(), DraftingSummary()
+        known = [reach.asked >= KNOWN for reach in self.reach]
+        self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * forward.base(1)) for old in known]
         self.states: dict[Row, RowState] = {}
         self.asking = [1.0] * len(arms)
-        self.idle = self.host = self.prefill_seconds = 0.0
+        self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
         self.surprises = 0
 
     def state(self, row: Row) -> RowState:
         found = self.states.get(row)
         if found is None:
-            self.states = RowState.of_open(self.states)  # rows aborted between steps
             row.drafting = DraftingSummary()
             reach = [Reach(above) for above in self.reach]
             found = self.states[row] = RowState(
@@ -82,10 +85,13 @@ class Evidence:
     def learn(self, records: Sequence[StepRecord]) -> None:
         """Take in steps, oldest first."""
         asked = dict[tuple[int, int], list[tuple[float, float]]]()
+        host = self.host / len(records)
+        if len(records) >= MANY:
+            self.overhead += 0.2 * (host - self.overhead)
         for record in records:
             self._settle(record, self._costs(record, asked))
             for r, tried in record.tries.items():
-                self._row(record, record.batch[r], tried)
+                self._row(record, record.batch[r], tried, host)
                 tried.plan.state.calibration.refresh()
         for (k, rows), asks in asked.items():
             depths, seconds = zip(*asks)
@@ -98,20 +104,39 @@ class Evidence:
         moment = Moment({**total.steps}, total.seconds, total.plain_seconds, ledger.loss, ledger.room)
         self.history.append(moment)
 
-    def rested(self, rows: Sequence[Row], load: Load, seconds: Sequence[float], propose: float) -> None:
-        """Take in plain steps of the same rows, during which nothing was decided."""
+    def rested(self, load: Load, seconds: Sequence[float], propose: float) -> None:
+        """Take in plain steps during which nothing was decided.  propose: seconds of their idle drafters."""
         count, batch = len(seconds), load.batch
         typical = median_low(seconds)
         self.forward.learn_plain(batch, load.rows, load.context, typical, count)
         self.forward.learn_rate(batch, batch, typical + propose / count, count)
         self.surprises = 0
         self.idle += (1 - (1 - RATE) ** count) * (propose / count - self.idle)
-        plain, host, idle = count * load.plain / batch, self.host / batch, propose / batch
-        self.host = 0.0
-        for row in rows:
-            if (state := self.states.get(row)) is not None:
-                self._enter(state, "", 0, 0.0, 0, plain + host, plain, idle, count)
+        plain, host, self.host = count * load.plain, self.host, 0.0
+        self._earn(plain + host, plain, load)
+        self.total.add("off", 0, 0.0, 0, plain + host + propose, plain, count * batch)
         self._remember()
+
+    def _earn(self, spent: float, plain: float, load: Load) -> None:
+        """Enter seconds, and those of plain decoding, into the ledger of all requests."""
+        self.ledger.add(spent, plain)
+        for trials in self.trials:
+            trials.earn(plain, load.plain)
+
+    def credit(self, row: Row, state: RowState, load: Load) -> None:
+        """Enter the plain steps of a row during which nothing was decided."""
+        if (count := row.steps - state.steps) > 0:
+            plain = count * load.plain / max(1, load.batch)
+            state.enter("off", 0, 0.0, 0, plain, plain, count)
+
+    def close(self, row: Row, load: Load) -> None:
+        """Complete the summary of a row that has ended."""
+        self.credit(row, self.state(row), load)
+        del self.states[row]
+
+    def drop_ended(self) -> None:
+        """Forget rows that ended outside a step."""
+        self.states = {row: state for row, state in self.states.items() if row.finish_reason is None}
 
     def save(self, now: float) -> None:
         """Remember what was learned for the next start, at most every `EVERY` seconds."""
@@ -135,9 +160,11 @@ class Evidence:
                 self._forward(load, nodes, seconds)
             settled = self.forward.settled(load.rows + nodes)
             measured = min(seconds, MAX_CLIP * expected) if settled else seconds
-            propose = self._propose(record, asks, asked)
+        late = record.late
+        if batch.prefill or late:
+            propose = self._prefill(record, asks, late)
         else:
-            propose = self._prefill(record, asks)
+            propose = self._propose(record, asks, asked)
         emitted = sum(len(step.emitted) for step in batch)
         self.forward.learn_rate(load.batch, emitted, propose + self.idle + measured)
         extra = propose + (measured - load.plain if nodes else 0.0) + self.host
@@ -153,12 +180,15 @@ class Evidence:
         surprise = self.forward.learn_drafting(load.batch, load.rows + nodes, context, seconds)
         self.surprises = self.surprises + 1 if abs(surprise) > SURPRISE else 0
 
-    def _prefill(self, record: StepRecord, asks: Mapping[int, Sequence[int]]) -> float:
+    def _prefill(
+        self, record: StepRecord, asks: Mapping[int, Sequence[int]], late: Mapping[int, int]
+    ) -> float:
         """Note what drafters take for prefill.  Returns the seconds of a step that fall to drafts.
 
-        Prefill is decided on before (`Planner.leave_out`), so no row's ledger is charged with it.
+        Prefill and catching up (`late`: tokens by drafter) are decided on before, by what they are expected
+        to save (planner.py), so no row's ledger is charged with it.
         """
-        pace, expected = record.load.pace, 0.0
+        pace, expected, prefill = record.load.pace, 0.0, record.batch.prefill
         for k, depths in asks.items():
             expected += pace * self.drafting.expected(k, len(depths), max(depths))
         drafting = min(record.propose, expected)
@@ -167,9 +197,13 @@ class Evidence:
             rows = [s for s in record.batch if s.known > 1 and not s.row.left_out.issuperset(arm.sources)]
             # where pages are shared, the drafter may have had more to read than the target
             alone = not any(step.row.cached for step in rows)
-            if arm.prefills and alone and (tokens := sum(step.known for step in rows)) >= FEW_TOKENS:
-                each = min(record.propose - drafting, record.seconds) / tokens
+            tokens = sum(step.known for step in rows) + late.get(k, 0)
+            if arm.prefills and (alone or not prefill) and tokens >= FEW_TOKENS:
+                each = min(record.propose - drafting, record.seconds if prefill else math.inf) / tokens
                 self.prefill_cost[k] += 0.2 * (each - self.prefill_cost[k]) if self.prefill_cost[k] else each
+        for tried in record.tries.values():
+            for k in tried.late.keys() & tried.plan.exploring:
+                self.trials[k].room -= self.prefill_cost[k] * tried.late[k]
         return drafting
 
     def _propose(
@@ -180,10 +214,12 @@ class Evidence:
     ) -> float:
         """Note what drafting has cost.  Returns its seconds beyond those of idle drafters, an outlier cut."""
         load, propose, expected = record.load, record.propose, self.idle
+        # merging and trimming their trees takes time, too
+        shared = max(0.0, propose - sum(record.spent.values()) - self.idle) / max(1, len(asks))
         for k, depths in asks.items():
             expected += load.pace * self.drafting.expected(k, len(depths), max(depths))
             self.asking[k] += 0.2 * (len(depths) / load.batch - self.asking[k])
-            seconds = record.spent.get(k, propose) / load.pace
+            seconds = (record.spent.get(k, 0.0) + shared) / load.pace
             asked.setdefault((k, len(depths)), []).append((sum(depths) / len(depths), seconds))
         if expected:
             propose = min(propose, OUTLIER * expected)
@@ -196,48 +232,30 @@ class Evidence:
     def _settle(self, record: StepRecord, extra: float) -> None:
         """Enter the step into the ledgers; what drafts cost is shared by the rows that asked for them."""
         batch, load, tries = record.batch, record.load, record.tries
-        plain = load.plain / max(1, load.batch)
+        plain, idle = load.plain / max(1, load.batch), self.idle / max(1, load.batch)
         weights = {
             r: 1 + len(step.tree.tokens) for r, step in enumerate(batch) if step.tree.tokens or r in tries
         }
-        total = sum(weights.values())
+        whole, spent_by_all, saved_by_all = sum(weights.values()), 0.0, 0.0
         for r, step in enumerate(batch):
-            state = self.states.get(step.row)
-            if not step.emits or state is None:
+            if not step.emits:
                 continue
-            share = weights.get(r, 0) / total if total else 1 / load.batch
-            tried = tries.get(r)
+            nodes, tried = len(step.tree.tokens), tries.get(r)
+            spent = plain + extra * (weights.get(r, 0) / whole if whole else 1 / load.batch)
             names = "+".join([self.arms[k].name for k in sorted(tried.asked)]) if tried else ""
-            names = names or ("automatic" if step.tree.tokens else "")
-            self._enter(
-                state, names, len(step.tree.tokens), tried.expected if tried else 0.0,
-                len(step.accepted), plain + share * extra, plain * len(step.emitted),
-                self.idle / max(1, load.batch),
-            )  # fmt: skip
-
-    def _enter(
-        self,
-        state: RowState,
-        arm: str,
-        nodes: int,
-        expected: float,
-        accepted: int,
-        spent: float,
-        plain: float,
-        idle: float,
-        steps: int = 1,
-    ) -> None:
-        """idle: seconds that drafters took although none was asked.  No decision changes them, so no ledger
-        has them, but the summaries do.
-        """
-        state.ledger.add(spent, plain)
-        self.ledger.add(spent, plain)
-        for summary in (state.summary, self.total):
-            summary.add(arm or "off", nodes, expected, accepted, spent + idle, plain, steps)
+            names = names or ("automatic" if nodes else "off")
+            expected, saved = (tried.expected if tried else 0.0), plain * len(step.emitted)
+            spent_by_all, saved_by_all = spent_by_all + spent, saved_by_all + saved
+            self.total.add(names, nodes, expected, len(step.accepted), spent + idle, saved)
+            state = self.state(step.row) if nodes else self.states.get(step.row)
+            if state is not None:
+                state.enter(names, nodes, expected, len(step.accepted), spent, saved, idle=idle)
+        self._earn(spent_by_all, saved_by_all, load)
 
     # ---- acceptance
 
-    def _row(self, record: StepRecord, step: RowStep, tried: Try) -> None:
+    def _row(self, record: StepRecord, step: RowStep, tried: Try, host: float) -> None:
+        """Learn what the drafts of a row show.  host: seconds of the controller in this step."""
         state, row = tried.plan.state, step.row
         ended = record.last and row.finish_reason is not None  # nodes behind the end were not judged
         for key, accepted in judged(step, ended):
@@ -257,7 +275,9 @@ class Evidence:
             elif k in tried.plan.exploring:
                 option = tried.plan.option(k)
                 cost = option.cost if own else option.ask_cost
-                pause = math.ceil(cost * record.load.batch / (EXPLORE * record.load.plain))
-                state.retry[k] = row.steps + min(LONGEST_PAUSE, pause)
+                self.trials[k].room -= cost + host
+                if self.reach[k].asked >= KNOWN:  # the next trials are for other rows, or for other text
+                    pause = math.ceil(cost * record.load.batch / (EXPLORE * record.load.plain))
+                    state.retry[k] = row.steps + min(LONGEST_PAUSE, pause)
         if tried.expected or step.accepted:
             state.asleep = 0

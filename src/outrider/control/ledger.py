@@ -10,15 +10,19 @@ arXiv 1602.04282).  What drafts have saved may be spent on later ones.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 SHARE = 0.01  # of the time of plain decoding
 GRACE, TOTAL_GRACE = 2.0, 8.0  # plain steps that a request, and all together, may lose beyond that
+MOST_GRACE = 0.02  # seconds for all together
 LEAST_STEP = (
     0.0015  # seconds that count as such a step at least: deciding takes time, however fast a model is
 )
 USED = 0.9  # part of the grace that may be planned with: a step may take longer than expected
 SAVED = 10  # what drafts have saved counts up to so many graces
+EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
+FIRST_TRIALS, MOST_TRIALS = 4.0, 2.0  # plain steps that such a drafter may take at first, and save up
 
 
 @dataclass(slots=True)
@@ -39,3 +43,21 @@ class Ledger:
     def room(self) -> float:
         """Seconds that may still be lost."""
         return SHARE * self.plain + USED * self.grace - self.loss
+
+
+@dataclass(slots=True)
+class Trials:
+    """Account for one drafter that does not seem to pay: `EXPLORE` of the time, for all requests together.
+
+    room: seconds that may go into trying it.
+    """
+
+    room: float
+
+    def earn(self, plain: float, step: float) -> None:
+        """Take in so many seconds of plain decoding, a step of which takes `step`."""
+        self.room = max(self.room, min(self.room + EXPLORE * plain, MOST_TRIALS * step))
+
+    def wait(self, cost: float, step: float) -> int:
+        """Plain steps until it may cost so much."""
+        return 0 if cost <= self.room else math.ceil((cost - self.room) / (EXPLORE * step))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,12 +21,14 @@ class Arm(NamedTuple):
     """A drafter as the controller sees it: its methods, its largest depth, and the nodes of a depth.
 
     prefills: it computes prompts, which costs time, and skips those of rows that leave it out.
+    behind: row -> tokens that it has to compute before it drafts for it.
     """
 
     sources: Sequence[str]
     depth: int
     size: Callable[[int], int]
     prefills: bool = False
+    behind: Callable[[Row], int] = lambda row: 0
 
     @property
     def name(self) -> str:
@@ -37,7 +40,7 @@ class RowState:
     """What is known of one request.
 
     retry: step from which each drafter may be tried although it does not seem to pay.
-    asleep: no drafter is considered before this step.
+    asleep: no drafter is considered before this step.  steps: those that ledger and summary have.
     """
 
     calibration: Calibration
@@ -46,11 +49,27 @@ class RowState:
     summary: DraftingSummary
     retry: list[int]
     asleep: int = 0
+    steps: int = 0
 
-    @staticmethod
-    def of_open(states: Mapping[Row, RowState]) -> dict[Row, RowState]:
-        """The states of rows that have not ended."""
-        return {row: state for row, state in states.items() if row.finish_reason is None}
+    def enter(
+        self,
+        arm: str,
+        nodes: int,
+        expected: float,
+        accepted: int,
+        spent: float,
+        plain: float,
+        steps: int = 1,
+        idle: float = 0.0,
+    ) -> None:
+        """Add steps with these sums.
+
+        idle: seconds that drafters took although none was asked.  No decision changes them, so no ledger
+        has them, but the summary does.
+        """
+        self.steps += steps
+        self.ledger.add(spent, plain)
+        self.summary.add(arm, nodes, expected, accepted, spent + idle, plain, steps)
 
 
 class Plan(NamedTuple):
@@ -73,13 +92,23 @@ class Try:
     """Drafts for one row in one step.
 
     asked: drafter -> depth that it was asked for.  proposed: drafter -> depth of its tree.
+    late: drafter -> tokens of the text that it lacked and, after `catch_up`, has computed in this step.
     expected: accepted tokens of the verified nodes.
     """
 
     plan: Plan
     asked: dict[int, int] = field(default_factory=dict)
     proposed: dict[int, int] = field(default_factory=dict)
+    late: dict[int, int] = field(default_factory=dict)
     expected: float = 0.0
+
+    def catch_up(self, row: Row, arms: Sequence[Arm]) -> None:
+        """After drafting: a drafter that still lacks tokens could propose nothing."""
+        for k, lacked in self.late.items():
+            lacks = arms[k].behind(row)
+            self.late[k] = lacked - lacks
+            if lacks:
+                self.asked.pop(k, None)
 
 
 FEW = 4  # nodes that may always be tried
@@ -164,6 +193,11 @@ class StepRecord:
             for k, depth in tried.asked.items():
                 asks.setdefault(k, []).append(depth)
         return asks
+
+    @property
+    def late(self) -> Counter[int]:
+        """Drafter -> tokens of texts that it has caught up with."""
+        return sum((Counter(tried.late) for tried in self.tries.values() if tried.late), Counter())
 
 
 def note_depths(tried: Try, step: RowStep, bits: Sequence[int]) -> None:

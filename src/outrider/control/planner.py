@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from outrider.control import choose
 from outrider.control.acceptance import Reach
 from outrider.control.choose import Option, Price
-from outrider.control.evidence import EXPLORE, LONGEST_PAUSE, Evidence
+from outrider.control.evidence import FEW_TOKENS, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import SHARE, USED
+from outrider.control.ledger import EXPLORE, MOST_GRACE, SHARE, USED, Trials
 from outrider.control.plan import Arm, Load, Plan, RowState
 from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
@@ -57,29 +59,58 @@ class Planner:
             for k, arm in enumerate(arms)
             if arm.prefills and [a.sources for a in arms].count(arm.sources) == 1
         ]
+        # of the last plans
         self.room = self.row_grace = 0.0  # seconds: left of the ledger of all requests; grace of each
+        self.wait = LONGEST_PAUSE  # steps until a row without a plan may get one
+        self.trials: Sequence[Trials] = ()  # what the plans have left
+        self.zs = [0.0] * len(arms)  # standard deviations
+        self.of_new: dict[tuple[int, int], Option] = {}  # (drafter, depth) -> option of rows that never asked
 
     def plans(self, batch: Batch, load: Load) -> dict[int, Plan]:
         """Row of the batch -> its plan, for those with a drafter that is expected to pay or due for a try."""
-        ledger, self.load = self.evidence.ledger, load
+        evidence = self.evidence
+        ledger, self.load = evidence.ledger, load
         plain = max(load.plain, self.least)
-        self.row_grace, ledger.grace = self.grace * plain, self.total_grace * plain
-        self.room = ledger.room
+        self.row_grace, ledger.grace = self.grace * plain, min(self.total_grace * plain, MOST_GRACE)
+        self.room, self.wait = ledger.room, LONGEST_PAUSE
+        self.trials = [replace(trials) for trials in evidence.trials]
         most = self.limits.depth_for(len(batch))
         # one draw for all rows, since they share what an ask costs
-        zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
+        self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
+        self.of_new.clear()
         plans: dict[int, Plan] = {}
         for r, step in enumerate(batch):
             row = step.row
-            if not step.emits or not (depth := min(most, row.draft_depth)):
-                continue
-            state = self.evidence.state(row)
-            if state.asleep <= row.steps and (plan := self._plan(state, row, depth, zs)):
+            if step.emits and (depth := min(most, row.draft_depth)) and (plan := self._plan(row, depth)):
                 plans[r] = plan
+        if len(evidence.states) > len(batch):
+            evidence.drop_ended()
         if len(self.arms) > 1:
-            line = self.evidence.drafting.line
+            line = evidence.drafting.line
             self.order = sorted(range(len(self.arms)), key=lambda k: line(k, 1)[::-1])
         return plans
+
+    def closed(self) -> int:
+        """Steps after the last plans until a new row may get one."""
+        most, waits = self.limits.depth_for(self.load.batch), [LONGEST_PAUSE]
+        for k, trials in enumerate(self.trials):
+            if depth := self._depth(k, most):
+                best = self._best(k, None, depth, 1.0)
+                waits.append(0 if self._pays(best) else trials.wait(best.cost, self.load.plain))
+        return min(waits)
+
+    def outlook(self, k: int) -> dict[str, Any]:
+        """What a drafter is expected to do for a new request beside those of the last plans."""
+        load = self.load
+        if not load.plain or not (depth := self._depth(k, self.limits.depth_for(load.batch))):
+            return {}
+        best = self._option(k, self.evidence.reach[k], 0.0, depth)
+        return {
+            "depth": best.depth,
+            "tokens": round(best.gain, 3),
+            "ms": round(1e3 * best.cost, 3),
+            "pays": self._pays(best),
+        }
 
     def leave_out(self, batch: Batch) -> None:
         """Spare new rows the drafters that are not expected to earn what their prefill costs.
@@ -117,37 +148,89 @@ class Planner:
             interval = min(interval, 1 + asked // 2)
         return interval if total <= self.evidence.ledger.room else 1
 
-    def _plan(self, state: RowState, row: Row, most: int, zs: Sequence[float]) -> Plan | None:
+    def _plan(self, row: Row, most: int) -> Plan | None:
+        """The plan of a row; without one, `wait` is at most the steps until there may be one."""
+        state, room = self.evidence.states.get(row), min(self.room, USED * self.row_grace)
+        if state is not None:
+            self.evidence.credit(row, state, self.load)
+            if state.asleep > row.steps:
+                self.wait = min(self.wait, state.asleep - row.steps)
+                return None
+            for reach in state.reach:
+                reach.fade(row.steps)
+            state.ledger.grace = self.row_grace
+            room = min(self.room, state.ledger.room)
+        chosen, exploring, wait = self._choose(row, state, most, room)
+        if chosen:
+            chosen.sort(key=lambda option: option.cost)
+            return Plan(state or self.evidence.state(row), chosen, exploring, self._bound(chosen))
+        if state is not None:
+            state.asleep = row.steps + max(1, wait)
+        self.wait = min(self.wait, wait)
+        return None
+
+    def _choose(
+        self, row: Row, state: RowState | None, most: int, room: float
+    ) -> tuple[list[Option], set[int], int]:
+        """Options of a row, those that do not seem to pay, and steps until there may be others."""
         load, chosen, exploring, wait = self.load, list[Option](), set[int](), LONGEST_PAUSE
-        state.ledger.grace, step = self.row_grace, row.steps
-        room = min(state.ledger.room, self.room)
         courage = max(-1.0, min(1.0, 2 * room / (USED * self.row_grace) - 1))
-        for k in range(len(self.arms)):
-            if not (depth := self._depth(k, most)) or not row.drafts_with(self.arms[k].sources):
+        for k, arm in enumerate(self.arms):
+            wanted = row.accepts(arm.sources) if row.steps else row.drafts_with(arm.sources)
+            if not wanted or not (depth := self._depth(k, most)):
                 continue
-            reach = state.reach[k]
-            reach.fade(step)
-            gains, price = reach.gains(courage * zs[k], depth), self._price(k, reach, load)
-            best = choose.best_option(k, gains, price, load.batch, load.plain)
-            need = MARGIN * best.cost
-            if best.gain * load.plain <= load.batch * best.cost:
+            best = self._best(k, state, depth, courage)
+            late, need = self._late(k, row), MARGIN * best.cost
+            pays = self._pays(best) and (not late or late < self._saved(best) * row.remaining)
+            if not pays:
                 need *= 2
-                if step < state.retry[k]:
-                    wait = min(wait, state.retry[k] - step)
+                again = 0 if state is None else state.retry[k] - row.steps
+                pause = max(again, self.trials[k].wait(best.cost + late, load.plain))
+                if pause > 0:
+                    wait = min(wait, pause)
                     continue
+            if need > room:
+                wait = min(wait, math.ceil((need - room) * load.batch / (SHARE * load.plain)))
+                continue
+            if not pays:
                 exploring.add(k)
-            if need <= room:
-                room -= MARGIN * best.cost
-                self.room -= MARGIN * best.cost
-                chosen.append(best)
-            else:
-                earned = SHARE * load.plain / load.batch  # by each plain step
-                wait = min(wait, math.ceil((need - room) / earned))
-        if not chosen:
-            state.asleep = step + max(1, wait)
-            return None
-        chosen.sort(key=lambda option: option.cost)
-        return Plan(state, chosen, exploring, self._bound(chosen))
+                self.trials[k].room -= best.cost + late
+            if row.left_out:
+                row.left_out -= frozenset(arm.sources)
+            room -= MARGIN * best.cost
+            self.room -= MARGIN * best.cost
+            chosen.append(best)
+        return chosen, exploring, wait
+
+    def _best(self, k: int, state: RowState | None, depth: int, courage: float) -> Option:
+        """The best depth of a drafter for a row; one for all rows that have not asked it."""
+        reach = None if state is None else state.reach[k]
+        if reach is not None and reach.asked:
+            return self._option(k, reach, courage, depth)
+        if (k, depth) not in self.of_new:
+            self.of_new[k, depth] = self._option(k, Reach(self.evidence.reach[k]), courage, depth)
+        return self.of_new[k, depth]
+
+    def _option(self, k: int, reach: Reach, courage: float, depth: int) -> Option:
+        load, gains = self.load, reach.gains(courage * self.zs[k], depth)
+        return choose.best_option(k, gains, self._price(k, reach, load), load.batch, load.plain)
+
+    def _pays(self, option: Option) -> bool:
+        return option.gain * self.load.plain > self.load.batch * option.cost
+
+    def _saved(self, option: Option) -> float:
+        """Seconds that a drafter saves for each token of the output."""
+        return (option.gain * self.load.plain / self.load.batch - option.cost) / (1 + option.gain)
+
+    def late(self, plan: Plan, row: Row) -> dict[int, int]:
+        """Drafter of a plan -> tokens of a row that it lacks, if they are many."""
+        asked = [option.drafter for option in plan.options if self.arms[option.drafter].prefills]
+        lacks = {k: self.arms[k].behind(row) for k in asked}
+        return {k: tokens for k, tokens in lacks.items() if tokens >= FEW_TOKENS}
+
+    def _late(self, k: int, row: Row) -> float:
+        """Seconds that a drafter takes for the tokens of a row that it lacks."""
+        return self.evidence.prefill_cost[k] * self.arms[k].behind(row) if self.arms[k].prefills else 0.0
 
     def _depth(self, k: int, most: int) -> int:
         """The deepest draft that a drafter may be asked for.  Its first ones are short: nothing is known."""
@@ -167,7 +250,9 @@ class Planner:
         def verify(nodes: float) -> float:
             return added(round(rows * nodes)) / rows
 
-        return Price(share * fixed, share * per_level, reach.per_level, verify)
+        return Price(
+            share * fixed + self.evidence.overhead / rows, share * per_level, reach.per_level, verify
+        )
 
 
 def _is_new(step: RowStep) -> bool:

@@ -196,8 +196,12 @@ class Row:
 
     def drafts_with(self, sources: Sequence[str]) -> bool:
         """Whether one of these methods may draft for it."""
+        return self.accepts(sources) and not self.left_out.issuperset(sources)
+
+    def accepts(self, sources: Sequence[str]) -> bool:
+        """Whether the request lets one of these methods draft for it."""
         method = self.params.draft_method
-        return (method is None or method in sources) and not self.left_out.issuperset(sources)
+        return method is None or method in sources
 
     @property
     def output(self) -> list[int]:

@@ -36,6 +36,8 @@ class Target:
     methods_of: Callable[[Head], Sequence[str]] = lambda head: ()
     # Whether the verification rule compares p with the distribution q that a draft token was sampled from.
     needs_probs: bool = False
+    # Tokens that a drafter's forward computes at most, beside draft tokens.
+    max_num_batched_tokens: int = 2048
     # Offset of the random streams of sampled nodes.  Drafters that share a tree must not share streams.
     stream_id: int = 0
 
@@ -113,7 +115,7 @@ class Drafter:
 
     def arms(self, depth: int) -> list[Arm]:
         """What an adaptive controller chooses from, with trees of this depth at most."""
-        return [Arm(self.sources, depth, self.size, self.computes_prompts)]
+        return [Arm(self.sources, depth, self.size, self.computes_prompts, self.behind)]
 
     def size(self, depth: int) -> int:
         """Maximum number of nodes in a tree of this depth."""
@@ -131,6 +133,10 @@ class Drafter:
 
     def forget(self, row: Row, reason: str) -> None:
         """Drop the state of a row that ended ("finished") or lost its cache ("preempted")."""
+
+    def behind(self, row: Row) -> int:
+        """Number of computed tokens of a row that this drafter has to compute before it can draft."""
+        return 0
 
     def filled(self, row: Row) -> int:
         """Number of leading positions whose K/V this drafter has computed.  Pages below it may be shared."""

@@ -84,8 +84,9 @@ class Engine:
         self.costs: ForwardCost | None = None  # as measured, for adaptive controllers
         vocabulary = self.checkpoint.spec.vocabulary
         self.target = Target(
-            self.decoder, self.checkpoint, self.sampler, vocabulary, self.max_len, methods_of
-        )
+            self.decoder, self.checkpoint, self.sampler, vocabulary, self.max_len, methods_of,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )  # fmt: skip
         self.use(self.new_drafter(speculation), speculation)
 
     def target_for(self, speculation: SpeculativeOptions) -> Target:

@@ -134,22 +134,28 @@ class ModelDrafter(Drafter):
         one.
 
         A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches
-        up with single tokens later.
+        up later.  All rows together compute at most `max_num_batched_tokens`; what is left follows in the
+        next steps, and a row is drafted for when it has caught up.
         """
-        first = FirstForward(StepInput(self.window.sink), [], [])
+        first, left = FirstForward(StepInput(self.window.sink), [], []), self.target.max_num_batched_tokens
         for r, step in enumerate(batch):
             row, start, end, budget = step.row, step.start, step.end, self.stop.limit(step)
             cursor = None if self.itself else self.catch_up.cursor(row, start)
             done = start if cursor is None else min(cursor.filled, start)
             depth = min(budget.depth, self.context - end) if budget.nodes else 0
-            if end > self.context or not self._takes_part(row, depth, step.known):
+            if end > self.context or not self._takes_part(row, depth, step.known) or not left:
                 continue
             assert row.table is not None
-            tokens, adapter = self._in_vocabulary(row.tokens[done:end]), row.adapter if self.itself else None
+            reached = min(end, done + left)
+            left -= reached - done
+            tokens, adapter = (
+                self._in_vocabulary(row.tokens[done:reached]),
+                row.adapter if self.itself else None,
+            )
             view = self.window.read(first.step_input, row.table.slots, done, tokens, budget.nodes, adapter)
             if cursor is not None:
-                first.reached.append((cursor, end))
-            if depth > 0:
+                first.reached.append((cursor, reached))
+            if depth > 0 and reached == end:
                 first.starts.append(Start(r, budget.within(depth=depth), first.step_input.length - 1, view))
         return first
 
@@ -328,6 +334,10 @@ class ModelDrafter(Drafter):
         self.stop.forget(row)
         if self.staged is not None:
             self.staged.forget(row, reason)
+
+    def behind(self, row: Row) -> int:
+        cursor = self.catch_up.cursors.get(row)
+        return 0 if cursor is None else max(0, row.computed - cursor.filled)
 
     def filled(self, row: Row) -> int:
         return row.computed if self.itself else self.catch_up.share(row)

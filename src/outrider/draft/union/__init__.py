@@ -138,7 +138,7 @@ class Union(Drafter):
 
     def arms(self, depth: int) -> list[Arm]:
         return [
-            Arm(drafter.sources, min(depth, own), drafter.size, drafter.computes_prompts)
+            Arm(drafter.sources, min(depth, own), drafter.size, drafter.computes_prompts, drafter.behind)
             for drafter, own in zip(self.drafters, self.depths)
         ]
 
@@ -199,6 +199,9 @@ class Union(Drafter):
         self.asked.pop(row, None)
         for drafter in self.drafters:
             drafter.forget(row, reason)
+
+    def behind(self, row: Row) -> int:
+        return max(drafter.behind(row) for drafter in self.drafters)
 
     def filled(self, row: Row) -> int:
         return min(drafter.filled(row) for drafter in self.drafters)

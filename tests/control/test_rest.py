@@ -1,0 +1,163 @@
+"""While no drafter pays, steps decide nothing, whichever requests come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from outrider.control.auto import AutoController
+from outrider.control.cost import ForwardCost
+from outrider.control.fixed import FixedController, Options
+from outrider.control.plan import Arm
+from outrider.core.clock import Times
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, RowStep
+from outrider.core.tree import NO_BUDGET, Budget, DraftTree
+from outrider.draft.ngram import Ngram
+from outrider.draft.union.joined import Joined
+from outrider.drafting.base import TextDrafter
+from outrider.testing import make_drafter, make_row
+
+DEPTH, PLAIN, LEVEL = 4, 0.001, 0.0002  # seconds of a plain step, and of a drafted level
+
+
+def controller(accepted: int) -> AutoController:
+    """A drafter that is known well: so many of its tokens are accepted.  It has just been tried."""
+    limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
+    costs = ForwardCost({1: PLAIN, 8: 1.2 * PLAIN})
+    auto = AutoController(limits, [Arm(("drafter",), DEPTH, lambda depth: depth)], costs, clock=lambda: 0.0)
+    for i in range(100):
+        auto.evidence.reach[0].learn(accepted, accepted < DEPTH, 1.0)
+        auto.evidence.drafting.learn(0, 1, 1 + i % DEPTH, LEVEL * (1 + i % DEPTH))
+    auto.evidence.trials[0].room = 0.0
+    return auto
+
+
+def step(auto: AutoController, rows: Sequence[Row], prefill: bool = False) -> Batch:
+    """A step of these rows, without drafts."""
+    known = [len(row.tokens) if prefill and not row.steps else 1 for row in rows]
+    batch = Batch([RowStep(row, len(row.tokens) - n, n) for row, n in zip(rows, known)], prefill)
+    for each, budget in zip(batch, auto.budget(batch)):
+        each.budget = budget
+    auto.trim(batch)
+    finish(auto, batch)
+    return batch
+
+
+def finish(auto: AutoController, batch: Batch) -> None:
+    for each in batch:
+        each.emitted = [*(each.tree.tokens[node] for node in each.accepted), 7]
+        each.row.tokens += each.emitted
+        each.row.steps += 1
+        if len(each.row.tokens) >= each.row.limit:
+            each.row.finish_reason = "length"
+    auto.learn(Commit(batch), Times(LEVEL * max(each.budget.depth for each in batch), PLAIN, 0.0))
+
+
+def looks_of(auto: AutoController) -> list[Batch]:
+    """Will hold the batches for which something was planned."""
+    found, look = [], auto._look
+
+    def counted(batch: Batch) -> None:
+        found.append(batch)
+        look(batch)
+
+    auto._look = counted  # type: ignore[method-assign]
+    return found
+
+
+class Sure(TextDrafter):
+    """Text that is certain."""
+
+    depth = 3
+
+    @dataclass(frozen=True)
+    class Options:
+        pass
+
+    def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
+        return DraftTree.chain([7] * budget.depth, [0.95] * budget.depth)
+
+
+def test_requests_come_and_go_without_a_decision() -> None:
+    auto = controller(accepted=0)
+    first = make_row([1, 2, 3])
+    step(auto, [first])
+    looks = looks_of(auto)
+    for i in range(8):
+        short = make_row([1] * 5, id=str(i + 1), limit=8)
+        step(auto, [first, short], prefill=True)
+        while short.finish_reason is None:
+            step(auto, [first, short])
+        step(auto, [first])
+    assert not looks
+
+
+def test_a_new_request_ends_a_rest_where_drafts_are_expected_to_pay() -> None:
+    auto = controller(accepted=DEPTH)
+    first, second = make_row([1, 2, 3]), make_row([1, 2, 3], id="1")
+    auto.evidence.ledger.loss = 1.0  # no room for drafts
+    step(auto, [first])
+    assert auto.rest is not None
+    looks = looks_of(auto)
+    step(auto, [first])
+    assert not looks
+    step(auto, [first, second])
+    assert looks
+
+
+def test_a_rest_is_in_the_summary_of_every_request() -> None:
+    auto = controller(accepted=0)
+    rows = [make_row([1] * 5, id=str(i), limit=9 + i) for i in range(3)]
+    while any(row.finish_reason is None for row in rows):
+        step(auto, [row for row in rows if row.finish_reason is None])
+    assert [row.drafting and row.drafting.steps for row in rows] == [{"off": n} for n in (4, 5, 6)]
+    assert rows[0].drafting is not None and rows[0].drafting.plain_seconds > 0
+    assert auto.evidence.total.plain_seconds == pytest.approx(6 * PLAIN, rel=0.2)
+    assert not auto.evidence.states
+
+
+def test_trials_of_all_requests_share_one_account() -> None:
+    """Many short requests, none of which was drafted for before: still EXPLORE of the time is for trials."""
+    auto, drafted = controller(accepted=0), 0
+    for i in range(100):
+        row = make_row([1] * 5, id=str(i), limit=25)
+        while row.finish_reason is None:
+            drafted += step(auto, [row])[0].budget != NO_BUDGET
+    assert 1 <= drafted <= 100
+
+
+def test_forced_text_is_drafted_in_a_rest_that_goes_on() -> None:
+    grammar: Any = object()
+    auto, row = controller(accepted=0), make_row([1, 2, 3], grammar=grammar)
+    step(auto, [row])
+    looks, joined = looks_of(auto), Joined(make_drafter(Ngram), [make_drafter(Sure)])
+    for _ in range(5):
+        batch = Batch([RowStep(row, len(row.tokens) - 1, 1)])
+        batch[0].budget = joined.budgets(batch, auto)[0]
+        assert batch[0].budget.nodes == Sure.depth
+        batch[0].tree = DraftTree.chain([7] * 3, [0.95] * 3)
+        auto.trim(batch)
+        assert batch[0].tree.size == 3
+        batch[0].accepted = [0, 1, 2]
+        finish(auto, batch)
+    row.limit = len(row.tokens) + 1
+    step(auto, [row])
+    assert not looks and row.drafting is not None
+    assert row.drafting.steps == {"automatic": 5, "off": 2} and row.drafting.accepted == 15
+
+
+def test_a_plain_step_stays_plain_beside_forced_text() -> None:
+    grammar: Any = object()
+    auto, row = controller(accepted=DEPTH), make_row([1, 2, 3], grammar=grammar)
+    joined = Joined(make_drafter(Ngram), [make_drafter(Sure)])
+    batch = Batch([RowStep(row, len(row.tokens) - 1, 1)])
+    assert joined.budgets(batch, auto) == [NO_BUDGET] and not joined.given
+    finish(auto, batch)
+    assert (
+        joined.budgets(Batch([RowStep(row, len(row.tokens) - 1, 1)]), auto)[0].nodes >= 3
+        and row in joined.given
+    )
