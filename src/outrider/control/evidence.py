@@ -45,7 +45,8 @@ class Moment(NamedTuple):
 class Evidence:
     """Estimates of an adaptive controller.
 
-    states: of the open rows that a drafter was considered for.  trials: by drafter.  asking: moving average of the part of a batch that asks each drafter.
+    states: of the open rows that a drafter was considered for.  trials: by drafter.
+    asking: moving average of the part of a batch that asks each drafter.
     idle: moving average of the seconds that drafters take in a step that asks none.
     surprises: steps with drafts in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.  overhead: moving average of them for a
