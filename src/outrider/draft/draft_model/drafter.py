@@ -130,12 +130,11 @@ class ModelDrafter(Drafter):
     # ---- catch-up
 
     def _catch_up(self, batch: Batch) -> FirstForward:
-        """Collect the tokens that were committed since the last forward, of the rows that take part in this
-        one.
+        """Collect the tokens that were committed since the last forward, of the rows that take part.
 
         A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches
-        up later.  All rows together compute at most `max_num_batched_tokens`; what is left follows in the
-        next steps, and a row is drafted for when it has caught up.
+        up later.  All rows compute at most `max_num_batched_tokens`; what is left follows in the next steps,
+        and a row is drafted for when it has caught up.
         """
         first, left = FirstForward(StepInput(self.window.sink), [], []), self.target.max_num_batched_tokens
         for r, step in enumerate(batch):
