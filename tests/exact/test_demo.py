@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from outrider import LLM, SamplingParams
 from outrider.bench import demo
 from outrider.bench.measure import demonstrations
-from outrider.bench.panes import Piece, coloured, frame, palette_of, pieces_of, replay
+from outrider.bench.panes import Piece, coloured, frame, lines_of, palette_of, pieces_of, replay
 from outrider.bench.prompts import TASKS, rendered
 from outrider.cli import app
 from outrider.outputs import CompletionOutput
@@ -63,9 +63,15 @@ def test_answers_of_the_demo_are_right() -> None:
 
 def test_a_pane_is_as_far_as_its_answer_was() -> None:
     console = Console(width=80, file=io.StringIO(), force_terminal=True)
-    console.print(frame("question", PLAIN, FAST, 0.21, 1.0))
+    console.print(frame("question", PLAIN, FAST, 0.21, 1.0, 2))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "plain decoding: 2 of 10" in text and "Outrider: 8 of 10" in text
+
+
+def test_a_pane_has_room_for_the_whole_answer() -> None:
+    console, words = Console(width=80, file=io.StringIO()), [Piece(0.1, f" word{i}", None) for i in range(60)]
+    console.print(frame("question", words, words, 1.0, 1.0, lines_of(words, console)))
+    assert "word59" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_draft_tokens_have_the_colour_of_their_drafter() -> None:

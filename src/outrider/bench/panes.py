@@ -20,7 +20,7 @@ from outrider.outputs import CompletionOutput
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 FRAMES = 20  # a second
-MARGIN = 5  # lines of a pane for its border and for wrapped lines
+BORDER = 4  # columns of a pane that are not text
 
 
 class Piece(NamedTuple):
@@ -63,15 +63,24 @@ def legend(palette: dict[str, str]) -> Text:
     return text.append("the rest: the model itself", style="dim")
 
 
-def frame(question: str, plain: Sequence[Piece], fast: Sequence[Piece], now: float, slow: float) -> Group:
-    """Both panes as of `now` seconds.  slow: seconds of the replay for one of the recording."""
-    palette, lines = palette_of(fast), "".join(piece.text for piece in plain).count("\n")
-    grid = Table.grid(expand=True)
+def lines_of(pieces: Sequence[Piece], console: Console) -> int:
+    """Lines that an answer takes in one of two panes."""
+    return len(Text("".join(piece.text for piece in pieces)).wrap(console, console.width // 2 - BORDER))
+
+
+def frame(
+    question: str, plain: Sequence[Piece], fast: Sequence[Piece], now: float, slow: float, lines: int
+) -> Group:
+    """Both panes, of so many lines, as of `now` seconds.
+
+    slow: seconds of the replay for one of the recording.
+    """
+    palette, grid = palette_of(fast), Table.grid(expand=True)
     panes = []
     for name, pieces in (("plain decoding", plain), ("Outrider", fast)):
         done = [piece for piece in pieces if piece.seconds <= now]
         title = f"{name}: {len(done)} of {len(pieces)} tokens"
-        panes.append(Panel(coloured(done, palette), title=title, title_align="left", height=lines + MARGIN))
+        panes.append(Panel(coloured(done, palette), title=title, title_align="left", height=lines + 2))
         grid.add_column(ratio=1)
     grid.add_row(*panes)
     speed = "" if slow <= 1 else f", shown {slow:.0f} times slower than it ran"
@@ -97,9 +106,9 @@ def replay(
             f"  {len(fast)} tokens in {end:.2f} s, when plain decoding had {behind}.", soft_wrap=True
         )
         return
-    began = time.monotonic()
+    began, lines = time.monotonic(), lines_of(plain, console)
     with Live(console=console, refresh_per_second=FRAMES) as live:
         while (now := (time.monotonic() - began) / slow) < end:
-            live.update(frame(question, plain, fast, now, slow))
+            live.update(frame(question, plain, fast, now, slow, lines))
             time.sleep(1 / FRAMES)
-        live.update(frame(question, plain, fast, end, slow))
+        live.update(frame(question, plain, fast, end, slow, lines))
