@@ -153,6 +153,7 @@ class SpeculativeOptions:
     rule: Rule
     adaptive: bool = False
     online: Online | None = None
+    control_module: str | None = None
 
     @staticmethod
     def of(config: Mapping[str, Any] | str | None) -> SpeculativeOptions:
@@ -160,6 +161,7 @@ class SpeculativeOptions:
 
         adaptive: draft only what pays by measured cost and acceptance; the default is the method's.
         online: the head goes on learning from the output (online/options.py).
+        control_module: a file of `outrider tune control`, or "off"; by default that of the built-in models.
         Raises ConfigError naming the invalid key or value and the nearest valid one.
         """
         if isinstance(config, str):
@@ -182,12 +184,13 @@ class SpeculativeOptions:
         adaptive = given.pop("adaptive", method.adaptive)
         FLAG.check(adaptive, "adaptive")
         online = _online(given.pop("online", None), name, method)
+        module = _control_module(given.pop("control_module", None), adaptive)
         parts = [
             {key: given.pop(key) for key in list(given) if key in _names(kind)}
             for kind in (fixed.Options, rule.Options, method.Options)
         ]
         for key in given:
-            known = {"method", "verification", "lossless", "adaptive", "online"}.union(
+            known = {"method", "verification", "lossless", "adaptive", "online", "control_module"}.union(
                 *map(_names, (method.Options, fixed.Options, rule.Options))
             )
             raise ConfigError(unknown("key", key, known, f"speculative_config of method {name!r}", RENAMED))
@@ -199,6 +202,7 @@ class SpeculativeOptions:
             rule(rule.Options(**rule_options)),
             adaptive,
             online,
+            module,
         )
 
 
@@ -222,6 +226,14 @@ def _online(given: Any, name: str, method: type[Drafter]) -> Online | None:
             f"online must be a dict such as {{'path': 'learned', 'share': 0.1}}, got {given!r}."
         )
     return options(Online, given, "key of online")
+
+
+def _control_module(given: Any, adaptive: bool) -> str | None:
+    """Its file.  Raises ConfigError for no text, and where nothing is predicted."""
+    optional(TEXT).check(given, "control_module")
+    if given is not None and not adaptive:
+        raise ConfigError('control_module is for "auto" and for methods with "adaptive": true: leave it out.')
+    return None if given is None else str(given)
 
 
 def _names(kind: Any) -> set[str]:

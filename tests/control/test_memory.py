@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.control.acceptance import key_of
+from outrider.control.acceptance import bin_of, key_of
 from outrider.control.auto import AutoController
 from outrider.control.memory import MOST, learned
 
@@ -37,7 +37,7 @@ def test_acceptance_and_costs_are_those_that_were_learned() -> None:
 
 def test_old_evidence_gives_way_to_new() -> None:
     found = learned(kept(), 1, 1e-3)
-    assert sum(found.calibration.cells[KEY]) == pytest.approx(MOST)
+    assert sum(found.calibration.cells[bin_of(KEY)]) == pytest.approx(MOST)
     for _ in range(int(MOST)):
         found.reach[0].learn(0, True, 1.0)
     assert found.reach[0].estimates[0][0] < 0.6

@@ -105,13 +105,19 @@ def test_trim_drops_what_cannot_be_even_within_the_budget(tokens: list[int], par
     assert batch[0].tree == DraftTree([5], [-1], [0.5]) and batch[0].kept == [0]
 
 
-def test_a_cut_draft_is_verified_from_the_first_layer() -> None:
-    """The drafter's hidden states are those of nodes that may be gone."""
-    for nodes, kept in ((3, True), (2, False)):
-        batch = Batch([RowStep(make_row([1, 2]), 1, 1, budget=Budget(nodes, nodes))])
-        batch.take(Draft([DraftTree.chain([1, 2, 3], [0.5] * 3)], Resume(2, torch.empty(0), [[ROOT]])))
+def test_verification_resumes_from_the_first_nodes_of_a_draft_that_was_cut() -> None:
+    """K/V of the lower layers is in the slots of the nodes' numbers, which only the first nodes keep."""
+    for trees, kept in (([3, 3], [[ROOT, 0, 1]] * 2), ([1, 3], [[ROOT, 0], [ROOT, 0, 1]])):
+        batch = Batch([RowStep(make_row([1, 2]), 1, 1, budget=Budget(n, n)) for n in trees])
+        states = torch.arange(6.0)[:, None]
+        chain = DraftTree.chain([1, 2, 3], [0.5] * 3)
+        branched = DraftTree([1, 2, 3], [-1, -1, 1], [0.5] * 3)
+        batch.take(Draft([chain, branched], Resume(2, states, [[ROOT, 0, 1]] * 2)))
         controller().trim(batch)
-        assert (batch.resume is not None) == kept
+        assert batch.resume is not None and batch.resume.nodes == kept
+        assert batch.resume.states.flatten().tolist() == [0, 1, *([2] if trees[0] == 3 else []), 3, 4, 5]
+        batch.cut(batch[1], [1, 2])
+        assert batch.resume is None
 
 
 def batch_of(*rows: Row, known: int = 1) -> Batch:

@@ -261,3 +261,9 @@ def test_the_error_tree() -> None:
         assert issubclass(kind, OutriderError)
     assert issubclass(ConfigError, ValueError) and issubclass(RequestError, ValueError)
     assert not issubclass(ModelError, ValueError)
+
+
+def test_a_control_module_needs_an_adaptive_controller() -> None:
+    assert SpeculativeOptions.of({"method": "auto", "control_module": "off"}).control_module == "off"
+    assert "leave it out" in refused({"method": "ngram", "control_module": "off"})
+    assert "control_module must be" in refused({"method": "auto", "control_module": 3})

@@ -18,9 +18,10 @@ from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 
-CONTEXT, ROUNDS, SECONDS = 1024, 5, 45.0
+CONTEXT, ROUNDS, SECONDS = 1024, 5, 50.0
+LEAST_ROUNDS = 3  # for which there should be time
 SHOWN = 3  # prompts in the panes
-MEASURED = 48  # most tokens of an answer in the table
+MEASURED = 32  # most tokens of an answer in the table
 DRAFT, DEPTH = "builtin-draft", 5  # depth of its drafts on a target that is not small
 SKIPPING = "layerskip"  # skips what was added to a grown model, which would always be right
 SIZE = (
@@ -52,8 +53,8 @@ def demo(model: str | None, drafts: list[str], small: bool, tokens: int, console
     if name == GROWN:
         console.print(SIZE)
     params = SamplingParams(temperature=0.0, max_tokens=tokens)
-    _side_by_side(show, params, console)
-    return _compare(show, replace(params, max_tokens=min(tokens, MEASURED)), console)
+    speed = _side_by_side(show, params, console)
+    return _compare(show, replace(params, max_tokens=min(tokens, MEASURED)), speed, console)
 
 
 def _context(name: str) -> int:
@@ -70,7 +71,7 @@ def _builtin(llm: LLM, small: bool) -> Show:
             for label, config in configs.items()
             if config is None or config["method"] != SKIPPING
         }
-    return Show(llm, list(TASKS), configs, {"model": DRAFT, "num_speculative_tokens": DEPTH})
+    return Show(llm, list(TASKS), configs, {"method": "auto", "model": DRAFT})
 
 
 def _deeper(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -80,7 +81,8 @@ def _deeper(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 def _own(llm: LLM, drafts: list[str], console: Console) -> Show:
     """The drafts, and the methods without weights; leaves out a method that does not run on this model."""
-    asked: dict[str, Mapping[str, Any]] = {name: {"model": name} for name in drafts}
+    best: dict[str, Any] = {"method": "auto", "model": drafts[0]} if drafts else {"method": "auto"}
+    asked: dict[str, Mapping[str, Any]] = {"auto": best, **{name: {"model": name} for name in drafts}}
     asked |= {
         label: config
         for label, config in demonstrations().items()
@@ -96,7 +98,6 @@ def _own(llm: LLM, drafts: list[str], console: Console) -> Show:
             console.print(f"[dim]Left out: {label}: {error}[/]", soft_wrap=True)
         else:
             configs[label] = config
-    best = next(config for config in configs.values() if config)
     return Show(llm, [*PROMPTS[2:3], *PROMPTS[6:]], configs, best)
 
 
@@ -104,15 +105,22 @@ def _prompts(show: Show) -> Prompts:
     return [(prompt.kind, rendered(prompt, show.llm.tokenizer)) for prompt in show.prompts]
 
 
-def _side_by_side(show: Show, params: SamplingParams, console: Console) -> None:
-    """Record the first prompts with plain decoding and with the best method, and replay them."""
+def _side_by_side(show: Show, params: SamplingParams, console: Console) -> float:
+    """Record the first prompts with plain decoding and with the best method, and replay them.
+
+    Returns the tokens per second of plain decoding.
+    """
     variants = [show.llm.variant(config) for config in (None, show.best)]
     prompts = _prompts(show)
     for variant in variants:
-        variant.generate(prompts[0][1], params)  # warm up
+        for _, ids in prompts[-2:]:
+            variant.generate(ids, params)  # warm up
+    tokens = seconds = 0.0
     for prompt, (_, ids) in list(zip(show.prompts, prompts))[:SHOWN]:
         plain, fast = (_recorded(variant, ids, params) for variant in variants)
         replay(prompt.turns[-1], plain, fast, console)
+        tokens, seconds = tokens + len(plain), seconds + plain[-1].seconds
+    return tokens / seconds
 
 
 def _recorded(llm: LLM, prompt: Any, params: SamplingParams) -> list[Piece]:
@@ -121,9 +129,14 @@ def _recorded(llm: LLM, prompt: Any, params: SamplingParams) -> list[Piece]:
     return pieces_of(answer, lambda ids: str(llm.tokenizer.decode(ids, skip_special_tokens=True)))
 
 
-def _compare(show: Show, params: SamplingParams, console: Console) -> bool:
-    """Measure all methods in interleaved rounds and print one table, the fastest first."""
-    prompts = _prompts(show)
+def _compare(show: Show, params: SamplingParams, speed: float, console: Console) -> bool:
+    """Measure all methods in interleaved rounds and print one table, the fastest first.
+
+    speed: tokens per second of plain decoding.  A slow machine measures fewer prompts.
+    """
+    assert params.max_tokens
+    answers = SECONDS * speed / (len(show.configs) * params.max_tokens) - 1  # the first one warms up
+    prompts = _prompts(show)[: max(2, int(answers / LEAST_ROUNDS))]
     columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("Measuring", total=len(show.configs) * len(prompts) * ROUNDS)
@@ -131,7 +144,9 @@ def _compare(show: Show, params: SamplingParams, console: Console) -> bool:
         def tick(label: str) -> None:
             bar.update(task, advance=1, description=label)
 
-        results = measure(show.llm, show.configs, prompts, params, ROUNDS, tick, runs=1, seconds=SECONDS)
+        results = measure(
+            show.llm, show.configs, prompts, params, ROUNDS, tick, runs=1, seconds=SECONDS, fresh=False
+        )
     plain, rounds = results[0], len(results[0].runs[0].turns)
     title = f"greedy, {len(prompts)} prompts one at a time, medians of {rounds} interleaved rounds"
     console.print(table(title, sorted(results, key=lambda result: -result.speed), plain))

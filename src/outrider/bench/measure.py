@@ -202,6 +202,7 @@ def measure(
     batch_size: int = 1,
     runs: int = 2,
     seconds: float = math.inf,
+    fresh: bool = True,
 ) -> list[Measured]:
     """Run every config over every (kind, prompt), `batch_size` prompts of a kind at once.
 
@@ -210,7 +211,8 @@ def measure(
     - Each method runs `runs` times per group, since a method after one with its own weights finds cold
       caches; the best one counts.
     - A method keeps what it learned from earlier groups, but not from its own previous run of a group.
-    - Every repeat allocates new caches: their addresses change the time of a step by some per cent.
+    - Every repeat allocates new caches, if `fresh`: their addresses change the time of a step by some per
+      cent.
     - A second repeat begins only within `seconds` after the start, a further one only if it ends by then.
     """
     groups, began = grouped(prompts, batch_size), time.monotonic()
@@ -221,7 +223,9 @@ def measure(
         next_round = spent / len(rounds) if len(rounds) > 1 else 0.0
         if rounds and spent + next_round > seconds:
             break
-        variants = {label: llm.variant(config) for label, config in configs.items()}
+        if fresh or not rounds:
+            variants = {label: llm.variant(config) for label, config in configs.items()}
+            _warm_up(variants, groups[0], params)
         rounds.append(_round(variants, groups, params, len(rounds), tick, runs))
     best = {place: min((found[place] for found in rounds), key=_seconds) for place in rounds[0]}
     for place, run in best.items():
@@ -230,6 +234,13 @@ def measure(
         Measured(label, [best[label, i] for i in range(len(groups))], variants[label].engine.rule.promise)
         for label in configs
     ]
+
+
+def _warm_up(variants: Mapping[str, LLM], group: tuple[str, list[Any]], params: SamplingParams) -> None:
+    for variant in variants.values():
+        fresh = variant.engine.drafter.memory
+        once(variant, *group, params, fresh)
+        variant.engine.drafter.memory = fresh
 
 
 def _round(
@@ -241,10 +252,6 @@ def _round(
     runs: int,
 ) -> dict[tuple[str, int], Run]:
     """(label, group) -> its best run."""
-    for variant in variants.values():
-        fresh = variant.engine.drafter.memory
-        once(variant, *groups[0], params, fresh)  # warm up
-        variant.engine.drafter.memory = fresh
     best: dict[tuple[str, int], Run] = {}
     for i, (kind, group) in enumerate(groups):
         order = list(variants.items())

@@ -93,7 +93,9 @@ def remarks(results: Sequence[Measured]) -> list[str]:
     if not others:
         return []
     if all(other.noise(plain) is None for other in others):
-        return ["One repeat: how much of a speed-up is noise is not known. --repeats 3 measures it."]
+        return [
+            "One repeat: how much of a speed-up is noise is not known. `outrider bench --repeats 3` tells."
+        ]
     told = []
     if busy := [other.method for other in others if other.impossible(plain)]:
         told.append(

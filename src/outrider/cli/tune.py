@@ -21,6 +21,7 @@ from outrider.cli.flags import (
     named,
     shared,
 )
+from outrider.cli.tune_control import control
 from outrider.cli.tune_search import search
 from outrider.errors import ConfigError
 
@@ -46,6 +47,7 @@ class Group(TyperGroup):
 
 app = typer.Typer(cls=Group, no_args_is_help=True, help="Fit speculation to a model and a machine.")
 app.command(SEARCH)(search)
+app.command()(control)
 
 
 @app.callback()

@@ -14,10 +14,12 @@ Old observations are discounted, because a text changes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
 BINS = 8
+FINE = 1024  # confidences that are told apart; a multiple of BINS
 DEEP = 6  # depths from here on share their bins
 LEVELS = 10  # depths from here on share their reach
 PRIOR = 2.0  # observations that a bin's confidence is worth
@@ -29,15 +31,28 @@ FADE = 0.995  # discount of a request's reach, by step without asking
 FIRST_REACH = 0.5  # assumed before anything is known
 HEAVIEST = 1e12  # weight of an observation at which all are scaled down
 
+# lower edges of the cells of confidence, in 1 / FINE: those of the bins, and half a unit of log-odds apart
+EDGES: list[int] = sorted(
+    {0, *range(0, FINE + 1, FINE // BINS), *(round(FINE / (1 + math.exp(-z / 2))) for z in range(-11, 12))}
+)
+CELLS = len(EDGES)
+CELL_OF = [bisect_right(EDGES, i) - 1 for i in range(FINE + 1)]
+BIN_OF = [edge * BINS // FINE for edge in EDGES]  # of each cell
+
 
 def key_of(source: int, depth: int, confidence: float) -> int:
-    """The bin of a node.  source: bit set of drafters.  depth: 1 for a child of the root."""
+    """Source, depth and cell of a node.  source: bit set of drafters.  depth: 1 for a child of the root."""
     level = depth if depth < DEEP else DEEP
-    return (source * (DEEP + 1) + level) * (BINS + 1) + int(confidence * BINS)
+    return (source * (DEEP + 1) + level) * CELLS + CELL_OF[min(FINE, int(confidence * FINE))]
+
+
+def bin_of(key: int) -> int:
+    """The bin that a node's cell is part of."""
+    return key // CELLS * (BINS + 1) + BIN_OF[key % CELLS]
 
 
 class Calibration:
-    """Accepted and rejected nodes by bin.
+    """Accepted and rejected nodes by bin, which give the probability of a node's `key_of`.
 
     above: the estimate over all requests, None for that itself.
     """
@@ -54,7 +69,7 @@ class Calibration:
         self.known.clear()
 
     def probability(self, key: int) -> float:
-        """Probability that a node of a bin is accepted, given that its parent is."""
+        """Probability that a node is accepted, given that its parent is."""
         found = self.known.get(key)
         if found is None:
             found = self.known[key] = self._estimate(key)
@@ -62,17 +77,17 @@ class Calibration:
 
     def _estimate(self, key: int) -> float:
         if self.above is None:
-            prior, weight = 0.05 + 0.85 * min(1.0, (key % (BINS + 1) + 0.5) / BINS), PRIOR
+            prior, weight = 0.05 + 0.85 * min(1.0, (BIN_OF[key % CELLS] + 0.5) / BINS), PRIOR
         else:
             prior, weight = self.above.probability(key), REQUEST_PRIOR
-        cell = self.cells.get(key)
+        cell = self.cells.get(bin_of(key))
         return prior if cell is None else (weight * prior + cell[0]) / (weight + cell[0] + cell[1])
 
     def learn(self, key: int, accepted: bool) -> None:
-        keep = KEEP if self.above is None else KEEP_IN_REQUEST
-        cell = self.cells.get(key)
+        keep, place = KEEP if self.above is None else KEEP_IN_REQUEST, bin_of(key)
+        cell = self.cells.get(place)
         if cell is None:
-            cell = self.cells[key] = [0.0, 0.0]
+            cell = self.cells[place] = [0.0, 0.0]
         cell[0] = keep * cell[0] + accepted
         cell[1] = keep * cell[1] + (not accepted)
 

@@ -27,6 +27,7 @@ from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, TOTAL_GRACE
 from outrider.control.memory import Memory
+from outrider.control.module import Module
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try, keep, note_depths
 from outrider.control.planner import Planner
 from outrider.control.rest import Rest
@@ -45,7 +46,8 @@ class AutoController:
     limits: upper bounds, from options that were given.  arms: the drafters of a mix, or the only one.
     grace, total_grace: plain steps, of `least` seconds at least, that a request, and all together, may lose
     (see ledger.py).
-    memory: keeps what is learned for the next start.  clock: returns seconds.
+    memory: keeps what is learned for the next start.  module: corrects calibrated acceptance.
+    clock: returns seconds.
     """
 
     def __init__(
@@ -57,11 +59,12 @@ class AutoController:
         total_grace: float = TOTAL_GRACE,
         least: float = LEAST_STEP,
         memory: Memory | None = None,
+        module: Module | None = None,
         clock: Callable[[], float] = time.perf_counter,
         seed: int = 0,
     ) -> None:
         self.limits, self.arms, self.clock = limits, arms, clock
-        self.evidence = Evidence(arms, forward or ForwardCost(), memory)
+        self.evidence = Evidence(arms, forward or ForwardCost(), memory, module)
         self.planner = Planner(limits, arms, self.evidence, grace, total_grace, least, seed)
         self.load = self.planner.load
         # plans of `rows`, by their place in the batch, until `stale`
@@ -307,6 +310,7 @@ class AutoController:
             "resting": self.rest is not None,
             "prefill_ms": 1e3 * evidence.prefill_seconds,
             "reliability": evidence.reliability.table(),
+            "acceptance": evidence.module.report() if evidence.module else {"by": "bins"},
             "history": [*evidence.history],
             "ledger": {"loss_ms": 1e3 * evidence.ledger.loss, "room_ms": 1e3 * evidence.ledger.room},
         }

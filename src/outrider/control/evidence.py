@@ -16,6 +16,7 @@ from outrider.control.acceptance import Calibration, Reach, Reliability
 from outrider.control.cost import OUTLIER, RATE, ForwardCost
 from outrider.control.ledger import EXPLORE, FIRST_TRIALS, MOST_TRIALS, Ledger, Trials
 from outrider.control.memory import EVERY, Memory, learned
+from outrider.control.module import Corrected, Module
 from outrider.control.plan import Arm, Load, RowState, StepRecord, Try, judged, share_of
 from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import RowStep
@@ -55,10 +56,17 @@ class Evidence:
     far.
     history: the last sums, some steps apart.
     memory: where acceptance and costs of drafters are kept for the next start.
+    module: corrects the calibrated acceptance.
     """
 
-    def __init__(self, arms: Sequence[Arm], forward: ForwardCost, memory: Memory | None = None) -> None:
-        self.arms, self.forward, self.memory = arms, forward, memory
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        forward: ForwardCost,
+        memory: Memory | None = None,
+        module: Module | None = None,
+    ) -> None:
+        self.arms, self.forward, self.memory, self.module = arms, forward, memory, module
         self.learned = learned(memory and memory.read(), len(arms), forward.base(1))
         self.calibration, self.reach, self.drafting, self.prefill_cost = self.learned
         self.reliability, self.kept_at = Reliability(), -math.inf
@@ -78,8 +86,13 @@ class Evidence:
         if found is None:
             row.drafting = DraftingSummary()
             reach = [Reach(above) for above in self.reach]
+            calibration = (
+                Corrected(self.calibration, self.module, row)
+                if self.module
+                else Calibration(self.calibration)
+            )
             found = self.states[row] = RowState(
-                Calibration(self.calibration), reach, Ledger(), row.drafting, [0] * len(self.arms)
+                calibration, reach, Ledger(), row.drafting, [0] * len(self.arms)
             )
         return found
 

@@ -100,8 +100,7 @@ class FixedController:
         for step in batch:
             tree = step.tree
             if tree.tokens and len(kept := self.kept(tree, step.budget)) < len(tree.tokens):
-                step.tree, step.kept = tree.only(kept), kept
-                batch.resume = None  # its nodes are those of the whole trees
+                batch.cut(step, kept)
 
     def learn(self, commit: Commit, times: Times) -> None:
         """Does nothing: the depth is fixed."""

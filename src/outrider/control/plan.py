@@ -14,7 +14,7 @@ from outrider.control.cost import ForwardCost
 from outrider.control.ledger import Ledger
 from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import Batch, RowStep
-from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
+from outrider.core.tree import ROOT, Budget, DraftTree
 
 
 class Arm(NamedTuple):
@@ -251,11 +251,8 @@ def keep(batch: Batch, step: RowStep, nodes: list[int]) -> None:
         if tree.parents[i] in present:
             present.add(i)
             nodes.append(i)
-    if len(nodes) == len(tree.tokens):
-        return
-    step.kept = nodes if step.kept is None else [step.kept[i] for i in nodes]
-    step.tree = tree.only(nodes) if nodes else EMPTY_TREE
-    batch.resume = None  # its nodes are those of the whole trees
+    if len(nodes) < len(tree.tokens):
+        batch.cut(step, nodes)
 
 
 def judged(step: RowStep, ended: bool) -> Iterator[tuple[int, bool]]:

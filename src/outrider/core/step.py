@@ -124,6 +124,16 @@ class Batch(list[RowStep]):
             [RowStep(step.row, step.start, step.known, step.emits, b) for step, b in zip(self, budgets)]
         )
 
+    def cut(self, step: RowStep, nodes: Sequence[int]) -> None:
+        """Keep these nodes of a row's tree, ascending and closed under parents, after `take`."""
+        if self.resume is not None:
+            r = next(r for r, own in enumerate(self) if own is step)
+            # K/V of the nodes is in the slots of their numbers, which only the first ones keep
+            first = not nodes or nodes[-1] < len(nodes)
+            self.resume = self.resume.cut(r, len(nodes)) if first else None
+        step.kept = nodes if step.kept is None else [step.kept[i] for i in nodes]
+        step.tree = step.tree.only(nodes) if nodes else EMPTY_TREE
+
     def take(self, draft: Draft) -> None:
         """Assign the draft trees to the rows."""
         self.resume = draft.resume

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 ROOT = -1
@@ -117,6 +118,13 @@ class Resume(NamedTuple):
     layer: int
     states: Tensor
     nodes: list[list[int]]
+
+    def cut(self, r: int, size: int) -> Resume:
+        """The same if of row r's nodes only the first `size` are left."""
+        first, own = sum(map(len, self.nodes[:r])), self.nodes[r]
+        stay = [node for node in own if node < size]
+        states = torch.cat([self.states[: first + len(stay)], self.states[first + len(own) :]])
+        return Resume(self.layer, states, [*self.nodes[:r], stay, *self.nodes[r + 1 :]])
 
 
 class Draft(NamedTuple):

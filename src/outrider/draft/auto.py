@@ -20,7 +20,7 @@ DEEPEST = 8  # tokens of a draft model's draft, of which the controller takes wh
 
 class Auto(Union):
     adaptive = True
-    demo: ClassVar = {}
+    demo: ClassVar = {"auto": {"model": "builtin-draft"}}
 
     @dataclass(frozen=True)
     class Options(Union.Options):

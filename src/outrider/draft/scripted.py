@@ -79,7 +79,7 @@ def _plain(result: DraftTree) -> DraftTree:
     if not isinstance(result, DraftTree):
         raise TypeError(f"it must return a DraftTree, got {type(result).__name__}.")
     tokens, parents = ([operator.index(x) for x in numbers] for numbers in (result.tokens, result.parents))
-    confidence = [float(x) for x in result.confidence]
+    confidence = [max(0.0, float(x)) for x in result.confidence]
     sizes = len(tokens), len(parents), len(confidence)
     if len({*sizes}) > 1:
         raise ValueError(f"tokens, parents and confidence must be equally long, got {sizes}.")

@@ -38,6 +38,8 @@ class Target:
     needs_probs: bool = False
     # Tokens that a drafter's forward computes at most, beside draft tokens.
     max_num_batched_tokens: int = 2048
+    # Whether the controller chooses by the confidence of nodes.
+    adaptive: bool = False
     # Offset of the random streams of sampled nodes.  Drafters that share a tree must not share streams.
     stream_id: int = 0
 

@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from outrider.cache.pages import Cache
-from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.hub import Checkpoint, locate
 from outrider.checkpoints.spec import FAMILIES
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.control import Controller
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController
+from outrider.control.module import module_for
 from outrider.control.prefill import PrefillPacer
 from outrider.core.block_table import PAGE
 from outrider.core.clock import Times, Work
@@ -90,8 +91,8 @@ class Engine:
         self.use(self.new_drafter(speculation), speculation)
 
     def target_for(self, speculation: SpeculativeOptions) -> Target:
-        """The target as a drafter sees it under the verification rule of `speculation`."""
-        return replace(self.target, needs_probs=speculation.rule.drawn)
+        """The target as a drafter sees it under the verification rule and the controller of `speculation`."""
+        return replace(self.target, needs_probs=speculation.rule.drawn, adaptive=speculation.adaptive)
 
     def new_drafter(self, speculation: SpeculativeOptions) -> Drafter:
         return speculation.method.create(speculation.options, self.target_for(speculation))
@@ -136,7 +137,11 @@ class Engine:
         if speculation.adaptive:
             self.costs = self.costs or self._costs()
             arms, stored = drafter.arms(limits.max_depth), StoredJson("drafting", *self._about(speculation))
-            self.controller = AutoController(limits, arms, copy.deepcopy(self.costs), memory=stored)
+            own = self.checkpoint.folder == locate("builtin")
+            module = module_for(speculation.control_module, [arm.name for arm in arms], own)
+            self.controller = AutoController(
+                limits, arms, copy.deepcopy(self.costs), memory=stored, module=module
+            )
         self.runner = Runner(
             self.decoder, cache.pools[0], self.sampler, vars(type(self.rule)).get("kernel", "")
         )

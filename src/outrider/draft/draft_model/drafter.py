@@ -19,6 +19,7 @@ from outrider.core.noise import stream_of
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit
 from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import NodeFeatures, StopRule
 from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
 from outrider.draft.draft_model.first import FirstForward, Start
 from outrider.draft.draft_model.intersect import Translated, shared_tokens
@@ -205,13 +206,18 @@ class ModelDrafter(Drafter):
                 Chain(start.at, depth, row.distribution, stream, probs=q, first_node=self.target.stream_id)
             )
         step_input = first.step_input.build()
-        found = self.decoder.draft_chain(step_input, self.pool, chains, self.vocabulary, self.stop.stop_rule)
-        tokens_of, features_of = found[0], found[1]
-        for start, features in zip(first.starts, features_of):
-            self.stop.note(batch[start.r].row, features)
+        stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
+        tokens_of, features_of = self.decoder.draft_chain(
+            step_input, self.pool, chains, self.vocabulary, stop_rule
+        )
+        if self.stop.active:
+            for start, features in zip(first.starts, features_of):
+                self.stop.note(batch[start.r].row, features)
         return {
-            start.r: _chain_tree(tokens, chain.probs)
-            for start, chain, tokens in zip(first.starts, chains, tokens_of)
+            start.r: _chain_tree(tokens, features, chain.probs)
+            for start, chain, tokens, features in zip(
+                first.starts, chains, tokens_of, features_of or [[]] * len(chains)
+            )
         }
 
     def finish_chains(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> bool:
@@ -290,7 +296,8 @@ class ModelDrafter(Drafter):
     def _top(self, tree: Tree, node: int, logits: Tensor, at: int) -> list[tuple[int, int, float]]:
         """The top (node, token, probability) after a node."""
         # Under noise the rank predicts acceptance better than q does.
-        by_rank = tree.row.distribution.temperature > 0 or tree.siblings == 1
+        alone = tree.siblings == 1 and not self.target.adaptive
+        by_rank = tree.row.distribution.temperature > 0 or alone
         path = tree.path_tokens(node)
         tokens, probs = self.sampler.top(tree.row, path, logits, tree.siblings, not by_rank, at)
         return [(node, token, p) for token, p in zip(tokens, RANK_CONFIDENCE if by_rank else probs)]
@@ -342,9 +349,13 @@ class ModelDrafter(Drafter):
         return row.computed if self.itself else self.catch_up.share(row)
 
 
-def _chain_tree(tokens: list[int], probs: Tensor | None) -> DraftTree:
-    """A chain of chosen tokens, or of tokens sampled from the rows of probs."""
+def _chain_tree(tokens: list[int], features: Sequence[NodeFeatures], probs: Tensor | None) -> DraftTree:
+    """A chain of chosen tokens, or of tokens sampled from the rows of probs.
+
+    features: of chosen tokens, if they were measured.
+    """
     if probs is None:
-        return DraftTree.chain(tokens, RANK_CONFIDENCE[:1] * len(tokens))
+        measured = [own[0] for own in features]
+        return DraftTree.chain(tokens, measured or RANK_CONFIDENCE[:1] * len(tokens))
     tree = DraftTree.chain(tokens, SAMPLE_CONFIDENCE[:1] * len(tokens))
     return tree._replace(distributions=[*probs], probs_of=range(len(tokens)))

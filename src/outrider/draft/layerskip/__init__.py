@@ -177,14 +177,18 @@ class LayerSkip(Drafter):
         if self.early_exit:
             depth = max(chain.levels for chain in chains)
             states = torch.empty(len(chains), depth, self.decoder.spec.hidden)
-        stop_rule = StopRule() if any(chain.floor for chain in chains) else None
-        found = self.decoder.draft_chain(
+        measured = self.target.adaptive or any(chain.floor for chain in chains)
+        stop_rule = StopRule() if measured else None
+        tokens_of, features_of = self.decoder.draft_chain(
             step_input.build(), self.pool, chains, self.target.vocabulary, stop_rule, self.blocks, states
         )
         drafted = []
-        for i, tokens in enumerate(found[0]):
+        for i, tokens in enumerate(tokens_of):
             nodes = list(range(ROOT, max(1, len(tokens)) - 1))  # no pass computed the last draft token
-            draft_tree = DraftTree.chain(tokens, [SHARED_NOISE] * len(tokens))
+            confidence = [SHARED_NOISE] * len(tokens)
+            if self.target.adaptive:
+                confidence = [features[0] for features in features_of[i]]
+            draft_tree = DraftTree.chain(tokens, confidence)
             own = torch.empty(0) if states is None else states[i, : len(nodes)]
             drafted.append(Drafted(draft_tree, nodes, own))
         return drafted

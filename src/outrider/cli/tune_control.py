@@ -1,0 +1,64 @@
+"""`outrider tune control`: fit the network that predicts acceptance for the adaptive controller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from outrider.cli.flags import MAX_TOKENS, MODEL_DRAFT, OUT, SEED, Given, load, named, shared
+from outrider.errors import ConfigError
+
+
+@shared
+def control(
+    engine: Given,
+    asked: Given,
+    target: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as -m.")] = None,
+    drafts: Annotated[
+        list[str] | None, Option(*MODEL_DRAFT, help="Draft model or head; may be given several times.")
+    ] = None,
+    out: Annotated[Path, Option(*OUT, help="Output file (.safetensors).")] = Path("control.safetensors"),
+    tokens: Annotated[int, Option(*MAX_TOKENS, min=2, help="Maximum new tokens per prompt.")] = 64,
+    seed: Annotated[int, Option(*SEED, min=0, help="Seed of the sampled texts and of the fit.")] = 7,
+) -> None:
+    """Fit the control module: the network that predicts for an adaptive controller what will be accepted.
+
+    Every prompt is answered greedily and at temperature 0.8, with look-up, each draft, and both together.
+    The file is written if the network predicts better than calibrated bins on held-out prompts.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from outrider.bench.questions import prompts_for, read
+    from outrider.core.params import SamplingParams
+    from outrider.tune.control import configs, fit, record
+
+    if not out.expanduser().parent.is_dir():
+        raise ConfigError(f"there is no folder {str(out.parent)!r} for the control module.")
+    questions = read(asked["file"], raw=asked["raw"]) if "file" in asked else None
+    llm, console = load(named(engine, target), max_num_seqs=1), Console()
+    params = [SamplingParams(temperature=t, max_tokens=tokens, seed=seed) for t in (0.0, 0.8)]
+    prompts, _ = prompts_for(llm, questions, params[0], asked["raw"])
+    settings, answers = configs(drafts or []), []
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("Drafting", total=len(prompts) * len(params) * len(settings))
+        for setting in settings:
+            answers += record(llm, setting, prompts, params, lambda: bar.advance(task))
+    found = fit(answers, {"target": llm.engine.checkpoint.name, "prompts": str(len(prompts))}, seed)
+    console.print(
+        f"Fitted to {found.nodes:,} draft tokens. On {found.held_out:,} of other prompts the log loss is "
+        f"{found.loss:.4f} nats, that of calibrated bins {found.bins:.4f} (difference ± {found.spread:.4f}).",
+        soft_wrap=True,
+    )
+    if not found.better:
+        console.print("It does not predict better: nothing is written, and bins stay in use.", style="bold")
+        return
+    found.network.save(out.expanduser())
+    console.print(
+        f'{out}: use it with --speculative-config \'{{"method": "auto", "control_module": "{out}"}}\'',
+        soft_wrap=True,
+        markup=False,
+    )

@@ -1,0 +1,258 @@
+"""The control module: a small trained network that corrects calibrated acceptance.
+
+    odds of acceptance = odds by the bins · exp(network(node, request))
+
+    node      confidence, depth
+    request   method, temperature, repetition of the last tokens, luck (accepted beyond what was expected),
+              streak (tokens accepted in a row)
+
+SpecDec++ (arXiv 2405.19715) and DISCO (arXiv 2405.04304) predict acceptance by a network alone.  A correction
+keeps what the bins learn while serving, and leaves methods alone that it was not fitted to.
+
+The inputs of a request are rounded to few levels.  So the network is evaluated once for a combination of
+them, for all depths and cells of confidence together, and a node costs a look-up.
+
+The losses of both are compared on every judged node.  The network decides only while it predicts better.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from outrider.control.acceptance import CELLS, DEEP, EDGES, FINE, Calibration
+from outrider.core.row import Row
+from outrider.errors import ConfigError
+
+log = logging.getLogger("outrider")
+
+DEFAULT = Path(__file__).parent.parent / "builtin" / "control" / "module.safetensors"
+PLACES = (DEEP + 1) * CELLS  # depths and cells of a source, in the order of `key_of`
+LAST = 64  # tokens whose repetition counts
+LUCK_RATE = 0.15  # of a moving average, by judged node
+NODE_INPUTS, REQUEST_INPUTS = 4, 5  # the latter without the methods
+MOST_TABLES = 1024
+MOST_CORRECTION = 3.0  # of the logarithm of the odds
+PROOF = 4.0  # nats by which one has to predict better before the other gives way
+KEEP = 0.999  # discount of a comparison, by judged node
+OFF = "off"
+Array = NDArray[np.float32]
+
+
+class Request(NamedTuple):
+    """Inputs of a request, in levels.  method: place in `Network.methods`."""
+
+    method: int
+    temperature: int  # tenths
+    repetition: int  # eighths
+    luck: int  # eighths, -8 … 8
+    streak: int  # 0, 1, 2 … 3, 4 … 7, more
+
+    def inputs(self, methods: int) -> list[float]:
+        chosen = [float(i == self.method) for i in range(methods)]
+        temperature, repetition = self.temperature / 10, self.repetition / 8
+        return [temperature, float(not self.temperature), repetition, self.luck / 8, self.streak / 4, *chosen]
+
+
+class Judged(NamedTuple):
+    """A judged node.  place: depth and cell, as in `key_of`.  probability: by the bins."""
+
+    request: Request
+    place: int
+    probability: float
+    accepted: bool
+
+
+def node_inputs() -> Array:
+    """Inputs of every place, [PLACES, NODE_INPUTS]."""
+    ends = [*EDGES[1:], FINE + 2]
+    middles = np.array([(low + high) / (2 * FINE + 4) for low, high in zip(EDGES, ends)], np.float32)
+    log_odds = np.log(middles / (1 - middles)).clip(-6, 6) / 4
+    rows = [
+        (log_odds[cell], middles[cell], depth / DEEP, depth == 1)
+        for depth in range(DEEP + 1)
+        for cell in range(CELLS)
+    ]
+    return np.array(rows, np.float32)
+
+
+@dataclass(frozen=True)
+class Network:
+    """One hidden layer.
+
+    node [NODE_INPUTS, H], request [REQUEST_INPUTS + methods, H], bias [H], output [H].  methods: those that it was
+    fitted to, "+" between drafters that proposed the same node.  about: how it was fitted, for people.
+    """
+
+    node: Array
+    request: Array
+    bias: Array
+    output: Array
+    methods: Sequence[str]
+    about: Mapping[str, str]
+
+    def save(self, file: Path) -> None:
+        tensors = {"node": self.node, "request": self.request, "bias": self.bias, "output": self.output}
+        try:
+            save_file(tensors, file, {**self.about, "methods": " ".join(self.methods)})
+        except OSError as error:
+            raise ConfigError(f"the control module cannot be written to {str(file)!r}: {error}") from error
+
+
+def load(file: Path) -> Network:
+    """Read a file of `Network.save`.  Raises ConfigError."""
+    try:
+        with safe_open(file.expanduser(), "numpy") as found:
+            about = dict(found.metadata() or {})
+            parts = [found.get_tensor(name) for name in ("node", "request", "bias", "output")]
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"control_module {str(file)!r} cannot be read: {error}.  `outrider tune control` makes one."
+        ) from error
+    methods = about.pop("methods", "").split()
+    width = parts[2].shape[0] if parts[2].ndim == 1 else 0
+    shapes = [(NODE_INPUTS, width), (REQUEST_INPUTS + len(methods), width), (width,), (width,)]
+    if not width or [part.shape for part in parts] != shapes or not all(np.isfinite(p).all() for p in parts):
+        raise ConfigError(f"control_module {str(file)!r} is no such network.")
+    node, request, bias, output = (part.astype(np.float32) for part in parts)
+    return Network(node, request, bias, output, methods, about)
+
+
+class Module:
+    """A network for the drafters of one controller, and its comparison with the bins.
+
+    names: of the drafters.  trusted: it decides until the bins have shown to predict better; otherwise the
+    other way round.  used: whether it decides.  pairs: if set to a list, every judged node is appended.
+    """
+
+    def __init__(self, network: Network, names: Sequence[str], trusted: bool) -> None:
+        self.network, self.used = network, trusted
+        self.methods = {
+            source: place for source in sources(len(names)) if (place := self._place(names, source)) >= 0
+        }
+        self.nodes = node_inputs() @ network.node + network.bias
+        self.tables: dict[Request, list[float]] = {}
+        self.pairs: list[Judged] | None = None
+        self.lead = self.weight = self.bins_loss = self.loss = 0.0  # nats, discounted
+
+    def _place(self, names: Sequence[str], source: int) -> int:
+        name = method_name(names, source)
+        return self.network.methods.index(name) if name in self.network.methods else -1
+
+    def table(self, request: Request) -> list[float]:
+        """Factor of the odds for every place."""
+        found = self.tables.get(request)
+        if found is None:
+            if len(self.tables) >= MOST_TABLES:
+                self.tables.clear()
+            own = np.array(request.inputs(len(self.network.methods)), np.float32) @ self.network.request
+            correction = np.maximum(self.nodes + own, 0) @ self.network.output
+            found = np.exp(correction.clip(-MOST_CORRECTION, MOST_CORRECTION)).tolist()
+            self.tables[request] = found
+        return found
+
+    def compare(self, bins: float, corrected: float, accepted: bool) -> None:
+        """Take in a judged node, with the probability that either gave it."""
+        if not accepted:
+            bins, corrected = 1 - bins, 1 - corrected
+        before, after = math.log(bins), math.log(corrected)
+        self.weight = KEEP * self.weight + 1
+        self.bins_loss, self.loss = KEEP * self.bins_loss - before, KEEP * self.loss - after
+        self.lead = max(-2 * PROOF, min(2 * PROOF, self.lead + after - before))
+        if abs(self.lead) > PROOF and self.used != (self.lead > 0):
+            self.used = self.lead > 0
+            by = "the control module" if self.used else "calibrated bins"
+            log.debug("acceptance of drafts is predicted by %s: %s", by, self.report())
+
+    def report(self) -> dict[str, Any]:
+        """Which one decides, and the mean losses of both in nats."""
+        weight = max(1.0, self.weight)
+        return {
+            "by": "module" if self.used else "bins",
+            "log_loss": {"module": round(self.loss / weight, 4), "bins": round(self.bins_loss / weight, 4)},
+        }
+
+
+def sources(drafters: int) -> range:
+    """All sets of so many drafters that propose a node, as bits; a mix of many is not told apart."""
+    return range(1, 1 << min(drafters, 4))
+
+
+def method_name(names: Sequence[str], source: int) -> str:
+    return "+".join(sorted(name for k, name in enumerate(names) if source >> k & 1))
+
+
+def module_for(file: str | None, names: Sequence[str], trusted: bool) -> Module | None:
+    """The module of a file, or the built-in one (None), for these drafters; None if it knows none of them.
+
+    trusted: the built-in one was fitted to this very target.
+    """
+    if file == OFF:
+        return None
+    module = Module(load(Path(file or DEFAULT)), names, trusted or file is not None)
+    return module if module.methods else None
+
+
+class Corrected(Calibration):
+    """Acceptance in one request, by the bins and the module."""
+
+    __slots__ = ("estimates", "luck", "module", "repetition", "requests", "row", "streak")
+
+    def __init__(self, above: Calibration, module: Module, row: Row) -> None:
+        super().__init__(above)
+        self.module, self.row = module, row
+        self.luck, self.streak = 0.0, 0
+        self.repetition: int | None = None
+        self.requests: dict[int, Request] = {}  # by source, until `refresh`
+        self.estimates: dict[int, tuple[float, float]] = {}  # by the bins, corrected
+
+    def refresh(self) -> None:
+        super().refresh()
+        self.requests.clear()
+        self.estimates.clear()
+        self.repetition = None
+
+    def _request(self, source: int) -> Request | None:
+        """Inputs of the request; None for a method that the network was not fitted to."""
+        method = self.module.methods.get(source)
+        if method is None:
+            return None
+        found = self.requests.get(source)
+        if found is None:
+            if self.repetition is None:
+                last = self.row.tokens[-LAST:]
+                self.repetition = 8 - 8 * len(set(last)) // len(last)
+            temperature = min(20, round(10 * self.row.distribution.temperature))
+            luck, streak = round(8 * self.luck), min(4, self.streak.bit_length())
+            found = self.requests[source] = Request(method, temperature, self.repetition, luck, streak)
+        return found
+
+    def _estimate(self, key: int) -> float:
+        bins = corrected = super()._estimate(key)
+        source, place = divmod(key, PLACES)
+        if (request := self._request(source)) is not None:
+            odds = bins * self.module.table(request)[place]
+            corrected = odds / (1 - bins + odds)
+        self.estimates[key] = bins, corrected
+        return corrected if self.module.used else bins
+
+    def learn(self, key: int, accepted: bool) -> None:
+        source, place = divmod(key, PLACES)
+        self.probability(key)
+        bins, corrected = self.estimates[key]
+        if (request := self._request(source)) is not None:
+            self.module.compare(bins, corrected, accepted)
+            if self.module.pairs is not None:
+                self.module.pairs.append(Judged(request, place, bins, accepted))
+        self.luck += LUCK_RATE * (accepted - bins - self.luck)
+        self.streak = self.streak + 1 if accepted else 0
+        super().learn(key, accepted)
