@@ -212,7 +212,8 @@ class Corrected(Calibration):
         self.module, self.row = module, row
         self.luck, self.streak = 0.0, 0
         self.repetition: int | None = None
-        self.requests: dict[int, Request] = {}  # by source, until `refresh`
+        # by source, with the table for it, until `refresh`
+        self.requests: dict[int, tuple[Request, list[float]]] = {}
         self.estimates: dict[int, tuple[float, float]] = {}  # by the bins, corrected
 
     def refresh(self) -> None:
@@ -221,26 +222,27 @@ class Corrected(Calibration):
         self.estimates.clear()
         self.repetition = None
 
-    def _request(self, source: int) -> Request | None:
-        """Inputs of the request; None for a method that the network was not fitted to."""
-        method = self.module.methods.get(source)
-        if method is None:
-            return None
+    def _request(self, source: int) -> tuple[Request, list[float]] | None:
+        """Inputs of the request, with their table; None for a method that the network was not fitted to."""
         found = self.requests.get(source)
         if found is None:
+            method = self.module.methods.get(source)
+            if method is None:
+                return None
             if self.repetition is None:
                 last = self.row.tokens[-LAST:]
                 self.repetition = 8 - 8 * len(set(last)) // len(last)
             temperature = min(20, round(10 * self.row.distribution.temperature))
             luck, streak = round(8 * self.luck), min(4, self.streak.bit_length())
-            found = self.requests[source] = Request(method, temperature, self.repetition, luck, streak)
+            request = Request(method, temperature, self.repetition, luck, streak)
+            found = self.requests[source] = request, self.module.table(request)
         return found
 
     def _estimate(self, key: int) -> float:
         bins = corrected = super()._estimate(key)
         source, place = divmod(key, PLACES)
-        if (request := self._request(source)) is not None:
-            odds = bins * self.module.table(request)[place]
+        if (found := self._request(source)) is not None:
+            odds = bins * found[1][place]
             corrected = odds / (1 - bins + odds)
         self.estimates[key] = bins, corrected
         return corrected if self.module.used else bins
@@ -249,10 +251,10 @@ class Corrected(Calibration):
         source, place = divmod(key, PLACES)
         self.probability(key)
         bins, corrected = self.estimates[key]
-        if (request := self._request(source)) is not None:
+        if (found := self._request(source)) is not None:
             self.module.compare(bins, corrected, accepted)
             if self.module.pairs is not None:
-                self.module.pairs.append(Judged(request, place, bins, accepted))
+                self.module.pairs.append(Judged(found[0], place, bins, accepted))
         self.luck += LUCK_RATE * (accepted - bins - self.luck)
         self.streak = self.streak + 1 if accepted else 0
         super().learn(key, accepted)
