@@ -161,7 +161,7 @@ class SpeculativeOptions:
 
         adaptive: draft only what pays by measured cost and acceptance; the default is the method's.
         online: the head goes on learning from the output (online/options.py).
-        control_module: a file of `outrider tune control`, or "off"; by default that of the built-in models.
+        control_module: a file of `outrider tune control`, or "bins"; by default that of the built-in models.
         Raises ConfigError naming the invalid key or value and the nearest valid one.
         """
         if isinstance(config, str):

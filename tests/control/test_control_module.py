@@ -124,7 +124,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert found.methods == METHODS and found.output.tolist() == [0.25]
     made = module_for(str(file), ["suffix"], trusted=False)
     assert made is not None and made.used, "a file that was asked for is trusted"
-    assert module_for(str(file), ["medusa"], trusted=True) is None and module_for("off", NAMES, True) is None
+    assert module_for(str(file), ["medusa"], trusted=True) is None and module_for("bins", NAMES, True) is None
 
 
 @pytest.mark.parametrize("change", [{"node": np.zeros((3, 1))}, {"bias": np.array([np.nan])}])

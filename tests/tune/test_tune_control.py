@@ -47,7 +47,7 @@ def test_too_little_is_refused() -> None:
         fit(answers(8, told=True), {})
 
 
-def test_every_judged_node_is_recorded_with_what_the_bins_said() -> None:
+def test_every_judged_node_is_recorded_with_its_calibrated_probability() -> None:
     target = LLM("builtin", max_num_seqs=1, max_model_len=256)
     prompts = [(prompt.kind, rendered(prompt, target.tokenizer)) for prompt in TASKS[:8]]
     params = [SamplingParams(temperature=t, max_tokens=40, seed=3) for t in (0.0, 0.8)]

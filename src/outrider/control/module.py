@@ -44,7 +44,7 @@ MOST_TABLES = 1024
 MOST_CORRECTION = 3.0  # of the logarithm of the odds
 PROOF = 4.0  # nats by which one has to predict better before the other gives way
 KEEP = 0.999  # discount of a comparison, by judged node
-OFF = "off"
+ONLY_BINS = "bins"
 Array = NDArray[np.float32]
 
 
@@ -89,8 +89,9 @@ def node_inputs() -> Array:
 class Network:
     """One hidden layer.
 
-    node [NODE_INPUTS, H], request [REQUEST_INPUTS + methods, H], bias [H], output [H].  methods: those that it was
-    fitted to, "+" between drafters that proposed the same node.  about: how it was fitted, for people.
+    node [NODE_INPUTS, H], request [REQUEST_INPUTS + methods, H], bias [H], output [H].
+    methods: those that it was fitted to, "+" between drafters that proposed the same node.
+    about: how it was fitted, for people.
     """
 
     node: Array
@@ -196,7 +197,7 @@ def module_for(file: str | None, names: Sequence[str], trusted: bool) -> Module 
 
     trusted: the built-in one was fitted to this very target.
     """
-    if file == OFF:
+    if file == ONLY_BINS:
         return None
     module = Module(load(Path(file or DEFAULT)), names, trusted or file is not None)
     return module if module.methods else None

@@ -22,7 +22,7 @@ from outrider.control.fixed import FixedController
 from outrider.control.module import (
     MOST_CORRECTION,
     NODE_INPUTS,
-    OFF,
+    ONLY_BINS,
     REQUEST_INPUTS,
     Corrected,
     Judged,
@@ -81,7 +81,7 @@ def configs(drafts: Sequence[str]) -> list[Mapping[str, Any]]:
     for name in drafts:
         own = {"method": detect(name), "model": name}
         found += [own, {"method": "auto", "drafters": [{"method": "suffix"}, own]}]
-    return [{**config, "adaptive": True, "control_module": OFF} for config in found]
+    return [{**config, "adaptive": True, "control_module": ONLY_BINS} for config in found]
 
 
 class Recorder(FixedController):
