@@ -11,7 +11,7 @@ from outrider.bench.prompts import TASKS, rendered
 from outrider.control.acceptance import key_of
 from outrider.control.module import PLACES, Judged, Request
 from outrider.errors import ConfigError
-from outrider.tune.control import COLD, Answered, configs, fit, record
+from outrider.tune.control import Answered, configs, fit, record
 
 NAMES = ["draft_model"]
 
@@ -49,15 +49,15 @@ def test_too_little_is_refused() -> None:
 
 def test_every_judged_node_is_recorded_with_its_calibrated_probability() -> None:
     target = LLM("builtin", max_num_seqs=1, max_model_len=256)
-    prompts = [(prompt.kind, rendered(prompt, target.tokenizer)) for prompt in TASKS[:8]]
+    prompts = [(prompt.kind, rendered(prompt, target.tokenizer)) for prompt in TASKS[:7]]
     params = [SamplingParams(temperature=t, max_tokens=40, seed=3) for t in (0.0, 0.8)]
     mix = configs(["builtin-draft"])[-1]
     assert mix["method"] == "auto"
     done: list[int] = []
     found = record(target, mix, prompts, params, lambda: done.append(1))
-    assert len(done) == 16 and [answer.held_out for answer in found[-5:]] == [False] + [True] * 4
+    assert len(done) == 14 and [answer.held_out for answer in found[-3:]] == [False, True, True]
     nodes = [node for answer in found for node in answer.nodes]
-    assert len(nodes) > COLD and all(0 < node.probability < 1 for node in nodes)
+    assert len(nodes) > 100 and all(0 < node.probability < 1 for node in nodes)
     assert {node.request.method for node in nodes} > {1}, "the draft model alone, and others"
     assert {node.request.temperature for node in nodes} == {0, 8}
     assert len({node.place % 31 for node in nodes}) > 8, "confidences are measured, not constant"
