@@ -207,18 +207,13 @@ class ModelDrafter(Drafter):
             )
         step_input = first.step_input.build()
         stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
-        tokens_of, features_of = self.decoder.draft_chain(
-            step_input, self.pool, chains, self.vocabulary, stop_rule
-        )
-        if self.stop.active:
-            for start, features in zip(first.starts, features_of):
+        tokens_of, found = self.decoder.draft_chain(step_input, self.pool, chains, self.vocabulary, stop_rule)
+        trees, features_of = {}, found or [[]] * len(chains)
+        for start, chain, tokens, features in zip(first.starts, chains, tokens_of, features_of):
+            if self.stop.active and found:
                 self.stop.note(batch[start.r].row, features)
-        return {
-            start.r: _chain_tree(tokens, features, chain.probs)
-            for start, chain, tokens, features in zip(
-                first.starts, chains, tokens_of, features_of or [[]] * len(chains)
-            )
-        }
+            trees[start.r] = _chain_tree(tokens, features, chain.probs)
+        return trees
 
     def finish_chains(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> bool:
         """Complete chains in one call of the backend.  Returns False, without effect, where it cannot.
