@@ -19,7 +19,7 @@ from outrider.core.noise import stream_of
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit
 from outrider.core.step_input import StepInput
-from outrider.core.stop_rule import NodeFeatures, StopRule
+from outrider.core.stop_rule import StopRule
 from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
 from outrider.draft.draft_model.first import FirstForward, Start
 from outrider.draft.draft_model.intersect import Translated, shared_tokens
@@ -27,7 +27,7 @@ from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
 from outrider.drafting import stop
 from outrider.drafting.base import Drafter, Storage, Target
-from outrider.drafting.trees.builder import RANK_CONFIDENCE, SAMPLE_CONFIDENCE
+from outrider.drafting.trees.builder import RANK_CONFIDENCE, chain_tree
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import SELF, View, Window
 from outrider.drafting.vocab.mismatch import fits
@@ -212,7 +212,7 @@ class ModelDrafter(Drafter):
         for start, chain, tokens, features in zip(first.starts, chains, tokens_of, features_of):
             if self.stop.active and found:
                 self.stop.note(batch[start.r].row, features)
-            trees[start.r] = _chain_tree(tokens, features, chain.probs)
+            trees[start.r] = chain_tree(tokens, features, chain.probs)
         return trees
 
     def finish_chains(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> bool:
@@ -342,15 +342,3 @@ class ModelDrafter(Drafter):
 
     def filled(self, row: Row) -> int:
         return row.computed if self.itself else self.catch_up.share(row)
-
-
-def _chain_tree(tokens: list[int], features: Sequence[NodeFeatures], probs: Tensor | None) -> DraftTree:
-    """A chain of chosen tokens, or of tokens sampled from the rows of probs.
-
-    features: of chosen tokens, if they were measured.
-    """
-    if probs is None:
-        measured = [own[0] for own in features]
-        return DraftTree.chain(tokens, measured or RANK_CONFIDENCE[:1] * len(tokens))
-    tree = DraftTree.chain(tokens, SAMPLE_CONFIDENCE[:1] * len(tokens))
-    return tree._replace(distributions=[*probs], probs_of=range(len(tokens)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import NodeFeatures
 from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.drafting.view import View
 from outrider.sampling import random_streams
@@ -165,3 +166,15 @@ class LevelBuilder(TreeBuilder):
         """Add the frontier as rows of the next forward."""
         for node in self.frontier:
             self.view.node(step_input, self.base, self.paths[node], self.tokens[node])
+
+
+def chain_tree(tokens: list[int], features: Sequence[NodeFeatures], probs: Tensor | None) -> DraftTree:
+    """A chain of chosen tokens, or of tokens sampled from the rows of probs.
+
+    features: of chosen tokens, if they were measured.
+    """
+    if probs is None:
+        measured = [own[0] for own in features]
+        return DraftTree.chain(tokens, measured or RANK_CONFIDENCE[:1] * len(tokens))
+    tree = DraftTree.chain(tokens, SAMPLE_CONFIDENCE[:1] * len(tokens))
+    return tree._replace(distributions=[*probs], probs_of=range(len(tokens)))
