@@ -18,11 +18,12 @@ from outrider.bench.demo import DEPTH, DRAFT
 from outrider.bench.panes import Piece, frame, lines_of, pieces_of
 from outrider.bench.prompts import TASKS, rendered
 from outrider.checkpoints.hub import GROWN
+from outrider.requests import Prompt
 
 ROUNDS, WIDTH = 7, 110
 
 
-def recorded(llm: LLM, ids: list[int]) -> list[Piece]:
+def recorded(llm: LLM, ids: Prompt) -> list[Piece]:
     llm.engine.forget_prefixes()
     answer = llm.generate(ids, SamplingParams(temperature=0, max_tokens=96))[0].outputs[0]
     return pieces_of(answer, lambda tokens: str(llm.tokenizer.decode(tokens, skip_special_tokens=True)))
