@@ -18,9 +18,9 @@ from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, told
 from outrider import LLM, SamplingParams
 from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu.rules import TreeQueries
+from outrider.backends.rules import TreeQuery
 from outrider.cache.pool import Pool
 from outrider.core.block_table import PAGE, BlockTable
-from outrider.core.params import DistributionParams
 from outrider.core.step import Batch
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Draft
@@ -109,17 +109,11 @@ def ask_with(monkeypatch: pytest.MonkeyPatch, edit: Callable[[int, int], tuple[i
     """The kernel that follows a tree is told another root, or another position."""
     add = TreeQueries.add
 
-    def edited(
-        self: TreeQueries,
-        key: int,
-        root: int,
-        distribution: DistributionParams,
-        stream: int,
-        position: int,
-        *tree: Any,
-    ) -> None:
-        root, position = edit(root, position) if tree[0].tokens else (root, position)
-        add(self, key, root, distribution, stream, position, *tree)
+    def edited(self: TreeQueries, query: TreeQuery) -> None:
+        root, position = query.root, query.position
+        if query.tree.tokens:
+            root, position = edit(root, position)
+        add(self, query._replace(root=root, position=position))
 
     monkeypatch.setattr(TreeQueries, "add", edited)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,25 +13,26 @@ from outrider.core.tree import DraftTree
 Answer = tuple[list[int], list[int]]  # accepted nodes of a tree, and the tokens to emit
 
 
+class TreeQuery(NamedTuple):
+    """A tree to verify.
+
+    root:     row of the logits after the root; node i has row root + 1 + i
+    stream:   RNG stream of the sample
+    position: position of the token after the root
+    """
+
+    key: int
+    root: int
+    distribution: DistributionParams
+    stream: int
+    position: int
+    tree: DraftTree
+
+
 class TreeQueries(Protocol):
     """Trees to verify by one rule, and buffers for the results."""
 
-    def add(
-        self,
-        key: int,
-        root: int,
-        distribution: DistributionParams,
-        stream: int,
-        position: int,
-        tree: DraftTree,
-    ) -> None:
-        """Add the tree of `key`.
-
-        root:     row of the logits after the root; node i has row root + 1 + i
-        stream:   RNG stream of the sample
-        position: position of the token after the root
-        """
-
+    def add(self, query: TreeQuery) -> None: ...
     def read(self) -> Iterable[tuple[int, Answer | None]]:
         """For each key: accepted nodes and emitted tokens.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from outrider.backends.base import Backend
-from outrider.backends.rules import TreeQueries
+from outrider.backends.rules import TreeQueries, TreeQuery
 from outrider.backends.torch.sampling import filtered, probabilities
 from outrider.core.noise import key_of, stream_of
 from outrider.core.params import DistributionParams
@@ -45,7 +45,8 @@ class Sampler:
         """
         if row.processors:
             return
-        queries.add(key, root, row.distribution, stream_of(row.seed, row.index), len(row.tokens), tree)
+        stream = stream_of(row.seed, row.index)
+        queries.add(TreeQuery(key, root, row.distribution, stream, len(row.tokens), tree))
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
         """Sampling distribution of the token that `pick` returns, float64 [V] on the CPU.

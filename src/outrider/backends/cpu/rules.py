@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from outrider.backends.cpu.bindings import STRUCTS
-from outrider.backends.rules import Answer
+from outrider.backends.rules import Answer, TreeQuery
 from outrider.core.params import DistributionParams
-from outrider.core.tree import DraftTree
 
 RULES = ("match", "rejection", "block", "traversal")  # in the order of kernels.h
 # `TreeQuery` of kernels.h as bytes: a quarter of the time of a ctypes instance
@@ -39,16 +38,8 @@ class TreeQueries:
         self.distributions: list[Tensor] = []  # of sampled draft tokens; C reads them by address
         self.probs: list[array[int]] = []  # addresses of the distributions of each tree
 
-    def add(
-        self,
-        key: int,
-        root: int,
-        distribution: DistributionParams,
-        stream: int,
-        position: int,
-        tree: DraftTree,
-    ) -> None:
-        temperature, min_p, top_k, top_p = distribution
+    def add(self, query: TreeQuery) -> None:
+        key, root, (temperature, min_p, top_k, top_p), stream, position, tree = query
         n = self.sizes[key] = len(tree.tokens) - tree.probes
         probs = 0
         if tree.distributions:

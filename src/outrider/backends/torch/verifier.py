@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.backends.rules import Answer
+from outrider.backends.rules import Answer, TreeQuery
 from outrider.backends.torch import sampling
 from outrider.core.noise import MASK, mix
-from outrider.core.params import DistributionParams
-from outrider.core.tree import ROOT, DraftTree
-
-
-class _Query(NamedTuple):
-    key: int
-    root: int
-    distribution: DistributionParams
-    stream: int
-    position: int
-    tree: DraftTree
+from outrider.core.tree import ROOT
 
 
 class TreeQueries:
@@ -31,25 +20,17 @@ class TreeQueries:
     """
 
     def __init__(self) -> None:
-        self.trees: list[_Query] = []
+        self.trees: list[TreeQuery] = []
         self.picked: list[int] = []
 
-    def add(
-        self,
-        key: int,
-        root: int,
-        distribution: DistributionParams,
-        stream: int,
-        position: int,
-        tree: DraftTree,
-    ) -> None:
-        self.trees.append(_Query(key, root, distribution, stream, position, tree))
+    def add(self, query: TreeQuery) -> None:
+        self.trees.append(query)
 
     def read(self) -> Iterator[tuple[int, Answer | None]]:
         for query in self.trees:
             yield query.key, self._walk(query)
 
-    def _walk(self, query: _Query) -> Answer | None:
+    def _walk(self, query: TreeQuery) -> Answer | None:
         tree = query.tree
         child = dict(zip(zip(tree.parents, tree.tokens), range(tree.size)))
         accepted, emitted, node = list[int](), list[int](), ROOT
@@ -82,7 +63,7 @@ class TreeVerifier:
         queries.picked = torch.where(logits.amax(-1).isfinite(), tokens, -1).tolist()
 
 
-def _keys(query: _Query) -> Iterator[tuple[int, int]]:
+def _keys(query: TreeQuery) -> Iterator[tuple[int, int]]:
     """Rows of the logits after the root and each node, and the keys of their noise."""
     depths = [0]
     for parent in query.tree.parents[: query.tree.size]:

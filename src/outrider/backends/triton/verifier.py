@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.backends.rules import Answer
+from outrider.backends.rules import Answer, TreeQuery
 from outrider.backends.triton.sampling import LATEST, Rows, best_of_parts, params_of, signed
 from outrider.core.noise import MASK, mix
 from outrider.core.params import DistributionParams
-from outrider.core.tree import DraftTree
 
 
 class TreeQueries:
@@ -33,25 +32,18 @@ class TreeQueries:
         self.trees, self.nodes = array("q"), array("q")  # root, first node, nodes | token, parent
         self.answers: Tensor | None = None
 
-    def add(
-        self,
-        key: int,
-        root: int,
-        distribution: DistributionParams,
-        stream: int,
-        position: int,
-        tree: DraftTree,
-    ) -> None:
+    def add(self, query: TreeQuery) -> None:
+        tree, root = query.tree, query.root
         n, depths = tree.size, [0]
         for parent in tree.parents[:n]:
             depths.append(depths[parent + 1] + 1)
         for row, depth in enumerate(depths, root):
-            self.owners[row] = len(self.sizes), signed(mix(stream + position + depth & MASK))
+            self.owners[row] = len(self.sizes), signed(mix(query.stream + query.position + depth & MASK))
         self.trees.extend((root, len(self.nodes) // 2, n))
         for node in zip(tree.tokens[:n], tree.parents):
             self.nodes.extend(node)
-        self.distributions.append(distribution)
-        self.sizes[key] = n
+        self.distributions.append(query.distribution)
+        self.sizes[query.key] = n
 
     def arrays(self, num_rows: int, vocabulary: int, device: torch.device) -> list[Tensor]:
         """`Rows.owners`, `Rows.params`, `trees` and `nodes` on the device."""
