@@ -56,7 +56,8 @@ class LLM:
         self.loop = EngineLoop(self.engine)
 
     def get_tokenizer(self) -> Any:
-        return self.tokenizer
+        """transformers' tokenizer."""
+        return getattr(self.tokenizer, "full", self.tokenizer)
 
     def generate(
         self,

@@ -19,7 +19,9 @@ from outrider.checkpoints.gguf.weights import GgufWeights
 from outrider.checkpoints.grown import INNER, LAYERS, Grown, grown_config
 from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
-from outrider.checkpoints.spec import LIKE, Facts, Spec
+from outrider.checkpoints.plain_config import plain_config
+from outrider.checkpoints.plain_tokenizer import plain_tokenizer
+from outrider.checkpoints.spec import LIKE, Facts, Spec, lean
 from outrider.checkpoints.validate import read_json
 from outrider.checkpoints.weights import Source, open_weights
 from outrider.errors import ConfigError, ModelError, first_line, nearest
@@ -190,14 +192,16 @@ def _spec_and_scheme(name: str, config: Any) -> tuple[Facts, Scheme | None]:
 
 
 def read_config(folder: Path, trust_remote_code: bool) -> Any:
-    """A transformers config.
+    """A transformers config, or a plain one.
 
     A checkpoint's own code is not needed if a known family has the same decoder (LIKE).
     """
-    from transformers import AutoConfig
-
     path = folder / "config.json"
     settings = read_json(path, CONFIG) if path.is_file() else {}
+    if (plain := plain_config(settings)) is not None and lean(plain):
+        return plain
+    from transformers import AutoConfig
+
     if (like := LIKE.get(str(settings.get("model_type")))) is None:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     model_type, renamed = like
@@ -207,17 +211,21 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def read_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer in a folder or of a hub id.
+    """The tokenizer in a folder or of a hub id: transformers', or a plain one.
 
     Raises ModelError if there is none, or if it cannot be read.
     """
-    from transformers import AutoTokenizer
-
     folder = Path(name).expanduser()
     if not folder.exists() and "/" in name and not on_hub(name):
         raise ModelError(f"there is no tokenizer folder {name!r}: give a folder or a hub id (owner/name).")
-    source = folder if folder.exists() else name
-    try:
+
+    def load() -> Any:
+        from transformers import AutoTokenizer
+
+        source = folder if folder.exists() else name
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+    try:
+        return plain_tokenizer(folder, load) or load()
     except Exception as error:
         raise ModelError(f"the tokenizer of {name!r} cannot be read: {first_line(error)}") from error

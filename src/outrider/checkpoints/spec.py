@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider.checkpoints.context import Context
 from outrider.checkpoints.fields import EPSILON, HEAD_COUNT, LAYER_COUNT, LENGTH, WIDTH, WINDOW
+from outrider.checkpoints.plain_config import TYPES
 from outrider.core.limits import MAX_HEAD_DIM, check_attention
 from outrider.core.validate import Kind, whole
 from outrider.errors import ModelError
@@ -199,9 +200,11 @@ def refuse(config: Any) -> None:
 
 def causal(config: Any) -> list[str]:
     """Causal language model classes for this config: of transformers, and of the checkpoint's own code."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    kind = getattr(config, "model_type", "?")
+    if (own := TYPES.get(kind)) is None:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(config, "model_type", "?"))
+        own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     custom = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     return [name for name in (own, custom and custom.split(".")[-1]) if name]
 

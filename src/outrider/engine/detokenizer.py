@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from outrider.checkpoints.plain_tokenizer import PlainTokenizer
+
 
 class Detokenizer:
     """Incremental detokenizer: extends `text` by each token, withholding incomplete UTF-8 characters.
@@ -62,7 +64,9 @@ def decoder_of(tokenizer: Any, skip_special_tokens: bool) -> Callable[[Sequence[
     kind = type(tokenizer)
     modules = [getattr(getattr(kind, name, None), "__module__", "") for name in ("decode", "_decode")]
     base = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
-    bare = modules == base and not tokenizer.clean_up_tokenization_spaces
+    bare = isinstance(tokenizer, PlainTokenizer) or (
+        modules == base and not tokenizer.clean_up_tokenization_spaces
+    )
     decode = tokenizer.backend_tokenizer.decode if bare else tokenizer.decode
     return partial(decode, skip_special_tokens=skip_special_tokens)
 

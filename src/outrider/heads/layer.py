@@ -13,6 +13,7 @@ from outrider.backends.base import Backend, Weight
 from outrider.backends.torch.backend import beside
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.heads import Head
+from outrider.checkpoints.plain_config import PlainConfig, plain_rope
 from outrider.core.limits import check_attention
 from outrider.core.step_input import StepInput
 from outrider.drafting.base import Target
@@ -20,7 +21,7 @@ from outrider.errors import ModelError, first_line
 from outrider.heads.reader import Reader
 from outrider.models.base import Model
 from outrider.models.decoder import rotations
-from outrider.models.fallback.row_invariant import by_rows
+from outrider.models.rowwise import by_rows
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Sizes:
 
 def rotary_table(config: Mapping[str, Any], sizes: Sizes, positions: int) -> Tensor:
     """cos and sin for `rope_store`, [positions, head_dim].  theta is the head's own, 10000 by default."""
+    if (plain := plain_rope(config)) is not None:
+        return rotations(PlainConfig(head_dim=sizes.head_dim, rope_parameters=plain), positions, 32)
     from transformers import LlamaConfig
 
     keys = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")

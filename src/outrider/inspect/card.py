@@ -134,8 +134,6 @@ def card_of(options: EngineOptions) -> Card:
 
 def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]:
     """The checkpoint, or its config and the reason why it is not supported."""
-    from transformers import AutoConfig
-
     try:
         checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
         needs_fallback(checkpoint, options.quantization)
@@ -144,6 +142,8 @@ def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]
         folder = locate(options.model, options.revision)
         if not folder.is_dir():
             raise
+        from transformers import AutoConfig
+
         try:
             return (
                 None,

@@ -33,7 +33,7 @@ from outrider.core.stop_rule import Chained, StopRule
 from outrider.errors import CapacityError, ConfigError, ModelError, first_line
 from outrider.models.layers import LayerReader
 from outrider.models.placement import Placement, place
-from outrider.models.rope import fix_rope
+from outrider.models.rope import rope_frequencies
 from outrider.models.steps import forward_parts
 
 MAX_ROTATIONS = 1 << 31  # numbers: 16 million positions of 128 dimensions
@@ -235,8 +235,6 @@ def rotations(config: Any, max_len: int, positions: int = 0) -> Tensor:
     max_len:   maximum tokens of a text
     positions: rows of the table, at least max_len
     """
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if (size := max(max_len, positions) * width) > MAX_ROTATIONS:
         raise CapacityError(
@@ -245,17 +243,14 @@ def rotations(config: Any, max_len: int, positions: int = 0) -> Tensor:
             "lower max_model_len."
         )
     try:
-        rotary = LlamaRotaryEmbedding(config)
-        fix_rope(rotary, max_len)
-        cos, sin = rotary(torch.empty(0), torch.arange(max(max_len, positions))[None])
-    except KeyError as error:
-        raise ConfigError(
-            f"the model's rope type {error} (rope_parameters) is unknown to transformers."
-        ) from error
+        frequencies, scale = rope_frequencies(config, width, max_len)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ModelError(f"rope_parameters of the model cannot be computed: {first_line(error)}") from error
-    half = cos.shape[-1] // 2
-    table = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1).contiguous()
+    half = torch.arange(max(max_len, positions))[:, None].float() * frequencies
+    angles = torch.cat([half, half], dim=-1)  # as in transformers: the end of a tensor is computed otherwise
+    table = torch.cat([part[:, : half.shape[1]] * scale for part in (angles.cos(), angles.sin())], dim=-1)
     if not table.isfinite().all():
         raise ModelError("rope_parameters of the model make rotations that are no finite numbers.")
     return table

@@ -1,11 +1,32 @@
-"""Length-dependent RoPE scaling of transformers' modules, fixed to one set of frequencies."""
+"""RoPE scaling as in transformers, with one set of frequencies for texts of every length."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from outrider.errors import ConfigError
+
+
+def rope_frequencies(config: Any, width: int, max_len: int) -> tuple[Tensor, float]:
+    """Frequencies float32 [width / 2] of heads of `width` dimensions, and the factor of cos and sin.
+
+    Scalings that depend on the text's length are computed for `max_len` tokens.  `modeling_llama`, whose
+    numbers these are, takes longer to import than all else.
+    """
+    rope = config.rope_parameters
+    kind = rope["rope_type"]
+    if kind == "default":
+        return 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise ConfigError(f"the model's rope type {kind!r} (rope_parameters) is unknown to transformers.")
+    longer = kind == "longrope" or (kind == "dynamic" and max_len > config.max_position_embeddings)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, seq_len=torch.tensor(max_len) if longer else None)
+    return frequencies.float(), scale
 
 
 def fix_ropes(model: nn.Module, max_len: int) -> None:

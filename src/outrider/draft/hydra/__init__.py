@@ -40,7 +40,7 @@ from outrider.heads.outer import embed, lm_logits
 from outrider.heads.ranked import CHAIN, RankedDrafter, RankedOptions
 from outrider.heads.reader import Reader
 from outrider.heads.trees import RankTree, SampledTree
-from outrider.models.fallback.row_invariant import by_rows
+from outrider.models.rowwise import by_rows
 
 
 class HydraHead:

@@ -47,7 +47,7 @@ from outrider.heads.outer import embed
 from outrider.heads.ranks import best_nodes, likeliest, product
 from outrider.heads.reader import Reader
 from outrider.heads.trees import RankTree
-from outrider.models.fallback.row_invariant import by_rows
+from outrider.models.rowwise import by_rows
 
 MAX_NODES = 1024  # of a product
 

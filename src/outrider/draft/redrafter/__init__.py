@@ -37,7 +37,7 @@ from outrider.heads.choose import Chooser
 from outrider.heads.layer import residual
 from outrider.heads.outer import embed
 from outrider.heads.trees import sample_children, sources_of
-from outrider.models.fallback.row_invariant import by_rows
+from outrider.models.rowwise import by_rows
 
 MAX_WIDTH, MAX_LENGTH = 64, 1025
 TOP = 50  # continuations of a beam, and all that equal the last of them

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from outrider.backends.base import Backend, Weight
 from outrider.core.step_input import StepInput
+from outrider.models.rowwise import by_rows
 
 T = TypeVar("T")
 
@@ -219,20 +220,6 @@ BATCH_DEPENDENT = {
     torch.Tensor.sigmoid,
     torch.Tensor.sigmoid_,
 }
-VECTOR = 32  # numbers that torch computes at once
-SERIAL_NUMEL = 16384  # up to this many numbers torch does not split a call among threads
-
-
-def by_rows(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Call func on as many rows at a time as make whole vectors on one thread."""
-    width = x.shape[-1]
-    rows = x.reshape(-1, width)
-    step = 1 if width % VECTOR else max(1, SERIAL_NUMEL // width)
-    if len(rows) <= step:
-        return func(x, *args, **kwargs)
-    return torch.cat([func(rows[i : i + step], *args, **kwargs) for i in range(0, len(rows), step)]).view(
-        x.shape
-    )
 
 
 class RowwiseMode(TorchFunctionMode):

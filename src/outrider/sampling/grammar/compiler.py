@@ -61,7 +61,8 @@ class GrammarCompiler:
         if not self.ending:
             raise RequestError(f"{WHERE} needs a model with an end-of-sequence token.")
         size = max(self.vocabulary, len(self.tokenizer))
-        return from_tokenizer(self.tokenizer, n_vocab=size, eos_token=sorted(self.ending))
+        full = getattr(self.tokenizer, "full", self.tokenizer)  # a type that the library knows
+        return from_tokenizer(full, n_vocab=size, eos_token=sorted(self.ending))
 
     def _matcher(self, form: StructuredOutputs) -> Any:
         key = json.dumps(astuple(form))

@@ -1,0 +1,83 @@
+"""Tokenizers by the `tokenizers` library alone, where transformers, whose import takes seconds, adds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from outrider.checkpoints.validate import read_json
+
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+KNOWN = {*SPECIAL, "tokenizer_class", "backend", "model_max_length", "is_local", "local_files_only"}
+CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # those without code of a model's own
+OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "tokenizer.model")
+MOST_TOKENS = 100_000  # transformers edits larger ones
+
+
+class PlainTokenizer:
+    """A tokenizer.json, with the methods of transformers' tokenizers that generating needs.
+
+    load: reads it as transformers' tokenizer, `full`, which every other attribute is of.
+    """
+
+    is_fast = True
+
+    def __init__(self, core: Any, special: dict[str, str], load: Callable[[], Any]) -> None:
+        self.backend_tokenizer, self.load = core, load
+        self.added_tokens_decoder: dict[int, Any] = core.get_added_tokens_decoder()
+        self.all_special_ids = [core.token_to_id(token) for token in special.values()]
+        self.eos_token_id = core.token_to_id(special["eos_token"]) if "eos_token" in special else None
+
+    @cached_property
+    def full(self) -> Any:
+        return self.load()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by copies, before there is anything to load
+            raise AttributeError(name)
+        return getattr(self.full, name)
+
+    def __len__(self) -> int:
+        size: int = self.backend_tokenizer.get_vocab_size()
+        return size
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        return self.full(*given, **options)
+
+    def encode(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
+        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        several = [ids] if isinstance(ids, int) else ids
+        text: str = self.backend_tokenizer.decode(several, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def get_vocab(self) -> dict[str, int]:
+        vocabulary: dict[str, int] = self.backend_tokenizer.get_vocab()
+        return vocabulary
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        find = self.backend_tokenizer.id_to_token
+        return find(ids) if isinstance(ids, int) else [find(token) for token in ids]
+
+
+def plain_tokenizer(folder: Path, load: Callable[[], Any]) -> PlainTokenizer | None:
+    """The tokenizer of a folder; None if transformers would change what its tokenizer.json says."""
+    from tokenizers import Tokenizer
+
+    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if not (file.is_file() and config.is_file()) or any((folder / name).exists() for name in OTHER_FILES):
+        return None
+    settings = read_json(config)
+    special = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
+    if not settings.keys() <= KNOWN or settings.get("tokenizer_class") not in CLASSES:
+        return None
+    core: Any = Tokenizer.from_file(str(file))
+    known = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
+    as_written = core.truncation is None and core.padding is None and core.get_vocab_size() <= MOST_TOKENS
+    if not as_written or not all(isinstance(token, str) and token in known for token in special.values()):
+        return None
+    return PlainTokenizer(core, special, load)
