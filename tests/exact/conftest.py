@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from drafter_cases import PlainOutputs
+from helpers import answer
 from scene import GREEDY, Scene, Setup
+from threads import PARAMS, PROMPTS
 
 from outrider import LLM, SamplingParams
 from outrider.testing import tiny_checkpoint
@@ -58,6 +60,18 @@ def outputs_of(plain: LLM) -> PlainOutputs:
 def fast(llama: str) -> LLM:
     """The engine under test; every test puts its own drafter in."""
     return LLM(llama, max_num_seqs=4)
+
+
+@pytest.fixture(scope="session")
+def shared(llama: str) -> LLM:
+    """An engine that several threads use."""
+    return LLM(llama, dtype="float32", seed=0, max_num_seqs=5)
+
+
+@pytest.fixture(scope="session")
+def texts(shared: LLM) -> list[list[int]]:
+    """What each request of threads.py gets alone."""
+    return [answer(shared, prompt, p).outputs[0].token_ids for prompt, p in zip(PROMPTS, PARAMS)]
 
 
 @pytest.fixture

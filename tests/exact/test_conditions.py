@@ -15,6 +15,7 @@ from conditions import (
     each_sampling,
     params_of,
     plain_outputs,
+    same_outputs,
     use_drafter,
 )
 from covering import pairwise
@@ -116,11 +117,7 @@ def test_chunked_prompts_give_the_same_tokens(
 ) -> None:
     """Prompts in chunks of every size, beside decoding rows and draft tokens in the same step."""
     llm = LLM(llama, max_num_seqs=min(chunk, 4), max_num_batched_tokens=chunk)
-    params = params_of(sampling)
-    expected, truth = plain_outputs(outputs_of, PROMPTS, params)
-    use_drafter(llm, drafter, truth, random_draft)
-    assert [visible_parts(o.outputs) for o in run_staggered(llm, PROMPTS, params)] == expected
-    check_idle(llm)
+    same_outputs(llm, drafter, params_of(sampling), outputs_of, random_draft)
 
 
 @each_sampling
@@ -147,14 +144,10 @@ def test_texts_fill_the_context(
     plain, llm = LLM(llama, max_model_len=48), LLM(llama, max_num_seqs=4, max_model_len=48)
     prompts = [*PROMPTS[:3], list(range(20, 67))]
     params = params_of(sampling, len(prompts), max_tokens=None)
-    expected, truth = plain_outputs(PlainOutputs(plain), prompts, params)
-    assert all(
-        len(prompt) + len(samples[0][0]) == 48 and samples[0][2] == "length"
-        for prompt, samples in zip(prompts, expected)
-    )
-    use_drafter(llm, drafter, truth, random_draft)
-    assert [visible_parts(o.outputs) for o in run_staggered(llm, prompts, params)] == expected
-    check_idle(llm)
+    outputs = same_outputs(llm, drafter, params, PlainOutputs(plain), random_draft, prompts)
+    for prompt, output in zip(prompts, outputs):
+        assert output.outputs[0].finish_reason == "length"
+        assert len(prompt) + len(output.outputs[0].token_ids) == 48
 
 
 # ---- who speculates, and when
@@ -169,13 +162,9 @@ def test_speculate_false_drafts_nothing(
     params = [
         SamplingParams(**{**vars(p), "speculate": bool(i % 2)}) for i, p in enumerate(params_of(sampling))
     ]
-    expected, truth = plain_outputs(outputs_of, PROMPTS, params)
-    use_drafter(fast, drafter, truth, random_draft)
-    outputs = run_staggered(fast, PROMPTS, params)
-    assert [visible_parts(o.outputs) for o in outputs] == expected
+    outputs = same_outputs(fast, drafter, params, outputs_of, random_draft)
     assert all(o.speculation.drafted == 0 for o in outputs[::2])
     assert drafter == "ngram" or all(o.speculation.drafted > 0 for o in outputs[1::2])
-    check_idle(fast)
 
 
 @pairwise(
@@ -234,16 +223,11 @@ def test_sliding_windows_and_query_norms(
     """A sliding window of eight tokens, shorter than prefix and path together; norms of queries and keys."""
     path = request.getfixturevalue(model)
     plain, fast = LLM(path), LLM(path, max_num_seqs=4)
-    params = params_of(sampling)
-    expected, truth = plain_outputs(PlainOutputs(plain), PROMPTS, params)
-    use_drafter(fast, drafter, truth, random_draft)
-    outputs = run_staggered(fast, PROMPTS, params)
-    assert [visible_parts(o.outputs) for o in outputs] == expected
+    outputs = same_outputs(fast, drafter, params_of(sampling), PlainOutputs(plain), random_draft)
     if drafter in ("draft_model", "tree", "self"):
         assert accepted(outputs) > 0
     if model == "mistral":
         assert set(fast.engine.decoder.spec.windows) == {window}
-    check_idle(fast)
 
 
 @pairwise(
@@ -292,10 +276,6 @@ def test_torch_kernels_give_the_same_tokens(
     plain, fast = LLM(llama), LLM(llama, max_num_seqs=4)
     assert plain.engine.decoder.backend.name.startswith("torch")
     params = params_of(sampling, 4)
-    expected, truth = plain_outputs(PlainOutputs(plain), PROMPTS[:4], params)
-    use_drafter(fast, drafter, truth, random_draft)
-    outputs = run_staggered(fast, PROMPTS[:4], params)
-    assert [visible_parts(o.outputs) for o in outputs] == expected
+    outputs = same_outputs(fast, drafter, params, PlainOutputs(plain), random_draft, PROMPTS[:4])
     if drafter in ("draft_model", "tree", "self"):
         assert accepted(outputs) > 0
-    check_idle(fast)

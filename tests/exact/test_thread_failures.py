@@ -20,19 +20,9 @@ from outrider import LLM, EngineError
 from outrider.testing import check_idle
 
 
-@pytest.fixture(scope="module")
-def llm(llama: str) -> LLM:
-    return LLM(llama, dtype="float32", seed=0, max_num_seqs=5)
-
-
-@pytest.fixture(scope="module")
-def texts(llm: LLM) -> list[list[int]]:
-    return [answer(llm, prompt, p).outputs[0].token_ids for prompt, p in zip(PROMPTS, PARAMS)]
-
-
-def failing(llm: LLM, error: BaseException, after: int = 4) -> Iterator[None]:
+def failing(shared: LLM, error: BaseException, after: int = 4) -> Iterator[None]:
     """Let the `after`-th forward from now on raise; the thread that drives gets it."""
-    forward, left = llm.engine.runner.begin, [after]
+    forward, left = shared.engine.runner.begin, [after]
 
     def broken(*given: Any) -> Any:
         left[0] -= 1
@@ -40,57 +30,59 @@ def failing(llm: LLM, error: BaseException, after: int = 4) -> Iterator[None]:
             raise error
         return forward(*given)
 
-    llm.engine.runner.begin = broken  # type: ignore[method-assign]
+    shared.engine.runner.begin = broken  # type: ignore[method-assign]
     yield
-    llm.engine.runner.begin = forward  # type: ignore[method-assign]
+    shared.engine.runner.begin = forward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_failed_step_ends_every_open_request(
-    method: str, llm: LLM, texts: list[list[int]], llama: str
+    method: str, shared: LLM, texts: list[list[int]], llama: str
 ) -> None:
-    llm.use(config(method, llama))
+    shared.use(config(method, llama))
     ready, seen = threading.Barrier(3), []
 
     def run() -> None:
         ready.wait()
         try:
-            llm.generate({"prompt_token_ids": PROMPTS[1]}, params_of(1, max_tokens=60))
+            shared.generate({"prompt_token_ids": PROMPTS[1]}, params_of(1, max_tokens=60))
         except (MemoryError, EngineError) as error:
             seen.append(error)
 
-    broken = failing(llm, MemoryError("no room"), after=12)
+    broken = failing(shared, MemoryError("no room"), after=12)
     next(broken)
     together(run, run, run)
     next(broken, None)
     assert sum(isinstance(error, MemoryError) for error in seen) == 1 and len(seen) >= 1
     for error in seen:
         assert "no room" in str(error) and (isinstance(error, MemoryError) or error.__cause__ is not None)
-    check_idle(llm)
-    assert answer(llm, PROMPTS[0], PARAMS[0]).outputs[0].token_ids == texts[0]
+    check_idle(shared)
+    assert answer(shared, PROMPTS[0], PARAMS[0]).outputs[0].token_ids == texts[0]
 
 
-def test_a_stream_ends_with_the_step_that_another_caller_drove(llm: LLM) -> None:
-    llm.use(None)
-    stream = llm.stream({"prompt_token_ids": PROMPTS[1]}, PARAMS[1])
+def test_a_stream_ends_with_the_step_that_another_caller_drove(shared: LLM) -> None:
+    shared.use(None)
+    stream = shared.stream({"prompt_token_ids": PROMPTS[1]}, PARAMS[1])
     next(stream)
-    broken = failing(llm, MemoryError("no room"), after=1)
+    broken = failing(shared, MemoryError("no room"), after=1)
     next(broken)
     with pytest.raises(MemoryError):
-        llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
+        shared.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
     next(broken, None)
     with pytest.raises(EngineError, match="MemoryError: no room"):
         next(stream)
-    check_idle(llm)
+    check_idle(shared)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("part", ["begin", "observe", "_ends", "share"])
 def test_an_interrupt_ends_the_requests_of_its_caller_only(
-    part: str, method: str, llm: LLM, texts: list[list[int]], llama: str, monkeypatch: pytest.MonkeyPatch
+    part: str, method: str, shared: LLM, texts: list[list[int]], llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm.use(config(method, llama))
-    owner = {"begin": llm.engine.runner, "observe": llm.engine.drafter}.get(part, llm.engine.scheduler)
+    shared.use(config(method, llama))
+    owner = {"begin": shared.engine.runner, "observe": shared.engine.drafter}.get(
+        part, shared.engine.scheduler
+    )
     inner, calls = getattr(owner, part), []
 
     def interrupted(*given: Any) -> Any:
@@ -100,23 +92,23 @@ def test_an_interrupt_ends_the_requests_of_its_caller_only(
             raise KeyboardInterrupt
         return found if part == "_ends" else inner(*given)
 
-    stream = llm.stream([{"prompt_token_ids": PROMPTS[i]} for i in (1, 2)], [PARAMS[i] for i in (1, 2)])
+    stream = shared.stream([{"prompt_token_ids": PROMPTS[i]} for i in (1, 2)], [PARAMS[i] for i in (1, 2)])
     next(stream)
     with monkeypatch.context() as patch:
         patch.setattr(owner, part, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
+            shared.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
     last = {output.request_id: output for output in stream}
     assert sorted(output.outputs[0].token_ids for output in last.values()) == sorted([texts[1], texts[2]])
     assert all(len(o.outputs[0].token_times) == len(o.outputs[0].token_ids) for o in last.values())
-    check_idle(llm)
+    check_idle(shared)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals")
 @pytest.mark.parametrize("method", METHODS)
-def test_interrupts_at_any_moment(method: str, llm: LLM, texts: list[list[int]], llama: str) -> None:
+def test_interrupts_at_any_moment(method: str, shared: LLM, texts: list[list[int]], llama: str) -> None:
     """Ctrl-C in the main thread, wherever it is just then, while other threads are answered."""
-    llm.use(config(method, llama))
+    shared.use(config(method, llama))
     rng, over, armed, interrupts = random.Random(3), threading.Event(), [False], [0]
     wrong: list[BaseException] = []
 
@@ -133,7 +125,7 @@ def test_interrupts_at_any_moment(method: str, llm: LLM, texts: list[list[int]],
     def answered(seed: int) -> None:
         try:
             while not over.is_set():
-                caller(llm, texts, seed, rounds=2)()
+                caller(shared, texts, seed, rounds=2)()
         except BaseException as error:
             wrong.append(error)
 
@@ -147,7 +139,7 @@ def test_interrupts_at_any_moment(method: str, llm: LLM, texts: list[list[int]],
         while time.monotonic() < end:
             with suppress(KeyboardInterrupt):
                 armed[0] = True
-                answer(llm, PROMPTS[1], params_of(1, max_tokens=100))
+                answer(shared, PROMPTS[1], params_of(1, max_tokens=100))
                 armed[0] = False
     finally:
         armed[0] = False
@@ -156,5 +148,5 @@ def test_interrupts_at_any_moment(method: str, llm: LLM, texts: list[list[int]],
         others.join(60)
         signal.signal(signal.SIGUSR1, before)
     assert not others.is_alive() and interrupts[0] > 3 and not wrong
-    check_idle(llm)
-    assert answer(llm, PROMPTS[0], PARAMS[0]).outputs[0].token_ids == texts[0]
+    check_idle(shared)
+    assert answer(shared, PROMPTS[0], PARAMS[0]).outputs[0].token_ids == texts[0]

@@ -19,28 +19,18 @@ from outrider.errors import OutriderError
 from outrider.testing import EngineDriver, check_idle
 
 
-@pytest.fixture(scope="module")
-def llm(llama: str) -> LLM:
-    return LLM(llama, dtype="float32", seed=0, max_num_seqs=5)
-
-
-@pytest.fixture(scope="module")
-def texts(llm: LLM) -> list[list[int]]:
-    return [answer(llm, prompt, p).outputs[0].token_ids for prompt, p in zip(PROMPTS, PARAMS)]
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_texts_do_not_depend_on_other_threads(
-    method: str, llm: LLM, texts: list[list[int]], llama: str
+    method: str, shared: LLM, texts: list[list[int]], llama: str
 ) -> None:
-    llm.use(config(method, llama))
-    together(*(caller(llm, texts, seed) for seed in range(6)))
-    check_idle(llm)
+    shared.use(config(method, llama))
+    together(*(caller(shared, texts, seed) for seed in range(6)))
+    check_idle(shared)
 
 
-def test_twins_in_two_threads_each(llm: LLM, texts: list[list[int]], llama: str) -> None:
+def test_twins_in_two_threads_each(shared: LLM, texts: list[list[int]], llama: str) -> None:
     """Engines on the same weights share the scratch of the kernels."""
-    twins = [llm.variant(config(method, llama)) for method in METHODS[1:]]
+    twins = [shared.variant(config(method, llama)) for method in METHODS[1:]]
     together(*(caller(twin, texts, seed) for seed in range(2) for twin in twins))
     for twin in twins:
         check_idle(twin)
@@ -79,31 +69,31 @@ def test_the_builtin_model_answers_threads(method: str) -> None:
     check_idle(llm)
 
 
-def test_calls_of_several_threads_share_steps(llm: LLM) -> None:
-    llm.use(None)
+def test_calls_of_several_threads_share_steps(shared: LLM) -> None:
+    shared.use(None)
     batches: list[int] = []
-    forward, entered = llm.engine.runner.begin, threading.Barrier(3)
+    forward, entered = shared.engine.runner.begin, threading.Barrier(3)
 
     def counted(batch: Any, *given: Any) -> Any:
         batches.append(len(batch))
         return forward(batch, *given)
 
-    llm.engine.runner.begin = counted  # type: ignore[method-assign]
+    shared.engine.runner.begin = counted  # type: ignore[method-assign]
 
     def run() -> None:
         entered.wait()
-        llm.generate({"prompt_token_ids": PROMPTS[0]}, params_of(1, max_tokens=60))
+        shared.generate({"prompt_token_ids": PROMPTS[0]}, params_of(1, max_tokens=60))
 
     together(run, run, run)
     assert max(batches) > 1
-    check_idle(llm)
+    check_idle(shared)
 
 
 # ---- changing the drafter
 
 
-def test_the_drafter_stays_while_another_thread_runs(llm: LLM, texts: list[list[int]]) -> None:
-    llm.use({"method": "ngram"})
+def test_the_drafter_stays_while_another_thread_runs(shared: LLM, texts: list[list[int]]) -> None:
+    shared.use({"method": "ngram"})
     inside, go_on = threading.Event(), threading.Event()
 
     def slow(output: list[int], logits: Tensor) -> Tensor:
@@ -112,18 +102,18 @@ def test_the_drafter_stays_while_another_thread_runs(llm: LLM, texts: list[list[
         return logits
 
     def run() -> None:
-        llm.generate({"prompt_token_ids": PROMPTS[0]}, params_of(0, logits_processors=[slow]))
+        shared.generate({"prompt_token_ids": PROMPTS[0]}, params_of(0, logits_processors=[slow]))
 
     def change() -> None:
         assert inside.wait(60)
         try:
             with pytest.raises(ConfigError, match="running"):
-                llm.use(None)
+                shared.use(None)
         finally:
             go_on.set()
 
     together(run, change)
-    check_idle(llm)
+    check_idle(shared)
 
 
 # ---- re-entry
@@ -142,21 +132,21 @@ def calling(call: Callable[[], Any]) -> Callable[[list[int], Tensor], Tensor]:
 
 @pytest.mark.parametrize("method", ["off", "ngram", "draft_model"])
 def test_a_processor_cannot_call_the_engine(
-    method: str, llm: LLM, texts: list[list[int]], llama: str
+    method: str, shared: LLM, texts: list[list[int]], llama: str
 ) -> None:
-    llm.use(config(method, llama))
-    twin = llm.variant(None)
+    shared.use(config(method, llama))
+    twin = shared.variant(None)
     calls: Mapping[str, Callable[[], Any]] = {
-        "generate": lambda: llm.generate({"prompt_token_ids": PROMPTS[3]}, PARAMS[3]),
-        "stream": lambda: next(llm.stream({"prompt_token_ids": PROMPTS[3]}, PARAMS[3])),
-        "step": llm.engine.step,
+        "generate": lambda: shared.generate({"prompt_token_ids": PROMPTS[3]}, PARAMS[3]),
+        "stream": lambda: next(shared.stream({"prompt_token_ids": PROMPTS[3]}, PARAMS[3])),
+        "step": shared.engine.step,
         "twin": lambda: twin.generate({"prompt_token_ids": PROMPTS[3]}, PARAMS[3]),
-        "variant": lambda: llm.variant(None),
-        "use": lambda: llm.use(None),
+        "variant": lambda: shared.variant(None),
+        "use": lambda: shared.use(None),
     }
     for name, call in calls.items():
         bad = params_of(3, logits_processors=[calling(call)])
-        outputs = llm.generate(
+        outputs = shared.generate(
             [{"prompt_token_ids": PROMPTS[i]} for i in (0, 3, 1)], [PARAMS[0], bad, PARAMS[1]]
         )
         assert [outputs[0].outputs[0].token_ids, outputs[2].outputs[0].token_ids] == texts[:2], name
@@ -164,45 +154,45 @@ def test_a_processor_cannot_call_the_engine(
         assert ("running" if name == "use" else "inside its own step") in str(outputs[1].error), name
         ids = outputs[1].outputs[0].token_ids
         assert len(ids) <= 2 and ids == texts[3][: len(ids)]
-        check_idle(llm)
+        check_idle(shared)
         check_idle(twin)
 
 
-def test_a_processor_aborts(llm: LLM, texts: list[list[int]]) -> None:
-    llm.use({"method": "ngram"})
-    stream = llm.stream({"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
+def test_a_processor_aborts(shared: LLM, texts: list[list[int]]) -> None:
+    shared.use({"method": "ngram"})
+    stream = shared.stream({"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
     victim = next(stream).request_id
 
     def abort(output: list[int], logits: Tensor) -> Tensor:
-        llm.abort(victim)
+        shared.abort(victim)
         return logits
 
-    output = answer(llm, PROMPTS[1], params_of(1, logits_processors=[abort]))
+    output = answer(shared, PROMPTS[1], params_of(1, logits_processors=[abort]))
     assert output.outputs[0].token_ids == texts[1]
     (last,) = stream
     ids = last.outputs[0].token_ids
     assert last.outputs[0].finish_reason == "abort" and ids == texts[0][: len(ids)]
-    check_idle(llm)
+    check_idle(shared)
 
 
-def test_the_consumer_of_a_stream_calls_the_engine(llm: LLM, texts: list[list[int]]) -> None:
-    llm.use({"method": "ngram"})
-    for output in llm.stream({"prompt_token_ids": PROMPTS[0]}, PARAMS[0]):
-        assert answer(llm, PROMPTS[1], PARAMS[1]).outputs[0].token_ids == texts[1]
+def test_the_consumer_of_a_stream_calls_the_engine(shared: LLM, texts: list[list[int]]) -> None:
+    shared.use({"method": "ngram"})
+    for output in shared.stream({"prompt_token_ids": PROMPTS[0]}, PARAMS[0]):
+        assert answer(shared, PROMPTS[1], PARAMS[1]).outputs[0].token_ids == texts[1]
         ids = output.outputs[0].token_ids
         assert ids == texts[0] or not output.finished
-    check_idle(llm)
+    check_idle(shared)
 
 
 # ---- what a server builds on
 
 
-def test_one_thread_drives_for_all(llm: LLM, texts: list[list[int]]) -> None:
+def test_one_thread_drives_for_all(shared: LLM, texts: list[list[int]]) -> None:
     """The driver sleeps while there is nothing to do; request ids are arbitrary; progress is reported."""
-    llm.use({"method": "ngram"})
+    shared.use({"method": "ngram"})
     driver, loop, closed, lock = (
-        EngineDriver(llm),
-        EngineLoop(llm.engine),
+        EngineDriver(shared),
+        EngineLoop(shared.engine),
         threading.Event(),
         threading.Lock(),
     )
@@ -236,23 +226,23 @@ def test_one_thread_drives_for_all(llm: LLM, texts: list[list[int]]) -> None:
             close()
 
     together(lambda: loop.run_until(closed.is_set), task)
-    check_idle(llm)
+    check_idle(shared)
 
 
-def test_a_listener_that_fails_ends_its_request_alone(llm: LLM, texts: list[list[int]]) -> None:
-    llm.use(None)
+def test_a_listener_that_fails_ends_its_request_alone(shared: LLM, texts: list[list[int]]) -> None:
+    shared.use(None)
 
     def gone() -> None:
         raise ConnectionError("gone")
 
-    driver, loop = EngineDriver(llm), EngineLoop(llm.engine)
+    driver, loop = EngineDriver(shared), EngineLoop(shared.engine)
     first, second = (driver.make_request(PROMPTS[i], PARAMS[i]) for i in range(2))
     loop.submit(first.rows, gone)
     ticket = loop.submit(second.rows)
     loop.run_until(lambda: ticket.finished)
     assert second.output().outputs[0].token_ids == texts[1]
     assert first.rows[0].finish_reason == "abort"
-    check_idle(llm)
+    check_idle(shared)
 
 
 def test_errors_have_one_root() -> None:

@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 from drafter_cases import PlainOutputs
 
-from outrider import LLM, SamplingParams
-from outrider.testing import KnownTexts, Scripts, random_prompts, use_example, visible_parts
+from outrider import LLM, RequestOutput, SamplingParams
+from outrider.testing import (
+    KnownTexts,
+    Scripts,
+    check_idle,
+    random_prompts,
+    run_staggered,
+    use_example,
+    visible_parts,
+)
 
 PROMPTS = random_prompts(6, seed=1)
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -60,6 +68,23 @@ def plain_outputs(
         truth.learn(prompt, p.seed or 0, outputs)
         out.append(visible_parts(outputs))
     return out, truth
+
+
+def same_outputs(
+    llm: LLM,
+    drafter: str,
+    params: list[SamplingParams],
+    plain: PlainOutputs,
+    random_draft: str,
+    prompts: list[list[int]] = PROMPTS,
+) -> list[RequestOutput]:
+    """Outputs of staggered prompts with a drafter, which must be those of plain decoding of each alone."""
+    expected, truth = plain_outputs(plain, prompts, params)
+    use_drafter(llm, drafter, truth, random_draft)
+    outputs = run_staggered(llm, prompts, params)
+    assert [visible_parts(o.outputs) for o in outputs] == expected
+    check_idle(llm)
+    return outputs
 
 
 def accepted(outputs: list[Any]) -> int:
