@@ -124,10 +124,11 @@ def run(case: Case, plain: PlainOutputs, fast: LLM, random_draft: str) -> list[R
     drafter, temperature, names = case
     known = KnownTexts()
     params = [params_of(plain, names, i, temperature) for i in range(len(PROMPTS))]
-    unbounded = {"stop": None, "logprobs": None, "prompt_logprobs": None}
-    for prompt, p in zip(PROMPTS, params):
-        future = plain(prompt, SamplingParams(**{**vars(p), **unbounded}))
-        known.learn(future.prompt_token_ids, p.seed or 0, future.outputs)
+    if drafter.startswith("scripted:"):
+        unbounded = {"stop": None, "logprobs": None, "prompt_logprobs": None}
+        for prompt, p in zip(PROMPTS, params):
+            future = plain(prompt, SamplingParams(**{**vars(p), **unbounded}))
+            known.learn(future.prompt_token_ids, p.seed or 0, future.outputs)
     use_drafter(fast, drafter, known, random_draft)
     expected = [plain(prompt, p) for prompt, p in zip(PROMPTS, params)]
     outputs = run_staggered(fast, PROMPTS, params)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from covering import parametrized
 from drafter_cases import DRAFTERS, use_drafter
 from helpers import answer, token_prompts
 from scene import told
@@ -87,6 +88,8 @@ ASKS: list[dict[str, Any]] = [
     {"structured_outputs": {"json": RECORD}, "speculate": False},
 ]  # fmt: skip
 PROMPTS = random_prompts(len(ASKS), seed=3)
+TURNS = {(drafter, TEMPERATURES[i % 2]) for i, drafter in enumerate(DRAFTERS)}
+alternately = parametrized({"drafter": DRAFTERS, "temperature": TEMPERATURES}, TURNS)
 
 
 def asks(temperature: float) -> list[SamplingParams]:
@@ -112,16 +115,21 @@ def known(plain: LLM, expected: dict[float, list[Any]]) -> KnownTexts:
     return texts
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@alternately
 def test_every_drafter_emits_the_text_of_plain_decoding(
-    fast: LLM, random_draft: str, known: KnownTexts, expected: dict[float, list[Any]], drafter: str
+    fast: LLM,
+    random_draft: str,
+    known: KnownTexts,
+    expected: dict[float, list[Any]],
+    drafter: str,
+    temperature: float,
 ) -> None:
+    """Every request of `ASKS` with every drafter, greedy or sampled in turn."""
     use_drafter(fast, drafter, known, random_draft)
-    for temperature in TEMPERATURES:
-        outputs = fast.generate(token_prompts(PROMPTS), asks(temperature))
-        assert [told(output) for output in outputs] == expected[temperature]
-        for output in outputs:
-            check_statistics(output.outputs)
+    outputs = fast.generate(token_prompts(PROMPTS), asks(temperature))
+    assert [told(output) for output in outputs] == expected[temperature]
+    for output in outputs:
+        check_statistics(output.outputs)
     declines = drafter in ("off", "auto") or drafter.startswith("adaptive")  # forced text too, in such a mix
     assert outputs[0].outputs[0].speculation.drafted > 0 or declines
     assert not outputs[-1].outputs[0].speculation.drafted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from served import Served, served
+from served import Served, forked
 
 from outrider import LLM
 
@@ -13,7 +13,7 @@ from outrider import LLM
 @pytest.fixture(scope="session")
 def server() -> Iterator[Served]:
     config = '{"method": "ngram", "num_speculative_tokens": 4}'
-    with served("builtin", "--speculative_config", config, "--seed", "42", "-tp", "1",
+    with forked("builtin", "--speculative_config", config, "--seed", "42", "-tp", "1",
                 "--gpu_memory_utilization", "0.8", "--max-model-len", "512",
                 "--log-interval", "1") as running:  # fmt: skip
         yield running
@@ -29,6 +29,6 @@ def llm() -> LLM:
 def adaptive() -> Iterator[Served]:
     """A server with an API key, whose controller chooses between two drafters."""
     config = '{"method": "auto", "model": "builtin-draft"}'
-    with served("builtin", "--speculative-config", config, "--api-key", "secret", "--max-model-len",
+    with forked("builtin", "--speculative-config", config, "--api-key", "secret", "--max-model-len",
                 "512", "--served-model-name", "builtin") as running:  # fmt: skip
         yield running

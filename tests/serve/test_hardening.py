@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served import Served, served
+from served import Served, forked
 
 SECRET = "a secret prompt that no log may show"
 LONG: dict[str, Any] = {"prompt": SECRET, "max_tokens": 900, "ignore_eos": True}
@@ -45,7 +45,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "--log-interval",
         "0.5",
     ]
-    with served(*options, environment={"OUTRIDER_API_KEY": f"{KEYS[0]} {KEYS[2]}"}) as running:
+    with forked(*options, environment={"OUTRIDER_API_KEY": f"{KEYS[0]} {KEYS[2]}"}) as running:
         yield running
 
 

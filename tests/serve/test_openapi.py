@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from served import Served, served
+from served import Served, forked
 
 from outrider.serve.app import SHAPE
 
@@ -37,7 +37,7 @@ FEW = settings(
 def open_server() -> Iterator[Served]:
     """A server whose clients may load adapters."""
     options = ("--enable-lora", "--allow-lora-loading", "--max-model-len", "256")
-    with served("builtin-draft", *options) as running:
+    with forked("builtin-draft", *options) as running:
         yield running
         assert running.idle() and "Traceback" not in running.log
 

@@ -1,7 +1,8 @@
-"""A server in a process of its own, as users start it."""
+"""A server in a process of its own: `served`, as users start it, and `forked`, which imports nothing again."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -9,21 +10,57 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from openai import OpenAI
+from server_process import serve
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["outrider.serve.replicas.child"])  # also what replicas are forks of
+
+
+class Process(Protocol):
+    """The methods of `Popen` that tests use."""
+
+    def poll(self) -> int | None: ...
+    def send_signal(self, number: int) -> None: ...
+    def wait(self, seconds: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+class Fork:
+    """`serve` in a fork of a process that has imported the server (`Process`)."""
+
+    def __init__(self, options: tuple[str, ...], log: Path, environment: dict[str, str]) -> None:
+        self.process = CONTEXT.Process(target=serve, args=(options, log, environment), daemon=True)
+        self.process.start()
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self, seconds: float | None = None) -> int:
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"the server has not ended after {seconds} s"
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
 
 
 @dataclass
 class Served:
     """A running server, at `url`."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     url: str
     log_file: Path
 
@@ -54,15 +91,36 @@ class Served:
         return self.process.wait(seconds)
 
 
-@contextmanager
-def served(*options: str, environment: dict[str, str] | None = None) -> Iterator[Served]:
+def served(*options: str) -> AbstractContextManager[Served]:
     """Start `python -m outrider.serve` with these options on a free port, and kill it at the end."""
+    return _running(_command, options, {})
+
+
+def forked(*options: str, environment: dict[str, str] | None = None) -> AbstractContextManager[Served]:
+    """As `served`, in a fork: for what does not depend on how the process starts."""
+    return _running(Fork, options, environment or {})
+
+
+def _command(options: tuple[str, ...], log: Path, environment: dict[str, str]) -> Process:
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "outrider.serve", *options],
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **environment},
+        )
+
+
+@contextmanager
+def _running(
+    start: Callable[[tuple[str, ...], Path, dict[str, str]], Process],
+    options: tuple[str, ...],
+    environment: dict[str, str],
+) -> Iterator[Served]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "log")
-        command = [sys.executable, "-m", "outrider.serve", *options, "--port", "0"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-        with path.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file, env=env)
+        path.touch()
+        process = start((*options, "--port", "0"), path, {"OMP_NUM_THREADS": "1", **environment})
         try:
             yield Served(process, _address(process, path), path)
         finally:
@@ -70,7 +128,7 @@ def served(*options: str, environment: dict[str, str] | None = None) -> Iterator
             process.wait()
 
 
-def _address(process: subprocess.Popen[bytes], path: Path) -> str:
+def _address(process: Process, path: Path) -> str:
     for _ in range(1200):
         if found := re.search(r"is served at (\S+)", path.read_text()):
             return found[1]
