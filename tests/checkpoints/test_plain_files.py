@@ -31,11 +31,12 @@ PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 with windows": ("Qwen3", {**WINDOWED, "use_sliding_window": True}),
 }
 READ = ("dtype", "eos_token_id", "rope_parameters", "head_dim", "model_type", "tie_word_embeddings")
+SHORTENED = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
 TEXTS = ["", "The quick brown fox", "a<|end|>b <|bos|>", " é ☃ 12 + 30\n\n  x", "<|user|>\nHi<|end|>\n"]
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_plain_config_says_what_transformers_reads(name: str, tmp_path: Path) -> None:
+def test_a_plain_config_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
     family, given = PLAIN[name]
     folder = Path(tiny_checkpoint(tmp_path, family, **given))
     ours, theirs = read_config(folder, False), AutoConfig.from_pretrained(folder)
@@ -112,11 +113,11 @@ def test_a_plain_tokenizer_does_what_transformers_does(folders: list[str]) -> No
         ("tokenizer_config.json", {"add_bos_token": True}),
         ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"}),
         ("tokenizer_config.json", {"bos_token": "<|new|>"}),
-        ("tokenizer.json", {"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}}),
+        ("tokenizer.json", {"truncation": SHORTENED}),
         ("added_tokens.json", {"<|new|>": 9000}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_tokenizer_that_transformers_changes_is_read_by_it(
     file: str, given: dict[str, Any], tmp_path: Path
 ) -> None:

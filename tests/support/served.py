@@ -1,4 +1,4 @@
-"""A server in a process of its own: `served`, as users start it, and `forked`, which imports nothing again."""
+"""A server in a process of its own: `served`, as users start it, or `forked`, which imports nothing anew."""
 
 from __future__ import annotations
 

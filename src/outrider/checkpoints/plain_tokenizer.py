@@ -1,4 +1,4 @@
-"""Tokenizers by the `tokenizers` library alone, where transformers, whose import takes seconds, adds nothing."""
+"""Tokenizers by the `tokenizers` library alone, where transformers adds nothing to it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PlainTokenizer:
 
 
 def plain_tokenizer(folder: Path, load: Callable[[], Any]) -> PlainTokenizer | None:
-    """The tokenizer of a folder; None if transformers would change what its tokenizer.json says."""
+    """The tokenizer of a folder; None if transformers would change its tokenizer.json."""
     from tokenizers import Tokenizer
 
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
