@@ -101,6 +101,7 @@ class AsyncLLM:
         **engine: Any,
     ) -> None:
         self.llm = LLM(model, speculative_config=speculative_config, **engine)
+        self.llm.get_tokenizer()  # imports transformers now, not while the first conversation is rendered
         self.restart_on_error, self.restarts = restart_on_error, 0
         self._error: Exception | None = None
         self._news: list[_Reader] = []  # readers with news, since the last step

@@ -21,7 +21,7 @@ from openai import OpenAI
 from server_process import serve
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["outrider.serve.replicas.child"])  # also what replicas are forks of
+CONTEXT.set_forkserver_preload(["outrider.serve.replicas.child", "transformers"])
 
 
 class Process(Protocol):
