@@ -53,6 +53,22 @@ def test_two_stores_of_a_process_share_a_folder(tmp_path: Path) -> None:
     assert number(tmp_path) == 2 and len(list(tmp_path.glob("weights-*"))) == 1
 
 
+def test_a_folder_is_refused_while_another_engine_learns_in_it(tmp_path: Path) -> None:
+    class Engine:
+        """An owner."""
+
+    first, second = Engine(), Engine()
+    kept = Store(tmp_path, "t", "b", first)
+    again = Store(tmp_path, "t", "b", first)  # its drafter was replaced
+    with pytest.raises(ConfigError, match=f"another model of this process learns in .*{tmp_path.name}"):
+        Store(tmp_path, "t", "b", second)
+    cycle = [kept, again]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del kept, again, cycle  # as an engine does
+    assert Store(tmp_path, "t", "b", second).owner is not None, "a store in no use is no obstacle"
+    del first
+
+
 def broken(*args: object, **options: object) -> None:
     raise OSError(28, "No space left on device")
 

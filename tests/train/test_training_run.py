@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import Head
 from outrider.errors import ConfigError
 from outrider.heads.base import FINGERPRINT
-from outrider.train import run
+from outrider.train import answers, features, run
 from outrider.train.data import Item
 from outrider.train.loop import Trainer, rate_factor
 from outrider.train.methods import method, methods
@@ -31,6 +33,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "redrafter": {"rate": 1e-2, "layers": 1},
     "mtp": {"inner": 96, "test_steps": 2},
     "dflash": {"rate": 1e-2, "block": 3, "layers": 1, "inner": 96},
+    "peagle": {"draft_vocab_size": 200, "depths": 2, "layers": 1, "inner": 96},
     "draft_model": {"layers": 2},
     "layerskip": {"early_exit": 3, "rate": 1e-2},
 }
@@ -90,7 +93,28 @@ def test_a_killed_run_goes_on_with_equal_weights(
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+def test_the_time_ends_answers_and_features(
+    target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was answered and computed before stays."""
+    monkeypatch.setattr(answers, "CHUNK", 16)
+    monkeypatch.setattr(features, "SAVE_EVERY", 8)
+    options = run_options("eagle", tmp_path / "out", steps=1, cache=str(tmp_path / "cache"), minutes=10)
+    for module in (answers, features):  # the time is over when it is looked at for the third time
+        clock = iter([0.0, 0.0, math.inf])
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "time", SimpleNamespace(perf_counter=lambda clock=clock: next(clock)))
+            assert train(target, "eagle", options, Report()) == Result(False, [], [])
+    (file,) = (tmp_path / "cache").glob("answers-*.jsonl")
+    assert len(file.read_text().splitlines()) == 40
+    (done,) = (tmp_path / "cache").glob("features-*/done.json")
+    assert json.loads(done.read_text()) == {"texts": 24}
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert train(target, "eagle", options, Report()).finished
+
+
 def test_a_run_that_ends_in_time_goes_on(target: LLM, run_options: Any, tmp_path: Path) -> None:
+    assert train(target, "medusa", run_options("medusa", tmp_path / "first", steps=1), Report()).finished
     stopped = train(target, "medusa", run_options("medusa", tmp_path, steps=6, minutes=1e-9), Report())
     assert not stopped.finished and not stopped.losses
     assert (tmp_path / "model.safetensors").exists()

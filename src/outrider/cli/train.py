@@ -23,7 +23,7 @@ GROUPS["training"] = (
         Flag("temperatures", list[float], "--temp --temperature", "Of answers, in turn; default: 0, 0.8."),
         Flag("limit", int, "--limit", "Number of texts."),
         Flag("seed", int, " ".join(SEED), "Seed of weights, order and answers; default: 0."),
-        Flag("minutes", float, "--minutes", "Start no step after this time; the same command goes on."),
+        Flag("minutes", float, "--minutes", "End after this time; the same command goes on."),
         Flag("init", str, "--init", "Folder of an earlier head to start from."),
         Flag("cache", str, "--cache", "Folder of answers and features; default: in --out."),
         Flag("cache_gb", float, "--cache-gb", "Most gigabytes of features; default: 8."),

@@ -126,7 +126,7 @@ class Engine:
         learner = None
         if speculation.online is not None:
             assert isinstance(drafter, HeadDrafter), "checked with the options"
-            learner = Learner(drafter, speculation.online)
+            learner = Learner(drafter, speculation.online, self)
         cache, self.drafter_caches = self.build_cache(drafter, max_nodes)
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
         texts = [method(method.Options(), self.target) for method in automatic()]

@@ -76,8 +76,11 @@ class Learner:
     stopped: after an error, which was logged.
     """
 
-    def __init__(self, drafter: HeadDrafter, options: Online) -> None:
-        """Raises ConfigError for a head or a device that cannot train, and for a folder that is not free."""
+    def __init__(self, drafter: HeadDrafter, options: Online, owner: object = None) -> None:
+        """owner: the engine.
+
+        Raises ConfigError for a head or a device that cannot train, and for a folder that is not free.
+        """
         self.drafter, self.options, self.stopped = drafter, options, False
         target = drafter.target
         if (device := target.decoder.device).type != "cpu":
@@ -90,7 +93,7 @@ class Learner:
         self.texts = Texts(sorted({*drafter.needs.states, FINAL}))
         drafter.needs |= Needs(states=(FINAL,))
         self.in_use = self._copy()
-        self.store = Store(options.path, target.checkpoint.fingerprint or "", hashed(self.in_use))
+        self.store = Store(options.path, target.checkpoint.fingerprint or "", hashed(self.in_use), owner)
         self.swaps = self.returns = self.steps = 0
         self.history: list[dict[str, Any]] = []
         self.rate = options.rate or min(MOST_RATE, BASE_RATE / target.decoder.spec.hidden)

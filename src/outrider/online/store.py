@@ -11,6 +11,7 @@ removed at the end of a write.  Files of other names are left alone.  Texts are 
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import json
 import logging
@@ -23,7 +24,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from safetensors import SafetensorError
@@ -42,13 +43,13 @@ KEYS = {"folder", "sha256", "target", "base", "statistics"}
 class Lock:
     """The lock of a folder, held by this process while an object of it lives.
 
-    writing: for the engines of this process.  Raises ConfigError if another process holds it.
+    writing: of the folder.  stores: on the folder.  Raises ConfigError if another process holds it.
     """
 
     held: ClassVar[WeakValueDictionary[Path, Lock]] = WeakValueDictionary()
 
     def __init__(self, path: Path) -> None:
-        self.writing = threading.Lock()
+        self.writing, self.stores = threading.Lock(), WeakSet[Store]()
         self.file = (path / LOCK).open("a")
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,12 +66,17 @@ class Lock:
             lock = cls.held[path] = cls(path)
         return lock
 
+    def has_other(self, owner: object) -> bool:
+        """Whether an object other than this one owns a store on the folder."""
+        owners = (store.owner and store.owner() for store in self.stores)
+        return any(other is not None and other is not owner for other in owners)
+
 
 class Store:
     """target, base: hashes of the target and of the weights that training began with."""
 
-    def __init__(self, path: str | Path, target: str, base: str) -> None:
-        """Make and lock the folder.
+    def __init__(self, path: str | Path, target: str, base: str, owner: object = None) -> None:
+        """Make and lock the folder.  owner: the engine; only stores of one owner share a folder.
 
         Raises ConfigError for one that cannot be written, is in use, or holds other files.
         """
@@ -85,6 +91,14 @@ class Store:
             raise ConfigError(
                 f"online: {str(path)!r} is no folder that can be written ({error}): give another path."
             ) from error
+        self.owner = None if owner is None else ref(owner)
+        if owner is not None and self.lock.has_other(owner):
+            gc.collect()  # a store that is not in use any more may be part of a cycle
+            if self.lock.has_other(owner):
+                raise ConfigError(
+                    f"online: another model of this process learns in {str(path)!r}: give another path."
+                )
+        self.lock.stores.add(self)
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The weights and statistics; None if there are none, or if they are corrupt.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,10 @@ from outrider.train.data import SHORTEST, Item
 from outrider.train.options import TrainOptions
 
 CHUNK = 128  # prompts between two writes: what a kill can lose
+
+
+class OutOfTime(Exception):
+    """The minutes of a run are over before its steps have begun."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +47,21 @@ def regenerated(
     path: Path,
     tick: Callable[[int, int], None],
     failed: Callable[[int, str], None],
+    deadline: float = math.inf,
 ) -> list[Text]:
     """The target's answers, in the order of the items.  One that failed is empty, and asked for next time.
 
     path: JSON lines of (item, ids), which an interrupted run goes on with.  tick(texts, tokens) is called
-    for what has become known, failed(item, error) for requests that fail now.
+    for what has become known, failed(item, error) for requests that fail now.  Raises OutOfTime if answers
+    are missing at `deadline`, of `perf_counter`.
     """
     answers = _read(path)
     tick(len(answers), 0)
     todo = [i for i in range(len(items)) if i not in answers]
     path.parent.mkdir(parents=True, exist_ok=True)
     for first in range(0, len(todo), CHUNK):
+        if time.perf_counter() > deadline:
+            raise OutOfTime
         new = answered(llm, {i: items[i] for i in todo[first : first + CHUNK]}, options, failed)
         answers.update(new)
         with path.open("a") as file:

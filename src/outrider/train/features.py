@@ -9,8 +9,10 @@ States of the texts beyond the limit are computed whenever they are needed, with
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from outrider.core.step import FINAL
 from outrider.errors import ConfigError
 from outrider.heads.sample import Sample, read_states, target_logits
 from outrider.models.base import Model
-from outrider.train.answers import Text
+from outrider.train.answers import OutOfTime, Text
 
 SAVE_EVERY = 64  # texts
 
@@ -57,8 +59,11 @@ class Features:
         """Size of the file."""
         return 2 * self.width * self.starts[self.cached]
 
-    def fill(self, tick: Callable[[int], None]) -> None:
-        """Compute what the file lacks.  tick(texts) is called for those that are done."""
+    def fill(self, tick: Callable[[int], None], deadline: float = math.inf) -> None:
+        """Compute what the file lacks.  tick(texts) is called for those that are done.
+
+        Raises OutOfTime if states are missing at `deadline`, of `perf_counter`.
+        """
         if not self.cached or self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -74,6 +79,8 @@ class Features:
             self.store[self.starts[i] : self.starts[i + 1]] = self._states(i)
             if (i + 1) % SAVE_EVERY == 0 or i + 1 == self.cached:
                 _write(progress, json.dumps({"texts": i + 1}))
+                if i + 1 < self.cached and time.perf_counter() > deadline:
+                    raise OutOfTime
             tick(1)
 
     def sample(self, i: int) -> Sample:

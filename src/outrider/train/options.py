@@ -95,8 +95,7 @@ class TrainOptions:
     depth             draft tokens of a step in evaluations
     evaluate_every, checkpoint_every   in steps
     evaluate_prompts, evaluate_tokens  held-out prompts, and tokens of their greedy answers
-    minutes           start no step after this time, which counts from the first answer; the same command
-                      goes on later
+    minutes           start no answers, features or step after this time; the same command goes on later
     init              folder of a head in the layout of `out` to start from
     cache, cache_gb   folder of answers and features, by default in `out`; most gigabytes of features.  Texts
                       beyond are computed again in every pass.

@@ -21,7 +21,7 @@ from outrider.bench.conditions import conditions
 from outrider.errors import ConfigError, RequestError
 from outrider.llm import LLM
 from outrider.train import answers, data
-from outrider.train.answers import Text
+from outrider.train.answers import OutOfTime, Text
 from outrider.train.base import Method, parameter_count, replace_text
 from outrider.train.data import Source
 from outrider.train.evaluate import Evaluator
@@ -82,8 +82,8 @@ def only_writer(folder: Path) -> Iterator[None]:
         yield
 
 
-def collect(llm: LLM, options: TrainOptions, report: Report) -> Texts:
-    """Read the data and have the target answer it."""
+def collect(llm: LLM, options: TrainOptions, report: Report, deadline: float) -> Texts:
+    """Read the data and have the target answer it.  Raises OutOfTime at the deadline."""
     items, sources = data.read(llm, options)
     report.sources(sources)
     target = target_parts(llm)
@@ -92,7 +92,7 @@ def collect(llm: LLM, options: TrainOptions, report: Report) -> Texts:
         key = hashed([target, asked, [item.prompt for item in items]])
         with report.phase("Answers of the target", len(items)) as tick:
             path = cache_folder(options) / f"answers-{key}.jsonl"
-            texts = answers.regenerated(llm, items, options, path, tick, report.failed)
+            texts = answers.regenerated(llm, items, options, path, tick, report.failed, deadline)
         report.empty(sum(len(text.ids) == text.prompt for text in texts), len(texts))
     else:
         texts = answers.given(items)
@@ -164,20 +164,24 @@ def step_count(options: TrainOptions, texts: Texts) -> int:
 def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
     """Train a head for the target and write it to `options.out`.  Afterwards `llm` has no drafter."""
     check(llm, name, options)
-    began = time.perf_counter()
-    with only_writer(cache_folder(options)):
-        texts = collect(llm, options, report)
-        made = new_method(llm, name, options, texts)
-        features = new_features(llm, made, texts)
-        with report.phase("Features of the target", features.cached) as tick:
-            features.fill(lambda done: tick(done, 0))
+    deadline = time.perf_counter() + 60 * (options.minutes or math.inf)
+    try:
+        with only_writer(cache_folder(options)):
+            texts = collect(llm, options, report, deadline)
+            made = new_method(llm, name, options, texts)
+            features = new_features(llm, made, texts)
+            with report.phase("Features of the target", features.cached) as tick:
+                features.fill(lambda done: tick(done, 0), deadline)
+    except OutOfTime:
+        report.say("Stopped before the first step: the same command goes on.")
+        return Result(False, [], [])
     trainer = Trainer(made, features, texts.chosen, step_count(options, texts), texts.key)
     resumed = trainer.load()
     if resumed:
         write_log(trainer)  # a kill may have left evaluations of later steps in it
     report.start(trainer, texts.texts, parameter_count(made.network), resumed)
     evaluate = Evaluation(llm, trainer, texts, report)
-    finished = _steps(trainer, evaluate, report, began)
+    finished = _steps(trainer, evaluate, report, deadline)
     made.save(Path(options.out).expanduser())
     if not trainer.records or trainer.records[-1]["step"] != trainer.step:
         evaluate()
@@ -187,14 +191,14 @@ def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
     return Result(finished, trainer.losses, trainer.records)
 
 
-def _steps(trainer: Trainer, evaluate: Evaluation, report: Report, began: float) -> bool:
+def _steps(trainer: Trainer, evaluate: Evaluation, report: Report, deadline: float) -> bool:
     """Steps up to the last one; False if the time runs out before."""
     options = trainer.options
     if trainer.step == 0:
         evaluate()
     with report.steps(trainer) as tick:
         while trainer.step < trainer.steps:
-            if options.minutes is not None and time.perf_counter() - began > 60 * options.minutes:
+            if time.perf_counter() > deadline:
                 return False
             tick(trainer.advance())
             if trainer.step % options.evaluate_every == 0:
