@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packed_files import Pack, awq, gptq
+from torch import Tensor
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, ModelError, SamplingParams, draft
@@ -101,6 +104,33 @@ def test_four_bits_are_read_too(toy: LLM, tmp_path: Path) -> None:
     assert torch.equal(head.raw("hydra_mlp.0.0.res_connection.weight"), weight.dense())
     with pytest.raises(ModelError, match="does not fit the target"):
         head.weight("hydra_mlp.0.0.res_connection", HIDDEN, HIDDEN)
+    assert proposed(toy, Hydra(Hydra.Options(model=folder), toy.engine.target))
+
+
+@pytest.mark.parametrize(("method", "pack"), [("awq", awq(32)), ("gptq", gptq(4, 32)), ("gptq", gptq(8, 32))])
+def test_gptq_and_awq_are_read_too(toy: LLM, tmp_path: Path, method: str, pack: Pack) -> None:
+    """Layers are packed by rules written a second time."""
+    torch.manual_seed(0)
+    network, rng, dense = Network(HIDDEN, V, heads=2, layers=2), random.Random(1), dict[str, Tensor]()
+    stored: dict[str, Tensor] = {}
+    for name, tensor in network.state_dict().items():
+        if tensor.dim() == 2:
+            layer, dense[name] = pack(*tensor.shape, rng)
+            at = name.removesuffix(".weight")
+            stored |= {f"{at}.{part}": value for part, value in layer.items()}
+        else:
+            stored[name] = tensor
+    bits = 32 * len(stored["hydra_mlp.0.0.linear.qweight"]) // HIDDEN // 2 if method == "gptq" else 4
+    quantization = {"quant_method": method, "bits": bits, "group_size": 32, "version": "gemm"}
+    folder = save_head(tmp_path, {**network.config(), "quantization_config": quantization}, stored)
+    head = Head.open(folder)
+    assert {name: head.shape(name) for name in head} == {
+        n: tuple(t.shape) for n, t in network.state_dict().items()
+    }
+    for name, expected in dense.items():
+        weight = head.weight(name.removesuffix(".weight"), *expected.shape)
+        assert isinstance(weight, QuantizedWeight) and weight.bits == bits
+        torch.testing.assert_close(weight.dense(), expected)
     assert proposed(toy, Hydra(Hydra.Options(model=folder), toy.engine.target))
 
 

@@ -57,7 +57,7 @@ class TensorsInMemory(dict[str, Tensor]):
 
 
 class PackedTensors:
-    """The tensors of a compressed-tensors file.  A quantized layer appears as one tensor, its weight.
+    """The tensors of a quantized file.  A quantized layer appears as one tensor, its weight.
 
     layer_of: name of such a weight -> name of its layer.
     """
@@ -97,7 +97,7 @@ def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | PackedTen
     """
     weights = Weights(folder, file_names(folder))
     quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "compressed-tensors":
+    if not isinstance(quantization, dict):
         return weights
     try:
         return PackedTensors(weights, Scheme.read(quantization))

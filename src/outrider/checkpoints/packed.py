@@ -65,8 +65,12 @@ class PackedWeights:
         return part in parts and f"{layer}.{layout.words}" in self.files
 
     def shape(self, name: str) -> tuple[int, int]:
-        """(outputs, inputs) of a quantized compressed-tensors layer, from headers."""
+        """(outputs, inputs) of a quantized layer, from headers."""
         outputs, words = self.files.shape(f"{name}.{self.layout.words}")
+        if self.scheme.method != "compressed-tensors":
+            ((bits, _),) = self.scheme.sizes
+            rows, columns, per_word = outputs, words, 32 // bits
+            return (columns * per_word, rows) if self.scheme.method == "awq" else (columns, rows * per_word)
         groups = self.files.shape(f"{name}.{self.layout.scales}")[-1]
         for bits, group in self.scheme.sizes:
             inputs = groups * group if group else words * 32 // bits
