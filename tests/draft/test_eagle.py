@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_heads import CONFIG, layouts, naive, norm, tensors
+from eagle_heads import CONFIG, EPS, HEADS, KV, D, layouts, naive, norm, tensors
 from torch import Tensor
 from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
@@ -20,6 +20,7 @@ from outrider.draft import detect
 from outrider.draft.eagle import Eagle
 from outrider.draft.eagle.layouts import exported
 from outrider.draft.eagle.network import Network
+from outrider.draft.hydra import Hydra
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.layer import Sizes
 from outrider.heads.sample import TargetWeights
@@ -74,6 +75,27 @@ def test_norms_of_other_trainers(toy: LLM, tmp_path: Path) -> None:
     assert torch.allclose(out.double(), expected, atol=1e-4)
     last = norm(expected[-1], w["norm.weight"].double())
     assert torch.allclose(logits[0].double(), last @ outer.lm_head.double().T, atol=1e-3)
+
+
+def test_hydras_eagle_attn(tmp_path: Path) -> None:
+    """A layer with an input norm, under Hydra's names; its sizes are the target's."""
+    rope = {"rope_type": "default", "rope_theta": CONFIG["rope_theta"]}
+    sizes = {"head_dim": D, "num_attention_heads": HEADS, "num_key_value_heads": KV, "rms_norm_eps": EPS}
+    folder = toy_target(tmp_path / "toy", rope_parameters=rope, **sizes)
+    toy = LLM(folder, dtype="float32", kv_cache_memory_bytes=1 << 24)
+    w = {**tensors(fc_bias=True), "layers.0.input_layernorm.weight": torch.rand(HIDDEN) + 0.5}
+    stored = {name.replace("layers.0.", "attn."): tensor for name, tensor in w.items()}
+    stored["input_embed_fn.weight"] = stored.pop("embed_tokens.weight")
+    config = {"hydra_head_arch": "eagle-attn", "hydra_num_heads": 1, "hidden_state_offset": 0}
+    folder = save_head(tmp_path / "head", config, {**stored, "lm_head.weight": torch.zeros(V, HIDDEN)})
+    assert detect(folder) == "eagle"
+    ids, f, outer = [5, 9, 400], torch.randn(3, HIDDEN), TargetWeights.of(toy.engine.decoder)
+    assert torch.allclose(ours(toy, folder, ids, f)[0].double(), naive(w, outer.embedding[ids], f), atol=1e-4)
+    with pytest.raises(ModelError, match="which is an EAGLE head: the method eagle reads it"):
+        Hydra(Hydra.Options(model=folder), toy.engine.target)
+    other = save_head(tmp_path / "other", {**config, "hidden_state_offset": 1}, stored)
+    with pytest.raises(ModelError, match="reads states 1 layers before the last"):
+        Eagle(Eagle.Options(model=other), toy.engine.target)
 
 
 def test_a_part_of_the_vocabulary(toy: LLM, tmp_path: Path) -> None:

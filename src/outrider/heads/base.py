@@ -23,6 +23,7 @@ from torch import Tensor
 from outrider.cache.catch_up import CatchUp, Cursor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
+from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.quantize import bits_of
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
@@ -38,6 +39,10 @@ from outrider.heads.vocabulary import check_size
 
 FINGERPRINT = "target_fingerprint"  # in the config of a head: `Checkpoint.fingerprint` of its target
 State = tuple[Tensor, ...]  # of a head that drafts level by level: [n, …] each
+OF_LAYERS = (
+    "num_attention_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_parameters",
+    "rope_scaling", "max_position_embeddings",
+)  # fmt: skip
 OF_ROWS = ("catch_up", "last_states", "memory", "trees")  # of a drafter, besides its weights
 log = logging.getLogger("outrider")
 # Names of tensors beside, or in place of, quantized weights.
@@ -131,7 +136,7 @@ class HeadDrafter(Drafter):
         config = {key: value for key, value in self.head.config.items() if key != "quantization_config"}
         options = self.options
         if isinstance(packed, Mapping) and options.quantization is None:
-            bits = packed["config_groups"]["group_0"]["weights"]["num_bits"]
+            bits = max(bits for bits, _ in Scheme.read(dict(packed)).sizes)
             options = replace(options, quantization=f"int{bits}")
         fresh = type(self)(options, self.target, Head.of(self.head.name, config, tensors))
         kept = {name: value for name, value in vars(fresh).items() if name not in OF_ROWS}
@@ -157,9 +162,18 @@ class HeadDrafter(Drafter):
         ):  # a whole target may hold any tensors besides the head's
             raise ModelError(
                 f"{head.name!r} is quantised ({quantized}): load the unquantised head, or one in "
-                "compressed-tensors (pack-quantized); 'quantization' quantises it while loading."
+                "compressed-tensors (pack-quantized), GPTQ or AWQ (gemm); 'quantization' quantises it while "
+                "loading."
             )
         cls.translate(head)
+
+    def complete_config(self) -> None:
+        """Take the settings of layers from the target where the head's config has none: Hydra's files."""
+        if "num_attention_heads" not in self.head.config:
+            theirs = {name: getattr(self.target.checkpoint.config, name, None) for name in OF_LAYERS}
+            config = {name: value for name, value in theirs.items() if value is not None}
+            self.head = replace(self.head, config={**config, **self.head.config})
+            self.reader = replace(self.reader, head=self.head)
 
     def check_depth(self, depth: int, most: int, parts: str = "heads") -> None:
         """Raise ConfigError for more levels than the file has parts for."""

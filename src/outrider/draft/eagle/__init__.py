@@ -77,4 +77,6 @@ class Eagle(Recurrent):
 
     def network(self) -> Net:
         self.check_embedding()
+        if "hydra_head_arch" in self.head.config:
+            self.complete_config()
         return Packed(self.reader, self.target)

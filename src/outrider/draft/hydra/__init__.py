@@ -15,7 +15,7 @@ the target's pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
 
@@ -29,7 +29,7 @@ from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.core.tree import Draft
 from outrider.core.validate import whole
-from outrider.draft.hydra.layouts import FORMAT, FROM_TARGET, PREFIX
+from outrider.draft.hydra.layouts import FORMAT, PREFIX
 from outrider.draft.hydra.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
@@ -86,7 +86,7 @@ class Hydra(RankedDrafter):
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        self._complete_config()
+        self.complete_config()
         heads = 1 + max(numbers(self.head, *FORMAT.numbered))
         self.heads = [HydraHead(self.reader, target, i) for i in range(heads)]
         self.plan(heads, target.vocabulary, learns=options.tree == "own")
@@ -98,14 +98,6 @@ class Hydra(RankedDrafter):
         if announced or any(name.startswith(PREFIX) for name in self.head):
             self.pooled = Stack(self.reader, target, [f"{PREFIX}.layers.0"], self.hidden)
             self.norm_out = self.reader.vector(f"{PREFIX}.norm.weight", self.hidden)
-
-    def _complete_config(self) -> None:
-        """The prefix layer is a layer of the target, whose config describes it where the head's does not."""
-        if "num_attention_heads" not in self.head.config:
-            theirs = {name: getattr(self.target.checkpoint.config, name, None) for name in FROM_TARGET}
-            config = {name: value for name, value in theirs.items() if value is not None}
-            self.head = replace(self.head, config={**config, **self.head.config})
-            self.reader = replace(self.reader, head=self.head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -16,16 +16,14 @@ from outrider.heads.layouts import HeadFormat, Layout, numbers, unchanged
 
 PREFIX = "prefix_embeding_layer"
 BLOCK, LM_HEAD = "hydra_mlp.{i}.{slot}.{rest}", "hydra_lm_head.{i}.{kind}"
-FROM_TARGET = (
-    "num_attention_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_parameters",
-    "rope_scaling", "max_position_embeddings",
-)  # fmt: skip
 
 
 def _refused(head: Head) -> str:
     architecture = head.config.get("hydra_head_arch", "mlp")
+    if architecture == "eagle-attn":
+        return "its hydra_head_arch is 'eagle-attn', which is an EAGLE head: the method eagle reads it"
     if architecture not in ("mlp", "prefix-mlp"):
-        return f"its hydra_head_arch is {architecture!r}, and neither mlp nor prefix-mlp"
+        return f"its hydra_head_arch is {architecture!r}, and none of mlp, prefix-mlp and eagle-attn"
     if numbers(head, BLOCK) and not any(".res_connection." in name for name in head):
         return "its heads are not grounded: none reads the draft tokens before its own"
     return ""
