@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from block_heads import BLOCK, IDS, MASK, TAPS, WIDE, Case, naive, speculators, tensors, zlab
+from block_heads import BLOCK, IDS, MASK, TAPS, WIDE, Case, Said, naive, overheard, speculators, tensors, zlab
 from torch import Tensor
 from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
@@ -73,29 +72,6 @@ def cases() -> dict[str, Case]:
     }
 
 
-class Said(NamedTuple):
-    """One block of one row in the engine: the text that was known, and the logits [levels, Vd]."""
-
-    known: list[int]
-    logits: Tensor
-
-
-@contextmanager
-def overheard(drafter: DFlash) -> Iterator[list[Said]]:
-    found: list[Said] = []
-    block_logits = drafter.block_logits
-
-    def listening(batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
-        logits = block_logits(batch, rows, levels)
-        found.extend(
-            Said(list(batch[r].row.tokens), part.clone()) for r, part in zip(rows, logits.split(list(levels)))
-        )
-        return logits
-
-    drafter.block_logits = listening  # type: ignore[method-assign]
-    yield found
-
-
 def close(got: Tensor, expected: Tensor) -> bool:
     return bool(torch.allclose(got.to(WIDE), expected, atol=2e-4))
 
@@ -103,7 +79,7 @@ def close(got: Tensor, expected: Tensor) -> bool:
 def check(llm: LLM, case: Case, blocks: Sequence[Said]) -> None:
     """Each block against the naive one, on the states that the target has when it reads the text alone."""
     outer, from_anchor = TargetWeights.of(llm.engine.decoder), case.config.get("sample_from_anchor", False)
-    for known, logits in blocks:
+    for known, logits, _ in blocks:
         states = sample.read(llm.engine.decoder, known[:-1], TAPS).states
         count = len(logits) + (not from_anchor)
         expected = naive(case, outer, torch.cat([states[tap] for tap in TAPS], dim=-1), known[-1], count)
@@ -183,7 +159,7 @@ def test_a_row_drafts_on_after_an_interrupted_step(
         for last in stream:  # noqa: B007 - the last one is looked at
             pass
     assert last.outputs[0].token_ids == plain
-    assert len(blocks) > 3 and all(bool(logits.isfinite().all()) for _, logits in blocks)
+    assert len(blocks) > 3 and all(bool(logits.isfinite().all()) for _, logits, _ in blocks)
     again = llm.generate({"prompt_token_ids": last.prompt_token_ids + last.outputs[0].token_ids}, params)[0]
     assert (again.num_cached_tokens or 0) <= gap
 
@@ -221,80 +197,6 @@ def test_a_shift_by_one_is_detected(toy: LLM, taught: str, monkeypatch: pytest.M
         ),
     )
     assert acceptance(toy.engine.checkpoint.name, {"model": taught}) < right / 1.5
-
-
-@pytest.mark.parametrize("markov", [0, 6])
-def test_training_network_equals_the_drafter(markov: int, toy: LLM, tmp_path: Path) -> None:
-    """The plain torch that is trained, and what runs in the engine."""
-    torch.manual_seed(6)
-    ids = tuple(IDS)
-    network = Network.like(
-        toy.engine.target,
-        taps=TAPS,
-        block=BLOCK,
-        mask=MASK,
-        ids=ids,
-        markov=markov,
-    )
-    if markov:
-        torch.nn.init.normal_(network.markov_head["markov_w2"].weight)
-    folder = save_head(tmp_path, network.config(), network.state_dict())
-    llm, outer = toy.variant({"model": folder}), TargetWeights.of(toy.engine.decoder)
-    with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
-        llm.generate(
-            {"prompt_token_ids": [5, 9, 77, 3]},
-            SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
-        )
-    for known, logits in (emitted for emitted in blocks if len(emitted.logits) == BLOCK - 1):
-        states = sample.read(toy.engine.decoder, known, TAPS).states
-        with torch.no_grad():
-            expected = network(
-                torch.cat([states[tap] for tap in TAPS], -1),
-                torch.tensor(known),
-                torch.tensor([len(known) - 1]),
-                outer,
-            )[0]
-            added = (
-                network.markov_head["markov_w2"](network.markov_head["markov_w1"].weight[known[-1]])
-                if markov
-                else 0
-            )  # the text ends there
-        assert torch.allclose(logits + added, expected[1:], atol=2e-4)
-
-
-@pytest.mark.parametrize("prefix", ["", "markov_head."])
-def test_a_markov_head_adds_the_bias_of_the_previous_token(prefix: str, toy: LLM, tmp_path: Path) -> None:
-    """DSpark with two rows, one with a processor: a token is the best of its level given the one before."""
-    table = {f"{prefix}markov_w1.weight": torch.randn(V, 5), f"{prefix}markov_w2.weight": torch.randn(V, 5)}
-    case = Case(
-        speculators(speculators_model_type="dspark", markov_head_type="vanilla"), {**tensors(), **table}
-    )
-    extra = {"confidence_head.proj.weight": torch.zeros(1, HIDDEN)}
-    llm = toy.variant({"model": save_head(tmp_path, case.config, {**case.tensors, **extra})})
-    assert llm.engine.drafter.depth == BLOCK
-    trees: list[tuple[list[int], list[int]]] = []
-    propose = llm.engine.drafter.propose
-
-    def listening(batch: Batch) -> Any:
-        draft = propose(batch)
-        trees.extend((list(row.tokens), tree.tokens) for row, tree in zip(batch.rows, draft.trees))
-        return draft
-
-    llm.engine.drafter.propose = listening  # type: ignore[method-assign]
-    prompts = [{"prompt_token_ids": [5, 9, 77, 3]}, {"prompt_token_ids": [8, 2, 1]}]
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logit_bias=bias)
-        for bias in (None, {3: 0.01})
-    ]
-    with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
-        llm.generate(prompts, params)
-    levels = {tuple(known): logits for known, logits in blocks}
-    found = [(known, draft_tree) for known, draft_tree in trees if draft_tree]
-    assert len(found) > 4 and {len(draft_tree) for _, draft_tree in found} >= {BLOCK}
-    for known, draft_tree in found:
-        for logits, before, draft_token in zip(levels[tuple(known)], [known[-1], *draft_tree], draft_tree):
-            best = logits + table[f"{prefix}markov_w2.weight"] @ table[f"{prefix}markov_w1.weight"][before]
-            assert best[draft_token] > best.max() - 0.02
 
 
 def test_sampled_chains_and_trees_carry_their_distributions(toy: LLM, taught: str) -> None:

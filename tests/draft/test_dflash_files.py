@@ -51,8 +51,8 @@ def without(name: str) -> dict[str, Tensor]:
         (speculators(), {**tensors(), "norm.weight": torch.zeros(HIDDEN, dtype=torch.int32)}, "int32"),
         (
             speculators(),
-            {**tensors(), "markov_head.gate_proj.weight": torch.zeros(V, 4)},
-            "DSpark with a gated.*gate_proj",
+            {**tensors(), "markov_head.lag_transforms.0.weight": torch.zeros(V, 4)},
+            "DSpark with another table.*lag_transforms",
         ),
         (
             zlab({"projector_type": "domino"}),
@@ -60,10 +60,10 @@ def without(name: str) -> dict[str, Tensor]:
                 **tensors(),
                 "embed_proj.0.weight": torch.zeros(8, 96),
                 "prefix_gru.weight_ih_l0": torch.zeros(96, HIDDEN),
+                "prefix_gru.weight_ih_l1": torch.zeros(96, HIDDEN),
             },
-            "Domino.*embed_proj",
+            "Domino with other layers.*weight_ih_l1",
         ),
-        (speculators(), {**tensors(), "domino_head.embed_proj.0.weight": torch.zeros(8, 96)}, "Domino"),
         (speculators(), {**tensors(), "markov_w1.weight": torch.zeros(V, 4)}, "markov_w2"),
         (speculators(), {**tensors(), "something.weight": torch.zeros(4)}, "something.weight"),
         (speculators(aux_hidden_state_layer_ids=[2, 4, 9]), tensors(), r"\[2, 4, 9\]; the target has 0 … 8"),
@@ -126,7 +126,7 @@ def test_dspark_in_a_flat_config_samples_from_the_anchor(toy: LLM, tmp_path: Pat
     assert (
         drafter.layout.from_anchor
         and drafter.depth == BLOCK
-        and drafter.markov is not None
+        and drafter.correction is not None
         and drafter.layout.taps == TAPS
     )
     bare = {**config, "dflash_config": {**config["dflash_config"], "projector_type": None}}
@@ -134,8 +134,8 @@ def test_dspark_in_a_flat_config_samples_from_the_anchor(toy: LLM, tmp_path: Pat
     assert opened(toy, tmp_path, dspark(sample_from_anchor=False)[0], w).depth == BLOCK - 1
     assert opened(toy, tmp_path, {**config, "sample_from_anchor": False}, w).depth == BLOCK - 1
     assert opened(toy, tmp_path, zlab(), tensors()).depth == BLOCK - 1
-    with pytest.raises(ModelError, match="a gated Markov head"):
-        opened(toy, tmp_path, *dspark(markov_head_type="gated"))
+    with pytest.raises(ModelError, match="markov_head_type is 'fir', and none of vanilla, gated, rnn"):
+        opened(toy, tmp_path, *dspark(markov_head_type="fir"))
 
 
 def test_depth_is_bounded_by_the_block(toy: LLM, tmp_path: Path) -> None:

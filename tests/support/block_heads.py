@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from toys import HIDDEN, V
 
+from outrider import LLM, SamplingParams
+from outrider.core.step import Batch
+from outrider.core.tree import DraftTree
+from outrider.draft.dflash import DFlash
 from outrider.heads.sample import TargetWeights
 
 HEADS, KV, D, INNER, EPS, THETA, TAPS, BLOCK, MASK = 4, 2, 24, 96, 1e-5, 5e5, (2, 4, 8), 6, 500
@@ -162,3 +168,59 @@ def naive(case: Case, outer: TargetWeights, taps: Tensor, anchor: int, count: in
             @ w[f"layers.{i}.mlp.down_proj.weight"].T
         )
     return norm(x, w["norm.weight"]) @ head.T
+
+
+# ---- in the engine
+
+
+class Said(NamedTuple):
+    """One block of one row in the engine: the text that was known, logits [levels, Vd] and states."""
+
+    known: list[int]
+    logits: Tensor
+    states: Tensor
+
+
+@contextmanager
+def overheard(drafter: DFlash) -> Iterator[list[Said]]:
+    found: list[Said] = []
+    block_logits = drafter.block_logits
+
+    def listening(batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> tuple[Tensor, Tensor]:
+        logits, states = block_logits(batch, rows, levels)
+        of_rows = states.split([n + drafter.skipped for n in levels])
+        found.extend(
+            Said(list(batch[r].row.tokens), part.clone(), x.clone())
+            for r, part, x in zip(rows, logits.split(list(levels)), of_rows)
+        )
+        return logits, states
+
+    drafter.block_logits = listening  # type: ignore[method-assign]
+    yield found
+
+
+class Drafted(NamedTuple):
+    """A block, and the chain that became of it."""
+
+    block: Said
+    tree: DraftTree
+
+
+def drafted(llm: LLM, **params: Any) -> list[Drafted]:
+    """The chains of two rows, one with a processor."""
+    drafter: DFlash = llm.engine.drafter  # type: ignore[assignment]
+    trees: list[tuple[tuple[int, ...], DraftTree]] = []
+    propose = drafter.propose
+
+    def listening(batch: Batch) -> Any:
+        draft = propose(batch)
+        trees.extend((tuple(row.tokens), tree) for row, tree in zip(batch.rows, draft.trees))
+        return draft
+
+    drafter.propose = listening  # type: ignore[method-assign]
+    prompts = [{"prompt_token_ids": [5, 9, 77, 3]}, {"prompt_token_ids": [8, 2, 1]}]
+    given = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params}
+    with overheard(drafter) as blocks:
+        llm.generate(prompts, [SamplingParams(**given), SamplingParams(**given, logit_bias={3: 0.01})])
+    found = {tuple(block.known): block for block in blocks}
+    return [Drafted(found[known], tree) for known, tree in trees if tree.tokens]

@@ -23,7 +23,7 @@ from outrider.backends.candidates import Candidates
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Budget, DraftTree
-from outrider.drafting.trees.builder import NO_VIEW, LevelBuilder
+from outrider.drafting.trees.builder import NO_VIEW, SAMPLE_CONFIDENCE, LevelBuilder
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import View
 from outrider.heads.choose import Chooser
@@ -161,7 +161,11 @@ class RankTree(LevelBuilder):
     paths:   closed under parents and smaller siblings
     sampled: children are sampled from q instead of its best tokens; their number depends on no token
     table:   None for a head without K/V
+    acceptance: expected acceptance sum(min(p, q)) after every node of the frontier, by a trained predictor;
+        None: estimated from the logits
     """
+
+    acceptance: Sequence[float] | None = None
 
     def __init__(
         self,
@@ -195,6 +199,9 @@ class RankTree(LevelBuilder):
     def _choose(self, choose: Chooser, logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
         """Add the best tokens after every node of the frontier; returns the new nodes of each."""
         ranked = self._rankings(choose, logits, max(counts))
+        if self.acceptance is not None:
+            noised = self.row.distribution.temperature > 0
+            ranked = [expected(best, a, noised) for best, a in zip(ranked, self.acceptance)]
         return [
             [self.add(parent, token, confidence) for token, confidence in best[:count]]
             for parent, count, best in zip(self.frontier, counts, ranked)
@@ -202,9 +209,13 @@ class RankTree(LevelBuilder):
 
     def _sample(self, choose: Chooser, logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
         """Add samples from q after every node of the frontier; returns the new nodes of each."""
+        given = [SAMPLE_CONFIDENCE] * len(counts)
+        if self.acceptance is not None:
+            given = [[a * (1 - a) ** i for i in range(max(counts))] for a in self.acceptance]
+        qs = self._distributions(choose, logits)
         return [
-            [] if q is None else self.add_samples(parent, q, count, choose.sampler.children)
-            for parent, count, q in zip(self.frontier, counts, self._distributions(choose, logits))
+            [] if q is None else self.add_samples(parent, q, count, choose.sampler.children, confidence)
+            for parent, count, q, confidence in zip(self.frontier, counts, qs, given)
         ]
 
     def _rankings(self, choose: Chooser, logits: Tensor, k: int) -> list[list[tuple[int, float]]]:
@@ -218,6 +229,17 @@ class RankTree(LevelBuilder):
             for node, row in zip(self.frontier, logits)
         ]
         return [None if q is None else self.add_distribution(q) for q in probs]
+
+
+def expected(best: Sequence[tuple[int, float]], a: float, noised: bool) -> list[tuple[int, float]]:
+    """The best (token, confidence), the first with the expected acceptance `a`, the others scaled.
+
+    noised: the target shares the noise.  Then the two agree with probability a / (2 - a) at least (arXiv
+    2408.07978).
+    """
+    a = a / (2 - a) if noised else a
+    rest = (1 - a) / max(1e-6, 1 - best[0][1]) if best else 0.0
+    return [(token, share * rest if rank else a) for rank, (token, share) in enumerate(best)]
 
 
 class BlockTree(RankTree):
@@ -239,28 +261,17 @@ class BlockTree(RankTree):
     ) -> None:
         super().__init__(row, paths, sampled=sampled, stream_id=stream_id)
         self.logits, self.accuracy = logits[: self.budget.depth], accuracy
-        self.biased = False
         self.level = 0
         self.level_rankings: list[list[tuple[int, float]]] = []
 
-    def add_biased_level(self, choose: Chooser, bias: Tensor | None) -> None:
-        """Add the next level.
-
-        bias: float32 [frontier, Vd], added to the level's logits for each node of the frontier.
-        """
-        logits, self.biased = self.logits[self.level].expand(len(self.frontier), -1), bias is not None
-        self.add_level(choose, logits if bias is None else logits + bias)
-        self.level += 1
-
     def grow(self, choose: Chooser) -> DraftTree:
-        """Add all levels, without bias."""
+        """Add all levels."""
         while self.frontier:
-            self.add_biased_level(choose, None)
+            self.add_level(choose, self.logits[self.level].expand(len(self.frontier), -1))
+            self.level += 1
         return self.draft_tree
 
     def _rankings(self, choose: Chooser, logits: Tensor, k: int) -> list[list[tuple[int, float]]]:
-        if self.biased:
-            return super()._rankings(choose, logits, k)
         if not self.level_rankings:
             self.level_rankings = self._rank_levels(choose)
         best = self.level_rankings[self.level] if self.level < len(self.level_rankings) else []
@@ -282,8 +293,6 @@ class BlockTree(RankTree):
         return found
 
     def _distributions(self, choose: Chooser, logits: Tensor) -> Sequence[int | None]:
-        if self.biased:
-            return super()._distributions(choose, logits)
         path = [int(probs.argmax()) for probs in self.distributions]
         probs = choose.distribution(self.row, path, self.logits[self.level])
         return [None if probs is None else self.add_distribution(probs)] * len(self.frontier)

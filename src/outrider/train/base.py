@@ -39,7 +39,7 @@ class Method:
 
     Options: ClassVar[type[TrainOptions]] = TrainOptions
     base_rate: ClassVar[float] = 1e-4
-    logits: ClassVar[bool] = True
+    logits: bool = True
     drafts: ClassVar[Mapping[str, Any]] = {"tree": "chain"}
     export: staticmethod[..., Files] | None = None
     wanted: tuple[int, ...] = (FINAL,)

@@ -25,7 +25,8 @@ OF_A_LAYOUT = (  # keys of configs
 )  # fmt: skip
 OUTER = (  # keys of z-lab's configs beside those of a layer
     "target_layer_ids", "causal", "is_causal", "architectures", "projector_type", "markov_head_type",
-    "auto_map", "num_target_layers", "torch_dtype", "dtype", "block_size", "mask_token_id",
+    "auto_map", "num_target_layers", "torch_dtype", "dtype", "block_size", "mask_token_id", "markov_rank",
+    "enable_confidence_head", "confidence_head_with_markov",
 )  # fmt: skip
 FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
 
@@ -116,14 +117,20 @@ def _mtp(head: Head, layout: str) -> Files:
 def _dflash(head: Head, layout: str) -> Files:
     ours = dflash.FORMAT.translate(head)
     given, tensors = head.config, dense(ours)
-    if "speculators_model_type" not in given:
+    if "speculators_model_type" not in given and "domino.state.weight" not in tensors:
         given = _of_z_lab(ours, tensors)
+    published = {dflash.FORMAT.layouts[0].published(name): tensor for name, tensor in tensors.items()}
+    kept = {key: value for key, value in given.items() if key != "quantization_config"}
+    if "domino.state.weight" in tensors:
+        if layout != "z-lab":
+            raise ConfigError("a Domino head has one published layout, 'z-lab'.")
+        return kept, published
     if layout == "speculators":
-        return {key: value for key, value in given.items() if key != "quantization_config"}, tensors
+        return kept, published
     if layout != "z-lab":
         raise ConfigError(unknown("layout", layout, ("speculators", "z-lab")))
     anchored = ["sample_from_anchor"] if dflash.from_anchor(head) else []
-    refuse(layout, [*anchored, *(name for name in tensors if name.startswith(("d2t", "markov")))])
+    refuse(layout, [*anchored, *(name for name in tensors if name.startswith(("d2t", "markov", "conf")))])
     taps = [tap - 1 for tap in given[dflash.TAPS[0]]]
     refuse(layout, ["a tap of the embeddings"] if min(taps) < 0 else [])
     own = {"mask_token_id": given["mask_token_id"], dflash.TAPS[1]: taps}
@@ -135,14 +142,22 @@ def _dflash(head: Head, layout: str) -> Files:
 
 def _of_z_lab(head: Head, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The config of a z-lab head, under our names, in the format of speculators."""
-    config, kind = plain(head.config), dflash.SPARK if "markov_w1.weight" in tensors else dflash.TYPE
+    config, confidence = plain(head.config), tensors.get("confidence_head.proj.weight")
+    rank = tensors["markov_w1.weight"].shape[1] if "markov_w1.weight" in tensors else 0
+    spark: dict[str, Any] = {}
+    if rank or confidence is not None:
+        spark = {"markov_rank": rank, "markov_head_type": config.get("markov_head_type", "vanilla")}
+        wide = confidence is not None and confidence.shape[1] > tensors["norm.weight"].shape[0]
+        spark |= {"enable_confidence_head": confidence is not None, "confidence_head_with_markov": wide}
     if dflash.TAPS[1] not in config:
         raise ConfigError(f"{head.name!r} does not list its {dflash.TAPS[1]}: add them to its config.")
     causal, kinds = config.get("is_causal", config.get("causal")), config.get("layer_types") or ()
     if causal and {*kinds} != {dflash.SLIDING}:
         raise ConfigError("a head whose blocks are causal in all layers can be written as 'z-lab' only.")
     anchored, block = dflash.from_anchor(head), config["block_size"]
+    kind = dflash.SPARK if spark else dflash.TYPE
     return {
+        **spark,
         "architectures": [dflash.ARCHITECTURE],
         "speculators_model_type": kind,
         "block_size": block,

@@ -9,8 +9,8 @@ norm(fc(taps of the target at t)).
     input of one pass           │ x_e-1  mask    mask …       its K/V is scratch, in the slots of draft tokens
     its logits are for          │  –      e      e+1  …       from_anchor: e, e+1, e+2 …, the token after each
 
-DSpark heads are blocks, too.  There the token before each draft token adds a row of a low-rank table to
-its logits, so a block is one pass, and its tokens are chosen from left to right.
+DSpark and Domino heads are blocks, too.  There the tokens before each draft token correct its logits
+(heads/corrections.py), so a block is one pass, and its tokens are chosen from left to right.
 
 A position needs the target's states at that position only, so any prefix hit can be built on.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ from torch import Tensor
 from outrider.cache.catch_up import Cursor
 from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
-from outrider.core.step import Batch, Commit, Needs
+from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
-from outrider.core.tree import Budget, Draft
+from outrider.core.tree import Draft, DraftTree
 from outrider.core.validate import Kind, check_fields, is_whole, optional, whole
 from outrider.draft.dflash.layouts import FORMAT, SLIDING, BlockLayout
 from outrider.draft.dflash.network import Network
@@ -38,12 +38,13 @@ from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import HeadDrafter, HeadOptions, random_head
 from outrider.heads.choose import Chooser
+from outrider.heads.corrections import corrections_of, grow_corrected
 from outrider.heads.layer import Block, Stack
 from outrider.heads.layouts import flat
 from outrider.heads.outer import embed, lm_logits, own_embedding, own_lm_head
 from outrider.heads.ranks import RankAccuracy
 from outrider.heads.templates import chain_paths
-from outrider.heads.trees import BlockTree, frontier_tokens
+from outrider.heads.trees import BlockTree, RankTree
 from outrider.heads.vocabulary import target_ids
 
 RANKS, MAX_NODES = 8, 1024
@@ -81,6 +82,7 @@ class DFlash(HeadDrafter):
         head, reader = self.head, self.reader
         self.layout = layout = BlockLayout.of(head, target.decoder.spec.layers, options.tap_offset)
         self.depth, self.needs = layout.levels, Needs(states=tuple(sorted(set(layout.taps))))
+        self.skipped = 0 if layout.from_anchor else 1  # rows of a block without logits
         if layout.mask >= target.vocabulary:
             raise ModelError(
                 f"{head.name!r} does not fit the target: its mask_token_id is {layout.mask}, of "
@@ -102,19 +104,10 @@ class DFlash(HeadDrafter):
         self.ids = target_ids(head, target.vocabulary)
         self.choose = Chooser(target, self.ids)
         self.lm_head = own_lm_head(reader, target, width, self.ids)
-        self.markov = self._markov_table()
+        given = self.reader, target, width, self.ids, self.embedding
+        self.correction, self.confidence = corrections_of(*given)
         if options.nodes is not None:
             self.memory = RankAccuracy.prior(layout.levels, RANKS)
-
-    def _markov_table(self) -> tuple[Any, Any] | None:
-        """The Markov table, from tokens of the target to those of the head; padding may follow."""
-        if "markov_w1.weight" not in self.head:
-            return None
-        head, vocabulary = self.head, self.target.vocabulary
-        (first, _), (second, rank) = (head.shape(f"markov_w{i}.weight") for i in (1, 2))
-        outputs = max(vocabulary, second) if self.ids is None else len(self.ids)
-        linear = self.reader.outer.linear
-        return linear("markov_w1", max(vocabulary, first), rank), linear("markov_w2", outputs, rank)
 
     @classmethod
     def claims(cls, head: Head) -> int:
@@ -143,41 +136,38 @@ class DFlash(HeadDrafter):
     def propose(self, batch: Batch) -> Draft:
         for step in batch:
             self.catch_up.cursor(step.row, step.start)
-        rows, grown = [r for r, step in enumerate(batch) if self.can_draft(step)], dict[int, BlockTree]()
+        rows, grown = [r for r, step in enumerate(batch) if self.can_draft(step)], dict[int, DraftTree]()
         if rows:
             levels = [min(batch[r].budget.depth, self.layout.levels) for r in rows]
-            logits = torch.split(self.block_logits(batch, rows, levels), levels)
-            grown = {r: self._tree(batch[r].row, part, batch[r].budget) for r, part in zip(rows, logits)}
-            self._grow(list(grown.values()))
-        return self.propose_for(batch, {r: tree.draft_tree for r, tree in grown.items()})
+            logits, states = self.block_logits(batch, rows, levels)
+            grown = dict(zip(rows, self._grow([batch[r] for r in rows], torch.split(logits, levels), states)))
+        return self.propose_for(batch, grown)
 
-    def _tree(self, row: Row, logits: Tensor, budget: Budget) -> BlockTree:
-        """The empty tree of a row; logits [levels, Vd]."""
-        levels = len(logits)
-        shape = chain_paths(levels) if self.memory is None else self.memory.best_paths(budget.nodes, levels)
-        return BlockTree(row, logits, shape, self.samples(row), self.target.stream_id)
+    def _grow(self, steps: Sequence[RowStep], blocks: Sequence[Tensor], states: Tensor) -> list[DraftTree]:
+        """The trees of some rows, by `block_logits`."""
+        stream, memory, args = self.target.stream_id, self.memory, []
+        for row, budget, depth in ((step.row, step.budget, len(block)) for step, block in zip(steps, blocks)):
+            shape = chain_paths(depth) if memory is None else memory.best_paths(budget.nodes, depth)
+            args.append((row, shape, self.samples(row)))
+        if self.correction is None:
+            plain = zip(args, blocks)
+            return [
+                BlockTree(row, b, shape, drawn, stream).grow(self.choose) for (row, shape, drawn), b in plain
+            ]
+        trees = [RankTree(row, shape, sampled=drawn, stream_id=stream) for row, shape, drawn in args]
+        of_rows = torch.split(states, [len(block) + self.skipped for block in blocks])
+        found = dict(zip(trees, zip(blocks, of_rows)))
+        grow_corrected(found, self.correction, self.confidence, self.skipped, self.choose)
+        return [tree.draft_tree for tree in trees]
 
-    def _grow(self, trees: Sequence[BlockTree]) -> None:
-        """Grow all trees together, level by level."""
-        while trees:
-            counts = [len(tree.frontier) for tree in trees]
-            biases: Sequence[Tensor | None] = [None] * len(trees)
-            if self.markov is not None:
-                biases = torch.split(self._markov_bias(frontier_tokens(trees), *self.markov), counts)
-            for tree, bias in zip(trees, biases):
-                tree.add_biased_level(self.choose, bias)
-            trees = [tree for tree in trees if tree.frontier]
+    def block_logits(self, batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """One pass over the blocks of these rows, of the next `levels[i]` positions of each.
 
-    def _markov_bias(self, tokens: Sequence[int], embedding: Any, head: Any) -> Tensor:
-        """float32 [n, Vd]: what each token adds to the logits of the next."""
-        return lm_logits(self.target.decoder, embed(self.target.decoder, tokens, embedding), head)
-
-    def block_logits(self, batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> Tensor:
-        """One pass over the blocks of these rows; float32 [sum of levels, Vd], the next `levels[i]`
-        positions of each.
+        Returns float32 [sum of levels, Vd], and the states after the last norm, [n, width]: of each block's
+        positions, after that of its anchor if that predicts nothing.
         """
         layout, inputs = self.layout, {causal: StepInput() for causal in set(self.layout.causal)}
-        skipped = 0 if layout.from_anchor else 1  # rows of a block without logits
+        skipped = self.skipped
         ids: list[int] = []
         kept: list[int] = []
         for r, depth in zip(rows, levels):
@@ -197,8 +187,8 @@ class DFlash(HeadDrafter):
         x = embed(self.target.decoder, ids, self.embedding)
         for i, (block, causal) in enumerate(zip(self.stack.blocks, layout.causal)):
             x = block(x, inputs[causal], self.pool, i)
-        x = self.backend.rms_norm(x[kept], self.norm, self.stack.sizes.eps)
-        return lm_logits(self.target.decoder, x, self.lm_head, self.ids)
+        x = self.backend.rms_norm(x, self.norm, self.stack.sizes.eps)
+        return lm_logits(self.target.decoder, x[kept], self.lm_head, self.ids), x
 
     def observe(self, commit: Commit) -> None:
         self.learn(commit)

@@ -11,9 +11,12 @@ All of them have Qwen3 blocks `layers.{i}`, `fc`, `hidden_norm` and `norm`; thei
     a window's rows see   the block, if                    the block up to themselves, unless
                           sliding_window_non_causal        dflash_config.causal is false
     the rest              d2t, t2d, lm_head, sample_from_anchor
-    DSpark                markov_w1 [V, rank], markov_w2 [Vd, rank]; it samples from the anchor by default
+    DSpark                markov_w1 [V, rank], markov_w2 [Vd, rank]; it samples from the anchor by default;
+                          gate_proj or joint_proj of the other kinds; confidence_head.proj
                           markov_head_type                 dflash_config.markov_head_type,
                                                            projector_type "dspark"
+    Domino                                                 projector_type "domino", prefix_gru, embed_proj,
+                                                           pure_draft_prefix_len, shift_label: from the anchor
 """
 
 from __future__ import annotations
@@ -25,22 +28,28 @@ from typing import Any
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import whole
 from outrider.errors import ModelError
+from outrider.heads.corrections import MARKOV
 from outrider.heads.layouts import BLOCK_NAMES, UNCHANGED, HeadFormat, Layout, flat, numbers
 from outrider.heads.outer import checked_taps
 
-ARCHITECTURE, TYPE, SPARK = "DFlashDraftModel", "dflash", "dspark"
+ARCHITECTURE, DOMINO, TYPE, SPARK = "DFlashDraftModel", "DominoDraftModel", "dflash", "dspark"
 SLIDING = "sliding_attention"
 DEFAULT_THETA = 1000000.0  # vLLM's
 TAPS = ("aux_hidden_state_layer_ids", "target_layer_ids")  # inputs of layers, outputs of layers
 ROWS = (
     ("verifier_{rest}", None),
     ("rotary_emb.{rest}", None),
-    ("confidence_head.{rest}", None),  # how likely each draft token is; blocks are proposed whole
     ("markov_head.markov_w{i}.{kind}", "markov_w{i}.{kind}"),
+    ("markov_head.gate_proj.{kind}", "gate_proj.{kind}"),
+    ("markov_head.joint_proj.{kind}", "joint_proj.{kind}"),
+    ("prefix_gru.weight_ih_l0", "domino.input.weight"),
+    ("prefix_gru.weight_hh_l0", "domino.state.weight"),
+    ("embed_proj.0.weight", "domino.down.weight"),
+    ("embed_proj.2.weight", "domino.up.weight"),
     ("draft_id_to_target_id", "d2t"),
     *UNCHANGED,
 )
-PREFIXES = ("model.", "draft_model.")
+PREFIXES = ("model.", "draft_model.", "domino_head.")
 
 
 def _of_speculators(head: Head) -> bool:
@@ -116,7 +125,7 @@ def from_anchor(head: Head) -> bool:
     config = flat(head.config)
     named = SPARK in (config.get("speculators_model_type"), config.get("projector_type"))
     spark = named or any(name.endswith("markov_w1.weight") for name in head)
-    return bool(config.get("sample_from_anchor", spark))
+    return bool(config.get("sample_from_anchor", config.get("shift_label", spark)))
 
 
 def _causal(config: Mapping[str, Any], sliding: bool) -> bool:
@@ -146,8 +155,7 @@ def _refused(head: Head) -> str:
     if not head.config.get("is_neox_style", True):
         return "it rotates its heads in neighbouring pairs (is_neox_style false)"
     kind = head.config.get("markov_head_type", "vanilla")
-    gated = kind != "vanilla" and any(name.endswith("markov_w1.weight") for name in head)
-    return f"it has a {kind} Markov head; only a vanilla one is" if gated else ""
+    return "" if kind in MARKOV else f"its markov_head_type is {kind!r}, and none of {', '.join(MARKOV)}"
 
 
 def _with_theta(head: Head) -> Head:
@@ -165,16 +173,17 @@ FORMAT = HeadFormat(
     vocabulary=("lm_head.weight",),
     taps=TAPS,
     depth=_block_depth,
-    known=rf"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_w[12])\.(weight|bias)|d2t|t2d|"
+    known=r"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_w[12]|(gate|joint|confidence_head\.)_?proj)"
+    r"\.(weight|bias)|d2t|t2d|domino\.(input|state|down|up)\.weight|"
     rf"layers\.\d+\.({BLOCK_NAMES})",
     variants=(
-        ("markov", "DSpark with a gated or recurrent table"),
-        ("gru|domino", "Domino"),
+        ("markov", "DSpark with another table"),
+        ("gru|domino|embed_proj", "Domino with other layers"),
         ("selector", "DFlash 2"),
         ("fusion", "DFlare"),
         ("sink", "attention sinks"),
     ),
-    kinds=f"{TYPE}|{SPARK}|{ARCHITECTURE}",
+    kinds=f"{TYPE}|{SPARK}|{ARCHITECTURE}|{DOMINO}",
     keys=("dflash_config",),
     refused=_refused,
     finish=_with_theta,

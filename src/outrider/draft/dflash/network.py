@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.draft.dflash.layouts import ARCHITECTURE, DEFAULT_THETA, SPARK, TYPE
+from outrider.draft.dflash.layouts import ARCHITECTURE, DEFAULT_THETA, DOMINO, SPARK, TYPE
 from outrider.drafting.base import Target
+from outrider.heads.corrections import VANILLA, Corrected
 from outrider.heads.layer import Sizes
 from outrider.heads.layouts import speculators_config
 from outrider.heads.parts import Layer, RmsNorm, register_vocabulary, rotary_angles, sizes_config
@@ -46,10 +47,11 @@ class BlockLayer(Layer):
         return self.feed_forward(x + attention.attend(attention.queries(u, own), k, v, mask))
 
 
-class Network(nn.Module):
+class Network(Corrected):
     """taps: as `Needs.states` numbers them.  block: tokens of a block, the pending one included.
     mask: id of the others.  ids: the head's tokens, ascending; empty for all.
-    markov: rank of DSpark's table.
+    markov, kind: rank and kind of DSpark's table.  confidence: with its predictor of the acceptance.
+    domino: width of Domino's recurrent state, 0 without one.
     """
 
     def __init__(
@@ -62,21 +64,20 @@ class Network(nn.Module):
         block: int = 8,
         ids: Sequence[int] = (),
         markov: int = 0,
+        kind: str = VANILLA,
+        confidence: bool = False,
+        domino: int = 0,
     ) -> None:
         super().__init__()
         self.sizes, self.vocabulary, self.taps, self.ids = sizes, vocabulary, tuple(taps), tuple(ids)
-        self.block, self.mask, self.markov, hidden = block, mask, markov, sizes.hidden
+        self.block, self.mask, hidden = block, mask, sizes.hidden
         self.fc = nn.Linear(len(taps) * hidden, hidden, bias=False)
         self.hidden_norm, self.norm = RmsNorm(hidden, sizes.eps), RmsNorm(hidden, sizes.eps)
         self.layers = nn.ModuleList(BlockLayer(sizes, qk_norm=True) for _ in range(layers))
         if ids:
             self.lm_head = nn.Linear(hidden, len(ids), bias=False)
             register_vocabulary(self, torch.tensor(ids), vocabulary)
-        if markov:
-            second = nn.Linear(markov, len(ids) or vocabulary, bias=False)
-            nn.init.zeros_(second.weight)
-            first = nn.Embedding(vocabulary, markov)
-            self.markov_head = nn.ModuleDict({"markov_w1": first, "markov_w2": second})
+        self.add_corrections(hidden, vocabulary, len(ids) or vocabulary, markov, kind, confidence, domino)
 
     @classmethod
     def like(cls, target: Target, inner: int | None = None, **options: Any) -> Network:
@@ -100,36 +101,32 @@ class Network(nn.Module):
         return network
 
     def config(self) -> dict[str, Any]:
-        """In the format of speculators."""
-        kind, architecture = (SPARK, "DSparkDraftModel") if self.markov else (TYPE, ARCHITECTURE)
-        markov = {"markov_rank": self.markov, "markov_head_type": "vanilla", "enable_confidence_head": False}
-        return {
-            **(markov if self.markov else {}),
-            "architectures": [architecture],
-            "speculators_model_type": kind,
-            "block_size": self.block,
-            "mask_token_id": self.mask,
-            "aux_hidden_state_layer_ids": list(self.taps),
-            "sliding_window_non_causal": False,
-            "sample_from_anchor": False,
-            "draft_vocab_size": len(self.ids) or self.vocabulary,
-            "transformer_layer_config": {
-                "attention_bias": False,
-                "hidden_act": "silu",
-                "model_type": "qwen3",
-                **sizes_config(self.sizes),
-                "num_hidden_layers": len(self.layers),
-                "vocab_size": self.vocabulary,
-                "tie_word_embeddings": False,
-                "rope_theta": DEFAULT_THETA,
-                "sliding_window": None,
-                "layer_types": ["full_attention"] * len(self.layers),
-            },
-            "speculators_config": speculators_config(kind, self.block - 1, ""),
-        }
+        """In the format of speculators; Domino's in that of SpecForge, the only one that has it."""
+        heads = self.corrections_config()
+        if self.domino:
+            own = {**heads, "mask_token_id": self.mask, "target_layer_ids": [tap - 1 for tap in self.taps]}
+            outer = {"architectures": [DOMINO], "block_size": self.block, "dflash_config": own}
+            return {**self._layer_config(), **outer}
+        kind, architecture = (SPARK, "DSparkDraftModel") if heads else (TYPE, ARCHITECTURE)
+        made = {**heads, "architectures": [architecture], "speculators_model_type": kind}
+        made |= {"block_size": self.block, "mask_token_id": self.mask}
+        made |= {"aux_hidden_state_layer_ids": list(self.taps), "sliding_window_non_causal": False}
+        made |= {"sample_from_anchor": False, "draft_vocab_size": len(self.ids) or self.vocabulary}
+        made |= {"transformer_layer_config": self._layer_config()}
+        return {**made, "speculators_config": speculators_config(kind, self.block - 1, "")}
 
-    def forward(self, taps: Tensor, tokens: Tensor, anchors: Tensor, outer: TargetWeights) -> Tensor:
-        """Logits [A, block, Vd] of each row, given the text before it.
+    def _layer_config(self) -> dict[str, Any]:
+        layers = len(self.layers)
+        made = {"attention_bias": False, "hidden_act": "silu", "model_type": "qwen3"}
+        made |= {**sizes_config(self.sizes), "num_hidden_layers": layers, "vocab_size": self.vocabulary}
+        made |= {"tie_word_embeddings": False, "rope_theta": DEFAULT_THETA, "sliding_window": None}
+        return {**made, "layer_types": ["full_attention"] * layers}
+
+    def forward(
+        self, taps: Tensor, tokens: Tensor, anchors: Tensor, outer: TargetWeights
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [A, block, Vd] of each row, given the text before it, and the logit of its acceptance,
+        [A, block], if the network predicts it.
 
         taps [T, len(taps) * hidden], tokens [T], anchors [A]: positions in the text.
         """
@@ -140,22 +137,23 @@ class Network(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, BlockLayer)
             x = layer.read(x, context, anchors)
-        logits = self.lm_head(self.norm(x)) if self.ids else outer.logits(self.norm(x))
-        logits = logits.view(*ids.shape, -1)
-        if not self.markov:
-            return logits
-        before = anchors[:, None] + torch.arange(self.block, device=device) - 1
-        first, second = self.markov_head["markov_w1"], self.markov_head["markov_w2"]
-        added: Tensor = second(first(tokens[before.clamp(0, len(tokens) - 1)]))
-        return logits + added
+        x = self.norm(x)
+        logits = (self.lm_head(x) if self.ids else outer.logits(x)).view(*ids.shape, -1)
+        x = x.view(*ids.shape, -1)
+        place = anchors[:, None] + (torch.arange(self.block, device=device) - 1).clamp_min(0)
+        before = tokens[place.clamp_max(len(tokens) - 1)]  # of the anchor's row, the anchor itself
+        return self.correct(logits, x, before, outer.embedding)
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
-        """Cross entropy with the text over the rows that predict, weighted by exp(-depth / DECAY)."""
+        """Cross entropy with the text over the rows that predict, weighted by exp(-depth / DECAY), plus that
+        of the predicted acceptance with sum(min(p, q)).
+        """
         tokens, last = sample.tokens, len(sample.tokens) - 1
         mask = torch.ones_like(tokens, dtype=torch.bool) if sample.mask is None else sample.mask
         places = mask[:-1].nonzero().flatten()
         anchors = places[torch.randperm(len(places), device=places.device)[:ANCHORS]]
-        logits = self(torch.cat([sample.states[tap] for tap in self.taps], dim=-1), tokens, anchors, outer)
+        taps = torch.cat([sample.states[tap] for tap in self.taps], dim=-1)
+        logits, confidence = self(taps, tokens, anchors, outer)
         depth = torch.arange(self.block, device=tokens.device) - 1  # -1 for the anchor's row
         at = anchors[:, None] + 1 + depth
         following = tokens[at.clamp_max(last)]
@@ -167,5 +165,9 @@ class Network(nn.Module):
             following = torch.searchsorted(known, following).clamp_max(len(known) - 1)
         weight = counted * torch.exp(-depth / DECAY)
         rows = logits.flatten(0, 1).float()
-        losses = F.cross_entropy(rows, following.flatten(), reduction="none")
-        return (losses.view_as(weight) * weight).sum() / weight.sum().clamp_min(1e-6)
+        losses = F.cross_entropy(rows, following.flatten(), reduction="none").view_as(weight)
+        if confidence is not None:
+            theirs = sample.logits[(at - 1).clamp_max(last)][..., list(self.ids) or slice(self.vocabulary)]
+            overlap = torch.minimum(theirs.softmax(-1), logits.detach().float().softmax(-1)).sum(-1)
+            losses = losses + F.binary_cross_entropy_with_logits(confidence, overlap, reduction="none")
+        return (losses * weight).sum() / weight.sum().clamp_min(1e-6)

@@ -135,7 +135,12 @@ class LevelBuilder(TreeBuilder):
         return [self.token(node) for node in self.frontier]
 
     def add_samples(
-        self, parent: int, distribution: int, count: int, children: Children = random_streams.children
+        self,
+        parent: int,
+        distribution: int,
+        count: int,
+        children: Children = random_streams.children,
+        confidences: Sequence[float] = SAMPLE_CONFIDENCE,
     ) -> list[int]:
         """Add at most `count` children sampled from distributions[distribution]; returns their numbers.
 
@@ -146,7 +151,7 @@ class LevelBuilder(TreeBuilder):
         tokens = children(self.row, self.distributions[distribution], streams, self.repeats)
         return [
             self.add(parent, token, confidence, distribution)
-            for token, confidence in zip(tokens, SAMPLE_CONFIDENCE)
+            for token, confidence in zip(tokens, confidences)
         ]
 
     @property

@@ -1,4 +1,6 @@
-"""DFlash and DSpark: layers that draft a block in one pass, cross entropy with the text weighted by depth."""
+"""DFlash, DSpark and Domino: layers that draft a block in one pass, cross entropy with the text weighted by
+depth.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from outrider.core.validate import optional, whole
+from outrider.core.validate import FLAG, Kind, optional, whole
 from outrider.draft.dflash.network import Network
 from outrider.errors import ConfigError
+from outrider.heads.corrections import MARKOV, VANILLA
 from outrider.train.base import Method
 from outrider.train.methods.eagle3 import frequent, within
 from outrider.train.options import COUNT, TAPS, TrainOptions
@@ -21,7 +24,9 @@ class DFlash(Method):
         """layers, inner: of the network.  block: tokens of a block, the pending one included.  mask_token:
         id of the unknown tokens; None: the last one.  taps: the layers whose inputs are read; None: three,
         spread as in the publication.  draft_vocab_size: most frequent tokens of the answers; None: all.
-        markov: rank of DSpark's table of the token before; 0 without one.
+        markov: rank of DSpark's table of the token before; 0 without one.  markov_kind: "vanilla", "gated" or
+        "rnn".  confidence: with DSpark's predictor of the acceptance.  domino: width of Domino's recurrent
+        state; 0 without one.
         """
 
         KINDS: ClassVar = {
@@ -32,6 +37,9 @@ class DFlash(Method):
             "taps": optional(TAPS),
             "draft_vocab_size": optional(COUNT),
             "markov": whole(0),
+            "markov_kind": Kind(" or ".join(MARKOV), lambda value: value in MARKOV),
+            "confidence": FLAG,
+            "domino": whole(0),
         }
 
         layers: int = 2
@@ -41,6 +49,17 @@ class DFlash(Method):
         taps: Sequence[int] | None = None
         draft_vocab_size: int | None = None
         markov: int = 0
+        markov_kind: str = VANILLA
+        confidence: bool = False
+        domino: int = 0
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.domino and (self.markov or self.confidence or self.draft_vocab_size):
+                raise ConfigError(
+                    "domino: such heads have all tokens of the target, and nothing of DSpark: leave "
+                    "draft_vocab_size, markov and confidence out."
+                )
 
     base_rate = 6e-4
     logits = False
@@ -48,7 +67,9 @@ class DFlash(Method):
 
     def build(self) -> Network:
         options = self.options
+        self.logits = options.confidence
         given: dict[str, Any] = {"layers": options.layers, "block": options.block, "markov": options.markov}
+        given |= {"kind": options.markov_kind, "confidence": options.confidence, "domino": options.domino}
         if options.inner is not None:
             given["inner"] = options.inner
         if options.mask_token is not None:
@@ -63,6 +84,8 @@ class DFlash(Method):
             given["ids"] = frequent(self.counts, options.draft_vocab_size) or ()
         network = Network.like(self.target, **given)
         self.wanted = network.taps
+        if options.domino and 0 in network.taps:
+            raise ConfigError("taps: a Domino head reads outputs of layers, so taps must be 1 or more.")
         if network.ids:
             network.lm_head.weight.data.copy_(self.outer.lm_head[list(network.ids)])
         return network
