@@ -146,6 +146,7 @@ KNOWN: dict[str, tuple[Shapes, dict[str, Any], str, int | None, int, int | None]
         H,
         128,
     ),
+    "peagle": ({**eagle3("layers.0"), "mask_hidden": (1, 1, H)}, {}, "speculators, vLLM", None, H, 128),
     "eagle": (eagle(), {}, "reference", None, H, V),
     "eagle, vLLM": (eagle("model."), {}, "vLLM", None, H, V),
     "speculators": (
@@ -226,23 +227,17 @@ def test_head_inside_its_target_gets_a_second_card(
 
 
 REFUSED: dict[str, tuple[str, Shapes, dict[str, Any], str]] = {
-    "P-EAGLE": (
-        "eagle3",
-        {**eagle3("midlayer"), "midlayer.self_attn.o_proj.weight": (H, H), "mask_hidden": (1, H)},
-        {},
-        "P-EAGLE",
-    ),
     "Hydra, cross-attn": ("hydra", hydra(), {"hydra_head_arch": "cross-attn"}, "'cross-attn'"),
-    "DSpark, gated": (
+    "DSpark, another table": (
         "dflash",
         {
             "hidden_norm.weight": (H,),
             "fc.weight": (H, 2 * H),
             "layers.0.self_attn.q_norm.weight": (16,),
-            "markov_head.gate.weight": (4, 4),
+            "markov_head.lag.weight": (4, 4),
         },
         {},
-        "DSpark with a gated",
+        "DSpark with another table",
     ),
     "experts": (
         "mtp",

@@ -292,7 +292,7 @@ def test_taps_of_the_user_override_the_file(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mask_hidden": torch.zeros(1, 3 * HIDDEN)}, "P-EAGLE"),
+        ({"mask_hidden": torch.zeros(1, 3 * HIDDEN)}, "another method: say 'peagle'"),
         (
             {"fc.weight": torch.zeros(H, 3 * 48)},
             r"does not fit the target: its fc.weight is \(64, 144\), and \(64, 192\) is needed",
@@ -321,7 +321,7 @@ def test_files_that_are_refused(
     ("config", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"speculators_model_type": "peagle"}, "P-EAGLE"),
+        ({"speculators_model_type": "peagle"}, "another method: say 'peagle'"),
         ({TAPS: "2"}, "must be a list"),
         ({TAPS: [2, 4, 9]}, "the target has 0 … 8"),
         ({"head_dim": 20}, "no heads of head_dim 20"),

@@ -22,23 +22,17 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.core.validate import Kind, check_fields, is_whole, optional, whole
-from outrider.draft.eagle3.layouts import ARCHITECTURE, FORMAT, TAPS, taps_of
+from outrider.draft.eagle3.layouts import ARCHITECTURE, FORMAT, is_parallel, taps_of
 from outrider.draft.eagle3.network import Network
 from outrider.drafting.base import Drafter, Target
-from outrider.errors import ConfigError, ModelError
+from outrider.errors import ModelError
 from outrider.heads.base import random_head
 from outrider.heads.layer import Pairs, Stack
 from outrider.heads.layouts import numbers
-from outrider.heads.outer import own_embedding, own_lm_head
+from outrider.heads.outer import check_tap_options, own_embedding, own_lm_head
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
 from outrider.heads.vocabulary import target_ids
-
-LAYERS = Kind(
-    "a list of layer numbers",
-    lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_whole, value)),
-)
 
 
 class Packed(Net):
@@ -122,11 +116,7 @@ class Eagle3(Recurrent):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            check_fields(self, {TAPS: optional(LAYERS), "tap_offset": optional(whole())})
-            if self.eagle_aux_hidden_state_layer_ids is not None and self.tap_offset is not None:
-                raise ConfigError(
-                    f"tap_offset moves what the file says, and {TAPS} replaces it: leave one of them out."
-                )
+            check_tap_options(self)
 
     def network(self) -> Net:
         options, layers = self.options, self.target.decoder.spec.layers
@@ -136,6 +126,8 @@ class Eagle3(Recurrent):
     @classmethod
     def claims(cls, head: Head) -> int:
         """2: the first layer has two norms and reads twice the width that it writes."""
+        if is_parallel(head) or head.config.get("speculators_model_type", "eagle3") != "eagle3":
+            return 0
         ours = FORMAT.renamed(head)
         norm, q, o = (
             f"midlayer.{name}.weight" for name in ("hidden_norm", "self_attn.q_proj", "self_attn.o_proj")

@@ -48,9 +48,9 @@ SGLANG = Layout(
 REFERENCE = Layout("reference", ("midlayer.hidden_norm.weight",), (FIRST, *REST), ("model.",))
 
 
-def _refused(head: Head) -> str:
-    parallel = "mask_hidden" in head or head.config.get("speculators_model_type") == "peagle"
-    return "it is a P-EAGLE head (parallel drafting, mask_hidden); take an EAGLE-3 head" if parallel else ""
+def is_parallel(head: Head) -> bool:
+    """Whether a head under its published names is P-EAGLE's: all levels in one pass."""
+    return any(name.split(".")[-1] == "mask_hidden" for name in head)
 
 
 FORMAT = HeadFormat(
@@ -59,7 +59,6 @@ FORMAT = HeadFormat(
     vocabulary=("lm_head.weight",),
     taps=(TAPS,),
     kinds=".*Eagle3.*|eagle3",
-    refused=_refused,
 )
 
 

@@ -1,0 +1,147 @@
+"""P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts all tokens in one pass.
+
+Behind the pair of the pending token stand further positions, for which neither state nor token is known:
+
+    position        …  e-3              e-2         │    e-1         e        …     e = step.end
+    state           f_e-3            f_e-2          │  mask_hidden  mask_hidden
+    token           x_e-2            x_e-1          │  mask_token   mask_token
+    its logits are for               e              │    e+1         e+2      …
+
+They attend to the pairs and to the masks before them.  Their K/V is scratch, in the slots of draft tokens.
+Pairs and K/V: see heads/recurrent.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from outrider.checkpoints.heads import Head
+from outrider.core.row import Row
+from outrider.core.step_input import StepInput
+from outrider.core.tree import Budget
+from outrider.core.validate import check_fields, is_whole, optional, whole
+from outrider.draft import eagle3
+from outrider.draft.eagle3.layouts import is_parallel, taps_of
+from outrider.draft.peagle.layouts import FORMAT, MASKS
+from outrider.draft.peagle.network import Network
+from outrider.drafting.base import Drafter, Target
+from outrider.errors import ModelError
+from outrider.heads.base import HeadOptions, random_head
+from outrider.heads.outer import check_tap_options
+from outrider.heads.ranks import RankAccuracy
+from outrider.heads.reader import Reader
+from outrider.heads.recurrent import CHAIN, Forwards, Net, Reading, Recurrent
+from outrider.heads.templates import chain_paths
+from outrider.heads.trees import BlockTree, KVTree
+
+RANKS, MAX_NODES = 8, 1024
+
+
+class Packed(eagle3.Packed):
+    """masked [1, width]: g of the positions without a state."""
+
+    def __init__(self, reader: Reader, target: Target, taps: tuple[int, ...]) -> None:
+        super().__init__(reader, target, taps)
+        head, most = reader.head, target.vocabulary - 1
+        mask = next((head.config[key] for key in MASKS if key in head.config), -1)
+        whole(0, most).check(mask, f"{MASKS[0]} of {head.name!r}", ModelError)
+        self.mask = int(mask)
+        wide, hidden = len(taps) * self.model.spec.hidden, head.raw("mask_hidden").float().reshape(1, -1)
+        if hidden.shape[1] != wide:
+            raise ModelError(
+                f"{head.name!r} does not fit the target: its mask_hidden has {hidden.shape[1]} values, and "
+                f"{wide} are needed."
+            )
+        self.masked = self.from_states(hidden.to(self.backend.device, self.backend.activations)).clone()
+
+
+class OnePass(Forwards):
+    """The only forward of a step: pending pairs, and behind them the masks of all further levels."""
+
+    def catch_up(self) -> Tensor:
+        """o of every level of the rows that draft, [sum of their depths, width]."""
+        net: Packed = self.net  # type: ignore[assignment]
+        step_input, kept, parts = StepInput(), list[int](), list[Tensor]()
+        counts = [reading.cursor.count for reading in self.readings]
+        for reading, g in zip(self.readings, torch.split(net.from_states(self.states), counts)):
+            first, end, tree = reading.cursor.first, reading.cursor.end, reading.tree
+            masks = tree.budget.depth - 1 if isinstance(tree, BlockTree) else 0
+            tokens = [*reading.row.tokens[first + 1 : end + 1], *[net.mask] * masks]
+            step_input.chain(reading.table[1:], first, tokens)
+            parts += [g, net.masked.expand(masks, -1)]
+            if tree is not None:
+                kept += range(step_input.length - masks - 1, step_input.length)
+        return net.forward(step_input.build(), self.pool, torch.cat(parts))[kept]
+
+
+class PEagle(Recurrent):
+    FORMAT = FORMAT
+
+    @dataclass(frozen=True)
+    class Options(HeadOptions):
+        """nodes: of a tree of the likeliest ranks (None: a chain).  The others as EAGLE-3's."""
+
+        tree: ClassVar[str] = CHAIN
+
+        nodes: int | None = None
+        eagle_aux_hidden_state_layer_ids: Sequence[int] | None = None
+        tap_offset: int | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            check_fields(self, {"nodes": optional(whole(1, MAX_NODES))})
+            check_tap_options(self)
+
+    def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
+        super().__init__(options, target, head)
+        try:
+            proposal = self.head.config["speculators_config"]["proposal_methods"][0]
+            depth = proposal["speculative_tokens"]
+        except (KeyError, IndexError, TypeError):
+            depth = None
+        self.depth = depth if is_whole(depth, 1, 64) else self.depth
+
+    def network(self) -> Net:
+        options, layers = self.options, self.target.decoder.spec.layers
+        taps = taps_of(self.head, layers, options.eagle_aux_hidden_state_layer_ids, options.tap_offset)
+        return Packed(self.reader, self.target, taps)
+
+    def forwards(self, readings: Sequence[Reading]) -> Forwards:
+        return OnePass(self, readings)
+
+    @classmethod
+    def claims(cls, head: Head) -> int:
+        """2: EAGLE-3's layers, and a state for positions that have none."""
+        return 2 if is_parallel(head) else int(cls.FORMAT.named_in(head.config))
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """Two random layers over two thirds of the tokens, and a tree of 8."""
+        return cls(cls.Options(nodes=8), target, random_head(Network.like, target, layers=2))
+
+    def size(self, depth: int) -> int:
+        if self.options.nodes is None or depth == 0:
+            return depth
+        nodes: int = self.options.nodes
+        return min(nodes, RANKS) if depth == 1 else max(depth, nodes)
+
+    def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> KVTree:
+        """An empty tree, whose logits come with the pass."""
+        shape = chain_paths(budget.depth)
+        if self.options.nodes is not None:
+            shape = RankAccuracy.prior(budget.depth, RANKS).best_paths(budget.nodes, budget.depth)
+        return BlockTree(row, torch.empty(0), shape, self.samples(row), self.target.stream_id)
+
+    def _grow(self, forwards: Forwards, trees: list[KVTree]) -> None:
+        o, blocks = self._catch_up(forwards), [tree for tree in trees if isinstance(tree, BlockTree)]
+        if blocks:
+            depths = [tree.budget.depth for tree in blocks]
+            for tree, logits in zip(blocks, torch.split(self.net.logits(o), depths)):
+                tree.logits = logits
+                tree.grow(self.choose)

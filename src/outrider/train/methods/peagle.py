@@ -1,0 +1,63 @@
+"""P-EAGLE (arXiv 2602.01469): cross entropy with the target, all levels in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from outrider.core.validate import optional, whole
+from outrider.draft.eagle3.layouts import default_taps
+from outrider.draft.peagle.network import Network
+from outrider.errors import ConfigError
+from outrider.train.base import Method
+from outrider.train.methods.eagle3 import frequent, within
+from outrider.train.options import COUNT, TAPS, TrainOptions
+
+
+class PEagle(Method):
+    @dataclass(frozen=True)
+    class Options(TrainOptions):
+        """layers, inner: of the network; None: the target's inner.  depths: levels of a pass.
+        draft_vocab_size: the most frequent tokens of the answers.  mask_token: id of the unknown tokens;
+        None: the last one.  taps: the layers whose inputs are read; None: EAGLE-3's.
+        """
+
+        KINDS: ClassVar = {
+            "layers": COUNT,
+            "inner": optional(COUNT),
+            "depths": whole(2, 64),
+            "draft_vocab_size": COUNT,
+            "mask_token": optional(whole(0)),
+            "taps": optional(TAPS),
+        }
+
+        layers: int = 4
+        inner: int | None = None
+        depths: int = 8
+        draft_vocab_size: int = 32000
+        mask_token: int | None = None
+        taps: Sequence[int] | None = None
+
+    base_rate = 1e-4
+    drafts: ClassVar = {}
+
+    def build(self) -> Network:
+        options, target = self.options, self.target
+        layers, vocabulary = target.decoder.spec.layers, target.vocabulary
+        self.wanted = within(options.taps or sorted(set(default_taps(layers))), layers)
+        mask = vocabulary - 1 if options.mask_token is None else options.mask_token
+        if mask >= vocabulary:
+            raise ConfigError(f"mask_token {mask}: V of the target is {vocabulary}.")
+        network = Network(
+            self.sizes,
+            vocabulary,
+            self.wanted,
+            mask,
+            frequent(self.counts, options.draft_vocab_size),
+            options.layers,
+            options.depths,
+            target.checkpoint.spec.context,
+        )
+        network.lm_head.weight.data.copy_(self.outer.lm_head[network.ids])
+        return network
