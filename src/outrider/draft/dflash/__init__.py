@@ -104,8 +104,7 @@ class DFlash(HeadDrafter):
         self.ids = target_ids(head, target.vocabulary)
         self.choose = Chooser(target, self.ids)
         self.lm_head = own_lm_head(reader, target, width, self.ids)
-        given = self.reader, target, width, self.ids, self.embedding
-        self.correction, self.confidence = corrections_of(*given)
+        self.correction, self.confidence = corrections_of(reader, target, width, self.ids, self.embedding)
         if options.nodes is not None:
             self.memory = RankAccuracy.prior(layout.levels, RANKS)
 
@@ -166,9 +165,8 @@ class DFlash(HeadDrafter):
         Returns float32 [sum of levels, Vd], and the states after the last norm, [n, width]: of each block's
         positions, after that of its anchor if that predicts nothing.
         """
-        layout, inputs = self.layout, {causal: StepInput() for causal in set(self.layout.causal)}
-        skipped = self.skipped
-        ids: list[int] = []
+        layout, skipped, ids = self.layout, self.skipped, list[int]()
+        inputs = {causal: StepInput() for causal in set(layout.causal)}
         kept: list[int] = []
         for r, depth in zip(rows, levels):
             row, start = batch[r].row, batch[r].start
