@@ -81,21 +81,14 @@ class Network(nn.Module):
         return torch.arange(len(d2t), device=d2t.device) + d2t  # type: ignore[no-any-return]
 
     def config(self) -> dict[str, Any]:
-        layer = {"model_type": "llama", "hidden_act": "silu", **sizes_config(self.sizes)}
+        layer: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", **sizes_config(self.sizes)}
         layer |= {"num_hidden_layers": len(self.layers), "vocab_size": self.vocabulary}
         layer |= {"max_position_embeddings": self.positions, "tie_word_embeddings": False}
-        return {
-            "architectures": ["PEagleDraftModel"],
-            "speculators_model_type": "peagle",
-            "speculators_version": "0.3.0",
-            "mask_token_id": self.mask,
-            "draft_vocab_size": self.lm_head.out_features,
-            "target_hidden_size": self.sizes.hidden,
-            TAPS: list(self.taps),
-            "norm_before_residual": False,
-            "transformer_layer_config": layer,
-            "speculators_config": speculators_config("peagle", self.depths),
-        }
+        made: dict[str, Any] = {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"}
+        made |= {"speculators_version": "0.3.0", "mask_token_id": self.mask, TAPS: list(self.taps)}
+        made |= {"draft_vocab_size": self.lm_head.out_features, "target_hidden_size": self.sizes.hidden}
+        made |= {"norm_before_residual": False, "transformer_layer_config": layer}
+        return {**made, "speculators_config": speculators_config("peagle", self.depths)}
 
     def forward(
         self, states: Tensor, tokens: Tensor, embedding: Tensor, anchors: Tensor, depth: Tensor
