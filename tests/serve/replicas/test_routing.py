@@ -13,7 +13,7 @@ from outrider.serve.replicas.routing import (
     OPEN_TOKENS,
     Prefixes,
     blocks_of,
-    cost,
+    work,
 )
 
 
@@ -26,7 +26,7 @@ class Place:
 
 
 def chosen(places: list[Place], keys: list[int]) -> Place:
-    return min(places, key=lambda place: cost(place, keys))
+    return min(places, key=lambda place: work(place.prefixes, place.open, keys))
 
 
 def turns(count: int, rng: random.Random) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from starlette.types import Lifespan, Receive, Scope, Send
 
 from outrider.serve.guard import middleware
 from outrider.serve.replicas.metrics import metrics_of
-from outrider.serve.replicas.relay import Question, Relay
+from outrider.serve.replicas.relay import Pool, Question, Relay
 from outrider.serve.replicas.router import LOADING, UNLOADING, Router
 from outrider.serve.wire import Json, strict_json
 from outrider.version import VERSION
@@ -26,7 +26,7 @@ def make_app(router: Router, lifespan: Lifespan[Starlette] | None = None) -> Sta
     routes = [
         *(Route(path, handler) for path, handler in _own_routes(router).items()),
         *(Route(path, _everywhere(router), methods=["POST"]) for path in (LOADING, UNLOADING)),
-        Mount("/", _passed_on(router)),
+        Mount("/", passed_on(router, router.options.root_path)),
     ]
     return Starlette(routes=routes, middleware=middleware(router), lifespan=lifespan)
 
@@ -48,10 +48,12 @@ def _own_routes(router: Router) -> dict[str, Handler]:
     return {"/health": health, "/version": version, "/metrics": metrics}
 
 
-def _passed_on(router: Router) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+def passed_on(pool: Pool, root_path: str = "") -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    """An application whose requests the replicas of a pool answer."""
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        question = await _question(router, Request(scope, receive))
-        await Relay(router, question)(scope, receive, send)
+        question = await _question(root_path, Request(scope, receive))
+        await Relay(pool, question)(scope, receive, send)
 
     return app
 
@@ -60,7 +62,7 @@ def _everywhere(router: Router) -> Handler:
     """Adapters are loaded and unloaded on all replicas."""
 
     async def app(request: Request) -> Response:
-        question = await _question(router, request)
+        question = await _question(router.options.root_path, request)
         try:
             given = strict_json(question.body)
             name = given.get("lora_name") if isinstance(given, dict) else None
@@ -72,7 +74,7 @@ def _everywhere(router: Router) -> Handler:
     return app
 
 
-async def _question(router: Router, request: Request) -> Question:
-    path, query = request.url.path.removeprefix(router.options.root_path), request.url.query
+async def _question(root_path: str, request: Request) -> Question:
+    path, query = request.url.path.removeprefix(root_path), request.url.query
     target = f"{path}?{query}" if query else path
     return Question.of(request.method, target, list(request.headers.items()), await request.body())

@@ -220,3 +220,12 @@ async def _checked(answer: Answer) -> AsyncGenerator[str]:
         yield text
     if not ended:
         raise ReplicaLost(answer.planned)
+
+
+async def whole_events(texts: AsyncIterator[str]) -> AsyncGenerator[str]:
+    """The events of a stream that comes in any pieces."""
+    rest = ""
+    async for text in texts:
+        *whole, rest = (rest + text).split("\n\n")
+        for each in whole:
+            yield f"{each}\n\n"

@@ -20,7 +20,7 @@ import httpx
 
 from outrider.errors import EngineError
 from outrider.serve.replicas.child import Job, main
-from outrider.serve.replicas.relay import NotReached, Question, ReplicaLost
+from outrider.serve.replicas.relay import NotReached, Question, ReplicaLost, whole_events
 from outrider.serve.replicas.routing import BLOCK_TOKENS, Prefixes
 from outrider.serve.state import cancelled
 
@@ -227,11 +227,8 @@ class HttpAnswer:
             raise ReplicaLost(self.planned) from error
 
     async def events(self) -> AsyncIterator[str]:
-        rest = ""
         try:
-            async for text in self.response.aiter_text():
-                *whole, rest = (rest + text).split("\n\n")
-                for each in whole:
-                    yield f"{each}\n\n"
+            async for event in whole_events(self.response.aiter_text()):
+                yield event
         except (httpx.TransportError, httpx.StreamError) as error:
             raise ReplicaLost(self.planned) from error

@@ -20,7 +20,7 @@ from outrider.serve.replicas.child import Job
 from outrider.serve.replicas.options import ReplicaOptions, shares, visible_gpus
 from outrider.serve.replicas.relay import Answer, Question
 from outrider.serve.replicas.replica import Replica
-from outrider.serve.replicas.routing import cost
+from outrider.serve.replicas.routing import work
 from outrider.serve.state import cancelled
 
 LOADING, UNLOADING = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -120,7 +120,7 @@ class Router:
         except TimeoutError:
             raise ApiError(503, "no replica is ready.", code="loading", retry_after=5) from None
         allowed = [replica for replica in ready if replica.number not in avoid] or ready
-        return min(allowed, key=lambda replica: (*cost(replica, question.blocks), replica.used))
+        return min(allowed, key=lambda each: (*work(each.prefixes, each.open, question.blocks), each.used))
 
     # ---- adapters: what one replica has, all have
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.serve.wire import dumps
 
@@ -63,14 +63,10 @@ class Prefixes:
             self._keys.popitem(last=False)
 
 
-class Candidate(Protocol):
-    """A replica to choose from.  open: samples that are queued or running there."""
+def work(prefixes: Prefixes, open_samples: int, keys: Sequence[int]) -> tuple[int, int]:
+    """Work of a request at a replica in prompt tokens, and its open samples where that is equal.
 
-    open: int
-    prefixes: Prefixes
-
-
-def cost(candidate: Candidate, keys: Sequence[int]) -> tuple[int, int]:
-    """Work of a request at a replica in prompt tokens, and its open samples where that is equal."""
-    missing = len(keys) - candidate.prefixes.match(keys)
-    return missing * BLOCK_TOKENS + candidate.open * OPEN_TOKENS, candidate.open
+    open_samples: queued or running there
+    """
+    missing = len(keys) - prefixes.match(keys)
+    return missing * BLOCK_TOKENS + open_samples * OPEN_TOKENS, open_samples

@@ -1,0 +1,187 @@
+"""Ray Serve in front of replicas: routing, autoscaling, and a replica that is killed in the middle of a text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+ray_server = pytest.importorskip("outrider.serve.ray", reason="needs the extra ray", exc_type=ImportError)
+
+from outrider import LLM, ConfigError, SamplingParams  # noqa: E402
+from outrider.serve.options import ServerOptions  # noqa: E402
+from outrider.serve.replicas.relay import Question  # noqa: E402
+from outrider.serve.replicas.routing import BLOCK_TOKENS  # noqa: E402
+
+
+def question(text: str) -> Any:
+    body = json.dumps({"prompt": text}).encode()
+    return SimpleNamespace(args=[Question.of("POST", "/v1/completions", [], body)])
+
+
+class Routed:
+    """A router of Ray's handles, without Ray."""
+
+    def __init__(self, tokens: int = 10_000) -> None:
+        self.router = object.__new__(ray_server.PrefixRouter)
+        self.router.initialize_state()
+        stats = {"tokens": tokens}
+        self.replicas = [SimpleNamespace(replica_id=name, routing_stats=stats) for name in "abc"]
+
+    def ask(self, text: str) -> str:
+        """The replica of a request, which stays open."""
+        request = question(text)
+        ranked = asyncio.run(self.router.choose_replicas(self.replicas, request))
+        chosen: str = ranked[0][0].replica_id
+        assert sorted(one.replica_id for rank in ranked for one in rank) == [*"abc"]
+        self.router.on_request_routed(request, chosen, None)
+        return chosen
+
+    def end(self, replica: str) -> None:
+        self.router.on_request_completed(replica, "")
+
+
+def test_a_conversation_returns_to_its_replica() -> None:
+    routed, first = Routed(), "Anna walked through the village. " * 40
+    place = routed.ask(first)
+    routed.end(place)
+    others = {routed.ask(f"{i}: another text. " * 40) for i in range(2)}
+    assert place not in others and len(others) == 2
+    for replica in others:
+        routed.end(replica)
+    assert routed.ask(first + "And then? " * 20) == place
+
+
+def test_load_outweighs_a_short_prefix() -> None:
+    routed, text = Routed(), "Anna walked through the village. " * 10
+    place = routed.ask(text)
+    assert routed.ask(text) != place, "128 tokens of work are more than the 80 that are cached"
+
+
+def test_a_small_cache_is_forgotten() -> None:
+    routed, first = Routed(tokens=20 * BLOCK_TOKENS), "Anna walked through the village. " * 30
+    place = routed.ask(first)
+    routed.end(place)
+    assert routed.router.prefixes[place].match(question(first).args[0].blocks) > 10
+    for i in range(9):
+        routed.end(routed.ask(f"{i}: another text. " * 60))
+    assert not routed.router.prefixes[place].match(question(first).args[0].blocks)
+
+
+def replicas_for(requests: float, uses: dict[str, float]) -> float:
+    config = SimpleNamespace(get_target_ongoing_requests=lambda: 8)
+    context = SimpleNamespace(
+        current_num_replicas=2,
+        total_num_requests=requests,
+        aggregated_metrics={ray_server.KV_USE: uses},
+        config=config,
+    )
+    wanted, _ = ray_server.replicas_for_load(context)
+    return float(wanted)
+
+
+def test_replicas_follow_requests_and_kv_use() -> None:
+    assert replicas_for(32, {"a": 0.1, "b": 0.1}) == 4
+    assert replicas_for(8, {"a": 1.0, "b": 1.0}) == 2 / ray_server.TARGET_KV_USE
+    assert replicas_for(1, {}) == 1 and replicas_for(0, {}) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"speculative_config": {"method": "nothing"}}, "nothing"),
+        ({"server": ServerOptions(allow_lora_loading=True)}, "allow_lora_loading"),
+        ({"server": ServerOptions(api_key=(" ",))}, "api_key"),
+    ],
+)
+def test_wrong_options_are_refused_before_ray_starts(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ray_server.deployment("builtin-draft", **options)
+
+
+PROGRAM = """
+import sys, ray
+from ray import serve
+from outrider.serve.options import ServerOptions
+from outrider.serve.ray import deployment
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
+serve.start(http_options={"port": int(sys.argv[1])})
+app = deployment("builtin-draft", speculative_config={"method": "ngram"}, threads=1, max_model_len=512,
+                 server=ServerOptions(api_key=("secret",)), replicas=2, actor={"num_cpus": 0.1})
+serve.run(app, name=sys.argv[2])
+print("ready", flush=True)
+sys.stdin.read()
+serve.shutdown()
+"""
+KEY = {"Authorization": "Bearer secret"}
+TEXT = {"prompt": "The future of AI is", "ignore_eos": True, "temperature": 0.8, "seed": 3, "max_tokens": 400}
+PATIENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_worker_niceness": "0"}  # on a busy machine
+
+
+def replicas_of(app: str) -> list[int]:
+    lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
+    return [int(line.split()[0]) for line in lines if f"ServeReplica:{app}:Model" in line]
+
+
+def busiest(pids: list[int]) -> int:
+    """The process that computes."""
+
+    def ticks(pid: int) -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = {pid: ticks(pid) for pid in pids}
+    time.sleep(0.1)
+    return max(pids, key=lambda pid: ticks(pid) - before[pid])
+
+
+@pytest.fixture
+def running() -> Iterator[tuple[str, str]]:
+    """Two replicas: their URL, and the name of the application."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    app, pipe = f"test{port}", subprocess.PIPE
+    command = [sys.executable, "-c", PROGRAM, str(port), app]
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env={**PATIENT, **os.environ})
+    assert process.stdout is not None
+    try:
+        assert any(line == "ready\n" for line in process.stdout)
+        yield f"http://127.0.0.1:{port}/v1", app
+        process.communicate("", timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.full
+def test_a_killed_replica_changes_no_text(running: tuple[str, str]) -> None:
+    url, app = running
+    llm, params = LLM("builtin-draft", max_model_len=512), {"temperature": 0.8, "seed": 3, "max_tokens": 400}
+    plain = llm.generate([str(TEXT["prompt"])], SamplingParams(ignore_eos=True, **params))[0].outputs[0].text
+    assert httpx.get(f"{url}/models").status_code == 401
+    found: list[str] = []
+    with httpx.stream(
+        "POST", f"{url}/completions", json={**TEXT, "stream": True}, headers=KEY, timeout=200
+    ) as r:
+        for line in r.iter_lines():
+            if line.startswith("data: {"):
+                found.append(json.loads(line[6:])["choices"][0]["text"])
+                if len(found) == 5:
+                    os.kill(busiest(replicas_of(app)), signal.SIGKILL)
+    assert "".join(found) == plain
+    answer = httpx.post(f"{url}/completions", json=TEXT, headers=KEY, timeout=200).json()
+    assert answer["choices"][0]["text"] == plain
