@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers import token_prompts
@@ -11,8 +13,10 @@ from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.quantize import quantize
 from outrider.checkpoints.spec import Spec
 from outrider.core.quantized import QuantizedWeight
-from outrider.parallel.layout import Share, split
+from outrider.models.decoder import rotations
+from outrider.parallel.layout import Layout, Share, split
 from outrider.parallel.slices import SlicedSource, columns, rows
+from outrider.parallel.stage import ModelOptions, Stage
 from outrider.testing import check_idle, random_prompts, use_example, visible_parts
 
 LINEARS = {
@@ -91,6 +95,34 @@ def test_each_rank_has_its_part_of_weights_and_kv(model: str) -> None:
         assert [s.kv_heads for s in shares] == [max(1, 2 // parts)] * parts
         assert sum(s.inner for s in shares) == spec.inner
         assert sum(s.vocabulary for s in shares) == spec.vocabulary
+
+
+@pytest.mark.parametrize(("layout", "most"), [(Layout(2), 1.2), (Layout(4), 1.4), (Layout(1, 2), 1.4)])
+def test_a_rank_packs_its_part_of_the_weights_only(
+    model: str, layout: Layout, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most so many times an equal part: K/V heads may be shared, and the first stage has the embedding."""
+    checkpoint, taken, real = Checkpoint.open(model), [0], SlicedSource.linear
+
+    def counted(self: SlicedSource, name: str, outputs: int, inputs: int) -> Any:
+        taken[-1] += (weight := torch.as_tensor(real(self, name, outputs, inputs))).numel()
+        return weight
+
+    monkeypatch.setattr(SlicedSource, "linear", counted)
+
+    def numbers(layout: Layout) -> list[int]:
+        """Of the weights of each rank, without norms."""
+        spec, table = spec_of(model), rotations(checkpoint.config, 64, 32)
+        options = ModelOptions(spec, layout, "cpu", torch.float32, None, "auto", "float32", table)
+        taken.clear()
+        for rank in range(layout.size):
+            taken.append(0)
+            Stage(checkpoint.tensors(), options, rank, torch.device("cpu"))
+        return list(taken)
+
+    (whole,) = numbers(Layout())
+    parts = numbers(layout)
+    assert whole <= sum(parts) <= most * whole and max(parts) <= most * whole / layout.size
 
 
 @pytest.mark.parametrize(

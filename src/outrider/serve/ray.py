@@ -19,7 +19,7 @@ from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.applications import Starlette
@@ -74,7 +74,7 @@ def deployment(
     routed = serve.deployment(
         max_ongoing_requests=options.max_requests,
         ray_actor_options=dict(actor or {}),
-        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
+        request_router_config={"request_router_class": PrefixRouter},
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         health_check_period_s=HEALTH_SECONDS,
         **number,
@@ -88,6 +88,7 @@ def deployment(
 def replicas_for_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     """Ray's autoscaling policy: the most replicas that open requests or K/V use ask for."""
     current = context.current_num_replicas
+    assert context.config is not None, "Ray sets it"
     wanted = context.total_num_requests / context.config.get_target_ongoing_requests()
     if uses := (context.aggregated_metrics or {}).get(KV_USE):
         wanted = max(wanted, current * mean(uses.values()) / TARGET_KV_USE)
@@ -194,7 +195,8 @@ class Front:
     async def ask(self, question: Question, avoid: Collection[int]) -> AsyncGenerator[Answer]:
         parts = self.handle.answer.remote(question)
         try:
-            yield RayAnswer(*await _next(parts), parts)
+            status, headers = await _next(parts)
+            yield RayAnswer(status, headers, parts)
         finally:
             with suppress(RayError):
                 parts.cancel()
@@ -235,7 +237,7 @@ class RayAnswer:
 class PrefixRouter(RequestRouter):
     """Ray's choice of a replica by cached prefixes and load, for one `Front`."""
 
-    def initialize_state(self) -> None:
+    def initialize_state(self, **_: Any) -> None:
         self.prefixes: dict[ReplicaID, Prefixes] = {}
         self.open = Counter[ReplicaID]()
         self.used: dict[ReplicaID, int] = {}
