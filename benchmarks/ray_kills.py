@@ -38,8 +38,14 @@ MODEL, PORT, CLIENTS, TURNS = "builtin-draft", 18765, 3, 4
 URL = f"http://127.0.0.1:{PORT}/v1/completions"
 CONFIG = {"method": "ngram"}
 OPTIONS = {"max_model_len": 512}
-TEXTS = ("The future of AI is", "Anna walked through the village", "A letter to the mayor:", "Once, in the north,",
-         "The most important rule of cooking", "Nobody knew why the river")  # fmt: skip
+TEXTS = (
+    "The future of AI is",
+    "Anna walked through the village",
+    "A letter to the mayor:",
+    "Once, in the north,",
+    "The most important rule of cooking",
+    "Nobody knew why the river",
+)
 
 
 @dataclass(frozen=True)

@@ -4,78 +4,107 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 PROGRAM = """
 import sys
 from outrider import LLM, SamplingParams
-llm = LLM(sys.argv[1], tensor_parallel_size=2)
+llm = LLM(sys.argv[1], pipeline_parallel_size=int(sys.argv[2]))
 params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 llm.generate({"prompt_token_ids": [5, 6, 7]}, params)
 print("ready", flush=True)
 while True:
     llm.generate({"prompt_token_ids": [5, 6, 7]}, params)
 """
-OURS, THEIRS = "10.213.7.1", "10.213.7.2"
 pytestmark = pytest.mark.skipif(
     os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root, and ip"
 )
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+def ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=10)
+
+
+class Machines:
+    """Network namespaces: machine 0, which forwards, and a link from it to each of the others."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self.names = [f"{name}m{i}" for i in range(count)]
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def connect(self) -> None:
+        for name in self.names:
+            ip(f"netns add {name}")
+            ip(f"-n {name} link set lo up")
+        first = self.names[0]
+        for i, name in enumerate(self.names[1:], start=1):
+            ip(f"-n {first} link add to{i} type veth peer name eth0 netns {name}")
+            ip(f"-n {first} addr add 10.213.{i}.1/24 dev to{i}")
+            ip(f"-n {first} link set to{i} up")
+            ip(f"-n {name} addr add 10.213.{i}.2/24 dev eth0")
+            ip(f"-n {name} link set eth0 up")
+            ip(f"-n {name} route add default via 10.213.{i}.1")
+        ip(f"netns exec {first} sysctl -q -w net.ipv4.ip_forward=1")
+
+    def run(self, rank: int, model: str) -> subprocess.Popen[str]:
+        """The program, as rank `rank` on machine `rank`."""
+        size, pipe = str(len(self.names)), subprocess.PIPE
+        given = {"RANK": str(rank), "WORLD_SIZE": size, "MASTER_ADDR": "10.213.1.1", "MASTER_PORT": "29711"}
+        command = ["ip", "netns", "exec", self.names[rank], sys.executable, "-c", PROGRAM, model, size]
+        env = {**os.environ, **given}
+        process = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
+        self.processes.append(process)
+        return process
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 @pytest.fixture
-def namespace() -> Iterator[str]:
-    """A network namespace, and a link of its name to it."""
-    name = f"outr{os.getpid()}"
-    try:
-        ip("netns", "add", name)
-        ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-    except subprocess.CalledProcessError:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        pytest.skip("no network namespaces here")
-    for words in (
-        f"addr add {OURS}/24 dev {name}",
-        f"link set {name} up",
-        f"-n {name} addr add {THEIRS}/24 dev eth0",
-        f"-n {name} link set eth0 up",
-        f"-n {name} link set lo up",
-    ):
-        ip(*words.split())
-    yield name
-    ip("netns", "del", name)
+def machines() -> Iterator[Callable[[int], Machines]]:
+    made = list[Machines]()
+
+    def make(count: int) -> Machines:
+        made.append(Machines(f"outr{os.getpid()}", count))
+        try:
+            made[0].connect()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr!r}")
+        return made[0]
+
+    yield make
+    for each in made:
+        each.end()
 
 
-def run(rank: int, port: int, model: str, *prefix: str) -> subprocess.Popen[str]:
-    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": OURS, "MASTER_PORT": str(port)}
-    command = [*prefix, sys.executable, "-c", PROGRAM, model]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True)
+LOST = [  # ranks, what cuts the network, error of rank 0
+    (2, "-n {0} link set to1 down", "rank 1 has not answered"),
+    (3, "-n {1} route replace blackhole 10.213.2.0/24", "no rank has got on"),
+]
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(200)
 @pytest.mark.full
-def test_a_lost_network_ends_all_ranks(namespace: str, model: str) -> None:
-    with socket.create_server((OURS, 0)) as free:
-        port = free.getsockname()[1]
-    first, other = run(0, port, model), run(1, port, model, "ip", "netns", "exec", namespace)
-    try:
-        assert first.stdout is not None and first.stdout.readline() == "ready\n"
-        ip("link", "set", namespace, "down")
-        began = time.monotonic()
-        _, text = first.communicate(timeout=40)
-        assert "RankError: rank 1 has not answered" in text and first.returncode == 1
-        other.communicate(timeout=max(1.0, 40 - time.monotonic() + began))
-        assert other.returncode != 0
-    finally:
-        for process in (first, other):
-            process.kill()
-            process.wait()
+@pytest.mark.parametrize(("ranks", "cut", "text"), LOST, ids=["to rank 0", "between others"])
+def test_a_lost_network_ends_all_ranks(
+    machines: Callable[[int], Machines], model: str, ranks: int, cut: str, text: str
+) -> None:
+    several = machines(ranks)
+    first, *others = [several.run(rank, model) for rank in range(ranks)]
+    assert first.stdout is not None and first.stdout.readline() == "ready\n"
+    ip(cut.format(*several.names))
+    began = time.monotonic()
+    _, messages = first.communicate(timeout=40)
+    assert f"RankError: {text}" in messages and first.returncode == 1
+    for other in others:
+        other.communicate(timeout=max(1.0, 50 - time.monotonic() + began))
+        assert other.returncode is not None

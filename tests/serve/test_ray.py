@@ -1,4 +1,4 @@
-"""Ray Serve in front of replicas: routing, autoscaling, and a replica that is killed in the middle of a text."""
+"""Ray Serve in front of replicas: routing, autoscaling, and a replica that is killed during a stream."""
 
 from __future__ import annotations
 

@@ -35,11 +35,12 @@ from outrider.parallel.messages import (
     tell,
     versions,
 )
-from outrider.parallel.stage import Stage, Stages
+from outrider.parallel.stage import Activity, Stage, Stages
 from outrider.parallel.start import Ranks
 
 SILENCE = 8.0  # seconds without a beat after which a rank counts as frozen
 START_TIMEOUT = 600.0  # seconds for the other ranks to load, after rank 0 has
+STALL = 12.0  # seconds in which no rank computes and no transfer ends: one takes less on any fit network
 SETTLING = 0.2  # seconds for the end of a rank to show, after another one has failed
 DIAGNOSIS = 2.0  # seconds: a transfer fails before it is known which rank ended
 Results = Future[dict[Any, Any]]
@@ -70,6 +71,9 @@ class Group:
         self._awaited: SimpleQueue[tuple[Results, Answer] | None] = SimpleQueue()
         self._news: SimpleQueue[tuple[int, tuple[Any, ...]]] = SimpleQueue()
         self._seen: dict[int, float] = {}  # rank -> when it last sent anything
+        self._stages: Stages | None = None
+        self._activities: dict[int, Activity] = {}
+        self._before, self._moved = dict[int, Activity](), 0.0  # the last that differed, and when
         self._ended: list[int] = []  # ranks whose connection is closed
         self._told: dict[int, OutriderError | str] = {}  # rank -> error; may follow from another one's end
         self._open = set[Results]()
@@ -95,7 +99,7 @@ class Group:
         reports = self._reports(report)
         self._begun = True
         tell(None, *self.ranks.connections)  # all have loaded
-        stages = Stages(self.ranks.links(stage.backend.device))
+        stages = self._stages = Stages(self.ranks.links(stage.backend.device))
         stages.add(0, stage)
         self._run(lambda: self._compute(stages))
         self._run(self._await_transfers)
@@ -212,6 +216,15 @@ class Group:
             for rank, seen in self._seen.items():
                 if time.monotonic() - seen > SILENCE:
                     self._fail(f"rank {rank} has not answered for {SILENCE:.0f} seconds")
+            if self._stalled():
+                self._fail(f"no rank has got on for {STALL:.0f} seconds: two of them cannot reach each other")
+
+    def _stalled(self) -> bool:
+        """Whether commands are open, and all ranks wait for transfers that do not end."""
+        now = {0: Activity() if self._stages is None else self._stages.activity, **self._activities}
+        if now != self._before or not self._open or any(each.computing for each in now.values()):
+            self._before, self._moved = now, time.monotonic()
+        return time.monotonic() - self._moved > STALL
 
     def _read_all(self, timeout: float) -> None:
         for connection in wait(self.ranks.connections, timeout):
@@ -224,6 +237,8 @@ class Group:
                     self._ended.append(rank)
                 continue
             self._seen[rank] = time.monotonic()
+            if message[0] == BEAT:
+                self._activities[rank] = message[1]
             if message[0] == READY or (message[0] == FAILED and not self._begun):
                 self._news.put((rank, message))
             elif message[0] == FAILED:

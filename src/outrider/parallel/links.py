@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -42,7 +44,14 @@ class Answer:
 
 
 class Links(Protocol):
-    """Transfers of one rank.  Ranks of a pair send and receive in the same order."""
+    """Transfers of one rank.  Ranks of a pair send and receive in the same order.
+
+    waiting: threads that wait for a transfer.  transfers: completed ones.  Neither is counted where no
+    network can be lost.
+    """
+
+    waiting: set[int]
+    transfers: int
 
     def gather(self, part: Tensor) -> Sequence[Tensor]:
         """The parts of all ranks of the stage, in rank order."""
@@ -76,6 +85,7 @@ class SocketLinks:
         direct: Mapping[int, socket.socket],
     ) -> None:
         self.peers, self.rank, self.sums, self.direct = layout.peers(layout.stage(rank)), rank, sums, direct
+        self.waiting, self.transfers = set[int](), 0
 
     def gather(self, part: Tensor) -> Sequence[Tensor]:
         """Exchanged in pieces, so that no two ranks wait for each other with full buffers."""
@@ -121,6 +131,7 @@ class TorchLinks:
     def __init__(self, layout: Layout, rank: int, device: torch.device, store: Any) -> None:
         self.rank, self.device = rank, device
         self.index, self.peers = layout.index(rank), layout.peers(layout.stage(rank))
+        self.waiting, self.transfers = set[int](), 0
         self._sent: list[tuple[Any, Tensor]] = []  # a tensor must live until it has left
         self.all = _group(store, "all", rank, layout.size, device)
         self.stage = self.all
@@ -129,7 +140,7 @@ class TorchLinks:
 
     def gather(self, part: Tensor) -> Sequence[Tensor]:
         parts = [torch.empty_like(part) for _ in self.peers]
-        self.stage.allgather([parts], [part.contiguous()]).wait()
+        self._complete(self.stage.allgather([parts], [part.contiguous()]))
         return parts
 
     def send(self, x: Tensor, to: int) -> None:
@@ -138,12 +149,21 @@ class TorchLinks:
 
     def settle(self) -> None:
         for work, _ in self._sent:
-            work.wait()
+            self._complete(work)
         self._sent.clear()
 
     def expect(self, x: Tensor, source: int) -> Callable[[], object]:
-        wait: Callable[[], object] = self.all.recv([x], source, 0).wait
-        return wait
+        return partial(self._complete, self.all.recv([x], source, 0))
+
+    def _complete(self, work: Any) -> None:
+        """Wait for a transfer."""
+        thread = threading.get_ident()
+        self.waiting.add(thread)
+        try:
+            work.wait()
+        finally:
+            self.waiting.discard(thread)
+            self.transfers += 1
 
 
 def _group(store: Any, name: str, rank: int, size: int, device: torch.device) -> Any:

@@ -42,7 +42,7 @@ from outrider.parallel.messages import (
     tell,
     versions,
 )
-from outrider.parallel.stage import Stage, Stages
+from outrider.parallel.stage import Activity, Stage, Stages
 
 GRACE = 5.0  # seconds for this process to end by itself once rank 0 has ended
 
@@ -62,6 +62,7 @@ class RankProcess:
     ) -> None:
         self.connection, self.rank, self.local_rank = connection, rank, local_rank
         self.links = links
+        self._stages: Stages | None = None
         self._sending = threading.Lock()
 
     def run(self) -> None:
@@ -87,7 +88,7 @@ class RankProcess:
     def _serve(self, setup: Setup) -> None:
         stage = self._load(setup)
         hear(self.connection)  # all have loaded
-        stages = Stages(self.links(setup.options.layout, stage.backend.device))
+        stages = self._stages = Stages(self.links(setup.options.layout, stage.backend.device))
         stages.add(0, stage)
         while (command := hear(self.connection)) is not None:
             number, name, args = command
@@ -105,8 +106,9 @@ class RankProcess:
         with contextlib.suppress(OSError):
             while True:
                 time.sleep(BEAT_INTERVAL)
+                activity = Activity() if self._stages is None else self._stages.activity
                 with self._sending:
-                    tell((BEAT,), self.connection)
+                    tell((BEAT, activity), self.connection)
         time.sleep(GRACE)
         os._exit(1)  # a transfer may block for minutes
 

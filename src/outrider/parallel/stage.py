@@ -8,6 +8,7 @@ All ranks run the same commands in the same order.  Rank 0 gets the results:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -283,12 +284,26 @@ class Stage:
         return results
 
 
+class Activity(NamedTuple):
+    """What a rank does.  commands, transfers: completed ones.  computing: neither idle nor in a transfer."""
+
+    commands: int = 0
+    transfers: int = 0
+    computing: bool = True
+
+
 class Stages:
     """This rank's parts of one or several models, by number, which share links."""
 
     def __init__(self, links: Links) -> None:
         self.links = links
         self._stages: dict[int, Stage] = {}
+        self._commands, self._thread = 0, 0  # completed; that runs a command, or 0
+
+    @property
+    def activity(self) -> Activity:
+        computing = self._thread != 0 and self._thread not in self.links.waiting
+        return Activity(self._commands, self.links.transfers, computing)
 
     def add(self, number: int, stage: Stage) -> None:
         stage.links = self.links
@@ -299,5 +314,7 @@ class Stages:
         if name == UNLOAD:
             self._stages.pop(number, None)
         stage = self._stages.get(number)
+        self._thread = threading.get_ident()
         answer: Answer | None = None if stage is None else getattr(stage, name)(*args)
+        self._thread, self._commands = 0, self._commands + 1
         return answer or Answer()

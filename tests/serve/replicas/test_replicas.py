@@ -27,7 +27,7 @@ TEXT: dict[str, Any] = {"prompt": "The future of AI is", "ignore_eos": True, "te
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Served]:
-    with served("builtin", "--replicas", "2", "--replica-timeout", "4", "--api-key", "secret",
+    with served("builtin-draft", "--replicas", "2", "--replica-timeout", "4", "--api-key", "secret",
                 "--max-requests", "8", "--root-path", "/llm",
                 "--speculative-config", '{"method": "ngram"}') as running:  # fmt: skip
         yield running
@@ -63,7 +63,7 @@ def offline(bodies: list[dict[str, Any]]) -> list[str]:
     """Texts of the offline API, without speculation."""
     names = ("temperature", "seed", "max_tokens", "ignore_eos")
     params = [SamplingParams(**{name: body[name] for name in names}) for body in bodies]
-    outputs = LLM("builtin").generate([body["prompt"] for body in bodies], params)
+    outputs = LLM("builtin-draft").generate([body["prompt"] for body in bodies], params)
     return [output.outputs[0].text for output in outputs]
 
 
@@ -103,7 +103,7 @@ def test_keys_limits_and_other_routes_are_those_of_one_server(pair: Served) -> N
     for path in ("/v1/models", "/nowhere"):
         assert pair.get(path).status_code == 401
     assert pair.post("/v1/completions", {**TEXT, "max_tokens": 1}).status_code == 401
-    assert pair.get("/v1/models", headers=KEY).json()["data"][0]["id"] == "builtin"
+    assert pair.get("/v1/models", headers=KEY).json()["data"][0]["id"] == "builtin-draft"
     assert pair.get("/nowhere", headers=KEY).status_code == 404
     assert "Outrider" in pair.get("/", headers=KEY).text
     assert pair.get("/openapi.json", headers=KEY).json()["info"]["title"] == "Outrider"
@@ -125,7 +125,7 @@ def test_the_root_path_may_be_in_the_path_of_a_request_or_not(pair: Served) -> N
             assert pair.get(root + path).status_code == 200
         for path in ("/v1/models", "/static/%2e%2e/v1/models", "/llm/v1/models"):
             assert pair.get(root + path).status_code == 401
-        assert pair.get(f"{root}/v1/models", headers=KEY).json()["data"][0]["id"] == "builtin"
+        assert pair.get(f"{root}/v1/models", headers=KEY).json()["data"][0]["id"] == "builtin-draft"
         blocks = pair.metric("router_prompt_blocks_total")
         pair.post(f"{root}/v1/completions", {**TEXT, "prompt": "x " * 99, "max_tokens": 1}, headers=KEY)
         assert pair.metric("router_prompt_blocks_total") > blocks, "routed by its prompt"
@@ -135,7 +135,7 @@ def test_the_root_path_may_be_in_the_path_of_a_request_or_not(pair: Served) -> N
 def test_turns_of_conversations_find_what_is_cached(pair: Served) -> None:
     """At least 80 % of what one engine finds."""
     await_ready(pair)
-    llm, found, possible = LLM("builtin"), 0, 0
+    llm, found, possible = LLM("builtin-draft"), 0, 0
     texts = [
         f"{name} walked through the village and looked for an inn. " * 3 for name in ("Anna", "Otto", "Emil")
     ]
@@ -213,7 +213,7 @@ def test_under_load_with_kills_and_a_rolling_restart_every_reply_is_the_offline_
         for i in range(40)
     ]
     expected, stop = offline(bodies), threading.Event()
-    with served("builtin", "--replicas", "3", "--api-key", "secret") as server:
+    with served("builtin-draft", "--replicas", "3", "--api-key", "secret") as server:
 
         def kill() -> None:
             for turn in itertools.count():
