@@ -28,7 +28,7 @@ from outrider.heads.choose import Chooser
 from outrider.heads.outer import embed, lm_logits
 from outrider.heads.reader import Reader
 from outrider.heads.trees import RankTree, frontier_tokens, grow
-from outrider.models.fallback.row_invariant import by_rows
+from outrider.models.rowwise import by_rows
 
 VANILLA, GATED, RNN = MARKOV = ("vanilla", "gated", "rnn")
 
