@@ -19,10 +19,11 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM
 
 CONTEXT, ROUNDS, SECONDS = 1024, 5, 50.0
-LEAST_ROUNDS = 3  # for which there should be time
+LEAST_ROUNDS, FEWEST = 3, 3  # rounds for which there should be time; prompts at least
 SHOWN = 3  # prompts in the panes
 MEASURED = 32  # most tokens of an answer in the table
 DRAFT, DEPTH = "builtin-draft", 5  # depth of its drafts on a target that is not small
+ADAPTIVE = "auto"
 SKIPPING = "layerskip"  # skips what was added to a grown model, which would always be right
 SIZE = (
     "The built-in model is so small that drafting hardly pays. It runs here at the cost of a model of 101 M "
@@ -71,18 +72,23 @@ def _builtin(llm: LLM, small: bool) -> Show:
             for label, config in configs.items()
             if config is None or config["method"] != SKIPPING
         }
-    return Show(llm, list(TASKS), configs, {"method": "auto", "model": DRAFT})
+    return Show(llm, list(TASKS), configs, {"method": ADAPTIVE, "model": DRAFT})
 
 
 def _deeper(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """A demonstration; with the draft model at the depth that pays on a larger target."""
-    return {**config, "num_speculative_tokens": DEPTH} if config and config.get("model") == DRAFT else config
+    """A demonstration; with the draft model at the depth that pays on a larger target.
+
+    The adaptive one stays as it is in the right pane, so that it begins with what was learned there.
+    """
+    if not config or config.get("model") != DRAFT or config["method"] == ADAPTIVE:
+        return config
+    return {**config, "num_speculative_tokens": DEPTH}
 
 
 def _own(llm: LLM, drafts: list[str], console: Console) -> Show:
     """The drafts, and the methods without weights; leaves out a method that does not run on this model."""
-    best: dict[str, Any] = {"method": "auto", "model": drafts[0]} if drafts else {"method": "auto"}
-    asked: dict[str, Mapping[str, Any]] = {"auto": best, **{name: {"model": name} for name in drafts}}
+    best: dict[str, Any] = {"method": ADAPTIVE, "model": drafts[0]} if drafts else {"method": ADAPTIVE}
+    asked: dict[str, Mapping[str, Any]] = {ADAPTIVE: best, **{name: {"model": name} for name in drafts}}
     asked |= {
         label: config
         for label, config in demonstrations().items()
@@ -136,7 +142,7 @@ def _compare(show: Show, params: SamplingParams, speed: float, console: Console)
     """
     assert params.max_tokens
     answers = SECONDS * speed / (len(show.configs) * params.max_tokens) - 1  # the first one warms up
-    prompts = _prompts(show)[: max(2, int(answers / LEAST_ROUNDS))]
+    prompts = _prompts(show)[: max(FEWEST, int(answers / LEAST_ROUNDS))]
     columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("Measuring", total=len(show.configs) * len(prompts) * ROUNDS)

@@ -83,7 +83,7 @@ def frame(
         panes.append(Panel(coloured(done, palette), title=title, title_align="left", height=lines + 2))
         grid.add_column(ratio=1)
     grid.add_row(*panes)
-    speed = "" if slow <= 1 else f", shown {slow:.0f} times slower than it ran"
+    speed = "" if slow <= 1 else f", shown {slow:.1f} times slower than it ran"
     clock = Text(f"{now:.2f} s{speed}   ", style="dim").append_text(legend(palette))
     return Group(Text(question, style="bold"), grid, clock)
 
