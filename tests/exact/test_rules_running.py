@@ -74,7 +74,7 @@ def test_greedy_output_equals_plain_decoding(
 
 @each_method
 def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast: LLM) -> None:
-    """Alone, and among others that join and leave.
+    """Alone, as the first four are, and among others that join and leave.
 
     What a drafter learns from other requests may change its drafts, and with them the text: so it has
     learned something, and that stays.
@@ -92,7 +92,7 @@ def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast:
     alone = []
     # union: when a second sample is admitted decides which of a dozen drafters knows something first;
     # auto: the clock decides how much is drafted
-    for prompt, params in zip(PROMPTS, each) if drafter not in ("union", "auto") else ():
+    for prompt, params in zip(PROMPTS[:4], each) if drafter not in ("union", "auto") else ():
         use_drafter(fast, drafter, rule)
         freeze(fast, learned)
         alone.append(visible_parts(answer(fast, prompt, params).outputs))
@@ -102,7 +102,7 @@ def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast:
     check_idle(fast)
     for one in together:
         check_statistics(one.outputs)
-    assert not alone or [visible_parts(one.outputs) for one in together] == alone
+    assert [visible_parts(one.outputs) for one in together[: len(alone)]] == alone
     assert not learns or drafter == "auto" or any(one.speculation.drafted for one in together)
 
 
