@@ -3,7 +3,8 @@
     python benchmarks/online.py [--head builtin-eagle] [--kind problem] [--share 0.5] [--json OUT]
 
 The same requests run without and with learning, batches in turn, greedy, chains of 3 draft tokens; the texts
-are compared.  With --adaptive the controller decides whether to draft.
+are compared.  With --adaptive the controller decides whether to draft: `drafting` is the share of the steps
+that did.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def serve(llm: LLM, batch: list[dict[str, Any]]) -> tuple[list[list[int]], dict[
         total = total + output.outputs[0].speculation
     first = total.accepted_at[0] / total.drafts if total.drafts else 0.0
     found = {"first": first, "tokens_per_step": total.tokens_per_step, "drafts": total.drafts}
+    found |= {"drafting": total.drafts / max(1, total.steps), "drafted": total.drafted}
     found |= {"seconds": time.process_time() - began}
     return [list(output.outputs[0].token_ids) for output in outputs], found
 
@@ -56,9 +58,11 @@ def main() -> None:
     parser.add_argument("--kind", default="problem", choices=sorted(tasks.KINDS))
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--requests", type=int, default=720)
+    parser.add_argument("--minutes", type=float, default=6.0, help="begin no batch after this time")
     parser.add_argument("--adaptive", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    ends = time.perf_counter() + 60 * given.minutes
     config = {"model": given.head, "num_speculative_tokens": 3, "adaptive": given.adaptive}
     config |= {"tree": "chain"}
     fixed = LLM("builtin", max_num_seqs=BATCH, max_model_len=512, speculative_config=config)
@@ -70,6 +74,8 @@ def main() -> None:
         )  # fmt: skip
         stream = prompts(fixed, given.kind, given.requests)
         for at in range(0, len(stream), BATCH):
+            if time.perf_counter() > ends:
+                break
             (texts, before), (same, after) = (
                 serve(llm, stream[at : at + BATCH]) for llm in (fixed, learning)
             )
