@@ -1,7 +1,8 @@
 """The training loop: AdamW, a cosine schedule, and checkpoints from which a run goes on bit for bit.
 
 A step depends on the saved state and the step's number alone: the order of the texts is a function of seed
-and epoch, and the random numbers of a loss are seeded by the step.
+and epoch, and the random numbers of a loss are seeded by the place of the text.  So several processes take
+the steps of one, but for the order of sums.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from outrider.errors import ConfigError
 from outrider.train.base import Method
 from outrider.train.features import Features
 from outrider.train.options import TrainOptions, differences
+from outrider.train.processes import Processes
 
 BETAS = (0.9, 0.95)
 
@@ -44,10 +46,16 @@ class Trainer:
     """
 
     def __init__(
-        self, method: Method, features: Features, chosen: Sequence[int], steps: int, data: str = ""
+        self,
+        method: Method,
+        features: Features,
+        chosen: Sequence[int],
+        steps: int,
+        data: str = "",
+        processes: Processes = Processes(),  # noqa: B008 - it never changes
     ) -> None:
         self.method, self.features, self.chosen, self.steps = method, features, chosen, steps
-        self.data = data
+        self.data, self.processes = data, processes
         self.options: TrainOptions = method.options
         self.parameters = [p for p in method.network.parameters() if p.requires_grad]
         decay = self.options.weight_decay
@@ -59,19 +67,22 @@ class Trainer:
 
     def advance(self) -> float:
         """One optimizer step; returns the loss per counted place."""
-        torch.manual_seed(1_000_003 * self.options.seed + self.step)
         self.method.network.train()
-        texts = [self._text(self.step * self.options.batch + j) for j in range(self.options.batch)]
+        places = range(self.step * self.options.batch, (self.step + 1) * self.options.batch)
+        texts = [self._text(place) for place in places]
         weights = [len(self.features.texts[i].ids) - self.features.texts[i].prompt for i in texts]
         total = 0.0
-        for i, weight in zip(texts, weights):
+        for j in self.processes.part(range(len(texts))):
+            torch.manual_seed(1_000_003 * self.options.seed + places[j])
             with self._timed("features"):
-                sample = self.features.sample(i)
+                sample = self.features.sample(texts[j])
             with self._timed("loss"):
                 with self._autocast():
-                    loss = self.method.loss(sample) * (weight / sum(weights))
+                    loss = self.method.loss(sample) * (weights[j] / sum(weights))
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
+        total = self.processes.total(total)
+        self.processes.sum_gradients(self.parameters)
         if not math.isfinite(total):
             raise ConfigError(f"the loss is {total} at step {self.step + 1}: take a smaller rate.")
         with self._timed("optimizer"):

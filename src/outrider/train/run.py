@@ -29,6 +29,7 @@ from outrider.train.features import Features
 from outrider.train.loop import Trainer
 from outrider.train.methods import method
 from outrider.train.options import TrainOptions, as_json
+from outrider.train.processes import Processes
 from outrider.train.report import Report
 
 WEIGHTS = (".safetensors", ".bin")
@@ -162,26 +163,27 @@ def step_count(options: TrainOptions, texts: Texts) -> int:
 
 
 def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
-    """Train a head for the target and write it to `options.out`.  Afterwards `llm` has no drafter."""
+    """Train a head for the target and write it to `options.out`.  Afterwards `llm` has no drafter.
+
+    Under a launcher every process calls it; the first one's result has the evaluations.
+    """
     check(llm, name, options)
     deadline = time.perf_counter() + 60 * (options.minutes or math.inf)
-    try:
-        with only_writer(cache_folder(options)):
-            texts = collect(llm, options, report, deadline)
-            made = new_method(llm, name, options, texts)
-            features = new_features(llm, made, texts)
-            with report.phase("Features of the target", features.cached) as tick:
-                features.fill(lambda done: tick(done, 0), deadline)
-    except OutOfTime:
+    processes = Processes.joined()
+    if (prepared := _prepare(llm, name, options, report, deadline, processes)) is None:
         report.say("Stopped before the first step: the same command goes on.")
         return Result(False, [], [])
-    trainer = Trainer(made, features, texts.chosen, step_count(options, texts), texts.key)
+    texts, made, features = prepared
+    steps = step_count(options, texts)
+    trainer = Trainer(made, features, texts.chosen, steps, texts.key, processes)
     resumed = trainer.load()
-    if resumed:
+    if resumed and processes.first:
         write_log(trainer)  # a kill may have left evaluations of later steps in it
     report.start(trainer, texts.texts, parameter_count(made.network), resumed)
     evaluate = Evaluation(llm, trainer, texts, report)
     finished = _steps(trainer, evaluate, report, deadline)
+    if not processes.first:
+        return Result(finished, trainer.losses, [])
     made.save(Path(options.out).expanduser())
     if not trainer.records or trainer.records[-1]["step"] != trainer.step:
         evaluate()
@@ -191,16 +193,46 @@ def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
     return Result(finished, trainer.losses, trainer.records)
 
 
+def _prepare(
+    llm: LLM, name: str, options: TrainOptions, report: Report, deadline: float, processes: Processes
+) -> tuple[Texts, Method, Features] | None:
+    """Texts, network and features; None if the time is over before.  The first process fills the cache."""
+
+    def prepared() -> tuple[Texts, Method, Features] | None:
+        try:
+            texts = collect(llm, options, report, deadline)
+            made = new_method(llm, name, options, texts)
+            features = new_features(llm, made, texts)
+            with report.phase("Features of the target", features.cached) as tick:
+                features.fill(lambda done: tick(done, 0), deadline)
+        except OutOfTime:
+            return None
+        return texts, made, features
+
+    found = None
+    if processes.first:
+        with only_writer(cache_folder(options)):
+            found = prepared()
+    if not processes.total(float(found is not None)):  # the others wait here
+        return None
+    found = found or prepared()
+    if not processes.same("" if found is None else found[0].key):
+        raise ConfigError("the processes have different answers: they need one folder for cache and out.")
+    return found
+
+
 def _steps(trainer: Trainer, evaluate: Evaluation, report: Report, deadline: float) -> bool:
     """Steps up to the last one; False if the time runs out before."""
-    options = trainer.options
-    if trainer.step == 0:
+    options, processes = trainer.options, trainer.processes
+    if trainer.step == 0 and processes.first:
         evaluate()
     with report.steps(trainer) as tick:
         while trainer.step < trainer.steps:
-            if time.perf_counter() > deadline:
+            if processes.total(time.perf_counter() > deadline):
                 return False
             tick(trainer.advance())
+            if not processes.first:
+                continue
             if trainer.step % options.evaluate_every == 0:
                 evaluate()
             if trainer.step % options.checkpoint_every == 0:
