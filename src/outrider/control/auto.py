@@ -106,7 +106,7 @@ class AutoController:
         self.spent.clear()
         if self.stale or batch.prefill or batch.rows != self.rows:
             self._look(batch)
-            if not self.plans and self.load.batch and not batch.prefill:
+            if not self.plans and self.load.batch:
                 self._begin_rest()
                 return [NO_BUDGET] * len(batch)
         self.anchored = self._anchor()
@@ -138,7 +138,7 @@ class AutoController:
         if rest.goes_on(batch.rows):
             if batch.prefill and self.planner.prefilling:
                 self.planner.leave_out(batch)
-            if len(batch) != self.load.batch and not batch.prefill:
+            if len(batch) != self.load.rows and not batch.prefill:
                 self._take_in(rest)
                 self.load = Load.of(batch, self.evidence.forward)
             return True

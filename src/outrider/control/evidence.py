@@ -22,7 +22,6 @@ from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import RowStep
 
 LONGEST_PAUSE = 256  # steps
-MANY = 8  # steps
 KNOWN = 8  # asks after which a drafter is known
 SURPRISE = 0.2  # logarithm of a step's seconds over the expected ones
 FEW_TOKENS = 8  # of a prompt: fewer tell nothing of what its prefill costs
@@ -51,7 +50,7 @@ class Evidence:
     idle: moving average of the seconds that drafters take in a step that asks none.
     surprises: steps with drafts in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.  overhead: moving average of them for a
-    step with drafts, once plans hold for several steps.
+    step with drafts.
     prefill_cost: seconds that a drafter takes for a token of a prompt.  prefill_seconds: for all prompts so
     far.
     history: the last sums, some steps apart.
@@ -100,8 +99,8 @@ class Evidence:
         """Take in steps, oldest first."""
         asked = dict[tuple[int, int], list[tuple[float, float]]]()
         host = self.host / len(records)
-        if len(records) >= MANY:
-            self.overhead += 0.2 * (host - self.overhead)
+        if any(record.tries for record in records):
+            self.overhead += (1 - (1 - RATE) ** len(records)) * (host - self.overhead)
         for record in records:
             self._settle(record, self._costs(record, asked))
             for r, tried in record.tries.items():

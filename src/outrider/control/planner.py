@@ -24,7 +24,7 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import Budget
 
-OPTIMISM = 0.4  # standard deviations of a draw of an estimate
+OPTIMISM = 0.2  # standard deviations of a draw of an estimate
 MARGIN = 1.2  # of a step's largest loss over its expected cost
 DIGEST = 16  # steps that are taken in together, once the drafters are known
 FORGET = 0.98  # of a prefill cost, whenever a row leaves a drafter out
@@ -140,13 +140,16 @@ class Planner:
         """Steps until plans are made again: few while drafters are new or losses come near the room."""
         interval, total = DIGEST, 0.0
         for plan in plans:
-            asked = min([plan.state.reach[option.drafter].asked for option in plan.options])
-            loss = DIGEST * MARGIN * sum([option.cost for option in plan.options])
-            total += loss
-            if plan.exploring or loss > plan.state.ledger.room:
+            if plan.exploring:
                 return 1
-            interval = min(interval, 1 + asked // 2)
-        return interval if total <= self.evidence.ledger.room else 1
+            loss = MARGIN * sum([option.cost for option in plan.options])
+            total += loss
+            drafters = [option.drafter for option in plan.options]
+            known = min(
+                [plan.state.reach[k].asked + min(self.evidence.reach[k].asked, DIGEST) for k in drafters]
+            )
+            interval = min(interval, 1 + known // 4, int(plan.state.ledger.room / loss))
+        return max(1, min(interval, int(self.evidence.ledger.room / total))) if total else interval
 
     def _plan(self, row: Row, most: int) -> Plan | None:
         """The plan of a row; without one, `wait` is at most the steps until there may be one."""
@@ -164,8 +167,9 @@ class Planner:
         if chosen:
             chosen.sort(key=lambda option: option.cost)
             return Plan(state or self.evidence.state(row), chosen, exploring, self._bound(chosen))
+        wait = max(wait, min(DIGEST, self.load.batch))  # with many rows one of them is always due
         if state is not None:
-            state.asleep = row.steps + max(1, wait)
+            state.asleep = row.steps + wait
         self.wait = min(self.wait, wait)
         return None
 
