@@ -55,6 +55,7 @@ def test_a_single_arm_owns_all_nodes() -> None:
     batch[0].emitted = [7] * (batch[0].tree.size + 1)
     before = auto.evidence.reach[0].estimates[0][0]
     auto.learn(Commit(batch), PLAIN)
+    auto._digest()
     assert len(batch[0].accepted) > 0 and auto.evidence.reach[0].estimates[0][0] > before
 
 
@@ -64,6 +65,7 @@ def test_a_budget_that_was_cut_to_nothing_is_no_miss() -> None:
     batch[0].budget = NO_BUDGET
     auto.trim(batch)
     auto.learn(Commit(batch), PLAIN)
+    auto._digest()
     assert auto.evidence.reach[0].asked == ASKED
 
 

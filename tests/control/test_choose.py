@@ -7,7 +7,7 @@ import math
 import pytest
 
 from outrider.control.acceptance import Calibration, Reach, key_of
-from outrider.control.choose import joint_probabilities, select
+from outrider.control.choose import Price, best_option, joint_probabilities, select
 from outrider.control.cost import ForwardCost
 from outrider.control.ledger import USED, Ledger
 from outrider.control.plan import Load
@@ -25,6 +25,11 @@ def test_a_step_in_the_cost_is_taken_if_all_nodes_together_pay() -> None:
     costs = [0.0, 0.5, 0.5, 0.5, 0.5]
     assert select([[0.4, 0.39, 0.38, 0.37]], lambda nodes: costs[nodes], 2.0) == [[0, 1, 2, 3]]
     assert select([[0.4, 0.3]], lambda nodes: costs[nodes], 2.0) == [[]]
+
+
+def test_a_draft_whose_cost_cannot_be_told_is_not_free() -> None:
+    option = best_option(0, [0.9, 1.6], Price(0.0, 0.01, 1.0, lambda nodes: math.inf), 1, 1.0)
+    assert math.isinf(option.cost) and not option.gain
 
 
 def test_probabilities_follow_the_observed_acceptance_and_multiply_along_a_path() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from outrider.control import choose
 from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
-from outrider.control.evidence import Evidence
+from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, TOTAL_GRACE
 from outrider.control.memory import Memory
@@ -129,7 +129,8 @@ class AutoController:
         """Rest until the next drafter may be considered, for these rows and for new ones."""
         least = math.ceil(self.look_seconds / (EXPLORE * self.load.plain))
         closed = max(least, self.planner.closed())
-        self.rest = Rest(self.rows, max(least, self.planner.wait, 1) - 1, closed)
+        longest = min(LONGEST_PAUSE, max(least, self.planner.wait, 1))
+        self.rest = Rest(self.rows, longest - 1, closed)
         self.anchored, self.since_plain = False, 0
         self.evidence.host, self.looked = self.evidence.host + self.looked, 0.0
 

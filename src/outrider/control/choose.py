@@ -7,6 +7,7 @@ TurboSpec, arXiv 2406.14066, calls the rate goodput).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -47,10 +48,11 @@ def best_option(drafter: int, gains: Sequence[float], price: Price, batch: int, 
     """The depth with the most tokens per second in a step in which every row is asked for it.
 
     gains[d - 1]: expected accepted tokens of a draft of depth d.  A cheap drafter is asked for its deepest
-    draft, since `select` cuts it where the rest does not pay; gain and cost are those of the best depth.
+    draft, since `select` cuts it where the rest does not pay; gain and cost are those of the best depth.  The
+    cost is infinite where that of every depth is unknown or too much.
     """
     fixed, per_level, nodes_per_level, verify = price
-    deepest, best, found = len(gains), 0.0, (1, 0.0, 0.0, 0.0)
+    deepest, best, found = len(gains), 0.0, (1, 0.0, math.inf, math.inf)
     for depth in (*DEPTHS[: bisect_left(DEPTHS, deepest)], deepest):
         ask, gain = fixed + per_level * depth, gains[depth - 1]
         cost = ask + verify(nodes_per_level * depth)

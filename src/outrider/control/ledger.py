@@ -16,7 +16,7 @@ from dataclasses import dataclass
 SHARE = 0.01  # of the time of plain decoding
 GRACE, TOTAL_GRACE = 2.0, 8.0  # plain steps that a request, and all together, may lose beyond that
 MOST_GRACE = 0.02  # seconds for all together
-LEAST_STEP = 0.0005  # seconds of such a step at least: deciding takes time, however fast a model is
+LEAST_STEP = 0.0015  # seconds of such a step at least: deciding takes time, however fast a model is
 USED = 0.9  # part of the grace that may be planned with: a step may take longer than expected
 SAVED = 10  # what drafts have saved counts up to so many graces
 EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay

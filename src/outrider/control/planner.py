@@ -96,7 +96,8 @@ class Planner:
         for k, trials in enumerate(self.trials):
             if depth := self._depth(k, most):
                 best = self._best(k, None, depth, 1.0)
-                waits.append(0 if self._pays(best) else trials.wait(best.cost, self.load.plain))
+                wait = 1 if math.isinf(best.cost) else trials.wait(best.cost, self.load.plain)
+                waits.append(0 if self._pays(best) else wait)
         return min(waits)
 
     def outlook(self, k: int) -> dict[str, Any]:
@@ -183,7 +184,9 @@ class Planner:
             wanted = row.accepts(arm.sources) if row.steps else row.drafts_with(arm.sources)
             if not wanted or not (depth := self._depth(k, most)):
                 continue
-            best = self._best(k, state, depth, courage)
+            if math.isinf((best := self._best(k, state, depth, courage)).cost):
+                wait = 1  # beside prompt tokens, or beyond the known costs
+                continue
             late, need = self._late(k, row), MARGIN * best.cost
             pays = self._pays(best) and (not late or late < self._saved(best) * row.remaining)
             if not pays:
