@@ -53,6 +53,27 @@ def test_the_fastest_setting_wins_and_is_measured_most(target: LLM) -> None:
     assert 600 <= run.now <= 610, "it keeps to its minutes"
 
 
+def test_a_prompt_that_comes_again_is_not_drafted_from_its_own_answer(target: LLM) -> None:
+    """Suffix decoding keeps finished answers, of which no run may see its own."""
+    prompts = [(prompt.kind, rendered(prompt, target.tokenizer)) for prompt in TASKS[:2]]
+    made = Search(target, prompts, SamplingParams(temperature=0, max_tokens=24), 1.0)
+    made.plain, made.fresh = target.variant(None), {}
+    suffix, steps = Candidate("suffix", {"method": "suffix"}), list[int]()
+    variant = target.variant(suffix.config)
+    run = made._once
+
+    def counted(llm: LLM, kind: str, group: list[Any]) -> Any:
+        found = run(llm, kind, group)
+        steps.extend(answer.speculation.steps for answer in found.answers if llm is variant)
+        return found
+
+    made._once = counted  # type: ignore[method-assign]
+    for _ in range(6):
+        made._pair(suffix, variant)
+    first, second = steps[1:3]  # behind the one that warms up
+    assert steps[1:] == [first, second] * 3
+
+
 def test_a_slower_setting_is_not_recommended(target: LLM) -> None:
     found = Timed(target, {f"s{i}": 0.9 - 0.1 * i for i in range(4)}, 2).run(settings(4), lambda what: None)
     assert found.ranking[0].label == "s0" and found.config == OFF

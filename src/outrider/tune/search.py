@@ -8,6 +8,7 @@ bootstrap over the pairs.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,6 +115,7 @@ class Search:
         self.end = began + 60 * self.minutes
         self.plain = self.llm.variant(None)
         self.variants: dict[str, LLM] = {}
+        self.fresh: dict[str, Any] = {}  # memory of each candidate's drafter before its first prompt
         self.refused: dict[str, str] = {}
         once(self.plain, *self._prompt(0), self.params)  # warm up
         rungs = max(1, round(np.log(max(1, len(settings) / FINALISTS)) / np.log(KEEP)))
@@ -156,11 +158,18 @@ class Search:
                 self._visit(candidate, 1, self.end)
 
     def _pair(self, candidate: Candidate, variant: LLM) -> None:
-        """One prompt with both, in alternating order; each keeps what it learned from other prompts."""
-        number = len(candidate.pairs)
+        """One prompt with both, in alternating order.
+
+        A drafter keeps what it learned from other prompts, until a further pass over all of them.
+        """
+        number, drafter = len(candidate.pairs), variant.engine.drafter
         kind, group = self._prompt(number)
+        if candidate.label not in self.fresh:
+            self.fresh[candidate.label] = copy.deepcopy(drafter.memory)
         if not number:  # its weights and caches are cold
             self._once(variant, kind, group)
+        if not number % len(self.prompts):
+            drafter.memory = self.fresh[candidate.label]
         order = (self.plain, variant) if number % 2 else (variant, self.plain)
         runs = {id(llm): self._once(llm, kind, group) for llm in order}
         plain, own = runs[id(self.plain)], runs[id(variant)]
