@@ -107,6 +107,29 @@ def test_a_plain_tokenizer_does_what_transformers_does(folders: list[str]) -> No
         assert ours.chat_template == theirs.chat_template and ours(TEXTS[1]) == theirs(TEXTS[1])
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m }}{% endfor %}{{ tools }}{{ word }}"
+
+
+def test_a_plain_tokenizer_renders_what_transformers_does(folders: list[str]) -> None:
+    messages = [
+        {"role": "user", "content": " Hi"},
+        {"role": "assistant", "content": "Yes", "tool_calls": None},
+    ]
+    given: list[dict[str, Any]] = [
+        {"add_generation_prompt": True, "tools": TOOLS},
+        {"continue_final_message": True},
+        {"chat_template": TEMPLATE, "word": "x"},
+        {"chat_template": TEMPLATE, "bos_token": "<other>", "tools": TOOLS},
+    ]
+    ours, theirs = read_tokenizer(folders[0]), AutoTokenizer.from_pretrained(folders[0])
+    for options in given:
+        text = theirs.apply_chat_template(messages, tokenize=False, **options)
+        assert ours.apply_chat_template(messages, tokenize=False, **options) == text
+    assert "full" not in vars(ours), "transformers' tokenizer was not needed"
+    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
+
+
 @pytest.mark.parametrize(
     ("file", "given"),
     [

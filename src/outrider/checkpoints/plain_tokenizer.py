@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ from outrider.checkpoints.validate import read_json
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 KNOWN = {*SPECIAL, "tokenizer_class", "backend", "model_max_length", "is_local", "local_files_only"}
 CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # those without code of a model's own
-OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "tokenizer.model")
+TEMPLATE = "chat_template.jinja"
+OTHER_FILES = (
+    "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "additional_chat_templates",
+)  # fmt: skip
 MOST_TOKENS = 100_000  # transformers edits larger ones
 
 
@@ -24,8 +27,11 @@ class PlainTokenizer:
 
     is_fast = True
 
-    def __init__(self, core: Any, special: dict[str, str], load: Callable[[], Any]) -> None:
-        self.backend_tokenizer, self.load = core, load
+    def __init__(
+        self, core: Any, special: dict[str, str], chat_template: str | None, load: Callable[[], Any]
+    ) -> None:
+        self.backend_tokenizer, self.special, self.load = core, special, load
+        self.chat_template = chat_template
         self.added_tokens_decoder: dict[int, Any] = core.get_added_tokens_decoder()
         self.all_special_ids = [core.token_to_id(token) for token in special.values()]
         self.eos_token_id = core.token_to_id(special["eos_token"]) if "eos_token" in special else None
@@ -45,6 +51,29 @@ class PlainTokenizer:
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         return self.full(*given, **options)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        **given: Any,
+    ) -> Any:
+        template = chat_template or self.chat_template
+        if tokenize or template is None:
+            return self.full.apply_chat_template(
+                conversation, chat_template=chat_template, tokenize=tokenize, **given
+            )
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # a key without a value is left out, as transformers does
+        messages = [
+            {key: value for key, value in message.items() if value is not None} for message in conversation
+        ]
+        names: dict[str, Any] = {**self.special, **given}
+        rendered: Any = render_jinja_template(conversations=[messages], chat_template=template, **names)
+        return rendered[0][0]  # of texts and the places of generated ones
 
     def encode(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
         ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -80,4 +109,5 @@ def plain_tokenizer(folder: Path, load: Callable[[], Any]) -> PlainTokenizer | N
     as_written = core.truncation is None and core.padding is None and core.get_vocab_size() <= MOST_TOKENS
     if not as_written or not all(isinstance(token, str) and token in known for token in special.values()):
         return None
-    return PlainTokenizer(core, special, load)
+    template = folder / TEMPLATE
+    return PlainTokenizer(core, special, template.read_text() if template.is_file() else None, load)
