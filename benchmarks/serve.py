@@ -4,9 +4,9 @@
     python benchmarks/serve.py --url http://127.0.0.1:8000 --clients 1 4 16 64
     python benchmarks/serve.py --url http://127.0.0.1:8000 --rate 2 8 --requests 200
 
-The server may be any that streams /v1/completions: outrider, llama-server, vLLM.  Prompts are the questions
-of `--questions`; every request asks for `--max-tokens` tokens and does not end earlier where ignore_eos is
-known.
+The server may be any that streams /v1/completions: outrider, llama-server, vLLM.  Each prompt has two of the
+questions of `--questions` behind its number: no request repeats another.  Requests ask for half to three
+halves of `--max-tokens` tokens, as answers differ in length, and do not end earlier where ignore_eos is known.
 """
 
 from __future__ import annotations
@@ -24,35 +24,27 @@ from statistics import mean
 from typing import Any
 
 import httpx
+from client import Answer, Connections
 
 QUESTIONS = Path(__file__).parent / "questions.jsonl"
-
-
-@dataclass
-class Answer:
-    """Times of one request, in seconds from its start.  error: what went wrong."""
-
-    began: float
-    first: float = 0.0
-    ended: float = 0.0
-    tokens: int = 0
-    error: str | None = None
+WARM_UP = range(1_000_000, 1_000_002)  # numbers of requests
 
 
 @dataclass(frozen=True)
 class Load:
     """One measurement.  clients: closed loop; rate: open loop, requests per second.
 
+    first: number of the first request, which its prompt and seed depend on.
     seconds: no further request is sent after these; None: until `requests` have been.
     """
 
     url: str
     model: str
-    prompts: Sequence[str]
+    questions: Sequence[str]
     requests: int
     max_tokens: int
     temperature: float
-    seed: int
+    first: int = 0
     clients: int | None = None
     rate: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +53,7 @@ class Load:
     def numbers(self) -> Iterator[int]:
         """Numbers of the requests, as long as one may be sent."""
         began = time.perf_counter()
-        for i in range(self.requests):
+        for i in range(self.first, self.first + self.requests):
             if self.seconds is not None and time.perf_counter() - began > self.seconds:
                 return
             yield i
@@ -69,10 +61,10 @@ class Load:
     def body(self, i: int) -> dict[str, Any]:
         return {
             "model": self.model,
-            "prompt": self.prompts[i % len(self.prompts)],
-            "max_tokens": self.max_tokens,
+            "prompt": prompt_of(self.questions, i),
+            "max_tokens": length_of(self.max_tokens, i),
             "temperature": self.temperature,
-            "seed": self.seed + i,
+            "seed": i,
             "stream": True,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
@@ -80,28 +72,14 @@ class Load:
         }
 
 
-async def ask(client: httpx.AsyncClient, load: Load, i: int) -> Answer:
-    """Send request i and read its stream.  The number of tokens is that of `usage`."""
-    answer = Answer(time.perf_counter())
-    try:
-        async with client.stream("POST", f"{load.url}/v1/completions", json=load.body(i)) as stream:
-            if stream.status_code != 200:
-                answer.error = f"status {stream.status_code}"
-                return answer
-            async for line in stream.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    answer.error = str(chunk["error"])
-                if chunk.get("choices") and not answer.first:
-                    answer.first = time.perf_counter() - answer.began
-                if chunk.get("usage"):
-                    answer.tokens = chunk["usage"]["completion_tokens"]
-    except httpx.HTTPError as error:
-        answer.error = repr(error)
-    answer.ended = time.perf_counter() - answer.began
-    return answer
+def prompt_of(questions: Sequence[str], i: int) -> str:
+    """Prompt of request i: an own beginning, and two questions."""
+    return "\n".join([f"Request {i}.", *random.Random(i).sample(questions, 2)])
+
+
+def length_of(mean: int, i: int) -> int:
+    """Tokens of answer i.  With one length for all, clients would ask and prompts be computed in step."""
+    return random.Random(i).randint(mean // 2, mean + mean // 2)
 
 
 async def closed(load: Load, one: Callable[[int], Awaitable[Answer]]) -> list[Answer]:
@@ -118,35 +96,45 @@ async def closed(load: Load, one: Callable[[int], Awaitable[Answer]]) -> list[An
 
 async def opened(load: Load, one: Callable[[int], Awaitable[Answer]]) -> list[Answer]:
     """Requests arrive at random, whether or not others have ended."""
-    rng, tasks = random.Random(load.seed), []
+    rng, tasks = random.Random(load.first), []
     for i in load.numbers():
         tasks.append(asyncio.create_task(one(i)))
         await asyncio.sleep(rng.expovariate(load.rate or 1.0))
     return list(await asyncio.gather(*tasks))
 
 
-async def measure(load: Load) -> dict[str, Any]:
-    """Figures of one load, after a short warm-up."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=None, limits=limits) as client:
-        for i in range(2):
-            await ask(client, load, load.requests + i)
+@dataclass
+class Sent:
+    """Answers of one load, of several runs of it, too."""
+
+    answers: list[Answer] = field(default_factory=list)
+    seconds: float = 0.0
+
+    async def run(self, load: Load) -> None:
+        """Send the requests of a load, after two that warm up."""
+        connections = Connections(load.url)
+
+        async def one(i: int) -> Answer:
+            return await connections.ask(load.body(i))
+
+        for i in WARM_UP:
+            await one(i)
         began = time.perf_counter()
-        answers = await (opened if load.rate else closed)(load, lambda i: ask(client, load, i))
-        seconds = time.perf_counter() - began
-    return {**figures(answers, seconds), "clients": load.clients, "rate": load.rate}
+        self.answers += await (opened if load.rate else closed)(load, one)
+        self.seconds += time.perf_counter() - began
+        connections.close()
 
 
-def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
+def figures(sent: Sent) -> dict[str, Any]:
     """Throughput, and percentiles in milliseconds: to the first token, and mean time between tokens."""
-    good = [answer for answer in answers if answer.error is None and answer.tokens > 1]
+    good = [answer for answer in sent.answers if answer.error is None and answer.tokens > 1]
     firsts = [1000 * answer.first for answer in good]
     gaps = [1000 * (answer.ended - answer.first) / (answer.tokens - 1) for answer in good]
     return {
-        "requests_per_second": len(good) / seconds,
-        "tokens_per_second": sum(answer.tokens for answer in good) / seconds,
+        "requests_per_second": len(good) / sent.seconds,
+        "tokens_per_second": sum(answer.tokens for answer in good) / sent.seconds,
         "tokens": sum(answer.tokens for answer in good),
-        "errors": len(answers) - len(good),
+        "errors": len(sent.answers) - len(good),
         **{f"ttft_p{p}": percentile(firsts, p) for p in (50, 95, 99)},
         **{f"tpot_p{p}": percentile(gaps, p) for p in (50, 95, 99)},
         "tpot_mean": mean(gaps) if gaps else None,
@@ -168,15 +156,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="default: 8 for each client, 100 for a rate")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--questions", type=Path, default=QUESTIONS)
     parser.add_argument("--extra", type=json.loads, default={}, help="more fields of each body, as JSON")
     parser.add_argument("--label", default="", help="name of the server in the results")
     parser.add_argument("--out", type=Path, help="append the results to this file, one JSON object a line")
     given = parser.parse_args()
     model = given.model or httpx.get(f"{given.url}/v1/models").json()["data"][0]["id"]
-    prompts = [json.loads(line)["turns"][0] for line in given.questions.read_text().splitlines()]
-    random.Random(given.seed).shuffle(prompts)
+    questions = [json.loads(line)["turns"][0] for line in given.questions.read_text().splitlines()]
     loads: list[tuple[int | None, float | None]] = [
         (n, None) for n in given.clients or ([] if given.rate else [1])
     ]
@@ -185,21 +171,15 @@ def main() -> None:
     for clients, rate in loads:
         count = given.requests or (8 * clients if clients else 100)
         load = Load(
-            given.url,
-            model,
-            prompts,
-            count,
-            given.max_tokens,
-            given.temperature,
-            given.seed,
-            clients,
-            rate,
+            given.url, model, questions, count, given.max_tokens, given.temperature, 0, clients, rate,
             given.extra,
-        )
-        found = asyncio.run(measure(load))
+        )  # fmt: skip
+        sent = Sent()
+        asyncio.run(sent.run(load))
+        found = {"clients": clients, "rate": rate, **figures(sent)}
         print(line(found), flush=True)
         if given.out is not None:
-            settings = {key: value for key, value in asdict(load).items() if key not in ("prompts", "url")}
+            settings = {key: value for key, value in asdict(load).items() if key not in ("questions", "url")}
             with given.out.open("a") as file:
                 file.write(json.dumps({"label": given.label, **settings, **found}) + "\n")
 

@@ -1,19 +1,21 @@
 """The server with every kind of drafting, and llama-server beside it, under closed and open loops.
 
-    python benchmarks/serving.py [--json OUT]                        all loads, 40 minutes
-    python benchmarks/serving.py --subset --json OUT                 1, 4, 16 clients and a rate, 7 minutes
-    python benchmarks/serving.py --gguf DIR/target-bf16.gguf …       llama-server, too (OUTRIDER_LLAMA_CPP)
+    python benchmarks/serving.py --json OUT                          all loads and ways, 25 minutes
+    python benchmarks/serving.py --clients 1 16 --parts 0.5 --ways plain auto --json OUT
+    python benchmarks/serving.py --gguf DIR/target-bf16.gguf …       llama-server, too: OUTRIDER_LLAMA_CPP, or
+                                   OUTRIDER_LLAMA_CPP_PYTHON, an interpreter with the wheel xllamacpp
 
-All servers run at once, each load takes them in turn, and idle ones take no processor.  Rates of the open
-loop (Poisson arrivals) are parts of what the plain server completes with 16 clients.  The CPU time of HTTP is
-that of the thread with the event loop.  At the end, plain serving of 16 clients takes turns with the offline
-API on the same requests.
+All servers run at once, each round of a load takes them in turn, and idle ones take no processor.  Rates of
+the open loop (Poisson arrivals) are parts of what the plain server completes with 16 clients.  The CPU time
+of HTTP is that of the thread with the event loop.  At the end, plain serving of 16 clients takes turns with
+the offline API on the same requests.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -21,7 +23,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +33,7 @@ from typing import Any
 import httpx
 import torch
 from core import conditions
-from serve import QUESTIONS, Load, line, measure
+from serve import QUESTIONS, Load, Sent, figures, length_of, line, prompt_of
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
@@ -46,20 +48,22 @@ WAYS: dict[str, Any] = {
     "auto": {"method": "auto", "model": "builtin-draft"},
 }
 CLIENTS, PARTS = (1, 4, 16, 64), (0.3, 0.7)  # clients of the closed loop, parts of the rate of the open one
-SUBSET_CLIENTS, SUBSET_PARTS = (1, 4, 16), (0.5,)
-BATCH, ROUNDS = 16, 3  # clients beside the offline API, and rounds after one that warms up
+BATCH, ROUNDS = 16, 4  # clients beside the offline API, and rounds after one that warms up
 LENGTH = 1024  # tokens of a request at most
+MANY = 1000  # more requests than a round sends
 
 
 @contextmanager
 def llama_server(gguf: Path, slots: int) -> Iterator[str]:
     """A llama-server on a free port, yielded as its address."""
-    program = str(Path(os.environ.get("OUTRIDER_LLAMA_CPP", ""), "llama-server"))
+    program = [str(Path(os.environ.get("OUTRIDER_LLAMA_CPP", ""), "llama-server"))]
+    if python := os.environ.get("OUTRIDER_LLAMA_CPP_PYTHON"):
+        program = [python, str(Path(__file__).with_name("llama_server.py"))]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))
-    command = [program, "-m", str(gguf), "--port", str(port), "-np", str(slots), "-c", str(slots * LENGTH)]
+    command = [*program, "-m", str(gguf), "--port", str(port), "-np", str(slots), "-c", str(slots * LENGTH)]
     process = subprocess.Popen(
         [*command, "-t", threads], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -100,61 +104,68 @@ class Bench:
     given: argparse.Namespace
     urls: dict[str, str]
     servers: dict[str, Served]
-    prompts: list[str]
+    questions: list[str]
     results: list[dict[str, Any]] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(0, MANY))  # of first requests
 
-    def load(self, label: str, **more: Any) -> Load:
+    def load(self, label: str, first: int, **more: Any) -> Load:
         url, given = self.urls[label], self.given
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        settings = {"requests": 100_000, "seconds": given.seconds, **more}
+        settings = {"requests": MANY, "seconds": given.seconds, "first": first, **more}
         return Load(
-            url, model, self.prompts, max_tokens=given.max_tokens, temperature=given.temperature, seed=1,
-            **settings,
-        )  # fmt: skip
+            url, model, self.questions, max_tokens=given.max_tokens, temperature=given.temperature, **settings
+        )
 
     def one(self, **load: Any) -> None:
-        """One load on every server in turn."""
+        """One load: in each round on every server in turn, with the same requests."""
+        sent, http = {label: Sent() for label in self.urls}, dict.fromkeys(self.urls, 0.0)
+        for _ in range(self.given.rounds):
+            first = next(self.numbers)
+            for label in self.urls:
+                before = http_seconds(self.servers.get(label))
+                asyncio.run(sent[label].run(self.load(label, first, **load)))
+                http[label] += http_seconds(self.servers.get(label)) - before
         for label in self.urls:
-            before = http_seconds(self.servers.get(label))
-            found = {"label": label, **asyncio.run(measure(self.load(label, **load)))}
-            spent = http_seconds(self.servers.get(label)) - before
-            found["http_us_per_token"] = 1e6 * spent / max(1, found["tokens"])
+            found = {"label": label, "clients": None, "rate": None, **load, **figures(sent[label])}
+            found["http_us_per_token"] = 1e6 * http[label] / max(1, found["tokens"])
             self.results.append(found)
             print(f"{label:>12} {line(found)}  {found['http_us_per_token']:5.0f} us HTTP a token", flush=True)
 
     def run(self) -> None:
-        for clients in SUBSET_CLIENTS if self.given.subset else CLIENTS:
+        for clients in self.given.clients:
             self.one(clients=clients)
-        plain = next(each for each in self.results if each["label"] == "plain" and each["clients"] == BATCH)
-        for part in SUBSET_PARTS if self.given.subset else PARTS:
-            self.one(rate=round(part * plain["requests_per_second"], 2))
+        plain = [each for each in self.results if each["label"] == "plain"]
+        most = max(each["requests_per_second"] for each in plain if each["clients"] <= BATCH)
+        for part in self.given.parts:
+            self.one(rate=round(part * most, 2))
 
     def offline(self, threads: int) -> dict[str, Any]:
         """Tokens/s of the plain server with BATCH clients, and of the offline API on the same requests."""
         given, count = self.given, 6 * BATCH
         torch.set_num_threads(threads)
         llm = LLM(given.model, speculative_config={"method": "off"}, max_num_seqs=BATCH, max_model_len=LENGTH)
-        prompts = [self.prompts[i % len(self.prompts)] for i in range(count)]
-        params = [
-            SamplingParams(
-                temperature=given.temperature, max_tokens=given.max_tokens, seed=1 + i, ignore_eos=True
-            )
-            for i in range(count)
-        ]
         served, offline = list[float](), list[float]()
         for _ in range(1 + ROUNDS):
-            load = self.load("plain", clients=BATCH, requests=count, seconds=None)
-            served.append(asyncio.run(measure(load))["tokens_per_second"])
-            began = time.perf_counter()
-            outputs = llm.generate(prompts, params)
-            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-            offline.append(tokens / (time.perf_counter() - began))
+            sent, first = Sent(), next(self.numbers)
+            asyncio.run(sent.run(self.load("plain", first, clients=BATCH, requests=count, seconds=None)))
+            served.append(figures(sent)["tokens_per_second"])
+            offline.append(self.generated(llm, range(first, first + count)))
         ratio = median(a / b for a, b in zip(served[1:], offline[1:]))
         print(
             f"{median(served[1:]):.0f} tokens/s of {BATCH} clients, {ratio:.3f} of the offline API",
             flush=True,
         )
         return {"served": served[1:], "offline": offline[1:], "ratio": ratio}
+
+    def generated(self, llm: LLM, numbers: Sequence[int]) -> float:
+        """Tokens/s of the offline API on these requests."""
+        prompts = [prompt_of(self.questions, i) for i in numbers]
+        mean, own = self.given.max_tokens, {"temperature": self.given.temperature, "ignore_eos": True}
+        params = [SamplingParams(seed=i, max_tokens=length_of(mean, i), **own) for i in numbers]
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        return tokens / (time.perf_counter() - began)
 
 
 def main() -> None:
@@ -164,19 +175,21 @@ def main() -> None:
     parser.add_argument("--model", default="builtin-100m")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=[*WAYS])
     parser.add_argument("--gguf", type=Path, help="the same model for llama-server")
-    parser.add_argument("--subset", action="store_true")
-    parser.add_argument("--seconds", type=float, default=18.0, help="of sending, for each load and server")
+    parser.add_argument("--clients", type=int, nargs="*", default=CLIENTS, help="of the closed loop")
+    parser.add_argument("--parts", type=float, nargs="*", default=PARTS, help="of that rate, open loop")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of sending, for each round and server")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    if "plain" not in given.ways:
-        parser.error("the rates of the open loop need the way plain")
-    slots = max(SUBSET_CLIENTS if given.subset else CLIENTS)
+    if "plain" not in given.ways or min(given.clients, default=BATCH) > BATCH:
+        parser.error(f"the rates of the open loop need the way plain with {BATCH} clients or fewer")
+    slots = max(*given.clients, BATCH)
     options = [given.model, "--max-num-seqs", str(slots), "--max-model-len", str(LENGTH)]
     threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))
-    prompts = [json.loads(row)["turns"][0] for row in QUESTIONS.read_text().splitlines()]
-    bench = Bench(given, {}, {}, prompts)
+    questions = [json.loads(row)["turns"][0] for row in QUESTIONS.read_text().splitlines()]
+    bench = Bench(given, {}, {}, questions)
     with ExitStack() as stack:
         for label in given.ways:
             config = ["--speculative-config", json.dumps(WAYS[label])]
@@ -188,7 +201,7 @@ def main() -> None:
         bench.run()
         offline = bench.offline(int(threads))
     if given.json:
-        settings = {key: str(value) for key, value in vars(given).items() if key not in ("json", "gguf")}
+        settings = {key: value for key, value in vars(given).items() if key not in ("json", "gguf")}
         told = {**conditions(), **settings, "results": bench.results, "beside the offline API": offline}
         given.json.write_text(json.dumps(told, indent=1) + "\n")
 

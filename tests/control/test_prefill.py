@@ -219,6 +219,22 @@ def test_the_default_slows_decode_steps_about_twice() -> None:
     assert 1.5 < p99(run.gaps) / 0.013 < 2.7
 
 
+def test_a_crowd_beside_few_decoding_rows_is_computed_at_once() -> None:
+    """Fifteen prompts take little more than their prefill, once steps of so many rows have been measured."""
+    costs = Costs(decode=0.027, overhead=0.4, token=0.0018, growth=0)
+    run = Simulation(costs, tokens=2048)
+    run.add("decoding", 110, 10**6)
+    run.until("decoding")
+    for turn in ("first", "second"):
+        crowd = [f"{turn} {i}" for i in range(15)]
+        for name in crowd:
+            run.add(name, 110, 40)
+        seconds = run.until(*crowd)
+        while len(run.scheduler.running) > 1:
+            run.step()
+    assert seconds < 1.15 * alone(costs, (110,) * 15, tokens=2048)[-1]
+
+
 def test_costs_unknown_at_first() -> None:
     """The very first prompts of a process, one after the other."""
     costs = Costs(noise=0.1)

@@ -24,13 +24,15 @@ from outrider.core.tree import Budget
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
 
 
-def unpaced(decoding: int, tokens: int) -> PrefillBudget:
+def unpaced(decoding: int, tokens: int, waiting: int) -> PrefillBudget:
     return PrefillBudget(tokens)
 
 
-def paced(chunk: int) -> Callable[[int, int], PrefillBudget]:
+def paced(chunk: int) -> Callable[[int, int, int], PrefillBudget]:
     """Chunks of so many tokens beside decoding rows."""
-    return lambda decoding, tokens: PrefillBudget(tokens, (lambda context: chunk) if decoding else None)
+    return lambda decoding, tokens, waiting: PrefillBudget(
+        tokens, (lambda context: chunk) if decoding else None
+    )
 
 
 class Engine:

@@ -158,6 +158,28 @@ def test_a_processor_cannot_call_the_engine(
         check_idle(twin)
 
 
+def test_a_processor_that_waits_for_a_caller_of_its_engine_is_logged(
+    shared: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once.  Here it gives up waiting; without an end, neither step nor caller would end."""
+    monkeypatch.setattr("outrider.engine.loop.STALL", 0.2)
+    monkeypatch.setattr("outrider.engine.loop.MAX_WAIT", 0.1)
+    shared.use(None)
+    caller = threading.Thread(target=lambda: answer(shared, PROMPTS[1], PARAMS[1]))
+
+    def wait() -> None:
+        caller.start()
+        caller.join(1)
+
+    output = answer(shared, PROMPTS[3], params_of(3, logits_processors=[calling(wait)]))
+    caller.join()
+    assert output.finished and not caller.is_alive()
+    assert [record.message for record in caplog.records if "a thread that calls" in record.message] == [
+        record.message for record in caplog.records[:1]
+    ]
+    check_idle(shared)
+
+
 def test_a_processor_aborts(shared: LLM, texts: list[list[int]]) -> None:
     shared.use({"method": "ngram"})
     stream = shared.stream({"prompt_token_ids": PROMPTS[0]}, PARAMS[0])

@@ -32,3 +32,12 @@ def adaptive() -> Iterator[Served]:
     with forked("builtin", "--speculative-config", config, "--api-key", "secret", "--max-model-len",
                 "512", "--served-model-name", "builtin") as running:  # fmt: skip
         yield running
+
+
+@pytest.fixture(scope="session")
+def open_server() -> Iterator[Served]:
+    """A server whose clients may load adapters.  Nothing may be left in it at the end."""
+    options = ("--enable-lora", "--allow-lora-loading", "--max-model-len", "256")
+    with forked("builtin-draft", *options) as running:
+        yield running
+        assert running.idle() and "Traceback" not in running.log

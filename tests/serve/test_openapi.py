@@ -4,7 +4,6 @@ the server, and errors have one shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -18,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from served import Served, forked
+from served import Served
 
 from outrider.serve.app import SHAPE
 
@@ -31,15 +30,6 @@ FEW = settings(
     suppress_health_check=list(HealthCheck),
     derandomize=True,
 )
-
-
-@pytest.fixture(scope="module")
-def open_server() -> Iterator[Served]:
-    """A server whose clients may load adapters."""
-    options = ("--enable-lora", "--allow-lora-loading", "--max-model-len", "256")
-    with forked("builtin-draft", *options) as running:
-        yield running
-        assert running.idle() and "Traceback" not in running.log
 
 
 def validate(case: schemathesis.Case) -> None:

@@ -68,6 +68,7 @@ def test_tokens_have_the_color_of_their_origin_and_tell_alternatives(page: Any, 
     page.keyboard.press("ArrowRight")
     assert int(page.locator(".token.selected").get_attribute("data-at")) > at
     assert page.locator("#charts svg").count() == 3
+    assert "L" in page.locator("#charts path.first").first.get_attribute("d")
     assert page.locator("#tree g.accepted").count() >= 2
     assert "accepted" in page.locator("#tree svg").get_attribute("aria-label")
 
@@ -128,6 +129,7 @@ def test_the_page_asks_for_the_key_itself(browser: Any, adaptive: Served) -> Non
 
 
 def test_the_page_fits_a_phone(page: Any) -> None:
+    assert page.input_value("#prompt") == ""
     ask(page)
     boxes = [box.bounding_box() for box in page.locator(".card, .talk, header").all()]
     assert all(box["x"] >= 0 and box["x"] + box["width"] <= 390 for box in boxes)

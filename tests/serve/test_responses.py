@@ -88,6 +88,7 @@ def test_calls_and_their_outputs_are_messages() -> None:
         ({"input": []}, "input"),
         ({"input": "a", "previous_response_id": "x"}, "not stored"),
         ({"input": "a", "background": True}, "background"),
+        ({"input": "a", "include": ["message.output_text.logprobs"]}, "logprobs"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input item 0"),
         ({"input": [{"type": "function_call"}]}, "input item 0"),

@@ -14,9 +14,12 @@ N is max_num_batched_tokens, d1 a decode step of one row.
 
 - A maximum slowdown s sets n by the first ratio.  The second one is then about s / (s - 1) where fixed(k) is
   small.
-- Without a maximum, n is the smallest chunk that keeps the second ratio at `TTFT_TARGET`.  So the first token
+- Without a maximum, n is the smallest chunk that keeps the second ratio at a target, 2 at most.  So the first token
   comes within three times its time without decoding rows, plus three decode steps, once a few chunks have
   been measured.
+- A token of a decode step with few rows costs more than one with the rows beside them that wait behind the
+  first prompt.  The target is lower where more than `WASTE` of the prefill's time would be lost that way: many
+  prompts beside few decoding rows are computed in large chunks.
 - Waiting prompts are computed in order of arrival.  The time that counts for one of them includes the prompts
   before it.
 - Exceptions: a chunk has at least one token and at most max_num_batched_tokens; a row also waits for a seat
@@ -34,13 +37,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from statistics import median_low
+from statistics import linear_regression, median_low
 
 from outrider.core.step import Batch
 
-TTFT_TARGET = (
-    2.0  # aim of the default; what it promises is 3, with room for noise, halved chunks and refreshes
-)
+TTFT_TARGET = 2.0  # aim at most; what is promised is 3, with room for noise, halved chunks and refreshes
+WASTE = 0.05  # of the time of prefill, lost in decode steps that were cheaper with the waiting rows
 HEADROOM = 0.8  # part of a given maximum slowdown that is aimed at
 FIRST_CHUNK = 8  # tokens of the first chunk, before any cost is known
 MAX_GROWTH = 2  # a chunk over the largest recent one
@@ -155,21 +157,24 @@ class PrefillPacer:
         self.surprises = 0  # consecutive steps with a chunk that took much more or less than predicted
         self.recent_chunk: float = FIRST_CHUNK
 
-    def budget(self, decoding: int, tokens: int) -> PrefillBudget:
-        """Prompt tokens of a step with so many decoding rows, of which the step has room for `tokens`."""
+    def budget(self, decoding: int, tokens: int, waiting: int = 1) -> PrefillBudget:
+        """Prompt tokens of a step with so many decoding rows, of which the step has room for `tokens`.
+
+        waiting: rows that wait for their first token and can be computed.
+        """
         if not decoding:
             return PrefillBudget(tokens)
         measured = len(self.decode_seconds.get(decoding, ()))
         if self.steps_since_refresh >= (REFRESH_STEPS if measured > 1 else 1):
             return PrefillBudget(0)
-        return PrefillBudget(tokens, partial(self.chunk, decoding))
+        return PrefillBudget(tokens, partial(self.chunk, decoding, waiting=waiting))
 
-    def chunk(self, decoding: int, context: int) -> int:
+    def chunk(self, decoding: int, context: int, waiting: int = 1) -> int:
         """Tokens of a chunk at this context length beside so many decoding rows: 1 ... max_tokens."""
         decode, cost = self._decode(decoding), self._nearest(context)
         chunk: float = FIRST_CHUNK
         if decode is not None and cost is not None:
-            chunk = self._paced(decode, *cost.line())
+            chunk = self._paced(decode, *cost.line(), self._target(decoding, waiting))
         chunk = min(chunk, self.recent_chunk * (1 if self.surprises else MAX_GROWTH))
         if self.steps_since_refresh % 4 == 3:
             chunk /= 2
@@ -206,12 +211,21 @@ class PrefillPacer:
         self.steps_since_refresh = REFRESH_STEPS
         return cost.scaled(0.5)
 
-    def _paced(self, decode: float, fixed: float, per_token: float) -> float:
+    def _paced(self, decode: float, fixed: float, per_token: float, target: float) -> float:
         if self.max_slowdown is not None:
             return (HEADROOM * (self.max_slowdown - 1) * decode - fixed) / per_token
         one_row = min(map(median_low, self.decode_seconds.values())) if 1 in self.decode_seconds else 0.0
         alone = per_token + (one_row + fixed) / self.max_tokens
-        return (decode + fixed) / (TTFT_TARGET * alone - per_token)
+        return (decode + fixed) / (target * alone - per_token)
+
+    def _target(self, decoding: int, waiting: int) -> float:
+        """Time to first token, over its time without decoding rows, to aim at."""
+        if waiting <= 1 or len(self.decode_seconds) < 2:
+            return TTFT_TARGET
+        line = linear_regression([*self.decode_seconds], [*map(median_low, self.decode_seconds.values())])
+        row, step = max(0.0, line.slope), max(FREE, line.intercept)
+        wasted = 1 - (row + step / (decoding + waiting - 1)) / (row + step / decoding)
+        return TTFT_TARGET if wasted <= WASTE else 1 + WASTE / wasted
 
     def _decode(self, decoding: int) -> float | None:
         """Seconds of a decode step of so many rows, or of the nearest number of rows that was seen."""

@@ -148,7 +148,8 @@ class SamplingParams(_Fields):
     allowed_token_ids           masks all other tokens
     bad_words                   strings; masks the last token of one wherever it would complete it
     logits_processors           functions (output ids, logits) or (prompt ids, output ids, logits) -> logits;
-                                must be pure, because they are also evaluated at draft nodes
+                                must be pure, because they are also evaluated at draft nodes, and must not
+                                wait for a thread that calls the same engine, which waits for this step
     stop                        strings that end the text and are removed from it
     stop_token_ids              tokens that end the text
     include_stop_str_in_output  keep the stop string or stop token in the text

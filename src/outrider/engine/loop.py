@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -23,6 +24,7 @@ from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, EngineError, RankError, RequestError
 
 MAX_WAIT = 1.0  # timeout of a waiting thread, in seconds: an interrupt in another thread can lose its wake-up
+STALL = 30.0  # seconds of one step after which a waiting thread logs a warning
 log = logging.getLogger("outrider")
 
 
@@ -56,6 +58,7 @@ class EngineLoop:
         self._arriving: list[Ticket] = []  # not in the engine yet
         self._aborted: list[Ticket] = []
         self._stopped: Exception | None = None
+        self._began: float | None = None  # time of the current step, None once its stall is logged
 
     def submit(self, rows: Sequence[Row], on_news: Callable[[], None] | None = None) -> Ticket:
         """Queue the rows of a request, which carry its id.
@@ -141,8 +144,8 @@ class EngineLoop:
                 waiter = self._drive_or_wait(me)
             if waiter is None:
                 self._step()
-            else:
-                waiter.acquire(timeout=MAX_WAIT)
+            elif not waiter.acquire(timeout=MAX_WAIT):
+                self._check_stall()
 
     def _leave(self, me: int) -> None:
         """Release the role of driver."""
@@ -173,6 +176,7 @@ class EngineLoop:
         """Run one step of the engine and notify its listeners.  Called by the driver."""
         if not self.engine.busy:
             return
+        self._began = time.monotonic()
         try:
             rows = self.engine.step()
         except BaseException as error:
@@ -182,6 +186,18 @@ class EngineLoop:
         with self._lock:
             grown = [self.tickets.get(id) for id in dict.fromkeys([row.id for row in rows])]
             self._report([ticket for ticket in grown if ticket is not None], grown=True)
+
+    def _check_stall(self) -> None:
+        """Log a step that takes long, once: it may wait for the calling thread, which waits for it."""
+        began = self._began
+        if self._driver is None or began is None or time.monotonic() - began < STALL:
+            return
+        self._began = None
+        log.warning(
+            "a step of the engine has taken more than %g s. It never ends if a logits processor waits for a "
+            "thread that calls the same engine.",
+            STALL,
+        )
 
     def _between_steps(self) -> None:
         """Settle now if no thread drives; otherwise leave it to the driver."""

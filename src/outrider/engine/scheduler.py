@@ -48,13 +48,16 @@ class Hooks:
     """What the scheduler asks of controller, pacer and drafter.  The defaults are those of plain decoding.
 
     draft_nodes  (running rows) -> draft nodes that one of them is likely to get
-    prefill      (decoding rows, tokens left of the step) -> prompt tokens that the step may compute
+    prefill      (decoding rows, tokens left of the step, rows whose prompts may be computed)
+                 -> prompt tokens that the step may compute
     filled       see Drafter.filled
     forget       see Drafter.forget
     """
 
     draft_nodes: Callable[[int], int] = lambda rows: 0
-    prefill: Callable[[int, int], PrefillBudget] = lambda decoding, tokens: PrefillBudget(tokens)
+    prefill: Callable[[int, int, int], PrefillBudget] = lambda decoding, tokens, waiting: PrefillBudget(
+        tokens
+    )
     filled: Callable[[Row], int] = lambda row: row.computed
     forget: Callable[[Row, str], None] = lambda row, reason: None
 
@@ -138,7 +141,8 @@ class Scheduler:
         """Prompt tokens of a step with so many decoding rows, `drafting` of which get draft nodes."""
         left = self.limits.max_num_batched_tokens - decodes
         draft_nodes = drafting * self.hooks.draft_nodes(len(self.running))
-        return self.hooks.prefill(decodes, left - min(draft_nodes, left // 2))  # prefill keeps half
+        waiting = min(len(self.running) + len(self.waiting), self.limits.max_num_seqs) - decodes
+        return self.hooks.prefill(decodes, left - min(draft_nodes, left // 2), waiting)  # prefill keeps half
 
     def reserve(self, batch: Batch, budgets: Sequence[Budget]) -> None:
         """Grant budgets, with slots for the draft nodes.

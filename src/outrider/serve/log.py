@@ -7,6 +7,9 @@ import logging
 import time
 from dataclasses import dataclass
 
+from outrider.control.auto import AutoController
+from outrider.core.block_table import PAGE
+from outrider.engine.engine import Engine
 from outrider.serve.state import Server
 
 log = logging.getLogger("outrider.serve")
@@ -43,6 +46,15 @@ class Counts:
 
     def since(self, before: Counts) -> Counts:
         return Counts(*(now - then for now, then in zip(vars(self).values(), vars(before).values())))
+
+
+def described(engine: Engine) -> str:
+    """What an engine drafts with, and its limits, in one line."""
+    chosen = ", as far as they pay" if isinstance(engine.controller, AutoController) else ""
+    return (
+        f"drafters: {', '.join(engine.drafter.sources) or 'none'}{chosen}; context {engine.max_len} tokens, "
+        f"KV cache {engine.cache.pages * PAGE} tokens, {engine.options.max_num_seqs} samples at once"
+    )
 
 
 async def log_throughput(server: Server) -> None:

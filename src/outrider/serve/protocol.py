@@ -76,7 +76,10 @@ class Sampling(Body):
     model: str | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
+    # of the client alone: without effect here
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = Field(None, ge=0, le=1)
@@ -148,6 +151,7 @@ class ChatBody(Classic):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    modalities: list[Literal["text"]] | None = None
     # vLLM's
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -32,6 +32,8 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
         )
     if body.background:
         raise ApiError(400, "background responses are not supported: leave it out.", "background")
+    if "message.output_text.logprobs" in (body.include or ()):
+        raise ApiError(400, "logprobs of responses are not supported: use /v1/chat/completions.", "include")
     tools = checked_tools(chat_tools(body.tools), body.tool_choice)
     more: dict[str, Any] = {"max_tokens": body.max_output_tokens, "seed": body.seed}
     if tools and body.tool_choice != "none" and body.skip_special_tokens is None:

@@ -19,7 +19,7 @@ from outrider.async_llm import AsyncLLM
 from outrider.backends.cpu.threads import limit
 from outrider.errors import EngineError
 from outrider.serve.app import make_app
-from outrider.serve.log import log_throughput
+from outrider.serve.log import described, log_throughput
 from outrider.serve.options import ServerOptions
 from outrider.serve.state import Server, cancelled
 
@@ -89,12 +89,14 @@ def config_of(app: ASGIApp, options: ServerOptions, path: str | None = None) -> 
 async def _load(
     process: Process, server: Server, load: Callable[[], AsyncLLM], failure: list[Exception]
 ) -> None:
+    log.info("loading %s", server.model)
     try:
         server.started(await _result(load))
     except Exception as error:
         failure.append(error)
         process.should_exit = True
         return
+    log.info(described(server.llm.engine))
     if process.config.uds is None:
         await log_address(process, server.options, server.names[0])
 

@@ -179,7 +179,7 @@ class Server:
             name = f"{id}-{i}" if several else id
             requests.append(await engine.read(prompt, params, name, adapter, priority))
         tokens = sum(len(request.ids) for request in requests)
-        log.info("%r: %d prompts of %d tokens, n=%d", id, len(prompts), tokens, params.n)
+        log.info("%r: %d prompt tokens, %d samples", id, tokens, sum(len(each.rows) for each in requests))
         if self.options.log_requests:
             log.info("%r: %s %s", id, [request.prompt or request.ids for request in requests], params)
         return requests

@@ -20,7 +20,7 @@ export function chart(name, unit, series) {
   const lines = series.map((values, i) => {
     const last = Math.max(1, values.length - 1);
     const point = (value, k) => `${((100 * k) / last).toFixed(2)},${(38 - (36 * value) / most).toFixed(2)}`;
-    const points = values.map(point);
+    const points = (values.length === 1 ? [values[0], values[0]] : values).map(point);
     return element("path", { d: points.length ? `M${points.join("L")}` : "", class: i ? "second" : "first" });
   });
   const newest = series[0].at(-1);
