@@ -219,8 +219,11 @@ def test_the_default_slows_decode_steps_about_twice() -> None:
     assert 1.5 < p99(run.gaps) / 0.013 < 2.7
 
 
-def test_a_crowd_beside_few_decoding_rows_is_computed_at_once() -> None:
-    """Fifteen prompts take little more than their prefill, once steps of so many rows have been measured."""
+def test_a_crowd_beside_few_decoding_rows_is_computed_soon() -> None:
+    """Fifteen prompts take half as long again as alone, once steps of so many rows have been measured.
+
+    At the pace of a single prompt they take 2.1 times as long.
+    """
     costs = Costs(decode=0.027, overhead=0.4, token=0.0018, growth=0)
     run = Simulation(costs, tokens=2048)
     run.add("decoding", 110, 10**6)
@@ -232,7 +235,7 @@ def test_a_crowd_beside_few_decoding_rows_is_computed_at_once() -> None:
         seconds = run.until(*crowd)
         while len(run.scheduler.running) > 1:
             run.step()
-    assert seconds < 1.15 * alone(costs, (110,) * 15, tokens=2048)[-1]
+    assert seconds < 1.6 * alone(costs, (110,) * 15, tokens=2048)[-1]
 
 
 def test_costs_unknown_at_first() -> None:
