@@ -14,12 +14,12 @@ N is max_num_batched_tokens, d1 a decode step of one row.
 
 - A maximum slowdown s sets n by the first ratio.  The second one is then about s / (s - 1) where fixed(k) is
   small.
-- Without a maximum, n is the smallest chunk that keeps the second ratio at a target, 2 at most.  So the first token
-  comes within three times its time without decoding rows, plus three decode steps, once a few chunks have
-  been measured.
+- Without a maximum, n is the smallest chunk that keeps the second ratio at a target, 2 at most.  So the first
+  token comes within three times its time without decoding rows, plus three decode steps, once a few chunks
+  have been measured.
 - A token of a decode step with few rows costs more than one with the rows beside them that wait behind the
-  first prompt.  The target is lower where more than `WASTE` of the prefill's time would be lost that way: many
-  prompts beside few decoding rows are computed in large chunks.
+  first prompt.  The target is lower where more than `WASTE` of the prefill's time would be lost that way:
+  many prompts beside few decoding rows are computed in large chunks.
 - Waiting prompts are computed in order of arrival.  The time that counts for one of them includes the prompts
   before it.
 - Exceptions: a chunk has at least one token and at most max_num_batched_tokens; a row also waits for a seat
