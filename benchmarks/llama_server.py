@@ -1,6 +1,6 @@
 """llama.cpp's server from the wheel `xllamacpp`, with the options of llama-server that serving.py gives.
 
-Run by the interpreter in OUTRIDER_LLAMA_CPP_PYTHON, where no build of llama.cpp is at hand.
+Run by the interpreter in OUTRIDER_LLAMA_CPP_PYTHON, in place of a build of llama.cpp.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 
 The server may be any that streams /v1/completions: outrider, llama-server, vLLM.  Each prompt has two of the
 questions of `--questions` behind its number: no request repeats another.  Requests ask for half to three
-halves of `--max-tokens` tokens, as answers differ in length, and do not end earlier where ignore_eos is known.
+halves of `--max-tokens` tokens, as answers differ in length, and do not end earlier where ignore_eos is
+known.
 """
 
 from __future__ import annotations
