@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import copy_context
@@ -55,12 +56,14 @@ class _Reader:
     """Receiver of one request's news.  Keeps the newest states only.
 
     index: of the request among those of its task.  final: receives the end only.
+    interval: least seconds between two states, but for the end.
     """
 
     def __init__(
-        self, inbox: _Inbox, index: int, request: Request, final: bool, on_end: OnEnd | None
+        self, inbox: _Inbox, index: int, request: Request, final: bool, interval: float, on_end: OnEnd | None
     ) -> None:
         self.inbox, self.index, self.request, self.final, self.on_end = inbox, index, request, final, on_end
+        self.interval, self.due = interval, 0.0
         self.states: Sequence[RowState] = ()
         self.last: RequestOutput | None = None
         self.told = False  # a call of `wake` is on its way
@@ -171,11 +174,13 @@ class AsyncLLM:
         final: bool = False,
         on_end: OnEnd | None = None,
         timeout: float | None = None,
+        interval: float = 0.0,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Queue requests and yield (index of the request, its output so far) as they come.
 
         final: yield only the last output of each.  Otherwise all outputs of a request are one object, whose
         lists grow.  on_end: called in the event loop when a request has ended, also while nothing is read.
+        interval: least seconds between two outputs of a request, but for the last one.
         Raises EngineError, and TimeoutError after `timeout` seconds.  Closing it ends the requests.
         """
         inbox = _Inbox()
@@ -184,7 +189,7 @@ class AsyncLLM:
         left = len(requests)
         try:
             for i, request in enumerate(requests):
-                reader = _Reader(inbox, i, request, final, on_end)
+                reader = _Reader(inbox, i, request, final, interval, on_end)
                 self.llm.loop.submit(request.rows, partial(self._note, reader))
                 readers.append(reader)
             while left:
@@ -234,8 +239,10 @@ class AsyncLLM:
 
     def _note(self, reader: _Reader) -> None:
         """Take the states of a request's rows.  Called by the thread that steps, between steps."""
-        if reader.final and not reader.request.finished:
+        now = time.monotonic()
+        if (reader.final or now < reader.due) and not reader.request.finished:
             return
+        reader.due = now + reader.interval
         reader.states = reader.request.states()
         if not reader.told:
             reader.told = True

@@ -71,6 +71,22 @@ def test_tasks_share_a_batch_and_get_the_texts_of_llm(engine: AsyncLLM, texts: l
     running(engine, task)
 
 
+def test_an_interval_leaves_the_first_output_and_the_last(engine: AsyncLLM) -> None:
+    async def count(interval: float) -> int:
+        request = await engine.read(PROMPTS[0], params_of(0, max_tokens=60))
+        lengths = [
+            len(output.outputs[0].token_ids)
+            async for _, output in engine.follow([request], interval=interval)
+        ]
+        assert lengths[-1] == 60
+        return len(lengths)
+
+    async def task() -> None:
+        assert await count(60) <= 2 < await count(0)
+
+    running(engine, task)
+
+
 @pytest.mark.parametrize("how", ["abort", "close", "cancel"])
 def test_an_ended_request_leaves_before_the_next_step(how: str, engine: AsyncLLM) -> None:
     async def read(started: asyncio.Event) -> str | None:

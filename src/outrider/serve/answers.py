@@ -82,7 +82,8 @@ class Job:
         usage = {"usage": None} if options is not None and options.include_usage else {}
         started: dict[int, int] = {}  # choice -> tokens whose origins have been told
         complete = set[int]()  # choices; the other ones of a request may go on
-        async with aclosing(self.server.stream(self.requests, room)) as outputs:
+        every_step = self.body.return_origins  # each with its draft tree
+        async with aclosing(self.server.stream(self.requests, room, every_step)) as outputs:
             async for i, output in outputs:
                 for sample in output.outputs:
                     index = i * samples + sample.index

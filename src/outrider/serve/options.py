@@ -32,6 +32,7 @@ SERVER_OPTIONS = {
     "body_timeout": SECONDS,
     "request_timeout": SECONDS,
     "shutdown_timeout": SECONDS,
+    "stream_interval": real("a number of seconds, at least 0", lambda value: value >= 0),
     "log_interval": SECONDS,
     "allowed_origins": TEXTS,
     "lora_modules": TEXTS,
@@ -60,6 +61,7 @@ class ServerOptions:
     body_timeout         seconds in which the body of a request must arrive
     request_timeout      seconds after which a request is ended with an error
     shutdown_timeout     seconds that open requests have left after SIGTERM
+    stream_interval      least seconds between two parts of a stream, but for the last one; 0: a part a step
     log_interval         seconds between two lines about throughput
     allowed_origins      origins of web pages that may call the server (CORS); none: no other page may
     lora_modules         NAME=PATH of LoRA adapters, which are models of those names
@@ -84,6 +86,7 @@ class ServerOptions:
     body_timeout: float = 30.0
     request_timeout: float = 600.0
     shutdown_timeout: float = 30.0
+    stream_interval: float = 0.05
     log_interval: float = 10.0
     allowed_origins: tuple[str, ...] = ()
     lora_modules: tuple[str, ...] = ()

@@ -187,22 +187,24 @@ class Server:
     async def outputs(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run requests to their ends.  Raises EngineError, and TimeoutError after request_timeout."""
         with self.room(requests) as room:
-            found = {i: output async for i, output in self._followed(requests, room, final=True)}
+            found = {i: output async for i, output in self._followed(requests, room)}
         return [found[i] for i in range(len(requests))]
 
     def stream(
-        self, requests: Sequence[Request], room: ExitStack
+        self, requests: Sequence[Request], room: ExitStack, every_step: bool = False
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yield (index of the request, its output so far) of several requests as they come.
 
         All outputs of a request are one object.  room: places of the requests, left when all have been
-        generated, also if the reader is slow.  Errors are those of `outputs`.
+        generated, also if the reader is slow.  every_step: without stream_interval.  Errors are those of
+        `outputs`.
         """
-        return self._followed(requests, room, final=False)
+        return self._followed(requests, room, interval=0.0 if every_step else self.options.stream_interval)
 
     async def _followed(
-        self, requests: Sequence[Request], room: ExitStack, final: bool
+        self, requests: Sequence[Request], room: ExitStack, interval: float | None = None
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """interval: least seconds between two outputs of a request; None: only the last ones."""
         running = set(range(len(requests)))
 
         def end(i: int, output: RequestOutput) -> None:
@@ -214,7 +216,8 @@ class Server:
 
         timeout = self.options.request_timeout
         try:
-            async with aclosing(self.engine.follow(requests, final, end, timeout)) as outputs:
+            final, least = interval is None, interval or 0.0
+            async with aclosing(self.engine.follow(requests, final, end, timeout, least)) as outputs:
                 async for each in outputs:
                     yield each
         except BaseException as error:
