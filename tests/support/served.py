@@ -91,9 +91,9 @@ class Served:
         return self.process.wait(seconds)
 
 
-def served(*options: str) -> AbstractContextManager[Served]:
+def served(*options: str, environment: dict[str, str] | None = None) -> AbstractContextManager[Served]:
     """Start `python -m outrider.serve` with these options on a free port, and kill it at the end."""
-    return _running(_command, options, {})
+    return _running(_command, options, environment or {})
 
 
 def forked(*options: str, environment: dict[str, str] | None = None) -> AbstractContextManager[Served]:
