@@ -98,17 +98,21 @@ class Connections:
         self.host, self.port, self.idle = found.hostname, found.port or 80, list[Connection]()
 
     async def ask(self, body: dict[str, Any]) -> Answer:
-        """Send a request on an idle connection or a new one."""
-        while self.idle and self.idle[-1].transport is None:
-            self.idle.pop()
-        try:
-            connection = self.idle.pop() if self.idle else await self._opened()
-        except OSError as error:
-            return Answer(time.perf_counter(), error=repr(error))
-        answer = await connection.ask(f"{self.host}:{self.port}", body)
-        if connection.transport is not None:
-            self.idle.append(connection)
-        return answer
+        """Send a request on an idle connection or a new one, again if the server has closed the idle one."""
+        while True:
+            while self.idle and self.idle[-1].transport is None:
+                self.idle.pop()
+            used = bool(self.idle)
+            try:
+                connection = self.idle.pop() if used else await self._opened()
+            except OSError as error:
+                return Answer(time.perf_counter(), error=repr(error))
+            answer = await connection.ask(f"{self.host}:{self.port}", body)
+            if connection.transport is not None:
+                self.idle.append(connection)
+            elif used and not connection.parts:
+                continue
+            return answer
 
     async def _opened(self) -> Connection:
         loop = asyncio.get_running_loop()
