@@ -210,7 +210,8 @@ def measure(
     - Methods alternate within each group, in rotating order.  So a temporary slowdown affects all of them.
     - Each method runs `runs` times per group, since a method after one with its own weights finds cold
       caches; the best one counts.
-    - A method keeps what it learned from earlier groups, but not from its own previous run of a group.
+    - A method keeps what it learned from earlier groups of a repeat, but not from its own previous run of a
+      group.
     - Every repeat allocates new caches, if `fresh`: their addresses change the time of a step by some per
       cent.
     - A second repeat begins only within `seconds` after the start, a further one only if it ends by then.
@@ -218,6 +219,7 @@ def measure(
     groups, began = grouped(prompts, batch_size), time.monotonic()
     rounds: list[dict[tuple[str, int], Run]] = []
     variants: dict[str, LLM] = {}
+    memories: dict[str, Any] = {}
     while len(rounds) < repeats:
         spent = time.monotonic() - began
         next_round = spent / len(rounds) if len(rounds) > 1 else 0.0
@@ -225,7 +227,9 @@ def measure(
             break
         if fresh or not rounds:
             variants = {label: llm.variant(config) for label, config in configs.items()}
-            _warm_up(variants, groups[0], params)
+            memories = _warm_up(variants, groups[0], params)
+        for label, variant in variants.items():
+            variant.engine.drafter.memory = memories[label]
         rounds.append(_round(variants, groups, params, len(rounds), tick, runs))
     best = {place: min((found[place] for found in rounds), key=_seconds) for place in rounds[0]}
     for place, run in best.items():
@@ -236,11 +240,14 @@ def measure(
     ]
 
 
-def _warm_up(variants: Mapping[str, LLM], group: tuple[str, list[Any]], params: SamplingParams) -> None:
-    for variant in variants.values():
-        fresh = variant.engine.drafter.memory
-        once(variant, *group, params, fresh)
-        variant.engine.drafter.memory = fresh
+def _warm_up(
+    variants: Mapping[str, LLM], group: tuple[str, list[Any]], params: SamplingParams
+) -> dict[str, Any]:
+    """Run a group with every variant.  Returns the drafters' memories from before."""
+    memories = {label: variant.engine.drafter.memory for label, variant in variants.items()}
+    for label, variant in variants.items():
+        once(variant, *group, params, memories[label])
+    return memories
 
 
 def _round(
