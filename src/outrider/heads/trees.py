@@ -208,9 +208,13 @@ class RankTree(LevelBuilder):
         ]
 
     def _sample(self, choose: Chooser, logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
-        """Add samples from q after every node of the frontier; returns the new nodes of each."""
+        """Add samples from q after every node of the frontier; returns the new nodes of each.
+
+        Only the first level has predicted confidences.  Deeper ones would depend on the sampled tokens above
+        them, and a controller that cuts by them would bias what rejection rules emit.
+        """
         given = [SAMPLE_CONFIDENCE] * len(counts)
-        if self.acceptance is not None:
+        if self.acceptance is not None and self.frontier == [ROOT]:
             given = [[a * (1 - a) ** i for i in range(max(counts))] for a in self.acceptance]
         qs = self._distributions(choose, logits)
         return [

@@ -40,6 +40,7 @@ from outrider.draft.layerskip.options import LayerSkipOptions
 from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import Skip, known, named
 from outrider.drafting.base import Drafter, Storage, Target
+from outrider.drafting.trees.builder import SAMPLE_CONFIDENCE
 from outrider.errors import ConfigError, OutriderError
 
 # Acceptance of a token that was picked with the noise of the target's own pick: more than its probability.
@@ -237,8 +238,9 @@ class LayerSkip(Drafter):
             self._num_siblings(chain, float(distribution.max())),
         )
         tokens = self.sampler.children(row, distribution, range(first, first + count))
-        probs = distribution[tokens].tolist()
-        chain.extend(tokens, probs, probs[0] if tokens else 0.0, distribution)
+        # a controller may cut by confidence, so it must not depend on the sampled tokens
+        confidence = SAMPLE_CONFIDENCE[: len(tokens)]
+        chain.extend(tokens, confidence, float(distribution[tokens[0]]) if tokens else 0.0, distribution)
 
     def _choose(self, chain: SiblingChain, logits: Tensor, at: int) -> None:
         """Add a depth of the tokens that rank highest under the noise of the target's own pick."""

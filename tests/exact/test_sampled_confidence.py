@@ -1,0 +1,79 @@
+"""A confidence of sampled draft tokens never depends on these tokens.
+
+A controller cuts trees by confidence.  Under a rule that judges samples, a cut that depended on a sampled token
+would bias the output.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from block_heads import BLOCK, MASK, TAPS
+from toys import V, save_head, toy_target
+
+from outrider import LLM, SamplingParams, draft
+from outrider.config import SpeculativeOptions
+from outrider.control.fixed import FixedController, Options
+from outrider.core.step import Batch
+from outrider.core.tree import Draft
+from outrider.draft.dflash.network import Network
+from outrider.drafting.base import Drafter
+
+REJECTION = SpeculativeOptions.of({"method": "off", "verification": "rejection"})
+Seen = dict[tuple[tuple[int, ...], tuple[int, ...]], set[tuple[float, ...]]]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32", max_num_batched_tokens=512)
+
+
+def with_confidence_head(llm: LLM, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(1)
+    network = Network.like(
+        llm.engine.target, taps=TAPS, block=BLOCK, mask=MASK, markov=6, kind="gated", confidence=True
+    )
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter)
+    return {"model": save_head(folder, network.config(), network.state_dict())}
+
+
+def confidences(llm: LLM, drafter: Drafter) -> Seen:
+    """(text, parents) -> the confidences seen, from requests that differ in their seeds."""
+    seen: Seen = defaultdict(set)
+    propose = drafter.propose
+
+    def watched(batch: Batch) -> Draft:
+        found = propose(batch)
+        for step, tree in zip(batch, found.trees):
+            if any(source >= 0 for source in tree.probs_of):
+                seen[tuple(step.row.tokens), tuple(tree.parents)].add(
+                    tuple(round(value, 5) for value in tree.confidence)
+                )
+        return found
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    llm.engine.use(drafter, REJECTION)
+    llm.engine.controller = FixedController(Options(), 3, drafter.size, V)
+    params = [SamplingParams(temperature=1.0, max_tokens=5, seed=i, ignore_eos=True) for i in range(96)]
+    llm.generate([{"prompt_token_ids": [5, 9, 77, 3]}] * len(params), params)
+    return seen
+
+
+@pytest.mark.parametrize("name", [*draft.names(), "dflash with a confidence head"])
+def test_confidences_of_samples_are_the_same_for_every_seed(name: str, toy: LLM, tmp_path: Path) -> None:
+    llm = toy.variant(None)
+    target = replace(llm.engine.target, needs_probs=True, adaptive=True)
+    if name in draft.names():
+        drafter = draft.method(name).example(target)
+    else:
+        options = SpeculativeOptions.of(with_confidence_head(llm, tmp_path))
+        drafter = options.method.create(options.options, target)
+    seen = confidences(llm, drafter)
+    varying = {key: found for key, found in seen.items() if len(found) > 1}
+    assert not varying, Counter(map(len, varying.values()))
