@@ -15,6 +15,7 @@ from toys import HIDDEN, V, save_head, toy_target
 from outrider import LLM
 from outrider.draft import detect
 from outrider.draft.dflash.network import Network
+from outrider.drafting.trees.builder import SAMPLE_CONFIDENCE
 from outrider.heads import sample
 from outrider.heads.sample import TargetWeights
 
@@ -138,7 +139,9 @@ def test_a_predicted_acceptance_replaces_the_estimates(toy: LLM, tmp_path: Path)
     chain = drafted(toy.variant({"model": folder}), temperature=0.8, seed=1)
     assert {round(share, 6) for _, tree in chain for share in tree.confidence} == {round(1 / 3, 6)}
     sampled = drafted(toy.variant({"model": folder, "verification": "block"}), temperature=0.8, seed=1)
-    assert {share for _, tree in sampled for share in tree.confidence} == {0.5}
+    assert {tree.confidence[0] for _, tree in sampled if tree.size} == {0.5}
+    deeper = {share for _, tree in sampled for share in tree.confidence[1:]}
+    assert deeper == {SAMPLE_CONFIDENCE[0]}, "they must not depend on the sampled tokens"
     for _, tree in drafted(toy.variant({"model": folder, "nodes": 8})):
         first = [i for i, parent in enumerate(tree.parents) if parent == -1]
         assert tree.confidence[first[0]] == 0.5 and sum(tree.confidence[i] for i in first[1:]) <= 0.5 + 1e-6
