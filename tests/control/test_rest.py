@@ -69,6 +69,36 @@ def looks_of(auto: AutoController) -> list[Batch]:
     return found
 
 
+def test_a_rest_ends_where_the_batch_allows_drafts_again() -> None:
+    auto = controller(DEPTH)
+    auto.limits.options = Options(disable_by_batch_size=4)
+    rows = [make_row([1] * 5, id=str(i), limit=200) for i in range(5)]
+    for _ in range(10):
+        step(auto, rows)
+    assert auto.rest is not None and auto.rest.longest > 100
+    assert any(step(auto, rows[:3])[0].budget != NO_BUDGET for _ in range(3))
+
+
+def test_a_rest_ends_where_far_fewer_rows_run() -> None:
+    auto = controller(0)
+    rows = [make_row([1] * 5, id=str(i), limit=200) for i in range(8)]
+    step(auto, rows)
+    looks = looks_of(auto)
+    step(auto, rows[:6])
+    assert not looks
+    step(auto, rows[:4])
+    assert len(looks) == 1
+
+
+def test_the_load_of_a_rest_is_that_of_its_rows() -> None:
+    auto = controller(0)
+    auto.evidence.forward.per_context = 1e-6
+    long, short = (make_row([1] * size, limit=size + 100) for size in (3000, 5))
+    step(auto, [long])
+    step(auto, [short])
+    assert auto.load.context < 10
+
+
 class Sure(TextDrafter):
     """Text that is certain."""
 

@@ -130,18 +130,19 @@ class AutoController:
         least = math.ceil(self.look_seconds / (EXPLORE * self.load.plain))
         closed = max(least, self.planner.closed())
         longest = min(LONGEST_PAUSE, max(least, self.planner.wait, 1))
-        self.rest = Rest(self.rows, longest - 1, closed)
+        load, depth = self.load, self.limits.depth_for(len(self.rows))
+        self.rest = Rest(self.rows, longest - 1, closed, load.batch, depth, load.rows != load.batch)
         self.anchored, self.since_plain = False, 0
         self.evidence.host, self.looked = self.evidence.host + self.looked, 0.0
 
     def _rests(self, rest: Rest, batch: Batch) -> bool:
         """Whether a rest goes on in this step.  Takes in its steps where it ends or the load changes."""
-        if rest.goes_on(batch.rows):
+        if rest.goes_on(batch.rows, self.limits.depth_for(len(batch))):
             if batch.prefill and self.planner.prefilling:
                 self.planner.leave_out(batch)
-            if len(batch) != self.load.rows and not batch.prefill:
+            if rest.moved and not batch.prefill:
                 self._take_in(rest)
-                self.load = Load.of(batch, self.evidence.forward)
+                self.load, rest.moved = Load.of(batch, self.evidence.forward), False
             return True
         self._take_in(rest)
         self.rest, self.stale = None, True

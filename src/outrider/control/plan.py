@@ -40,7 +40,8 @@ class RowState:
     """What is known of one request.
 
     retry: step from which each drafter may be tried although it does not seem to pay.
-    asleep: no drafter is considered before this step.  steps: those that ledger and summary have.
+    asleep: no drafter is considered before this step, unless far fewer rows run than the `crowd` of then.
+    steps: those that ledger and summary have.
     """
 
     calibration: Calibration
@@ -49,6 +50,7 @@ class RowState:
     summary: DraftingSummary
     retry: list[int]
     asleep: int = 0
+    crowd: int = 0
     steps: int = 0
 
     def enter(

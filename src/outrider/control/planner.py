@@ -20,6 +20,7 @@ from outrider.control.evidence import FEW_TOKENS, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import EXPLORE, MOST_GRACE, SHARE, USED, Trials
 from outrider.control.plan import Arm, Load, Plan, RowState
+from outrider.control.rest import relieved
 from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import Budget
@@ -157,7 +158,7 @@ class Planner:
         state, room = self.evidence.states.get(row), min(self.room, USED * self.row_grace)
         if state is not None:
             self.evidence.credit(row, state, self.load)
-            if state.asleep > row.steps:
+            if state.asleep > row.steps and not relieved(self.load.batch, state.crowd):
                 self.wait = min(self.wait, state.asleep - row.steps)
                 return None
             for reach in state.reach:
@@ -170,7 +171,7 @@ class Planner:
             return Plan(state or self.evidence.state(row), chosen, exploring, self._bound(chosen))
         wait = max(wait, min(DIGEST, self.load.batch))  # with many rows one of them is always due
         if state is not None:
-            state.asleep = row.steps + wait
+            state.asleep, state.crowd = row.steps + wait, self.load.batch
         self.wait = min(self.wait, wait)
         return None
 

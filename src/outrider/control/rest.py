@@ -13,6 +13,8 @@ class Rest:
     """rows: of the last step.  longest: steps until drafters are considered for them; closed: until they are
     for a new row.
 
+    batch: emitting rows when it began.  depth: largest draft that was allowed then.
+    moved: other rows run than those that the load was computed for.
     taken: steps so far.  seconds: of each that only decoded, since costs were last taken in.  propose: of
     their idle drafters together.
     """
@@ -20,13 +22,22 @@ class Rest:
     rows: list[Row]
     longest: int
     closed: int
+    batch: int
+    depth: int
+    moved: bool
     taken: int = 0
     seconds: list[float] = field(default_factory=list)
     propose: float = 0.0
 
-    def goes_on(self, rows: list[Row]) -> bool:
-        """Count a step, unless the rest is over before it."""
+    def goes_on(self, rows: list[Row], depth: int) -> bool:
+        """Count a step, unless the rest is over before it.
+
+        It is over, too, if other drafts are allowed, or if many requests have ended.
+        """
+        if depth != self.depth or relieved(len(rows), self.batch):
+            return False
         if rows != self.rows:
+            self.moved = True
             if not set(rows).issubset(self.rows):
                 self.longest = min(self.longest, self.closed)
             self.rows = rows
@@ -36,3 +47,8 @@ class Rest:
     def add(self, times: Times) -> None:
         self.seconds.append(times.forward + times.rest)
         self.propose += times.propose
+
+
+def relieved(now: int, before: int) -> bool:
+    """Whether so many fewer rows run that what did not pay may pay."""
+    return 2 * now <= before
