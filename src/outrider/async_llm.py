@@ -6,11 +6,11 @@ import asyncio
 import logging
 import sys
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import copy_context
 from functools import partial
+from importlib import import_module
 from typing import Any
 from uuid import uuid4
 
@@ -56,7 +56,8 @@ class _Reader:
     """Receiver of one request's news.  Keeps the newest states only.
 
     index: of the request among those of its task.  final: receives the end only.
-    interval: least seconds between two states, but for the end.
+    interval: least seconds between two wakings of the task, but for the end.  A timer ends the wait: what
+    is there is read also while no step adds to it.
     """
 
     def __init__(
@@ -66,15 +67,28 @@ class _Reader:
         self.interval, self.due = interval, 0.0
         self.states: Sequence[RowState] = ()
         self.last: RequestOutput | None = None
-        self.told = False  # a call of `wake` is on its way
+        self.told = self.ended = False  # a call of `wake` is on its way; there was one for the end
+        self.timer: asyncio.TimerHandle | None = None
 
     def wake(self) -> None:
-        self.told = False
-        if self.on_end is not None and all(state.finish_reason for state in self.states):
+        if self.ended:
+            return
+        self.cancel()
+        self.ended = all(state.finish_reason for state in self.states)
+        if not self.ended and self.inbox.loop.time() < self.due:
+            self.timer = self.inbox.loop.call_at(self.due, self.wake)
+            return
+        self.told, self.due = False, self.inbox.loop.time() + self.interval
+        if self.on_end is not None and self.ended:
             # before the task reads it
             self.inbox.loop.call_soon(self.on_end, self.index, self.output(), context=self.inbox.context)
         self.inbox.news[self.index] = self
         self.inbox.event.set()
+
+    def cancel(self) -> None:
+        """Stop the timer."""
+        if self.timer is not None:
+            self.timer.cancel()
 
     def output(self) -> RequestOutput:
         """The output so far: always the same object."""
@@ -104,7 +118,7 @@ class AsyncLLM:
         **engine: Any,
     ) -> None:
         self.llm = LLM(model, speculative_config=speculative_config, **engine)
-        self.llm.get_tokenizer()  # imports transformers now, not while the first conversation is rendered
+        import_module("transformers.utils.chat_template_utils")  # now, not for the first conversation
         self.restart_on_error, self.restarts = restart_on_error, 0
         self._error: Exception | None = None
         self._news: list[_Reader] = []  # readers with news, since the last step
@@ -204,6 +218,7 @@ class AsyncLLM:
                 timer.cancel()
             for reader in readers:
                 reader.on_end = None
+                reader.cancel()
                 self.llm.abort(reader.request.id)
 
     async def abort(self, request_id: str) -> None:
@@ -239,12 +254,11 @@ class AsyncLLM:
 
     def _note(self, reader: _Reader) -> None:
         """Take the states of a request's rows.  Called by the thread that steps, between steps."""
-        now = time.monotonic()
-        if (reader.final or now < reader.due) and not reader.request.finished:
+        finished = reader.request.finished
+        if reader.final and not finished:
             return
-        reader.due = now + reader.interval
         reader.states = reader.request.states()
-        if not reader.told:
+        if finished or not reader.told:
             reader.told = True
             self._news.append(reader)
 

@@ -87,6 +87,25 @@ def test_an_interval_leaves_the_first_output_and_the_last(engine: AsyncLLM) -> N
     running(engine, task)
 
 
+def test_tokens_that_exist_are_not_held_back_by_a_long_step(engine: AsyncLLM) -> None:
+    read, came = threading.Event(), list[bool]()
+
+    def wait(ids: list[int], logits: Any) -> Any:
+        if len(ids) == 6:
+            came.append(read.wait(5))
+        return logits
+
+    async def task() -> None:
+        params = params_of(0, max_tokens=10, logits_processors=[wait])
+        request = await engine.read(PROMPTS[0], params)
+        async for _, output in engine.follow([request], interval=0.2):
+            if len(output.outputs[0].token_ids) >= 3:
+                read.set()
+        assert came and all(came)
+
+    running(engine, task)
+
+
 @pytest.mark.parametrize("how", ["abort", "close", "cancel"])
 def test_an_ended_request_leaves_before_the_next_step(how: str, engine: AsyncLLM) -> None:
     async def read(started: asyncio.Event) -> str | None:
