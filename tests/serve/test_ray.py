@@ -70,6 +70,62 @@ def test_load_outweighs_a_short_prefix() -> None:
     assert routed.ask(text) != place, "128 tokens of work are more than the 80 that are cached"
 
 
+def test_replicas_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    routed = Routed()
+    for name in ("on_replica_actor_died", "update_replicas"):
+        monkeypatch.setattr(ray_server.RequestRouter, name, lambda *_: None)
+    for i in range(3):
+        routed.ask(f"{i}: a text. " * 40)
+    routed.router.on_replica_actor_died("a")
+    routed.router.update_replicas(routed.replicas[1:2])
+    for replica in "abc":
+        routed.end(replica)
+    assert [*routed.router.prefixes] == [*routed.router.open] == [*routed.router.used] == ["b"]
+    assert routed.router.open["b"] == 0
+
+
+def replica_with(app: Any) -> Any:
+    replica = object.__new__(ray_server.Model)
+    replica.app = app
+    return replica.answer(Question("POST", "/v1/completions", (), b"{}"))
+
+
+async def started(send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
+
+
+def test_a_client_that_leaves_ends_the_request_of_a_replica() -> None:
+    async def endless(_scope: Any, _receive: Any, send: Any) -> None:
+        await started(send)
+        while True:
+            await send({"type": "http.response.body", "body": b"data: x\n\n", "more_body": True})
+
+    async def task() -> None:
+        parts = replica_with(endless)
+        await anext(parts)
+        await anext(parts)
+        await asyncio.sleep(0.01)  # the queue is full
+        await asyncio.wait_for(parts.aclose(), 5)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(task())
+
+
+def test_a_body_that_a_defect_cuts_raises_it() -> None:
+    async def broken(_scope: Any, _receive: Any, send: Any) -> None:
+        await started(send)
+        raise ZeroDivisionError("a defect")
+
+    async def task() -> None:
+        parts = replica_with(broken)
+        assert [await anext(parts), await anext(parts)] == [(200, {}), b"data: x\n\n"]
+        with pytest.raises(ZeroDivisionError, match="a defect"):
+            await anext(parts)
+
+    asyncio.run(task())
+
+
 def test_a_small_cache_is_forgotten() -> None:
     routed, first = Routed(tokens=20 * BLOCK_TOKENS), "Anna walked through the village. " * 30
     place = routed.ask(first)

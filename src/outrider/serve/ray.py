@@ -123,7 +123,7 @@ class Model:
         return {"tokens": self.server.llm.engine.cache.pages * BLOCK_TOKENS}
 
     async def answer(self, question: Question) -> AsyncGenerator[Any]:
-        """Yield (status, headers), then the body in parts."""
+        """Yield (status, headers), then the body in parts.  Raises what cut the body."""
         parts: asyncio.Queue[Any] = asyncio.Queue(1)
         bodies = iter([{"type": "http.request", "body": question.body, "more_body": False}])
 
@@ -133,10 +133,12 @@ class Model:
         async def run() -> None:
             try:
                 await self.app(_scope(question), receive, parts.put)
-            finally:
+            except Exception:  # when cancelled, no task reads the mark of the end
                 await parts.put(None)
+                raise
+            await parts.put(None)
 
-        task = asyncio.create_task(run())
+        task, whole = asyncio.create_task(run()), False
         try:
             while (part := await parts.get()) is not None:
                 if part["type"] == "http.response.start":
@@ -144,8 +146,12 @@ class Model:
                         (name.decode("latin-1"), value.decode("latin-1")) for name, value in part["headers"]
                     ]
                     yield part["status"], dict(names)
-                elif part.get("body"):
-                    yield part["body"]
+                else:
+                    whole = not part.get("more_body")
+                    if part.get("body"):
+                        yield part["body"]
+            if not whole:
+                await task
         finally:
             await cancelled([task])
 
@@ -264,12 +270,21 @@ class PrefixRouter(RequestRouter):
         self.prefixes.setdefault(replica_id, Prefixes()).add(_blocks(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self.open[replica_id] -= 1
+        if self.open[replica_id]:  # not of a replica that has been forgotten
+            self.open[replica_id] -= 1
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
+        self._forget({replica_id})
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._forget({*self.prefixes, *self.open, *self.used} - {replica.replica_id for replica in replicas})
+
+    def _forget(self, ids: Collection[ReplicaID]) -> None:
         for state in (self.prefixes, self.open, self.used):
-            state.pop(replica_id, None)
+            for id in ids:
+                state.pop(id, None)
 
 
 def _blocks(request: PendingRequest | None) -> Sequence[int]:
