@@ -227,6 +227,13 @@ def test_a_usage_error_is_one_line(run: Run, words: str, message: str) -> None:
     assert result.err.startswith("error: ") and result.err.count("\n") == 1 and message in result.err
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_adds_the_brackets_of_optional_arguments(command: str) -> None:
+    for parameter in COMMANDS[command].params:
+        name = getattr(parameter, "metavar", None) or ""
+        assert not re.fullmatch(r"\[\w+\]", name), name
+
+
 def test_without_arguments_there_is_help(run: Run) -> None:
     for words in ((), ("tune",), ("datastore",)):
         result = run(*words)

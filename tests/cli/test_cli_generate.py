@@ -16,7 +16,7 @@ from commands import Run
 from outrider import LLM, SamplingParams, draft
 from outrider.bench.figures import figures
 from outrider.cli.flags import ENGINE, SAMPLING, SPECULATION
-from outrider.cli.generate import unescaped
+from outrider.cli.generate import read_prompt, unescaped
 from outrider.config import EngineOptions
 from outrider.control import fixed
 from outrider.engine.engine import Engine
@@ -78,6 +78,13 @@ def test_the_prompt_from_a_file_and_from_standard_input(run: Run, answer: str, t
     (tmp_path / "prompt.txt").write_text(TEXT + "\n")
     assert run("generate", "-f", tmp_path / "prompt.txt", *SETTINGS).out == f"{TEXT}{answer}\n"
     assert run("generate", "-f", "-", *SETTINGS, stdin=TEXT).out == f"{TEXT}{answer}\n"
+
+
+def test_a_prompt_file_is_utf_8_in_any_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("Über".encode())
+    monkeypatch.setattr("io.text_encoding", lambda given, *_: given or "latin-1")
+    assert read_prompt(None, str(file), False) == "Über"
 
 
 def test_underscores_are_dashes(run: Run) -> None:

@@ -36,7 +36,7 @@ OUT = ("--out", "-o")
 PROMPTS = ("--prompts",)
 RAW = ("--raw",)
 
-MODEL_HELP = "Folder, .gguf file, hub id, or inside: builtin, builtin-100m, builtin-draft."
+MODEL_HELP = "Folder, .gguf file, hub id, or one that is shipped: builtin, builtin-100m, builtin-draft."
 PROMPTS_HELP = (
     "question.jsonl of Spec-Bench or MT-bench, or text with one prompt per line; default: built-in prompts."
 )

@@ -85,7 +85,7 @@ def read_prompt(prompt: str | None, file: str | None, escape: bool) -> str:
         raise RequestError("give the prompt either as TEXT, with -p TEXT or with -f FILE.")
     if file is not None:
         try:
-            prompt = sys.stdin.read() if file == "-" else Path(file).read_text()
+            prompt = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"the prompt file {file!r} cannot be read: {error}") from error
         prompt = prompt.removesuffix("\n")

@@ -16,7 +16,7 @@ from outrider.errors import ConfigError
 def control(
     engine: Given,
     asked: Given,
-    target: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as -m.")] = None,
+    target: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as -m.")] = None,
     drafts: Annotated[
         list[str] | None, Option(*MODEL_DRAFT, help="Draft model or head; may be given several times.")
     ] = None,
