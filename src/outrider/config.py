@@ -230,7 +230,8 @@ def _online(given: Any, name: str, method: type[Drafter]) -> Online | None:
 
 def _control_module(given: Any, adaptive: bool) -> str | None:
     """Its file.  Raises ConfigError for no text, and where nothing is predicted."""
-    optional(TEXT).check(given, "control_module")
+    file = Kind('a file, or "bins"', lambda value: TEXT.accepts(value) and value != "")
+    optional(file).check(given, "control_module")
     if given is not None and not adaptive:
         raise ConfigError('control_module is for "auto" and for methods with "adaptive": true: leave it out.')
     return None if given is None else str(given)

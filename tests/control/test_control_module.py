@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from outrider.control import module as modules
 from outrider.control.acceptance import BINS, DEEP, Calibration, bin_of, key_of
@@ -127,7 +130,13 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert module_for(str(file), ["medusa"], trusted=True) is None and module_for("bins", NAMES, True) is None
 
 
-@pytest.mark.parametrize("change", [{"node": np.zeros((3, 1))}, {"bias": np.array([np.nan])}])
+WRONG = [
+    {"node": np.zeros((3, 1))}, {"bias": np.array([np.nan])}, {"output": np.array([3e38])},
+    {"output": np.array([-np.inf])},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", WRONG)
 def test_a_file_of_something_else_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "module.safetensors"
     network(**change).save(file)
@@ -136,6 +145,22 @@ def test_a_file_of_something_else_is_refused(change: dict[str, Any], tmp_path: P
     file.write_bytes(b"no tensors")
     with pytest.raises(ConfigError, match="outrider tune control"):
         load(file)
+
+
+@pytest.mark.parametrize("kind", ["float64", "bfloat16", "float8_e4m3fn", "bool", "complex64"])
+def test_a_file_with_numbers_of_another_type_or_size_is_refused(kind: str, tmp_path: Path) -> None:
+    made, file = network(), tmp_path / "module.safetensors"
+    parts = {name: torch.from_numpy(getattr(made, name)) for name in ("node", "request", "bias", "output")}
+    many = 1e300 if kind == "float64" else 1.0  # beyond float32
+    tensors = {name: (many * part.double()).to(getattr(torch, kind)) for name, part in parts.items()}
+    save_file(tensors, file, {"methods": " ".join(METHODS)})
+    with pytest.raises(ConfigError, match=r"module\.safetensors"):
+        load(file)
+
+
+def test_a_confidence_that_is_no_number_counts_as_none() -> None:
+    assert key_of(1, 1, math.nan) == key_of(1, 1, -math.inf) == key_of(1, 1, 0.0)
+    assert key_of(1, 1, math.inf) == key_of(1, 1, 1.0)
 
 
 def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,4 +266,5 @@ def test_the_error_tree() -> None:
 def test_a_control_module_needs_an_adaptive_controller() -> None:
     assert SpeculativeOptions.of({"method": "auto", "control_module": "bins"}).control_module == "bins"
     assert "leave it out" in refused({"method": "ngram", "control_module": "bins"})
-    assert "control_module must be" in refused({"method": "auto", "control_module": 3})
+    for given in (3, ""):
+        assert "control_module must be" in refused({"method": "auto", "control_module": given})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from outrider import LLM
 from outrider.draft import detect
 from outrider.draft.dflash.network import Network
 from outrider.drafting.trees.builder import SAMPLE_CONFIDENCE
+from outrider.errors import ModelError
 from outrider.heads import sample
 from outrider.heads.sample import TargetWeights
 
@@ -145,3 +147,14 @@ def test_a_predicted_acceptance_replaces_the_estimates(toy: LLM, tmp_path: Path)
     for _, tree in drafted(toy.variant({"model": folder, "nodes": 8})):
         first = [i for i, parent in enumerate(tree.parents) if parent == -1]
         assert tree.confidence[first[0]] == 0.5 and sum(tree.confidence[i] for i in first[1:]) <= 0.5 + 1e-6
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_confidence_head_that_is_not_finite_is_refused(wrong: float, toy: LLM, tmp_path: Path) -> None:
+    more = {
+        "confidence_head.proj.weight": torch.full((1, HIDDEN), wrong),
+        "confidence_head.proj.bias": torch.zeros(1),
+    }
+    folder = save_head(tmp_path, speculators(), {**tensors(), **more})
+    with pytest.raises(ModelError, match="not finite"):
+        toy.variant({"model": folder})

@@ -41,9 +41,13 @@ BIN_OF = [edge * BINS // FINE for edge in EDGES]  # of each cell
 
 
 def key_of(source: int, depth: int, confidence: float) -> int:
-    """Source, depth and cell of a node.  source: bit set of drafters.  depth: 1 for a child of the root."""
+    """Source, depth and cell of a node.  source: bit set of drafters.  depth: 1 for a child of the root.
+
+    A confidence that is not a number counts as 0.
+    """
     level = depth if depth < DEEP else DEEP
-    return (source * (DEEP + 1) + level) * CELLS + CELL_OF[min(FINE, int(confidence * FINE))]
+    cell = CELL_OF[int(min(confidence, 1.0) * FINE)] if confidence > 0 else 0
+    return (source * (DEEP + 1) + level) * CELLS + cell
 
 
 def bin_of(key: int) -> int:

@@ -12,7 +12,8 @@ keeps what the bins learn while serving, and leaves methods alone that it was no
 The inputs of a request are rounded to few levels.  So the network is evaluated once for a combination of
 them, for all depths and cells of confidence together, and a node costs a look-up.
 
-The losses of both are compared on every judged node.  The network decides only while it predicts better.
+The losses of both are compared on every judged node.  A network that is trusted decides until the bins lead
+by `PROOF`, and again once it leads by as much; one that is not begins with the bins.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ LUCK_RATE = 0.15  # of a moving average, by judged node
 NODE_INPUTS, REQUEST_INPUTS = 4, 5  # the latter without the methods
 MOST_TABLES = 1024
 MOST_CORRECTION = 3.0  # of the logarithm of the odds
+MOST_WEIGHT = 1e4  # of a file; larger ones could give what is no number
+FLOATS = ("F16", "F32", "F64")  # types of a file's weights
 PROOF = 4.0  # nats by which one has to predict better before the other gives way
 KEEP = 0.999  # discount of a comparison, by judged node
 ONLY_BINS = "bins"
@@ -114,7 +117,11 @@ def load(file: Path) -> Network:
     try:
         with safe_open(file.expanduser(), "numpy") as found:
             about = dict(found.metadata() or {})
-            parts = [found.get_tensor(name) for name in ("node", "request", "bias", "output")]
+            names = ("node", "request", "bias", "output")
+            if any((kind := found.get_slice(name).get_dtype()) not in FLOATS for name in names):
+                raise ConfigError(f"control_module {str(file)!r} has weights of type {kind}: store float32.")
+            with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
+                parts = [found.get_tensor(name).astype(np.float32) for name in names]
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"control_module {str(file)!r} cannot be read: {error}.  `outrider tune control` makes one."
@@ -122,9 +129,10 @@ def load(file: Path) -> Network:
     methods = about.pop("methods", "").split()
     width = parts[2].shape[0] if parts[2].ndim == 1 else 0
     shapes = [(NODE_INPUTS, width), (REQUEST_INPUTS + len(methods), width), (width,), (width,)]
-    if not width or [part.shape for part in parts] != shapes or not all(np.isfinite(p).all() for p in parts):
+    fits = width and [part.shape for part in parts] == shapes
+    if not fits or not all((np.abs(part) < MOST_WEIGHT).all() for part in parts):  # nor what is no number
         raise ConfigError(f"control_module {str(file)!r} is no such network.")
-    node, request, bias, output = (part.astype(np.float32) for part in parts)
+    node, request, bias, output = parts
     return Network(node, request, bias, output, methods, about)
 
 
@@ -199,7 +207,7 @@ def module_for(file: str | None, names: Sequence[str], trusted: bool) -> Module 
     """
     if file == ONLY_BINS:
         return None
-    module = Module(load(Path(file or DEFAULT)), names, trusted or file is not None)
+    module = Module(load(DEFAULT if file is None else Path(file)), names, trusted or file is not None)
     return module if module.methods else None
 
 

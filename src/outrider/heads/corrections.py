@@ -231,6 +231,8 @@ class Confidence:
         self.embeds = bool(rank) and inputs != hidden
         self.weight = head.get("confidence_head.proj.weight", 1, hidden + rank * self.embeds).float()
         self.bias = head.get("confidence_head.proj.bias", 1).float()
+        if not all(part.isfinite().all() for part in (self.weight, self.bias)):
+            raise ModelError(f"the confidence head of {head.name!r} has weights that are not finite.")
 
     def __call__(self, x: Tensor, embedded: Tensor | None) -> Tensor:
         """x [n, h]; embedded [n, rank] by `Correction`."""
