@@ -11,6 +11,7 @@ from outrider.bench.prompts import TASKS, rendered
 from outrider.control.acceptance import key_of
 from outrider.control.module import PLACES, Judged, Request
 from outrider.errors import ConfigError
+from outrider.tune import control
 from outrider.tune.control import Answered, configs, fit, record
 
 NAMES = ["draft_model"]
@@ -26,7 +27,7 @@ def answers(count: int, told: bool, seed: int = 0) -> list[Answered]:
             chance = (0.95 if confidence > 0.95 else 0.55) if told else 0.75
             place = key_of(1, 1, confidence) % PLACES
             nodes.append(Judged(Request(0, 0, 2, 0, 1), place, 0.75, rng.random() < chance))
-        made.append(Answered(NAMES, nodes, i % 4 == 3))
+        made.append(Answered(NAMES, nodes, i, i % 4 == 3))
     return made
 
 
@@ -45,6 +46,24 @@ def test_noise_does_not_beat_the_bins() -> None:
 def test_too_little_is_refused() -> None:
     with pytest.raises(ConfigError, match="give more --prompts"):
         fit(answers(8, told=True), {})
+
+
+def test_two_like_answers_to_a_prompt_are_no_further_evidence() -> None:
+    once, twice = (fit([a for a in answers(40, told=True) for _ in range(n)], {}) for n in (1, 2))
+    assert twice.held_out == 2 * once.held_out
+    assert twice.spread == pytest.approx(once.spread, rel=1e-3)
+
+
+def test_an_answer_is_not_drafted_from_another_one_to_the_same_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control, "COLD", 0)
+    target = LLM("builtin", max_num_seqs=1, max_model_len=256)
+    prompts = [(prompt.kind, rendered(prompt, target.tokenizer)) for prompt in TASKS[:1]]
+    greedy = SamplingParams(temperature=0, max_tokens=30)
+    first, again = record(target, configs([])[0], prompts, [greedy] * 2, lambda: None)
+    assert len(first.nodes) > 3 and first.prompt == again.prompt == 0
+    assert [(n.place, n.accepted) for n in first.nodes] == [(n.place, n.accepted) for n in again.nodes]
 
 
 def test_every_judged_node_is_recorded_with_its_calibrated_probability() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.bench.measure import Prompts
+from outrider.bench.measure import Prompts, once
 from outrider.control.acceptance import Calibration
 from outrider.control.auto import AutoController
 from outrider.control.fixed import FixedController
@@ -48,10 +48,14 @@ HOLD_OUT = 4  # one prompt in this many is held out
 
 
 class Answered(NamedTuple):
-    """Judged nodes of one answer.  names: of the drafters.  held_out: the network is not fitted to them."""
+    """Judged nodes of one answer.
+
+    names: of the drafters.  prompt: its number.  held_out: the network is not fitted to the nodes.
+    """
 
     names: Sequence[str]
     nodes: Sequence[Judged]
+    prompt: int
     held_out: bool
 
 
@@ -59,7 +63,7 @@ class Answered(NamedTuple):
 class Fitted:
     """nodes, held_out: numbers of judged nodes.  bins, loss: mean log losses of the held-out ones, in nats.
 
-    spread: standard error of their difference, over held-out answers.
+    spread: standard error of their difference, over held-out prompts: answers to one are alike.
     """
 
     network: Network
@@ -128,7 +132,10 @@ def record(
     params: Sequence[SamplingParams],
     tick: Callable[[], None],
 ) -> list[Answered]:
-    """Answer every prompt with each of `params`.  Those that are held out come last, when bins are warm."""
+    """Answer every prompt with each of `params`.  Those that are held out come last, when bins are warm.
+
+    A drafter keeps what it learned from earlier prompts, but not from another answer to the same one.
+    """
     variant = llm.variant(config)
     before = variant.engine.controller
     assert isinstance(before, AutoController)
@@ -136,11 +143,14 @@ def record(
     recorder = variant.engine.controller = Recorder(before.limits, names)
     answered: list[Answered] = []
     for held_out in (False, True):
-        for _, prompt in [p for i, p in enumerate(prompts) if (i % HOLD_OUT == HOLD_OUT - 1) == held_out]:
+        for i, (kind, prompt) in enumerate(prompts):
+            if (i % HOLD_OUT == HOLD_OUT - 1) != held_out:
+                continue
+            memory = variant.engine.drafter.memory
             for each in params:
                 recorder.module.pairs = []
-                variant.generate([prompt], each)
-                answered.append(Answered(names, recorder.module.pairs, held_out))
+                once(variant, kind, [prompt], each, memory)
+                answered.append(Answered(names, recorder.module.pairs, i, held_out))
                 tick()
     return [*warm(answered)]
 
@@ -198,8 +208,11 @@ def fit(answers: Sequence[Answered], about: Mapping[str, str], seed: int = 0) ->
     parts = [losses(network, tensors([answer], methods)) for answer in held_out]
     nodes = sum(len(bins) for bins, _ in parts)
     bins, loss = (float(sum(part[k].sum() for part in parts)) / nodes for k in (0, 1))
-    gains = torch.tensor([float((b - m).sum()) for b, m in parts])
-    spread = float(gains.std()) * len(parts) ** 0.5 / nodes if len(parts) > 1 else math.inf
+    by_prompt = dict[int, float]()
+    for answer, (b, m) in zip(held_out, parts):
+        by_prompt[answer.prompt] = by_prompt.get(answer.prompt, 0.0) + float((b - m).sum())
+    gains = torch.tensor([*by_prompt.values()])
+    spread = float(gains.std()) * len(gains) ** 0.5 / nodes if len(gains) > 1 else math.inf
     numbers = {"nodes": str(len(data.accepted)), "held_out": str(nodes)}
     rates = {"log_loss": f"{loss:.4f}", "log_loss_of_bins": f"{bins:.4f}"}
     made = network_of(network, methods, {**about, **numbers, **rates})
