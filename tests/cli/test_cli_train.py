@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from commands import Run
 
 from outrider.draft import detect
+from outrider.errors import ConfigError
+from outrider.train.processes import Processes
 
 
 @pytest.fixture
@@ -47,6 +50,21 @@ def test_the_estimate_writes_nothing(run: Run, mute: str, data: Path, tmp_path: 
     for part in ("answers", "features", "loss", "optimizer", "MB on disk", "together"):
         assert part in done.out
     assert not (tmp_path / "head").exists()
+
+
+def test_a_process_has_its_device_before_the_model(
+    run: Run, mute: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def load(*_: object, **__: object) -> None:
+        done.append("load")
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(Processes, "joined", lambda: done.append("join") or Processes())
+    monkeypatch.setattr(sys.modules["outrider.cli.train"], "load", load)
+    run("train", "medusa", "-m", mute, "--data", data, "--out", tmp_path / "head")
+    assert done == ["join", "load"]
 
 
 def test_mistakes_are_one_line(run: Run, mute: str, data: Path, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_two_processes_train_the_weights_of_one(target: LLM, corpus: Path, tmp_p
                 command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
             )
             assert done.returncode == 0, done.stderr[-2000:]
+            assert done.stdout.count("40 of 40 lines") == 1, "only the first process reports"
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, weight in one.items():
         torch.testing.assert_close(two[name].float(), weight.float(), rtol=0.02, atol=0.002)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from outrider.train import answers, features, run
 from outrider.train.data import Item
 from outrider.train.loop import Trainer, rate_factor
 from outrider.train.methods import method, methods
+from outrider.train.processes import Processes
 from outrider.train.report import Report
 from outrider.train.run import Result, train
 
@@ -97,18 +99,19 @@ def test_the_time_ends_answers_and_features(
     target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was answered and computed before stays."""
-    monkeypatch.setattr(answers, "CHUNK", 16)
-    monkeypatch.setattr(features, "SAVE_EVERY", 8)
     options = run_options("eagle", tmp_path / "out", steps=1, cache=str(tmp_path / "cache"), minutes=10)
-    for module in (answers, features):  # the time is over when it is looked at for the third time
+    for module, answered in (
+        (answers, 32),
+        (features, 40),
+    ):  # the time is over when it is looked at for the third time
         clock = iter([0.0, 0.0, math.inf])
         with monkeypatch.context() as patched:
             patched.setattr(module, "time", SimpleNamespace(perf_counter=lambda clock=clock: next(clock)))
             assert train(target, "eagle", options, Report()) == Result(False, [], [])
-    (file,) = (tmp_path / "cache").glob("answers-*.jsonl")
-    assert len(file.read_text().splitlines()) == 40
+        (file,) = (tmp_path / "cache").glob("answers-*.jsonl")
+        assert len(file.read_text().splitlines()) == answered
     (done,) = (tmp_path / "cache").glob("features-*/done.json")
-    assert json.loads(done.read_text()) == {"texts": 24}
+    assert json.loads(done.read_text()) == {"texts": 3}
     assert not (tmp_path / "out" / "model.safetensors").exists()
     assert train(target, "eagle", options, Report()).finished
 
@@ -162,6 +165,21 @@ def test_failed_answers_are_asked_for_again(target: LLM, run_options: Any, tmp_p
         )
         assert len(texts[0].ids) > 3 and len(texts[1].ids) == texts[1].prompt
     assert failed == [1, 1] and len(path.read_text().splitlines()) == 1
+    read = run.answers.regenerated(
+        target, items, options, path, lambda *_: None, lambda i, _: failed.append(i), ask=False
+    )
+    assert read == texts and failed == [1, 1], "another process reads what the first has"
+
+
+def test_processes_at_different_steps_are_refused(
+    target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = run_options("medusa", tmp_path / "out", steps=1)
+    monkeypatch.setattr(Processes, "same", lambda self, key: key != "0")
+    with pytest.raises(ConfigError, match="different answers or checkpoints"):
+        train(target, "medusa", options, Report())
+    with pytest.raises(ConfigError, match="different answers or checkpoints"):
+        run.collect(target, replace(options, cache=str(tmp_path / "own")), Report(), math.inf, ask=False)
 
 
 def test_only_one_run_writes_to_a_cache(target: LLM, run_options: Any, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def train(
     from outrider.config import options as checked
     from outrider.train import estimate as estimates
     from outrider.train import methods, run
+    from outrider.train.processes import Processes
     from outrider.train.report import Report
 
     kind = methods.method(method)  # before anything slow
@@ -66,7 +67,8 @@ def train(
     settings = checked(kind.Options, given, "training option")
     if not out.expanduser().parent.is_dir():
         raise ConfigError(f"there is no folder {str(out.parent)!r} for the trained weights.")
-    console = Console()
+    processes = Processes.joined()  # chooses the device, so before the model is there
+    console = Console(quiet=not processes.first)
     engine = named(engine, target)
     context = Checkpoint.open(engine["model"], engine.get("revision")).spec.context
     room = engine.get("max_model_len") or min(settings.length, context)  # K/V memory for texts of a run only
@@ -74,5 +76,6 @@ def train(
     if estimate:
         found = estimates.estimate(llm, method, settings, report)
         console.print(estimates.table(found, settings.cache_gb))
-        return
-    run.train(llm, method, settings, report)
+    else:
+        run.train(llm, method, settings, report)
+    processes.leave()

@@ -17,6 +17,7 @@ from outrider.train.data import SHORTEST, Item
 from outrider.train.options import TrainOptions
 
 CHUNK = 128  # prompts between two writes: what a kill can lose
+TIMED_CHUNK = 16  # of a run with a deadline, which is looked at as often
 
 
 class OutOfTime(Exception):
@@ -48,21 +49,24 @@ def regenerated(
     tick: Callable[[int, int], None],
     failed: Callable[[int, str], None],
     deadline: float = math.inf,
+    ask: bool = True,
 ) -> list[Text]:
     """The target's answers, in the order of the items.  One that failed is empty, and asked for next time.
 
     path: JSON lines of (item, ids), which an interrupted run goes on with.  tick(texts, tokens) is called
-    for what has become known, failed(item, error) for requests that fail now.  Raises OutOfTime if answers
-    are missing at `deadline`, of `perf_counter`.
+    for what has become known, failed(item, error) for requests that fail now.  ask: otherwise only those of
+    the file, which another process has written.  Raises OutOfTime if answers are missing at `deadline`, of
+    `perf_counter`.
     """
     answers = _read(path)
     tick(len(answers), 0)
-    todo = [i for i in range(len(items)) if i not in answers]
+    todo = [i for i in range(len(items)) if i not in answers] if ask else []
+    size = CHUNK if deadline == math.inf else TIMED_CHUNK
     path.parent.mkdir(parents=True, exist_ok=True)
-    for first in range(0, len(todo), CHUNK):
+    for first in range(0, len(todo), size):
         if time.perf_counter() > deadline:
             raise OutOfTime
-        new = answered(llm, {i: items[i] for i in todo[first : first + CHUNK]}, options, failed)
+        new = answered(llm, {i: items[i] for i in todo[first : first + size]}, options, failed)
         answers.update(new)
         with path.open("a") as file:
             file.writelines(json.dumps([i, ids]) + "\n" for i, ids in new.items())

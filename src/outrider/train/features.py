@@ -77,9 +77,10 @@ class Features:
         tick(done)
         for i in range(done, self.cached):
             self.store[self.starts[i] : self.starts[i + 1]] = self._states(i)
-            if (i + 1) % SAVE_EVERY == 0 or i + 1 == self.cached:
+            late = time.perf_counter() > deadline
+            if late or (i + 1) % SAVE_EVERY == 0 or i + 1 == self.cached:
                 _write(progress, json.dumps({"texts": i + 1}))
-                if i + 1 < self.cached and time.perf_counter() > deadline:
+                if late and i + 1 < self.cached:
                     raise OutOfTime
             tick(1)
 

@@ -49,6 +49,11 @@ class Processes:
                 ) from error
         return Processes(library.get_rank(), library.get_world_size())
 
+    def leave(self) -> None:
+        """End what `joined` has begun."""
+        if self.count > 1:
+            library.destroy_process_group()
+
     @property
     def first(self) -> bool:
         return self.rank == 0

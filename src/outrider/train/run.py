@@ -33,6 +33,7 @@ from outrider.train.processes import Processes
 from outrider.train.report import Report
 
 WEIGHTS = (".safetensors", ".bin")
+ONE_FOLDER = "the processes have different answers or checkpoints: they need one folder for cache and out."
 SHARE = 10  # at most one text of so many is held out
 
 
@@ -83,8 +84,8 @@ def only_writer(folder: Path) -> Iterator[None]:
         yield
 
 
-def collect(llm: LLM, options: TrainOptions, report: Report, deadline: float) -> Texts:
-    """Read the data and have the target answer it.  Raises OutOfTime at the deadline."""
+def collect(llm: LLM, options: TrainOptions, report: Report, deadline: float, ask: bool = True) -> Texts:
+    """Read the data and have the target answer it, if `ask`.  Raises OutOfTime at the deadline."""
     items, sources = data.read(llm, options)
     report.sources(sources)
     target = target_parts(llm)
@@ -93,7 +94,9 @@ def collect(llm: LLM, options: TrainOptions, report: Report, deadline: float) ->
         key = hashed([target, asked, [item.prompt for item in items]])
         with report.phase("Answers of the target", len(items)) as tick:
             path = cache_folder(options) / f"answers-{key}.jsonl"
-            texts = answers.regenerated(llm, items, options, path, tick, report.failed, deadline)
+            if not ask and not path.exists():
+                raise ConfigError(ONE_FOLDER)
+            texts = answers.regenerated(llm, items, options, path, tick, report.failed, deadline, ask)
         report.empty(sum(len(text.ids) == text.prompt for text in texts), len(texts))
     else:
         texts = answers.given(items)
@@ -177,6 +180,7 @@ def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
     steps = step_count(options, texts)
     trainer = Trainer(made, features, texts.chosen, steps, texts.key, processes)
     resumed = trainer.load()
+    _check_same(processes, str(trainer.step))
     if resumed and processes.first:
         write_log(trainer)  # a kill may have left evaluations of later steps in it
     report.start(trainer, texts.texts, parameter_count(made.network), resumed)
@@ -200,7 +204,7 @@ def _prepare(
 
     def prepared() -> tuple[Texts, Method, Features] | None:
         try:
-            texts = collect(llm, options, report, deadline)
+            texts = collect(llm, options, report, deadline, processes.first)
             made = new_method(llm, name, options, texts)
             features = new_features(llm, made, texts)
             with report.phase("Features of the target", features.cached) as tick:
@@ -216,9 +220,13 @@ def _prepare(
     if not processes.total(float(found is not None)):  # the others wait here
         return None
     found = found or prepared()
-    if not processes.same("" if found is None else found[0].key):
-        raise ConfigError("the processes have different answers: they need one folder for cache and out.")
+    _check_same(processes, "" if found is None else found[0].key)
     return found
+
+
+def _check_same(processes: Processes, key: str) -> None:
+    if not processes.same(key):
+        raise ConfigError(ONE_FOLDER)
 
 
 def _steps(trainer: Trainer, evaluate: Evaluation, report: Report, deadline: float) -> bool:
