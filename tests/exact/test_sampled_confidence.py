@@ -1,7 +1,7 @@
 """A confidence of sampled draft tokens never depends on these tokens.
 
-A controller cuts trees by confidence.  Under a rule that judges samples, a cut that depended on a sampled token
-would bias the output.
+A controller cuts trees by confidence.  Under a rule that judges samples, a cut that depended on a sampled
+token would bias the output.
 """
 
 from __future__ import annotations
