@@ -39,11 +39,12 @@ def llama(folder: Path) -> Any:
 
 def grown(folder: Path, layers: int, mlp: int) -> Any:
     """A transformers Llama of the same function as the checkpoint in `folder`, grown to these sizes."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoConfig, LlamaForCausalLM
 
     checkpoint = Checkpoint.open(str(folder)).grown(layers, mlp)
-    source = checkpoint.tensors()
-    large: Any = LlamaForCausalLM(checkpoint.config).to(checkpoint.stored_dtype)
+    config, source = AutoConfig.from_pretrained(folder), checkpoint.tensors()
+    config.num_hidden_layers, config.intermediate_size = layers, mlp
+    large: Any = LlamaForCausalLM(config).to(checkpoint.stored_dtype)
     with torch.no_grad():
         for name, weight in large.named_parameters():
             linear = weight.dim() > 1

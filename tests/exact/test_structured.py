@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 from covering import parametrized
 from drafter_cases import DRAFTERS, use_drafter
-from helpers import answer, token_prompts
+from helpers import answer, token_prompts, unpaced
 from scene import told
 from scipy.stats import chi2_contingency
 
@@ -166,6 +166,7 @@ def test_preempted_rows_keep_their_place_in_the_grammar(llama: str, expected: di
         enable_prefix_caching=False,
         speculative_config={"method": "ngram"},
     )  # fmt: skip
+    unpaced(tight)
     outputs = tight.generate(token_prompts(PROMPTS), asks(0.8))
     assert tight.engine.scheduler.preemptions > 0
     assert [told(output) for output in outputs] == expected[0.8]

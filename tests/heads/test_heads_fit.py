@@ -227,7 +227,7 @@ def test_only_ranked_trees_update_acceptance_by_rank(method: str, toy: LLM) -> N
 # ---- options
 
 
-@pytest.mark.parametrize("method", [*HEADS, draft.PLAIN_MODEL])
+@pytest.mark.parametrize("method", HEADS)
 def test_draft_tensor_parallel_size_above_one_is_refused(method: str) -> None:
     """As in vLLM's documentation."""
     config = {

@@ -215,8 +215,9 @@ def test_union_of_an_early_exit_and_a_head(pair: tuple[LLM, LLM], head: str) -> 
 
     def counting(batch: Batch) -> Draft:
         out = propose(batch)
-        for i, own in enumerate(union.drafts):
-            drafted[i] += sum(len(tree.tokens) for tree in own.trees)
+        for trees, _ in union.asked.values():
+            for i, tree in enumerate(trees):
+                drafted[i] += len(tree.tokens)
         return out
 
     union.propose = counting  # type: ignore[method-assign]

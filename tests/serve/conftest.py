@@ -15,7 +15,7 @@ def server() -> Iterator[Served]:
     config = '{"method": "ngram", "num_speculative_tokens": 4}'
     with forked("builtin", "--speculative_config", config, "--seed", "42", "-tp", "1",
                 "--gpu_memory_utilization", "0.8", "--max-model-len", "512",
-                "--log-interval", "1") as running:  # fmt: skip
+                "--log-interval", "1", "--stream-interval", "0") as running:  # fmt: skip
         yield running
 
 

@@ -135,4 +135,4 @@ def write_adapter(
 
 def unpaced(llm: LLM) -> None:
     """Turns prefill pacing off: which rows share a step does not depend on measured times."""
-    llm.engine.scheduler.hooks.prefill = lambda decoding, tokens: PrefillBudget(tokens)
+    llm.engine.scheduler.hooks.prefill = lambda decoding, tokens, waiting: PrefillBudget(tokens)

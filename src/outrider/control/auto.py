@@ -262,6 +262,8 @@ class AutoController:
         else:
             self.rest.add(times)
         if ended:
+            if self.rest is not None:
+                self._take_in(self.rest)
             for row in ended:
                 self.evidence.close(row, self.load)
             self.evidence.save(self.clock())

@@ -218,7 +218,9 @@ class HeadDrafter(Drafter):
         """Raise ModelError for a file of another method, or one that cannot be used."""
         head = Head.open(options.model, options.revision)
         if not self.claims(head):
-            for name in self.target.methods_of(head):
+            named = head.config.get("speculators_model_type")
+            others = [named] if named and named not in self.sources else []
+            for name in [*self.target.methods_of(head), *others]:
                 raise ModelError(
                     f"{options.model!r} is a head for another method: say {name!r}, or leave method out."
                 )

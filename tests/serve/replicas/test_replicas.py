@@ -28,7 +28,7 @@ TEXT: dict[str, Any] = {"prompt": "The future of AI is", "ignore_eos": True, "te
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Served]:
     with served("builtin-draft", "--replicas", "2", "--replica-timeout", "4", "--api-key", "secret",
-                "--max-requests", "8", "--root-path", "/llm",
+                "--max-requests", "8", "--root-path", "/llm", "--stream-interval", "0",
                 "--speculative-config", '{"method": "ngram"}') as running:  # fmt: skip
         yield running
 
