@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoTokenizer
 
 from outrider.checkpoints.hub import Checkpoint, locate, read_config, read_tokenizer
 from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.plain_config import PlainConfig, plain_config
-from outrider.checkpoints.plain_tokenizer import PlainTokenizer
+from outrider.checkpoints.plain_tokenizer import PlainTokenizer, plain_tokenizer
 from outrider.checkpoints.spec import Facts
 from outrider.engine.detokenizer import Detokenizer
+from outrider.errors import ModelError
 from outrider.testing import tiny_checkpoint
 
 WINDOWED = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
 PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "another theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "a window that Llama does not have": ("Llama", {"sliding_window": 8}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": 8}),
     "mistral without a window": ("Mistral", {"sliding_window": None}),
@@ -67,13 +71,20 @@ def test_older_names_of_keys(tmp_path: Path) -> None:
         {"model_type": "gemma"},
         {"architectures": ["LlamaModel"]},
         {"dtype": "float8"},
+        {"dtype": ""},
+        {"dtype": "float32", "torch_dtype": "float8"},
+        {"layer_types": []},
+        {"model_type": "qwen3", "head_dim": None},
+        {"tie_word_embeddings": None},
+        {"max_position_embeddings": None},
+        {"hidden_size": 97},
         {"partial_rotary_factor": 0.5},
     ],
     ids=str,
 )
 def test_what_needs_transformers_is_not_plain(given: dict[str, Any]) -> None:
     settings = json.loads((locate("builtin") / "config.json").read_text())
-    own = {"mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    own = {"mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     named = {"architectures": [own[given["model_type"]]]} if given.get("model_type") in own else {}
     assert plain_config(settings) is not None
     assert plain_config({"sliding_window": None, **settings, **named, **given}) is None
@@ -120,6 +131,7 @@ def test_a_plain_tokenizer_renders_what_transformers_does(folders: list[str]) ->
         {"add_generation_prompt": True, "tools": TOOLS},
         {"continue_final_message": True},
         {"chat_template": TEMPLATE, "word": "x"},
+        {"chat_template": ""},
         {"chat_template": TEMPLATE, "bos_token": "<other>", "tools": TOOLS},
     ]
     ours, theirs = read_tokenizer(folders[0]), AutoTokenizer.from_pretrained(folders[0])
@@ -128,6 +140,8 @@ def test_a_plain_tokenizer_renders_what_transformers_does(folders: list[str]) ->
         assert ours.apply_chat_template(messages, tokenize=False, **options) == text
     assert "full" not in vars(ours), "transformers' tokenizer was not needed"
     assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
+    with pytest.raises(ValueError, match="return_assistant_tokens_mask"):
+        ours.apply_chat_template(messages, tokenize=False, return_assistant_tokens_mask=True)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +152,8 @@ def test_a_plain_tokenizer_renders_what_transformers_does(folders: list[str]) ->
         ("tokenizer_config.json", {"bos_token": "<|new|>"}),
         ("tokenizer.json", {"truncation": SHORTENED}),
         ("added_tokens.json", {"<|new|>": 9000}),
+        ("tekken.json", {}),
+        ("config.json", {"model_type": "qwen2"}),
     ],
     ids=str,
 )
@@ -147,8 +163,51 @@ def test_a_tokenizer_that_transformers_changes_is_read_by_it(
     folder = Path(tiny_checkpoint(tmp_path))
     path = folder / file
     settings = json.loads(path.read_text()) if path.exists() else {}
+    assert plain_tokenizer(folder, AssertionError) is not None
     path.write_text(json.dumps({**settings, **given}))
-    assert not isinstance(read_tokenizer(str(folder)), PlainTokenizer)
+    assert plain_tokenizer(folder, AssertionError) is None
+
+
+def test_the_prompt_of_a_qwen2_checkpoint_has_the_ids_of_transformers(tmp_path: Path) -> None:
+    """Its code splits digits by a pattern of its own, which its tokenizer.json does not have."""
+    folder = tiny_checkpoint(tmp_path, "Qwen2")
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=["</s>"], initial_alphabet=alphabet)
+    core.train_from_iterator(["In 2024 2024 2024"] * 9, trainer)
+    core.save(str(Path(folder) / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = AutoTokenizer.from_pretrained(folder).encode("In 2024")
+    assert read_tokenizer(folder).encode("In 2024") == ids != core.encode("In 2024").ids
+
+
+def test_what_transformers_cannot_read_later_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path)
+    tokenizer = read_tokenizer(folder)
+    (Path(folder) / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=f"the tokenizer of '{folder}'"):
+        tokenizer("text")
+    for name in ("full", "load", "__deepcopy__"):
+        with pytest.raises(AttributeError):
+            PlainTokenizer.__new__(PlainTokenizer).__getattr__(name)
+
+
+TEMPLATE_READ = """
+import sys
+from outrider.checkpoints.hub import read_tokenizer
+print(read_tokenizer(sys.argv[1]).chat_template.encode())
+"""
+
+
+def test_a_chat_template_is_utf8_in_every_locale(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path)
+    (Path(folder) / "chat_template.jinja").write_text("é☃", encoding="utf-8")
+    setting = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", TEMPLATE_READ, folder]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=setting)
+    assert done.stdout == f"{'é☃'.encode()!r}\n"
 
 
 GENERATE = """

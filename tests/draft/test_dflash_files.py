@@ -70,6 +70,7 @@ def without(name: str) -> dict[str, Tensor]:
         (speculators(mask_token_id=V), tensors(), "mask_token_id is 512, of 512"),
         (speculators(mask_token_id=None), tensors(), "mask_token_id .* whole number"),
         (speculators(block_size="8"), tensors(), "block_size .* whole number"),
+        (zlab({"shift_label": "false"}), tensors(), "shift_label .* True or False"),
         (speculators(block_size=1), tensors(), "drafts nothing"),
         (speculators({"layer_types": ["sliding_attention"] * 2}), tensors(), "sliding_window"),
         (speculators({"hidden_act": "gelu"}), tensors(), "silu"),

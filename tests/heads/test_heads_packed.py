@@ -14,7 +14,7 @@ from torch import Tensor
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, ModelError, SamplingParams, draft
-from outrider.checkpoints.heads import Head, builtin
+from outrider.checkpoints.heads import Head, PackedTensors, builtin
 from outrider.config import SpeculativeOptions
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step import Batch
@@ -105,6 +105,36 @@ def test_four_bits_are_read_too(toy: LLM, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not fit the target"):
         head.weight("hydra_mlp.0.0.res_connection", HIDDEN, HIDDEN)
     assert proposed(toy, Hydra(Hydra.Options(model=folder), toy.engine.target))
+
+
+QUANTIZED: list[dict[str, Any]] = [
+    {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
+    {"quant_method": "fp8"},
+]
+
+
+@pytest.mark.parametrize("copied", QUANTIZED, ids=str)
+def test_a_dense_head_with_its_targets_config_stays_dense(
+    copied: dict[str, Any], toy: LLM, tmp_path: Path
+) -> None:
+    network = Network(HIDDEN, V, heads=2, layers=1)
+    config = {**network.config(), "quantization_config": copied}
+    head = Head.open(folder := save_head(tmp_path, config, network.state_dict()))
+    assert not isinstance(head.tensors, PackedTensors)
+    drafter = Hydra(Hydra.Options(model=folder), toy.engine.target)
+    drafter.adopt(network.state_dict())
+    assert drafter.options.quantization is None and drafter.reader.bits is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_packed_head_keeps_its_bits_when_it_adopts_weights(bits: int, toy: LLM, tmp_path: Path) -> None:
+    network = Network(HIDDEN, V, heads=2, layers=1)
+    config = {**network.config(), "quantization_config": scheme(bits)}
+    folder = save_head(tmp_path, config, packed(network.state_dict().items(), bits))
+    drafter = Hydra(Hydra.Options(model=folder), toy.engine.target)
+    for _ in range(2):
+        drafter.adopt(network.state_dict())
+        assert drafter.options.quantization == f"int{bits}" and drafter.reader.bits == bits
 
 
 @pytest.mark.parametrize(("method", "pack"), [("awq", awq(32)), ("gptq", gptq(4, 32)), ("gptq", gptq(8, 32))])

@@ -149,6 +149,14 @@ def test_float32_logits_are_those_of_transformers(
     torch.testing.assert_close(logits(folder, ids, torch.float32), expected, rtol=1e-3, atol=5e-4)
 
 
+def test_llama_ignores_a_sliding_window(checkpoint: Any) -> None:
+    """In one forward: only transformers' cache heeds the key, and drops what its attention would read."""
+    folder, ids = checkpoint("Llama", sliding_window=5), prompts()[-1]
+    with torch.inference_mode():
+        expected = reference(folder)(torch.tensor([ids]), use_cache=False).logits[0]
+    torch.testing.assert_close(logits(folder, ids, torch.float32), expected, rtol=1e-3, atol=5e-4)
+
+
 @pytest.mark.parametrize("length", [64, 100])
 @pytest.mark.parametrize(
     "scaling",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from eagle3_heads import random_network
 from torch import Tensor, nn
 
 from outrider.core.step import FINAL
+from outrider.draft.dflash.network import Network as Block
 from outrider.draft.eagle.network import Network as Eagle
 from outrider.draft.eagle3.network import attend_to_paths
 from outrider.heads.layer import Sizes
@@ -131,6 +134,26 @@ def test_rows_outside_answers_are_not_computed() -> None:
     layer = Eagle(SIZES, V)
     embedded = outer.embedding[sample.tokens]
     torch.testing.assert_close(layer(embedded, states[:, :H])[-4:], layer(embedded, states[:, :H], 4))
+
+
+@torch.no_grad()
+def test_the_confidence_of_a_part_of_the_vocabulary_learns_the_true_acceptance() -> None:
+    """q has the head's tokens only, p has all: p of the others is lost."""
+    torch.manual_seed(1)
+    ids = tuple(range(0, V, 4))
+    network = Block(SIZES, V, TAPS, V - 1, layers=1, block=3, ids=ids, confidence=True).eval()
+    sample, outer = batch(False)
+    flat = replace(sample, logits=torch.zeros(T, V))
+    told, given = list[Tensor](), F.binary_cross_entropy_with_logits
+
+    def listening(logit: Tensor, goal: Tensor, **options: Any) -> Tensor:
+        told.append(goal)
+        return given(logit, goal, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "binary_cross_entropy_with_logits", listening)
+        network.loss(flat, outer)
+    assert told[0].max() <= len(ids) / V + 1e-6 and told[0].min() > 0
 
 
 def test_a_bias_of_the_lm_head_is_no_part_of_its_weight() -> None:

@@ -5,7 +5,8 @@ Where shapes and config disagree, shapes count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -79,6 +80,16 @@ class PackedTensors:
         layer = self.layer_of.get(name)
         return self.tensors.shape(name) if layer is None else self.layers.shape(layer)
 
+    def bits(self, names: Iterable[str]) -> int | None:
+        """The most bits that a value of these weights has; None if none of them is quantized."""
+        layers, words = (
+            [self.layer_of[name] for name in names if name in self.layer_of],
+            self.layers.layout.words,
+        )
+        sizes = [math.prod(self.layers.shape(layer)) for layer in layers]
+        stored = [32 * math.prod(self.tensors.shape(f"{layer}.{words}")) for layer in layers]
+        return max((bits // size for bits, size in zip(stored, sizes)), default=None)
+
     def raw(self, name: str) -> Tensor:
         weight = self.weight(name)
         return weight.dense() if isinstance(weight, QuantizedWeight) else weight
@@ -93,16 +104,18 @@ class PackedTensors:
 def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | PackedTensors:
     """The tensors of a folder.
 
-    Unsupported quantization is not an error here: the method's `check` refuses it by name.
+    A config may be a copy of the target's: then nothing is packed.  Unsupported quantization is not an error
+    here: the method's `check` refuses it by name.
     """
     weights = Weights(folder, file_names(folder))
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return weights
     try:
-        return PackedTensors(weights, Scheme.read(quantization))
+        packed = PackedTensors(weights, Scheme.read(quantization))
     except ModelError:
         return weights
+    return packed if packed.layer_of else weights
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -223,9 +224,18 @@ def read_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
         from transformers import AutoTokenizer
 
         source = folder if folder.exists() else name
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        with _reading(name):
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
 
+    with _reading(name):
+        plain = plain_tokenizer(folder, load)
+    return plain or load()
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turn every error into a ModelError that names the tokenizer: libraries and files raise all kinds."""
     try:
-        return plain_tokenizer(folder, load) or load()
+        yield
     except Exception as error:
         raise ModelError(f"the tokenizer of {name!r} cannot be read: {first_line(error)}") from error

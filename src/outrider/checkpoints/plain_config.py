@@ -50,19 +50,40 @@ def plain_config(settings: Mapping[str, Any]) -> PlainConfig | None:
     kind, rope = settings.get("model_type"), plain_rope(settings)
     if kind not in TYPES or rope is None or not STATED | OWN.get(kind, set()) <= settings.keys() <= KNOWN:
         return None
-    dtype, types = settings.get("dtype") or settings.get("torch_dtype"), settings.get("layer_types")
-    slides = kind in ("llama", "mistral") or bool(settings.get("use_sliding_window"))
-    window = settings.get("sliding_window") if slides else None
-    if types is None:
-        known_layers = window is None or not kind.startswith(
-            "qwen"
-        )  # else max_window_layers says which slide
-    else:
-        known_layers = {*types} <= LAYER_TYPES and kind != "mistral"  # which transformers reads as ministral
-    if settings["architectures"] != [TYPES[kind]] or dtype not in DTYPES or not known_layers:
+    windows = _windows(kind, settings)
+    if settings["architectures"] != [TYPES[kind]] or windows is None or not _complete(kind, settings):
         return None
-    own = {"sliding_window": window, "rope_parameters": rope, "dtype": DTYPES[dtype], "layer_types": types}
+    dtypes = settings.get("dtype"), settings.get("torch_dtype")
+    if not {*dtypes} <= DTYPES.keys():
+        return None
+    own = {"rope_parameters": rope, "dtype": DTYPES[dtypes[0] or dtypes[1]], **windows}
     return PlainConfig(**{"tie_word_embeddings": False, **settings, **own})
+
+
+def _complete(kind: str, settings: Mapping[str, Any]) -> bool:
+    """Whether no needed value is null, and every head has as many dimensions."""
+    needed = STATED - {"eos_token_id"} | {"tie_word_embeddings"} | OWN.get(kind, set()) - {"sliding_window"}
+    heads = settings["num_attention_heads"]
+    if any(settings.get(key, False) is None for key in needed) or not isinstance(heads, int):
+        return False
+    return bool(settings["hidden_size"] % heads == 0)
+
+
+def _windows(kind: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """sliding_window and layer_types; None if another key, or transformers alone, says which layers slide."""
+    types, window = settings.get("layer_types"), settings.get("sliding_window")
+    if types is not None and (not types or not {*types} <= LAYER_TYPES):
+        return None
+    if kind == "llama":  # transformers' Llama ignores the key
+        window = None
+    elif kind == "mistral":
+        if types is not None:  # which transformers reads as ministral
+            return None
+    elif not settings.get("use_sliding_window"):
+        window = None
+    elif types is None and window is not None:  # max_window_layers says which slide
+        return None
+    return {"sliding_window": window, "layer_types": types}
 
 
 def plain_rope(settings: Mapping[str, Any]) -> dict[str, Any] | None:

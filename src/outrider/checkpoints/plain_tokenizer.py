@@ -14,8 +14,10 @@ KNOWN = {*SPECIAL, "tokenizer_class", "backend", "model_max_length", "is_local",
 CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # those without code of a model's own
 TEMPLATE = "chat_template.jinja"
 OTHER_FILES = (
-    "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "additional_chat_templates",
+    "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "tekken.json",
+    "additional_chat_templates",
 )  # fmt: skip
+MODEL_TYPES = {"llama", "mistral", "qwen3"}  # others may have a tokenizer of their own, as qwen2 has
 MOST_TOKENS = 100_000  # transformers edits larger ones
 
 
@@ -41,7 +43,10 @@ class PlainTokenizer:
         return self.load()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked by copies, before there is anything to load
+        if name.startswith("__") or name in (
+            "full",
+            "load",
+        ):  # asked by copies, which have nothing to load yet
             raise AttributeError(name)
         return getattr(self.full, name)
 
@@ -58,13 +63,13 @@ class PlainTokenizer:
         *,
         chat_template: str | None = None,
         tokenize: bool = True,
+        return_assistant_tokens_mask: bool = False,
         **given: Any,
     ) -> Any:
-        template = chat_template or self.chat_template
-        if tokenize or template is None:
-            return self.full.apply_chat_template(
-                conversation, chat_template=chat_template, tokenize=tokenize, **given
-            )
+        template = self.chat_template if chat_template is None else chat_template
+        if tokenize or template is None or return_assistant_tokens_mask:
+            given |= {"tokenize": tokenize, "return_assistant_tokens_mask": return_assistant_tokens_mask}
+            return self.full.apply_chat_template(conversation, chat_template=chat_template, **given)
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # a key without a value is left out, as transformers does
@@ -100,6 +105,9 @@ def plain_tokenizer(folder: Path, load: Callable[[], Any]) -> PlainTokenizer | N
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not (file.is_file() and config.is_file()) or any((folder / name).exists() for name in OTHER_FILES):
         return None
+    model = folder / "config.json"
+    if model.is_file() and read_json(model).get("model_type") not in MODEL_TYPES:
+        return None
     settings = read_json(config)
     special = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
     if not settings.keys() <= KNOWN or settings.get("tokenizer_class") not in CLASSES:
@@ -109,5 +117,6 @@ def plain_tokenizer(folder: Path, load: Callable[[], Any]) -> PlainTokenizer | N
     as_written = core.truncation is None and core.padding is None and core.get_vocab_size() <= MOST_TOKENS
     if not as_written or not all(isinstance(token, str) and token in known for token in special.values()):
         return None
-    template = folder / TEMPLATE
-    return PlainTokenizer(core, special, template.read_text() if template.is_file() else None, load)
+    path = folder / TEMPLATE
+    template = path.read_text(encoding="utf-8") if path.is_file() else None
+    return PlainTokenizer(core, special, template, load)

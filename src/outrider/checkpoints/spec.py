@@ -101,7 +101,7 @@ class Spec(Facts):
         """The spec of a model with these facts."""
         name, heads = facts.architecture, _size(config, "num_attention_heads", HEAD_COUNT)
         check_attention(name, heads, facts.kv_heads, facts.head_dim)
-        window = getattr(config, "sliding_window", None) or 0
+        window = 0 if config.model_type == "llama" else getattr(config, "sliding_window", None) or 0
         WINDOW.check(window, f"sliding_window of {name}", ModelError)
         default = "sliding_attention" if window else "full_attention"
         kinds = getattr(config, "layer_types", None) or [default] * facts.layers

@@ -42,7 +42,7 @@ def chat(
     In the conversation: /stats, /system TEXT, /reset, /help, /exit.
     """
     try:
-        written = template.read_text() if template else None
+        written = template.read_text(encoding="utf-8") if template else None
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"the chat template {str(template)!r} cannot be read: {error}") from error
     params = params_of(sampling)

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from outrider.cache.catch_up import CatchUp, Cursor
 from outrider.cache.pool import Pool
-from outrider.checkpoints.heads import Head
-from outrider.checkpoints.packed_scheme import Scheme
+from outrider.checkpoints.heads import Head, PackedTensors
 from outrider.checkpoints.quantize import bits_of
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
@@ -77,6 +76,7 @@ def random_head(make: Callable[..., Any], *args: Any, **options: Any) -> Head:
 class HeadDrafter(Drafter):
     """head: the opened file, under our names.  reader: packs its tensors.  choose: draft tokens from logits.
 
+    packed: the file's tensors, if some of them are quantized.
     FORMAT: the table of the method's published names.  memory: accuracy of ranks, for trees that follow it.
     """
 
@@ -92,6 +92,7 @@ class HeadDrafter(Drafter):
         self.backend, self.hidden = target.decoder.backend, target.decoder.spec.hidden
         opened = head or self._open(options)
         check_size(opened, target.vocabulary)
+        self.packed = opened.tensors if isinstance(opened.tensors, PackedTensors) else None
         self.head = self.translate(opened)
         self.reader = Reader(self.head, self.backend, bits_of(options.quantization))
         self.choose, self.catch_up = Chooser(target), CatchUp()
@@ -132,11 +133,10 @@ class HeadDrafter(Drafter):
 
         What is known of rows stays, K/V of the old weights too: it only affects which tokens are drafted.
         """
-        packed = self.head.config.get("quantization_config")
         config = {key: value for key, value in self.head.config.items() if key != "quantization_config"}
         options = self.options
-        if isinstance(packed, Mapping) and options.quantization is None:
-            bits = max(bits for bits, _ in Scheme.read(dict(packed)).sizes)
+        bits = self.packed.bits(self.head.stored.values()) if self.packed else None
+        if bits and options.quantization is None:
             options = replace(options, quantization=f"int{bits}")
         fresh = type(self)(options, self.target, Head.of(self.head.name, config, tensors))
         kept = {name: value for name, value in vars(fresh).items() if name not in OF_ROWS}

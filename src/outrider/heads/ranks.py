@@ -83,6 +83,12 @@ class RankAccuracy:
             node = right
 
 
+@lru_cache(maxsize=256)
+def prior_paths(nodes: int, depth: int, ranks: int, allowed: frozenset[Path] | None = None) -> Sequence[Path]:
+    """`best_paths` before any measurement."""
+    return tuple(RankAccuracy.prior(depth, ranks).best_paths(nodes, depth, allowed))
+
+
 def ranks_of(tree: DraftTree) -> list[int]:
     """The rank of every node among its siblings, in the order of the nodes."""
     counts, ranks = Counter[int](), list[int]()

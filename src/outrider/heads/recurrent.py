@@ -43,7 +43,7 @@ from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import Stack
 from outrider.heads.outer import lm_logits
-from outrider.heads.ranks import RankAccuracy
+from outrider.heads.ranks import prior_paths
 from outrider.heads.reader import Reader
 from outrider.heads.templates import EAGLE, Path, paths
 from outrider.heads.trees import DynamicTree, KVTree, RankTree, SampledTree, grow
@@ -179,7 +179,7 @@ class Recurrent(HeadDrafter):
         self.needs = Needs(states=self.net.taps, lookbehind=1)
         self.choose = Chooser(target, self.net.ids)
         self.nodes = target.nodes(options.nodes, 59)
-        self.paths: set[Path] = set(paths(EAGLE[options.tree])) if options.tree in EAGLE else set()
+        self.paths: frozenset[Path] = frozenset(paths(EAGLE.get(options.tree, "")))
         self.catch_up = CatchUp(offset=1)
 
     def network(self) -> Net:
@@ -224,8 +224,7 @@ class Recurrent(HeadDrafter):
             return SampledTree(row, table, base, budget, siblings, self.target.stream_id)
         if not self.paths:
             return DynamicTree(row, table, base, budget, k)
-        likeliest = RankAccuracy.prior(budget.depth, 10).best_paths(budget.nodes, budget.depth, self.paths)
-        return RankTree(row, likeliest, base, table)
+        return RankTree(row, prior_paths(budget.nodes, budget.depth, 10, self.paths), base, table)
 
     def _grow(self, forwards: Forwards, trees: list[KVTree]) -> None:
         """Catch up, then grow all trees, one forward a level."""

@@ -274,5 +274,5 @@ def count(shape: tuple[int, ...]) -> int:
 def _has_template(folder: Path) -> bool:
     settings = folder / "tokenizer_config.json"
     return (folder / "chat_template.jinja").is_file() or (
-        settings.is_file() and '"chat_template"' in settings.read_text()
+        settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
     )

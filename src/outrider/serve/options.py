@@ -132,6 +132,6 @@ class ServerOptions:
 def read_text(path: str, name: str) -> str:
     """Contents of the file that an option names.  Raises ConfigError."""
     try:
-        return Path(path).expanduser().read_text()
+        return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} {path!r} cannot be read: {error}") from error

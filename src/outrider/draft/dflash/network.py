@@ -167,7 +167,8 @@ class Network(Corrected):
         rows = logits.flatten(0, 1).float()
         losses = F.cross_entropy(rows, following.flatten(), reduction="none").view_as(weight)
         if confidence is not None:
-            theirs = sample.logits[(at - 1).clamp_max(last)][..., list(self.ids) or slice(self.vocabulary)]
-            overlap = torch.minimum(theirs.softmax(-1), logits.detach().float().softmax(-1)).sum(-1)
+            theirs = sample.logits[(at - 1).clamp_max(last)].softmax(-1)  # over all tokens, then the head's
+            theirs = theirs[..., list(self.ids) or slice(self.vocabulary)]
+            overlap = torch.minimum(theirs, logits.detach().float().softmax(-1)).sum(-1)
             losses = losses + F.binary_cross_entropy_with_logits(confidence, overlap, reduction="none")
         return (losses * weight).sum() / weight.sum().clamp_min(1e-6)

@@ -34,10 +34,10 @@ from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import HeadOptions, random_head
 from outrider.heads.outer import check_tap_options
-from outrider.heads.ranks import RankAccuracy
+from outrider.heads.ranks import prior_paths
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import CHAIN, Forwards, Net, Reading, Recurrent
-from outrider.heads.templates import chain_paths
+from outrider.heads.templates import Path, chain_paths
 from outrider.heads.trees import BlockTree, KVTree
 
 RANKS, MAX_NODES = 8, 1024
@@ -133,9 +133,9 @@ class PEagle(Recurrent):
 
     def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> KVTree:
         """An empty tree, whose logits come with the pass."""
-        shape = chain_paths(budget.depth)
+        shape: Sequence[Path] = chain_paths(budget.depth)
         if self.options.nodes is not None:
-            shape = RankAccuracy.prior(budget.depth, RANKS).best_paths(budget.nodes, budget.depth)
+            shape = prior_paths(budget.nodes, budget.depth, RANKS)
         return BlockTree(row, torch.empty(0), shape, self.samples(row), self.target.stream_id)
 
     def _grow(self, forwards: Forwards, trees: list[KVTree]) -> None:

@@ -55,10 +55,15 @@ class DFlash(Method):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.domino and (self.markov or self.confidence or self.draft_vocab_size):
+            kind = self.markov_kind != VANILLA
+            if self.domino and (self.markov or kind or self.confidence or self.draft_vocab_size):
                 raise ConfigError(
                     "domino: such heads have all tokens of the target, and nothing of DSpark: leave "
-                    "draft_vocab_size, markov and confidence out."
+                    "draft_vocab_size, markov, markov_kind and confidence out."
+                )
+            if kind and not self.markov:
+                raise ConfigError(
+                    f"markov_kind {self.markov_kind!r}: there is no table; set markov to its rank."
                 )
 
     base_rate = 6e-4
