@@ -20,7 +20,7 @@ from outrider.bench.prompts import TASKS, rendered
 from outrider.checkpoints.hub import GROWN
 from outrider.requests import Prompt
 
-ROUNDS, WIDTH = 7, 110
+ROUNDS, WIDTH = 3, 110
 
 
 def recorded(llm: LLM, ids: Prompt) -> list[Piece]:
