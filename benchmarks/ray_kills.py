@@ -44,7 +44,7 @@ TEXTS = (
     "A letter to the mayor:",
     "Once, in the north,",
     "The most important rule of cooking",
-    "Nobody knew why the river",
+    "The river rose because",
 )
 
 

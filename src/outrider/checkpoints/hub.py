@@ -22,7 +22,7 @@ from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.plain_config import plain_config
 from outrider.checkpoints.plain_tokenizer import plain_tokenizer
-from outrider.checkpoints.spec import LIKE, Facts, Spec, lean
+from outrider.checkpoints.spec import SAME_DECODER, Facts, Spec, lean
 from outrider.checkpoints.validate import read_json
 from outrider.checkpoints.weights import Source, open_weights
 from outrider.errors import ConfigError, ModelError, first_line, nearest
@@ -195,7 +195,7 @@ def _spec_and_scheme(name: str, config: Any) -> tuple[Facts, Scheme | None]:
 def read_config(folder: Path, trust_remote_code: bool) -> Any:
     """A transformers config, or a plain one.
 
-    A checkpoint's own code is not needed if a known family has the same decoder (LIKE).
+    A checkpoint's own code is not needed if a known family has the same decoder (SAME_DECODER).
     """
     path = folder / "config.json"
     settings = read_json(path, CONFIG) if path.is_file() else {}
@@ -203,7 +203,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
         return plain
     from transformers import AutoConfig
 
-    if (like := LIKE.get(str(settings.get("model_type")))) is None:
+    if (like := SAME_DECODER.get(str(settings.get("model_type")))) is None:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     model_type, renamed = like
     for key in ("model_type", "auto_map"):

@@ -22,7 +22,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": "Qwen3",
     "MiMoForCausalLM": "MiMo-7B",
 }
-LIKE: dict[str, tuple[str, dict[str, str]]] = {
+SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
     "mimo": ("qwen2", {}),
     "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
 }  # model types unknown to transformers -> the known one with the same decoder, and its names of some keys

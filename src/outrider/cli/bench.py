@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from outrider.cli.arguments import one_of
 from outrider.cli.flags import OUT, Given, load, parsed, shared
 from outrider.errors import ConfigError
 
@@ -83,15 +84,6 @@ def bench(
         record(sink, llm, {**about, "settings": settings, "configs": configs}, results)
     if llm.engine.exact and any(result.differs(results[0]) for result in results):
         raise typer.Exit(1)
-
-
-def one_of(what: str, first: Any, second: Any) -> Any:
-    """What was given, by its place or by flag.  Raises ConfigError for both."""
-    if first is not None and second is not None:
-        raise ConfigError(
-            f"the {what} is given twice, as {str(first)!r} and as {str(second)!r}: leave one out."
-        )
-    return second if first is None else first
 
 
 def record(sink: IO[str], llm: LLM, about: dict[str, Any], results: Sequence[Measured]) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from outrider.cli.bench import one_of
-from outrider.cli.flags import MAX_TOKENS, MODEL, MODEL_DRAFT
+from outrider.cli.arguments import Drafts, one_of
+from outrider.cli.flags import MAX_TOKENS, MODEL
 
 
 def demo(
@@ -16,9 +16,7 @@ def demo(
         str | None, typer.Argument(metavar="MODEL", help="Your own model; default: the built-in one.")
     ] = None,
     model: Annotated[str | None, Option(*MODEL, help="The same as MODEL.")] = None,
-    drafts: Annotated[
-        list[str] | None, Option(*MODEL_DRAFT, help="Draft model or head; may be given several times.")
-    ] = None,
+    drafts: Drafts = None,
     small: Annotated[
         bool, Option("--small", help="The built-in model as it is, not at the cost of a larger one.")
     ] = False,

@@ -8,16 +8,15 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from outrider.cli.arguments import Draft, Target, named
 from outrider.cli.flags import (
     LEVELS,
     MAX_TOKENS,
-    MODEL_DRAFT,
     OUT,
     SEED,
     TEMPERATURE,
     Given,
     load,
-    named,
     shared,
 )
 from outrider.errors import ConfigError
@@ -27,8 +26,8 @@ from outrider.errors import ConfigError
 def estimate(
     engine: Given,
     asked: Given,
-    target: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as -m.")] = None,
-    draft: Annotated[str | None, Option(*MODEL_DRAFT, help="The model that drafts.")] = None,
+    target: Target = None,
+    draft: Draft = None,
     depth: Annotated[int, Option(*LEVELS, min=1, max=32, help="Most draft tokens per step.")] = 8,
     tokens: Annotated[int, Option(*MAX_TOKENS, min=2, help="Maximum new tokens per prompt.")] = 64,
     temperature: Annotated[float, Option(*TEMPERATURE, help="0 is greedy.")] = 0.0,

@@ -248,20 +248,6 @@ def note(text: str) -> None:
     typer.echo(f"note: {text}", err=True)
 
 
-def named(engine: Given, model: str | None) -> Given:
-    """`engine` with the model that was given by its place instead of by -m.
-
-    Raises ConfigError for two of them.
-    """
-    if model is None:
-        return engine
-    if engine["model"] not in (model, "builtin"):
-        raise ConfigError(
-            f"the model is given twice, as {model!r} and as -m {engine['model']!r}: leave one out."
-        )
-    return {**engine, "model": model}
-
-
 def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **more: Any) -> LLM:
     """The model, with a note on the terminal while it loads; without a config it decodes plainly."""
     import torch

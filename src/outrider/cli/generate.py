@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from outrider.cli.bench import one_of
+from outrider.cli.arguments import one_of
 from outrider.cli.constraint import Grammar, GrammarFile, JsonSchema, Regex, constraint
 from outrider.cli.flags import AUTO, Given, config_of, load, params_of, shared
 from outrider.errors import ConfigError, RequestError

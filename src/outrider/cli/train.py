@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from outrider.cli.flags import GROUPS, OUT, SEED, Flag, Given, load, named, parsed, shared
+from outrider.cli.arguments import named
+from outrider.cli.flags import GROUPS, OUT, SEED, Flag, Given, load, parsed, shared
 from outrider.errors import ConfigError
 
 GROUPS["training"] = (

@@ -9,16 +9,15 @@ import typer
 from typer import Option
 from typer.core import TyperGroup
 
+from outrider.cli.arguments import Draft, Target, named
 from outrider.cli.flags import (
     LEVELS,
     MAX_TOKENS,
-    MODEL_DRAFT,
     OUT,
     SEED,
     TEMPERATURE,
     Given,
     load,
-    named,
     shared,
 )
 from outrider.cli.tune_control import control
@@ -151,9 +150,9 @@ def told(
 def disco(
     engine: Given,
     asked: Given,
-    target: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as -m.")] = None,
+    target: Target = None,
     second: Annotated[str | None, typer.Argument(metavar="DRAFT", help="The same as -md.")] = None,
-    draft: Annotated[str | None, Option(*MODEL_DRAFT, help="The model that drafts.")] = None,
+    draft: Draft = None,
     out: Annotated[Path, Option(*OUT, help="Output file (.safetensors).")] = Path("disco.safetensors"),
     tokens: Annotated[int, Option(*MAX_TOKENS, min=1, help="New tokens per prompt.")] = 64,
     temperature: Annotated[

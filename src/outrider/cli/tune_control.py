@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Option
 
-from outrider.cli.flags import MAX_TOKENS, MODEL_DRAFT, OUT, SEED, Given, load, named, shared
+from outrider.cli.arguments import Drafts, Target, named
+from outrider.cli.flags import MAX_TOKENS, OUT, SEED, Given, load, shared
 from outrider.errors import ConfigError
 
 
@@ -16,10 +16,8 @@ from outrider.errors import ConfigError
 def control(
     engine: Given,
     asked: Given,
-    target: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as -m.")] = None,
-    drafts: Annotated[
-        list[str] | None, Option(*MODEL_DRAFT, help="Draft model or head; may be given several times.")
-    ] = None,
+    target: Target = None,
+    drafts: Drafts = None,
     out: Annotated[Path, Option(*OUT, help="Output file (.safetensors).")] = Path("control.safetensors"),
     tokens: Annotated[int, Option(*MAX_TOKENS, min=2, help="Maximum new tokens per prompt.")] = 64,
     seed: Annotated[int, Option(*SEED, min=0, help="Seed of the sampled texts and of the fit.")] = 7,

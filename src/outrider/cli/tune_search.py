@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from outrider.cli.flags import MAX_TOKENS, MODEL_DRAFT, OUT, SEED, TEMPERATURE, Given, load, named, shared
+from outrider.cli.arguments import Drafts, Target, named
+from outrider.cli.flags import MAX_TOKENS, OUT, SEED, TEMPERATURE, Given, load, shared
 from outrider.errors import ConfigError
 
 
@@ -17,10 +18,8 @@ from outrider.errors import ConfigError
 def search(
     engine: Given,
     asked: Given,
-    target: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as -m.")] = None,
-    drafts: Annotated[
-        list[str] | None, Option(*MODEL_DRAFT, help="Draft model or head; may be given several times.")
-    ] = None,
+    target: Target = None,
+    drafts: Drafts = None,
     minutes: Annotated[float, Option("--minutes", min=0.05, help="Time for the search.")] = 5.0,
     out: Annotated[Path, Option(*OUT, help="Output file, a speculative_config.")] = Path("tuned.json"),
     tokens: Annotated[int, Option(*MAX_TOKENS, min=2, help="Maximum new tokens per prompt.")] = 64,
