@@ -157,7 +157,7 @@ KNOWN: dict[str, tuple[Shapes, dict[str, Any], str, int | None, int, int | None]
         H,
         V,
     ),
-    "dflash, DSpark": (
+    "dspark": (
         {"hidden_norm.weight": (H,), "fc.weight": (H, 2 * H), "markov_head.markov_w1.weight": (V, 8)},
         {"block_size": 7, "dflash_config": {"projector_type": "dspark", "target_layer_ids": [1, 2]}},
         "z-lab, SpecForge",
@@ -229,7 +229,7 @@ def test_head_inside_its_target_gets_a_second_card(
 REFUSED: dict[str, tuple[str, Shapes, dict[str, Any], str]] = {
     "Hydra, cross-attn": ("hydra", hydra(), {"hydra_head_arch": "cross-attn"}, "'cross-attn'"),
     "DSpark, another table": (
-        "dflash",
+        "dspark",
         {
             "hidden_norm.weight": (H,),
             "fc.weight": (H, 2 * H),

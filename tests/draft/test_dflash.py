@@ -12,14 +12,12 @@ import pytest
 import torch
 from block_heads import BLOCK, IDS, MASK, TAPS, WIDE, Case, Said, naive, overheard, speculators, tensors, zlab
 from torch import Tensor
-from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
+from toys import HIDDEN, V, acceptance, read, samples, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
 from outrider.core.step import Batch
 from outrider.draft import detect
-from outrider.draft.dflash import DFlash
-from outrider.draft.dflash.network import Network
-from outrider.heads import sample
+from outrider.draft.dflash import DFlash, Network
 from outrider.heads.sample import TargetWeights
 
 
@@ -80,7 +78,7 @@ def check(llm: LLM, case: Case, blocks: Sequence[Said]) -> None:
     """Each block against the naive one, on the states that the target has when it reads the text alone."""
     outer, from_anchor = TargetWeights.of(llm.engine.decoder), case.config.get("sample_from_anchor", False)
     for known, logits, _ in blocks:
-        states = sample.read(llm.engine.decoder, known[:-1], TAPS).states
+        states = read(llm.engine.decoder, known[:-1], TAPS).states
         count = len(logits) + (not from_anchor)
         expected = naive(case, outer, torch.cat([states[tap] for tap in TAPS], dim=-1), known[-1], count)
         assert close(logits, expected if from_anchor else expected[1:])

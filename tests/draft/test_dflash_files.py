@@ -13,11 +13,11 @@ from toys import save_head, toy_target
 
 from outrider import LLM
 from outrider.checkpoints.heads import Head
-from outrider.draft import detect
-from outrider.draft.dflash import DFlash
-from outrider.draft.dflash.layouts import FORMAT, BlockLayout, spread
-from outrider.draft.dflash.network import Network
+from outrider.draft import detect, method
+from outrider.draft.dflash import DFlash, Network
 from outrider.errors import ConfigError, ModelError
+from outrider.heads.block_layouts import BlockLayout, spread
+from outrider.heads.blocks import BlockDrafter
 from outrider.heads.layer import Sizes
 
 
@@ -26,8 +26,14 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
-def opened(toy: LLM, tmp_path: Path, config: dict[str, Any], w: dict[str, Tensor], **options: Any) -> DFlash:
-    return DFlash(DFlash.Options(model=save_head(tmp_path / "head", config, w), **options), toy.engine.target)
+def opened(
+    toy: LLM, tmp_path: Path, config: dict[str, Any], w: dict[str, Tensor], **options: Any
+) -> BlockDrafter:
+    """With the method that the file is for."""
+    folder = save_head(tmp_path / "head", config, w)
+    drafter = method(detect(folder))
+    assert issubclass(drafter, BlockDrafter)
+    return drafter(drafter.Options(model=folder, **options), toy.engine.target)
 
 
 def without(name: str) -> dict[str, Tensor]:
@@ -109,7 +115,9 @@ def test_options_are_checked(toy: LLM) -> None:
 
 def test_layer_numbers_follow_the_files_convention(toy: LLM, tmp_path: Path) -> None:
     def taps(config: dict[str, Any], offset: int | None = None) -> tuple[int, ...]:
-        return BlockLayout.of(FORMAT.translate(Head.of("head", config, tensors())), 8, offset).taps
+        return BlockLayout.of(
+            DFlash.FORMAT.translate(Head.of("head", config, tensors())), False, 8, offset
+        ).taps
 
     assert taps(speculators()) == taps(zlab()) == TAPS
     assert taps(speculators(), 1 - 1) == TAPS and taps(zlab(), 0) == (1, 3, 7)
@@ -123,7 +131,7 @@ def test_dspark_in_a_flat_config_samples_from_the_anchor(toy: LLM, tmp_path: Pat
     """As SpecForge writes it: nothing says so but the projector, or the tensors; a file may say otherwise."""
     config, w = dspark()
     drafter = opened(toy, tmp_path, config, w)
-    assert detect(str(tmp_path / "head")) == "dflash"
+    assert drafter.sources == ("dspark",)
     assert (
         drafter.layout.from_anchor
         and drafter.depth == BLOCK
@@ -137,6 +145,21 @@ def test_dspark_in_a_flat_config_samples_from_the_anchor(toy: LLM, tmp_path: Pat
     assert opened(toy, tmp_path, zlab(), tensors()).depth == BLOCK - 1
     with pytest.raises(ModelError, match="markov_head_type is 'fir', and none of vanilla, gated, rnn"):
         opened(toy, tmp_path, *dspark(markov_head_type="fir"))
+
+
+@pytest.mark.parametrize("projector", ["dspark", "domino"])
+def test_heads_that_correct_their_logits_are_for_methods_of_their_own(
+    projector: str, toy: LLM, tmp_path: Path
+) -> None:
+    """By their tensors or, without any, by what the config calls them."""
+    config, w = dspark() if projector == "dspark" else (zlab({"projector_type": projector}), tensors())
+    bare = save_head(tmp_path / "bare", zlab({"projector_type": projector}), tensors())
+    for folder in (save_head(tmp_path / "own", config, w), bare):
+        assert detect(folder) == projector
+        with pytest.raises(ModelError, match=f"head for another method: say '{projector}'"):
+            toy.variant({"method": "dflash", "model": folder})
+    plain = save_head(tmp_path / "plain", zlab({"projector_type": "linear"}), tensors())
+    assert detect(plain) == "dflash"
 
 
 def test_depth_is_bounded_by_the_block(toy: LLM, tmp_path: Path) -> None:

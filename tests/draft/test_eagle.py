@@ -18,13 +18,13 @@ from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.draft import detect
 from outrider.draft.eagle import Eagle
-from outrider.draft.eagle.layouts import exported
 from outrider.draft.eagle.network import Network
 from outrider.draft.hydra import Hydra
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.layer import Sizes
 from outrider.heads.sample import TargetWeights
 from outrider.heads.templates import EAGLE, paths
+from outrider.train.methods.eagle import Eagle as Trained
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     data, outer = samples(toy, (FINAL,)), TargetWeights.of(toy.engine.decoder)
     teach(network, network.loss, data, outer, steps=100)
     folder = tmp_path_factory.mktemp("taught")
-    return save_head(folder, *exported(network.config(), network.state_dict(), "reference"))
+    return save_head(folder, *Trained.export(network.config(), network.state_dict(), "reference"))
 
 
 def test_a_trained_head_is_mostly_right(toy: LLM, taught: str) -> None:
@@ -259,7 +259,7 @@ def test_options_are_checked(toy: LLM) -> None:
 def test_what_sglang_reads(toy: LLM, tmp_path: Path, bias: bool) -> None:
     """The fc of its class always has a bias: without one in the file it must be zero."""
     network = Network.like(toy.engine.target, bias=bias)
-    config, stored = exported(network.config(), network.state_dict(), "sglang")
+    config, stored = Trained.export(network.config(), network.state_dict(), "sglang")
     assert config["architectures"] == ["LlamaForCausalLMEagle"] and json.dumps(config)
     assert stored["fc.bias"].shape == (HIDDEN,) and stored["fc.bias"].dtype == stored["fc.weight"].dtype
     assert config["bias"] is True and bool(stored["fc.bias"].any()) == bias
@@ -277,19 +277,19 @@ def test_what_sglang_reads(toy: LLM, tmp_path: Path, bias: bool) -> None:
 def test_what_vllm_reads(toy: LLM) -> None:
     """The reference's, but its fc has no bias."""
     network = Network.like(toy.engine.target, bias=False)
-    config, stored = exported(network.config(), network.state_dict(), "vllm")
+    config, stored = Trained.export(network.config(), network.state_dict(), "vllm")
     assert (config, stored.keys()) == (network.config(), network.state_dict().keys())
     biased = Network.like(toy.engine.target)
     with pytest.raises(ConfigError, match=r"vLLM .* bias"):
-        exported(biased.config(), biased.state_dict(), "vllm")
-    assert "fc.bias" in exported(biased.config(), biased.state_dict(), "reference")[1]
+        Trained.export(biased.config(), biased.state_dict(), "vllm")
+    assert "fc.bias" in Trained.export(biased.config(), biased.state_dict(), "reference")[1]
     with pytest.raises(ConfigError, match="Did you mean 'sglang'"):
-        exported(biased.config(), biased.state_dict(), "sglan")
+        Trained.export(biased.config(), biased.state_dict(), "sglan")
 
 
 def test_speculators_export_is_read_back(toy: LLM, tmp_path: Path) -> None:
     network = Network.like(toy.engine.target)
-    config, stored = exported(network.config(), network.state_dict(), "speculators")
+    config, stored = Trained.export(network.config(), network.state_dict(), "speculators")
     json.dumps(config)
     folder = save_head(tmp_path, config, stored)
     assert detect(folder) == "eagle"

@@ -12,7 +12,7 @@ import torch
 from eagle3_heads import naive, official
 from families import write
 from torch import Tensor
-from toys import HIDDEN, LAYERS, V, acceptance, samples, save_head, teach, toy_target
+from toys import HIDDEN, LAYERS, V, acceptance, read, samples, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
 from outrider.core.step_input import StepInput
@@ -20,7 +20,7 @@ from outrider.draft.eagle3 import Eagle3
 from outrider.draft.eagle3.network import Network
 from outrider.heads import recurrent
 from outrider.heads.layer import Sizes
-from outrider.heads.sample import TargetWeights, read
+from outrider.heads.sample import TargetWeights
 from outrider.testing import use_example
 
 TAPS = (2, LAYERS // 2, LAYERS - 3)

@@ -20,9 +20,10 @@ from eagle3_heads import (
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, ConfigError, draft
-from outrider.draft.eagle3.layouts import TAPS, exported
 from outrider.draft.eagle3.network import Network
 from outrider.heads.layer import Sizes
+from outrider.heads.tapped import TAPS
+from outrider.train.methods.eagle3 import Eagle3 as Trained
 
 SIZES = Sizes(H, INNER, HEADS, KV, D)
 
@@ -38,14 +39,14 @@ def test_exports_are_read_back(llm: LLM, tmp_path: Path) -> None:
     ours, tensors = {**network.config(), "rope_theta": 5e5}, network.state_dict()
     states, message = torch.randn(PAIRS, 3 * HIDDEN), []
     for layout in ("vllm", "sglang"):
-        config, theirs = exported(ours, tensors, layout)
+        config, theirs = Trained.export(ours, tensors, layout)
         folder = save_head(tmp_path / layout, config, theirs)
         net, logits = packed(llm, folder, states)
         assert draft.detect(folder) == "eagle3" and net.taps == (1, 4, 5)
         message.append(logits)
     assert torch.equal(*message)
     common = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
-    vllm, sglang = (exported(ours, tensors, layout) for layout in ("vllm", "sglang"))
+    vllm, sglang = (Trained.export(ours, tensors, layout) for layout in ("vllm", "sglang"))
     assert common < vllm[1].keys() and common < sglang[1].keys()
     assert {name.split(".")[0] for name in vllm[1].keys() - common} == {"layers"}
     assert {name.split(".")[0] for name in sglang[1].keys() - common} == {"midlayer"}
@@ -63,9 +64,9 @@ def test_exports_are_read_back(llm: LLM, tmp_path: Path) -> None:
 def test_unsupported_exports_are_refused() -> None:
     plain = random_network(SIZES, V, (0, 4, 5))
     with pytest.raises(ConfigError, match="layer 0"):
-        exported(plain.config(), plain.state_dict(), "sglang")
+        Trained.export(plain.config(), plain.state_dict(), "sglang")
     with pytest.raises(ConfigError, match="Did you mean 'vllm'"):
-        exported(plain.config(), plain.state_dict(), "vlm")
+        Trained.export(plain.config(), plain.state_dict(), "vlm")
 
 
 def test_the_size_of_a_published_file() -> None:

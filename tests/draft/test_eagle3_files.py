@@ -28,8 +28,9 @@ from toys import HIDDEN, V, save_head, toy_target
 from outrider import LLM, ConfigError, ModelError, draft
 from outrider.checkpoints.heads import Head
 from outrider.draft.eagle3 import Eagle3
-from outrider.draft.eagle3.layouts import FORMAT, TAPS, taps_of
+from outrider.draft.eagle3.layouts import FORMAT
 from outrider.heads.layer import Sizes
+from outrider.heads.tapped import TAPS, taps_of
 
 
 @pytest.fixture(scope="module")

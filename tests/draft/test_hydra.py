@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hydras import CONFIG, engine, judged, naive, overhear, prompts, tensors, toy_like
-from toys import LAYERS, acceptance, samples, save_head, teach
+from toys import LAYERS, acceptance, read, samples, save_head, teach
 
 from outrider import LLM, SamplingParams
 from outrider.cache.catch_up import MAX_PENDING
@@ -18,7 +18,7 @@ from outrider.core.tree import Budget, DraftTree
 from outrider.draft.hydra import Hydra
 from outrider.draft.hydra.network import Network
 from outrider.heads.ranks import ranks_of
-from outrider.heads.sample import TargetWeights, read
+from outrider.heads.sample import TargetWeights
 from outrider.heads.templates import MEDUSA, paths
 
 

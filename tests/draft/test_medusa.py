@@ -31,10 +31,10 @@ from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
 from outrider.draft import detect
 from outrider.draft.medusa import Medusa
-from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.sample import TargetWeights
+from outrider.train.methods.medusa import Medusa as Trained
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_the_published_bytes(heads: int, hidden: int, vocabulary: int, blocks: i
 @pytest.mark.parametrize("file", ["v0.1", "v0.1, three shared blocks"])
 def test_what_is_written_is_read_back(layout: str, file: str, toy: LLM, tmp_path: Path) -> None:
     parts, names, config, _ = FILES[file]
-    config, tensors = exported(config, names(parts), layout)
+    config, tensors = Trained.export(config, names(parts), layout)
     json.dumps(config)
     assert set(tensors) == set((reference if layout == "reference" else vllm)(parts))
     if layout == "vllm":
@@ -199,9 +199,9 @@ def test_what_is_written_is_read_back(layout: str, file: str, toy: LLM, tmp_path
 
 def test_what_vllm_would_not_read_is_not_written() -> None:
     with pytest.raises(ConfigError, match="lm_head"):
-        exported({}, reference(parts_of(2, own=False)), "vllm")
+        Trained.export({}, reference(parts_of(2, own=False)), "vllm")
     with pytest.raises(ConfigError, match="sglang"):
-        exported({}, reference(parts_of(2)), "sglang")
+        Trained.export({}, reference(parts_of(2)), "sglang")
 
 
 # ---- what is refused

@@ -12,7 +12,7 @@ import pytest
 import torch
 from medusa_heads import CONFIG, PT, Beside, drafter_of, listened, parts_of, reference
 from torch import Tensor
-from toys import HIDDEN, V, acceptance, save_head, teach, toy_target
+from toys import HIDDEN, V, acceptance, read, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import Head
@@ -22,13 +22,13 @@ from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
 from outrider.draft.medusa import Medusa, Packed
-from outrider.draft.medusa.layouts import exported
 from outrider.draft.medusa.network import Network
 from outrider.draft.union import Union
 from outrider.drafting.base import Drafter
 from outrider.heads.ranks import RankAccuracy
-from outrider.heads.sample import Sample, TargetWeights, read
+from outrider.heads.sample import Sample, TargetWeights
 from outrider.heads.templates import MEDUSA, paths
+from outrider.train.methods.medusa import Medusa as Trained
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +247,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     network = Network.beside(outer, heads=2)
     teach(network, network.loss, data, outer, steps=200)
     return save_head(
-        tmp_path_factory.mktemp("taught"), *exported(network.config(), network.state_dict(), "vllm")
+        tmp_path_factory.mktemp("taught"), *Trained.export(network.config(), network.state_dict(), "vllm")
     )
 
 

@@ -26,6 +26,7 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft.mlp_speculator import MlpSpeculator
+from outrider.heads.speculators import SpeculatorDrafter
 from outrider.testing import check_tree, make_row
 
 
@@ -34,8 +35,15 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
-def opened(llm: LLM, case: Case, folder: Path, **options: Any) -> MlpSpeculator:
-    return MlpSpeculator(MlpSpeculator.Options(model=case.write(folder), **options), llm.engine.target)
+def method_of(case: Case) -> str:
+    gates = any("forget_" in name or "projs" in name for name in case.stored)
+    return "lstm_speculator" if gates else "mlp_speculator"
+
+
+def opened(llm: LLM, case: Case, folder: Path, **options: Any) -> SpeculatorDrafter:
+    kind = draft.method(method_of(case))
+    assert issubclass(kind, SpeculatorDrafter)
+    return kind(kind.Options(model=case.write(folder), **options), llm.engine.target)
 
 
 # ---- layouts
@@ -46,12 +54,12 @@ def test_a_layout_loads_as_it_is(name: str, llm: LLM, tmp_path: Path) -> None:
     """Found out by its tensors; its logits are those of the naive network, on three paths at once."""
     case = CASES[name]
     drafter = opened(llm, case, tmp_path)
-    assert draft.detect(str(tmp_path)) == "mlp_speculator"
+    assert draft.detect(str(tmp_path)) == method_of(case)
     assert drafter.depth == STEPS and drafter.size(STEPS) == STEPS
     states, paths = torch.randn(3, HIDDEN), torch.randint(V, (3, STEPS)).tolist()
-    state = drafter.speculator.begin(states)
+    state = drafter.begin(states)
     for i in range(STEPS):
-        state, got = drafter.speculator(i, state, [path[i] for path in paths])
+        state, got = drafter.advance(i, state, [path[i] for path in paths])
         expected = torch.stack([case.logits(f, path[: i + 1]) for f, path in zip(states, paths)])
         assert expected.std() > 0.5
         assert torch.allclose(got.double(), expected, atol=1e-4), (
@@ -73,7 +81,7 @@ def test_shards(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     drafter = MlpSpeculator(MlpSpeculator.Options(model=str(tmp_path)), llm.engine.target)
     f = torch.randn(1, HIDDEN)
-    _, got = drafter.speculator(0, drafter.speculator.begin(f), [7])
+    _, got = drafter.advance(0, drafter.begin(f), [7])
     assert torch.allclose(got[0].double(), case.logits(f[0], [7]), atol=1e-4)
 
 
@@ -83,7 +91,7 @@ def test_few_bits(quantization: str, name: str, llm: LLM, tmp_path: Path) -> Non
     case = CASES[name]
     drafter = opened(llm, case, tmp_path, quantization=quantization)
     f = torch.randn(1, HIDDEN)
-    _, got = drafter.speculator(0, drafter.speculator.begin(f), [7])
+    _, got = drafter.advance(0, drafter.begin(f), [7])
     expected = case.logits(f[0], [7])
     error = float((got[0] - expected).std() / expected.std())
     assert 1e-4 < error < (0.03 if quantization == "int8" else 0.2)
@@ -93,7 +101,7 @@ def test_few_bits(quantization: str, name: str, llm: LLM, tmp_path: Path) -> Non
 
 
 def told(
-    drafter: MlpSpeculator, states: Sequence[Tensor], rows: Sequence[Row], budgets: Sequence[Budget]
+    drafter: SpeculatorDrafter, states: Sequence[Tensor], rows: Sequence[Row], budgets: Sequence[Budget]
 ) -> list[DraftTree]:
     """Drafts for rows with these last states."""
     for row, f in zip(rows, states):
@@ -263,14 +271,14 @@ def changed(case: Case, **tensors: Tensor) -> Case:
         (replace(ibm(), config={"speculators_model_type": "mlp"}), "type 'mlp' of speculators 0.1"),
         (
             Case({"model_type": "mlp_speculator"}, {}, {"foo.weight": torch.zeros(2, 2)}),
-            "no projs.0.weight or proj.0.0.weight or proj.0.weight among its 1 tensors, foo",
+            "no proj.0.0.weight or proj.0.weight among its 1 tensors, foo",
         ),
     ],
 )
 def test_bad_files(case: Case, says: str, llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=says):
         opened(llm, case, tmp_path)
-    assert draft.detect(str(tmp_path)) == "mlp_speculator"
+    assert draft.detect(str(tmp_path)) == method_of(case)
 
 
 def test_a_truncated_file(llm: LLM, tmp_path: Path) -> None:
@@ -310,6 +318,11 @@ def test_bad_options(options: dict[str, Any], says: str, llm: LLM, tmp_path: Pat
         llm.use({"method": "mlp_speculator", "model": ibm().write(tmp_path), **options})
 
 
+def test_an_lstm_is_for_a_method_of_its_own(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="head for another method: say 'lstm_speculator'"):
+        llm.use({"method": "mlp_speculator", "model": lstm(True).write(tmp_path)})
+
+
 def test_a_model_must_be_given(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="needs 'model'"):
         llm.use({"method": "mlp_speculator"})
@@ -322,7 +335,7 @@ def test_a_model_must_be_given(llm: LLM) -> None:
 def test_a_text_is_a_function_of_its_seed(judge: str, llm: LLM, tmp_path: Path) -> None:
     """A chain of the recurrent variant: each prompt alone, and all together."""
     llm.use({"model": lstm(True).write(tmp_path), "verification": judge})
-    assert isinstance(llm.engine.drafter, MlpSpeculator)
+    assert isinstance(llm.engine.drafter, SpeculatorDrafter)
     prompts = [{"prompt_token_ids": list(range(i, 3 * i + 4))} for i in range(5)]
     params = [
         SamplingParams(temperature=0.8 * (i != 2), seed=i, max_tokens=16, ignore_eos=True) for i in range(5)

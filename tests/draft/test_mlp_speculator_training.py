@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from mlp_speculator_files import lstm
 from torch import Tensor, nn
-from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
+from toys import HIDDEN, V, acceptance, read, samples, save_head, teach, toy_target
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
 from outrider.core.tree import ROOT
 from outrider.draft.mlp_speculator import MlpSpeculator
-from outrider.draft.mlp_speculator.layouts import exported
 from outrider.draft.mlp_speculator.network import Network
-from outrider.heads.sample import Sample, TargetWeights, read
+from outrider.heads.sample import Sample, TargetWeights
 from outrider.heads.trees import RankTree
 from outrider.testing import EngineDriver
+from outrider.train.methods.mlp_speculator import MlpSpeculator as Trained
 
 INNER = 64
 NETWORKS: dict[str, Callable[[], Network]] = {
@@ -64,14 +65,14 @@ def test_trained_network_equals_the_drafter(name: str, llm: LLM) -> None:
     with torch.no_grad():
         expected = [head(s) for head, s in zip(network.head, network.outputs(states, tokens))]
     layouts = ("reference", "arctic", "vllm")
-    files = [exported(network.config(), network.state_dict(), layout) for layout in layouts]
+    files = [Trained.export(network.config(), network.state_dict(), layout) for layout in layouts]
     files.append((network.config(), network.state_dict()))
     for config, tensors in files:
         drafter = loaded(llm, config, tensors)
         assert drafter.depth == steps
-        state = drafter.speculator.begin(states)
+        state = drafter.begin(states)
         for i in range(steps):
-            state, logits = drafter.speculator(i, state, tokens[i : i + 6].tolist())
+            state, logits = drafter.advance(i, state, tokens[i : i + 6].tolist())
             assert torch.allclose(logits, expected[i], atol=1e-4)
 
 
@@ -82,7 +83,7 @@ def test_published_names() -> None:
     for tied in (False, True):
         network = Network(8, 8, 10, 4, tie_weights=tied)
         assert set(network.state_dict()) == ibm
-        config, tensors = exported(network.config(), network.state_dict(), "vllm")
+        config, tensors = Trained.export(network.config(), network.state_dict(), "vllm")
         assert set(tensors) == {f"speculator.{name}" for name in ibm}
         assert (
             config["architectures"] == ["MLPSpeculatorPreTrainedModel"]
@@ -96,19 +97,20 @@ def test_published_names() -> None:
             "tie_weights": tied,
         }.items() <= config.items()
         assert len(config["top_k_tokens_per_head"]) == 4
-        assert exported(network.config(), {}, "arctic")[0]["architectures"] == [
+        assert Trained.export(network.config(), network.state_dict(), "arctic")[0]["architectures"] == [
             "ArcticMLPSpeculatorPreTrainedModel"
         ]
 
 
 def test_exports_keep_the_architecture_of_arctics_methods() -> None:
-    config = {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "method": "sum_lstm"}
-    assert exported(config, {}, "arctic")[0] == config
+    case = lstm(False)
+    config = {**case.config, "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}
+    assert Trained.export(config, case.stored, "arctic")[0] == config
 
 
 def test_unsupported_exports_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"unknown layout 'vlm'\. Did you mean 'vllm'"):
-        exported({}, {}, "vlm")
+        Trained.export({}, {}, "vlm")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from layers import INNER, naive, norm, sized, stored, tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toys import HIDDEN, LAYERS, V, acceptance, samples, save_head, teach, toy_target
+from toys import HIDDEN, LAYERS, V, acceptance, read, samples, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
 from outrider.core.step import FINAL, Batch
@@ -20,11 +20,11 @@ from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Draft, DraftTree
 from outrider.draft import detect
 from outrider.draft.mtp import Mtp
-from outrider.draft.mtp.layouts import exported
 from outrider.draft.mtp.network import Network
 from outrider.errors import ConfigError
 from outrider.heads.layer import Sizes
-from outrider.heads.sample import TargetWeights, read
+from outrider.heads.sample import TargetWeights
+from outrider.train.methods.mtp import Mtp as Trained
 
 STEPS = 60  # of training
 
@@ -211,7 +211,7 @@ def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.Te
     teach(
         network, network.loss, samples(toy, network.taps), TargetWeights.of(toy.engine.decoder), steps=STEPS
     )
-    exports = exported(network.config(), network.state_dict(), "deepseek" if alone else "mimo")
+    exports = Trained.export(network.config(), network.state_dict(), "deepseek" if alone else "mimo")
     return save_head(tmp_path_factory.mktemp("taught"), *exports)
 
 
@@ -225,13 +225,13 @@ def test_trained_layers_are_mostly_right(toy: LLM, taught: str) -> None:
 
 def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs of a state and the token before the one sampled from it."""
-    import outrider.draft.mtp as mtp
+    from outrider.heads import layered
 
     class Shifted(StepInput):
         def chain(self, table: Any, start: int, tokens: Any, shift: int = 0) -> None:
             super().chain(table, start, [7, *list(tokens)[:-1]], shift)
 
-    monkeypatch.setattr(mtp, "StepInput", Shifted)
+    monkeypatch.setattr(layered, "StepInput", Shifted)
     assert (
         acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 2})
         < 0.06
@@ -241,7 +241,7 @@ def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("layout", ["deepseek", "speculators", "mimo"])
 def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
     network = Network.like(toy.engine.target, prenorm=layout == "mimo")
-    config, out = exported(network.config(), network.state_dict(), layout)
+    config, out = Trained.export(network.config(), network.state_dict(), layout)
     folder = save_head(tmp_path, config, out)
     drafter = Mtp(Mtp.Options(model=folder), toy.engine.target)
     assert drafter.net.prenorm == network.prenorm and (
@@ -261,9 +261,9 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
 def test_an_export_for_other_states_is_refused(toy: LLM) -> None:
     network = Network.like(toy.engine.target)
     with pytest.raises(ConfigError, match=r"after the target's last norm.*'mimo'.*before"):
-        exported(network.config(), network.state_dict(), "mimo")
+        Trained.export(network.config(), network.state_dict(), "mimo")
     with pytest.raises(ConfigError, match="Did you mean 'mimo'"):
-        exported(network.config(), network.state_dict(), "mino")
+        Trained.export(network.config(), network.state_dict(), "mino")
 
 
 def test_the_bytes_of_a_layer() -> None:

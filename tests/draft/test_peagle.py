@@ -11,16 +11,15 @@ import pytest
 import torch
 from eagle3_heads import INNER, KV, VD, D, H, naive, official
 from torch import Tensor
-from toys import HIDDEN, V, save_head, toy_target
+from toys import HIDDEN, V, read, save_head, toy_target
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams
 from outrider.core.tree import DraftTree
 from outrider.draft import detect
-from outrider.draft.eagle3.layouts import TAPS
 from outrider.draft.peagle import PEagle
 from outrider.draft.peagle.network import Network
-from outrider.heads import sample
 from outrider.heads.sample import TargetWeights
+from outrider.heads.tapped import TAPS
 
 MASK, LEVELS, LAYERS = 7, 4, (2, 4, 5)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
@@ -72,7 +71,7 @@ def overheard(drafter: Any) -> Iterator[list[Drafted]]:
 
 
 def states_of(llm: LLM, known: list[int]) -> Tensor:
-    states = sample.read(llm.engine.decoder, known[:-1], LAYERS).states
+    states = read(llm.engine.decoder, known[:-1], LAYERS).states
     return torch.cat([states[tap] for tap in LAYERS], dim=-1)
 
 
@@ -130,7 +129,7 @@ def test_rows_of_other_anchors_change_nothing(toy: LLM) -> None:
     torch.manual_seed(3)
     network, outer = Network.like(toy.engine.target), TargetWeights.of(toy.engine.decoder)
     text = [(11 * i) % V for i in range(20)]
-    one = sample.read(toy.engine.decoder, text, network.taps)
+    one = read(toy.engine.decoder, text, network.taps)
     anchors, depth = network.rows(one)
     assert int(depth.max()) == 3 and int((anchors + depth).max()) == 18
     counts = torch.bincount(depth).tolist()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import token_prompts
 from torch import Tensor
-from toys import HIDDEN, V, acceptance, save_head, teach, toy_target
+from toys import HIDDEN, V, acceptance, read, save_head, teach, toy_target
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams
 from outrider.core.step import FINAL
@@ -18,7 +18,7 @@ from outrider.core.tree import ROOT
 from outrider.draft.redrafter import Beams, ReDrafter
 from outrider.draft.redrafter.network import Network
 from outrider.heads.base import State
-from outrider.heads.sample import TargetWeights, read
+from outrider.heads.sample import TargetWeights
 from outrider.testing import random_prompts
 
 

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.backends.cpu import backend as cpu
-from outrider.drafting.lookup.index import index_for
+from outrider.drafting.lookup.index import CompiledIndex, index_for
 from outrider.drafting.lookup.index_base import PLACES, RUNS, Index, Places
-from outrider.drafting.lookup.index_compiled import CompiledIndex
 from outrider.drafting.lookup.index_reference import ReferenceIndex
 
 Make = Callable[..., Index]

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from block_heads import BLOCK, MASK, TAPS
-from toys import V, save_head, toy_target
+from toys import V, toy_target
 
 from outrider import LLM, SamplingParams, draft
 from outrider.config import SpeculativeOptions
 from outrider.control.fixed import FixedController, Options
 from outrider.core.step import Batch
 from outrider.core.tree import Draft
-from outrider.draft.dflash.network import Network
 from outrider.drafting.base import Drafter
 
 REJECTION = SpeculativeOptions.of({"method": "off", "verification": "rejection"})
@@ -31,16 +26,6 @@ Seen = dict[tuple[tuple[int, ...], tuple[int, ...]], set[tuple[float, ...]]]
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32", max_num_batched_tokens=512)
-
-
-def with_confidence_head(llm: LLM, folder: Path) -> dict[str, Any]:
-    torch.manual_seed(1)
-    network = Network.like(
-        llm.engine.target, taps=TAPS, block=BLOCK, mask=MASK, markov=6, kind="gated", confidence=True
-    )
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter)
-    return {"model": save_head(folder, network.config(), network.state_dict())}
 
 
 def confidences(llm: LLM, drafter: Drafter) -> Seen:
@@ -65,15 +50,10 @@ def confidences(llm: LLM, drafter: Drafter) -> Seen:
     return seen
 
 
-@pytest.mark.parametrize("name", [*draft.names(), "dflash with a confidence head"])
-def test_confidences_of_samples_are_the_same_for_every_seed(name: str, toy: LLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", draft.names())
+def test_confidences_of_samples_are_the_same_for_every_seed(name: str, toy: LLM) -> None:
     llm = toy.variant(None)
     target = replace(llm.engine.target, needs_probs=True, adaptive=True)
-    if name in draft.names():
-        drafter = draft.method(name).example(target)
-    else:
-        options = SpeculativeOptions.of(with_confidence_head(llm, tmp_path))
-        drafter = options.method.create(options.options, target)
-    seen = confidences(llm, drafter)
+    seen = confidences(llm, draft.method(name).example(target))
     varying = {key: found for key, found in seen.items() if len(found) > 1}
     assert not varying, Counter(map(len, varying.values()))

@@ -11,14 +11,13 @@ import pytest
 import torch
 from block_heads import BLOCK, IDS, MASK, TAPS, WIDE, Said, drafted, speculators, tensors, zlab
 from torch import Tensor
-from toys import HIDDEN, V, save_head, toy_target
+from toys import HIDDEN, V, read, save_head, toy_target
 
 from outrider import LLM
-from outrider.draft import detect
-from outrider.draft.dflash.network import Network
+from outrider.draft import detect, dflash, domino
+from outrider.draft.dspark import network as dspark
 from outrider.drafting.trees.builder import SAMPLE_CONFIDENCE
 from outrider.errors import ModelError
-from outrider.heads import sample
 from outrider.heads.sample import TargetWeights
 
 
@@ -27,12 +26,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32", max_num_batched_tokens=40)
 
 
-CORRECTIONS: dict[str, dict[str, Any]] = {
+CORRECTIONS: dict[str, dict[str, Any]] = {  # of DSpark's network, if not of others
     "none": {},
     "vanilla": {"markov": 6},
     "gated": {"markov": 6, "kind": "gated", "confidence": True},
     "rnn": {"markov": 6, "kind": "rnn"},
-    "domino": {"domino": 8},
+    "domino": {"width": 8},
     "confidence": {"confidence": True},
 }
 
@@ -43,16 +42,17 @@ def test_training_network_equals_the_drafter(name: str, toy: LLM, tmp_path: Path
     torch.manual_seed(6)
     ids = () if name == "domino" else tuple(IDS)
     given = {"taps": TAPS, "block": BLOCK, "mask": MASK, "ids": ids, **CORRECTIONS[name]}
-    network = Network.like(toy.engine.target, **given)
-    for part in (network.markov_head and network.markov_head.markov_w2, getattr(network, "embed_proj", None)):
-        for weight in part.parameters() if part else ():
+    others = {"none": dflash.Network, "domino": domino.Network}
+    network = others.get(name, dspark.Network).like(toy.engine.target, **given)
+    for at, weight in network.named_parameters():
+        if "markov_w2" in at or "embed_proj" in at:
             torch.nn.init.normal_(weight)
     folder = save_head(tmp_path, network.config(), network.state_dict())
     llm, outer, full = toy.variant({"model": folder}), TargetWeights.of(toy.engine.decoder), 0
     for (known, logits, _), tree in drafted(llm):
         if len(logits) < BLOCK - 1:  # a cut block: its rows attend to fewer
             continue
-        states = sample.read(toy.engine.decoder, known, TAPS).states
+        states = read(toy.engine.decoder, known, TAPS).states
         taps, text = torch.cat([states[tap] for tap in TAPS], -1), torch.tensor(known + tree.tokens)
         with torch.no_grad():
             expected, confidence = network(taps, text, torch.tensor([len(known) - 1]), outer)
@@ -116,7 +116,7 @@ def test_published_corrections_equal_naive_ones(kind: str, toy: LLM, tmp_path: P
         more |= {"embed_proj.0.weight": torch.randn(7, HIDDEN + 5), "embed_proj.2.weight": torch.randn(V, 7)}
         config = zlab({"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 2})
     folder = save_head(tmp_path, config, {**tensors(), **more})
-    assert detect(folder) == "dflash"
+    assert detect(folder) == ("domino" if kind == "domino" else "dspark")
     llm, outer = toy.variant({"model": folder}), TargetWeights.of(toy.engine.decoder)
     assert llm.engine.drafter.depth == BLOCK
     found = drafted(llm)

@@ -39,7 +39,7 @@ PUBLISHED = [
     ("redrafter", "lm_head.weight", "lm_head.2.weight", {"blocks": 2}),
     ("mlp_speculator", "emb.2.weight", "emb.2.0.weight", {}),
     ("hydra", "hydra_lm_head.1.weight", "hydra_lm_head.1.weight", {}),
-    ("dflash", "markov_head.markov_w1.weight", "markov_w1.weight", {}),
+    ("dspark", "markov_head.markov_w1.weight", "markov_w1.weight", {}),
 ]
 
 

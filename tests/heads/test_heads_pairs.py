@@ -17,6 +17,7 @@ import torch
 from head_pairs import LONG, WIDE, Listening, Net
 from helpers import answer
 from torch import Tensor
+from toys import read
 
 from outrider import LLM, SamplingParams
 from outrider.cache.pool import Pool
@@ -25,7 +26,6 @@ from outrider.core.row import Row
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.heads.recurrent import Forwards
-from outrider.heads.sample import read
 from outrider.testing import KnownTexts, check_idle, random_prompts, tiny_checkpoint
 
 

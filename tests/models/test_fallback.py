@@ -13,11 +13,11 @@ from fallback_cases import LENGTHS, fallback, needs_c, prompts
 from families import FAMILIES, write
 from helpers import answer
 from torch import nn
+from toys import read
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.hub import Checkpoint
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.sample import read
 from outrider.models.fallback import attention
 from outrider.models.fallback import model as fallback_model
 from outrider.models.fallback.model import Fallback

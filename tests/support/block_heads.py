@@ -15,7 +15,7 @@ from toys import HIDDEN, V
 from outrider import LLM, SamplingParams
 from outrider.core.step import Batch
 from outrider.core.tree import DraftTree
-from outrider.draft.dflash import DFlash
+from outrider.heads.blocks import BlockDrafter
 from outrider.heads.sample import TargetWeights
 
 HEADS, KV, D, INNER, EPS, THETA, TAPS, BLOCK, MASK = 4, 2, 24, 96, 1e-5, 5e5, (2, 4, 8), 6, 500
@@ -182,7 +182,7 @@ class Said(NamedTuple):
 
 
 @contextmanager
-def overheard(drafter: DFlash) -> Iterator[list[Said]]:
+def overheard(drafter: BlockDrafter) -> Iterator[list[Said]]:
     found: list[Said] = []
     block_logits = drafter.block_logits
 
@@ -208,7 +208,7 @@ class Drafted(NamedTuple):
 
 def drafted(llm: LLM, **params: Any) -> list[Drafted]:
     """The chains of two rows, one with a processor."""
-    drafter: DFlash = llm.engine.drafter  # type: ignore[assignment]
+    drafter: BlockDrafter = llm.engine.drafter  # type: ignore[assignment]
     trees: list[tuple[tuple[int, ...], DraftTree]] = []
     propose = drafter.propose
 

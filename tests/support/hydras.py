@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toys import HIDDEN, V, toy_target
+from toys import HIDDEN, V, read, toy_target
 
 from outrider import LLM
 from outrider.core.step import FINAL
-from outrider.heads.sample import TargetWeights, read
+from outrider.heads.sample import TargetWeights
 
 HEADS, BLOCKS, Q, KV, D, INNER, EPS, THETA = (
     4,

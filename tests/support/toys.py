@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider import LLM, SamplingParams
-from outrider.heads.sample import Sample, TargetWeights, read
+from outrider.core.step import FINAL
+from outrider.heads.sample import Sample, TargetWeights, read_states, target_logits
 from outrider.models.base import Model
 from outrider.testing import random_model
 from outrider.testing.checkpoints import TINY
@@ -33,6 +34,13 @@ def toy_target(folder: Path, **config: Any) -> str:
     model.lm_head.weight.data.mul_(4.0)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
+    """The sample of one text.  wanted: the states, as in `Needs.states`."""
+    states = read_states(model, tokens, {*wanted, FINAL})
+    logits = target_logits(model, states[FINAL])
+    return Sample(torch.tensor(tokens), {which: states[which] for which in wanted}, logits)
 
 
 def texts(llm: LLM, count: int = 200, length: int = 48, seed: int = 0) -> list[list[int]]:

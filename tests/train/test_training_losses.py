@@ -14,12 +14,12 @@ from eagle3_heads import random_network
 from torch import Tensor, nn
 
 from outrider.core.step import FINAL
-from outrider.draft.dflash.network import Network as Block
+from outrider.draft.dspark.network import Network as Block
 from outrider.draft.eagle.network import Network as Eagle
-from outrider.draft.eagle3.network import attend_to_paths
 from outrider.heads.layer import Sizes
 from outrider.heads.parts import acceptance_loss
 from outrider.heads.sample import Sample, TargetWeights
+from outrider.heads.tapped_parts import attend_to_paths
 
 T, H, V, TAPS = 11, 32, 40, (1, 2, 3)
 SIZES = Sizes(H, 48, 4, 2, 8)

@@ -158,9 +158,7 @@ class Suffix(TextDrafter):
         return best
 
     def _bound(self, acceptance: MatchAcceptance, shortest: int, longest: int, budget: Budget) -> float:
-        """Upper bound of the expected number of accepted tokens after a match of a length in [shortest,
-        longest].
-        """
+        """Upper bound of the expected accepted tokens after a match of shortest … longest tokens."""
         # From the longest run on, all lengths share one estimate.
         lengths = range(shortest, longest + 1) if shortest < RUNS[0] else (longest,)
         return max([acceptance.expected_tokens(n, self._nodes(n, budget)) for n in lengths])

@@ -12,9 +12,8 @@ class BestFirst(Generic[T]):
     """Pops the most probable item; of equally probable ones the one that was pushed first."""
 
     def __init__(self) -> None:
-        self._heap: list[
-            tuple[float, int, T]
-        ] = []  # (-probability, push number, item): items are never compared
+        # (-probability, push number, item): items are never compared
+        self._heap: list[tuple[float, int, T]] = []
         self._pushed = 0
 
     def __len__(self) -> int:

@@ -78,8 +78,7 @@ def load(file: str) -> Classifier:
     if not width or shapes != dict(zip(NAMES, _shapes(width))):
         raise ConfigError(
             f"stop_classifier {file!r} is no such network: it needs {', '.join(NAMES)} with {FEATURES} "
-            f"inputs, "
-            f"has {shapes}."
+            f"inputs, has {shapes}."
         )
     return Classifier(*(tensors[name].float() for name in NAMES))
 

@@ -8,9 +8,7 @@ from outrider.errors import ConfigError
 
 
 def refuse_idle(options: Any, on: bool, switch: str, *names: str) -> None:
-    """Raise ConfigError if one of the options `names` is set although `switch`, which they modify, is not
-    `on`.
-    """
+    """Raise ConfigError if one of the options `names` is set without `switch`, which they modify."""
     for name in names:
         if not on and getattr(options, name) != getattr(type(options), name):
             raise ConfigError(

@@ -252,9 +252,7 @@ def scheduled(length: int, all_accepted: bool) -> int:
 def judged(
     tree: DraftTree, accepted: Sequence[int], features: dict[int, NodeFeatures]
 ) -> Iterator[tuple[NodeFeatures, int, bool]]:
-    """(features, depth, whether it was accepted) of the nodes that the target judged: the children of the
-    accepted path.
-    """
+    """(features, depth, whether it was accepted) of the judged nodes: children of the accepted path."""
     for depth, node in enumerate([ROOT, *accepted]):
         for child, parent in enumerate(tree.parents):
             if parent == node and child in features:
@@ -277,9 +275,8 @@ def fitted(history: Sequence[tuple[float, bool]] | deque[tuple[float, bool]], be
     for i, (p, good) in enumerate(ordered):
         hits, alarms = hits + good, alarms + (not good)
         if i + 1 == len(ordered) or ordered[i + 1][0] < p:
-            cost = (
-                alarms * right + 3 * (right - hits) * wrong
-            )  # the rates in integers, so that ties are exact
+            # the rates in integers, so that ties are exact
+            cost = alarms * right + 3 * (right - hits) * wrong
             if cost < least_cost:
                 threshold, least_cost = p, cost
     return threshold

@@ -112,9 +112,7 @@ OWN_WEIGHTS = (
 
 
 def check(options: Any) -> None:
-    """Raise ConfigError for a KV budget without room, and for options of a model's weights if the model is
-    "self".
-    """
+    """Raise ConfigError for a KV budget without room, and, for "self", for options of a model's weights."""
     budget, sink = options.draft_kv_budget, options.draft_kv_sink
     check_fields(options, {"draft_kv_sink": whole(0)})
     if budget is not None and not is_whole(budget, sink + 1):

@@ -33,7 +33,7 @@ from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.layouts import HeadFormat
 from outrider.heads.reader import Reader
-from outrider.heads.trees import TokenTree, frontier_tokens, grow
+from outrider.heads.trees import Growth, TokenTree, frontier_tokens
 from outrider.heads.vocabulary import check_size
 
 FINGERPRINT = "target_fingerprint"  # in the config of a head: `Checkpoint.fingerprint` of its target
@@ -66,10 +66,16 @@ class HeadOptions:
 
 
 def random_head(make: Callable[..., Any], *args: Any, **options: Any) -> Head:
-    """A head with the weights of a new network, make(*args, **options), always the same."""
-    with torch.random.fork_rng(devices=[]):
+    """A head with the weights of a new network, make(*args, **options), always the same.
+
+    Zeros that training starts from become noise, so that all parts have an effect.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         network = make(*args, **options)
+        for parameter in network.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.1)
     return Head.of("example", network.config(), network.state_dict())
 
 
@@ -254,9 +260,7 @@ class StateDrafter(HeadDrafter):
         self.last_states: dict[Row, tuple[int, Tensor]] = {}
 
     def ready(self, batch: Batch) -> list[int]:
-        """The rows of the batch to draft for: allowed to, and with the state of the token before the
-        pending one.
-        """
+        """The rows to draft for: allowed to, and with the state of the token before the pending one."""
         return [r for r, step in enumerate(batch) if self.can_draft(step) and self._current(step)]
 
     def _current(self, step: RowStep) -> bool:
@@ -286,14 +290,11 @@ class StateDrafter(HeadDrafter):
         return self.propose_for(batch, {r: tree.draft_tree for r, tree in grown.items()})
 
     def _grow(self, trees: Sequence[TokenTree], state: State) -> None:
-        def deepen(level: int, trees: Sequence[TokenTree], sources: list[int]) -> Tensor:
-            nonlocal state
-            parents = tuple(part[sources] for part in state)
-            state, logits = self.advance(level, parents, frontier_tokens(trees))
-            return logits
-
+        growth = Growth(trees, self.choose)
         state, logits = self.advance(0, state, frontier_tokens(trees))
-        grow(trees, self.choose, logits, deepen)
+        while growth.add(logits):
+            parents = tuple(part[growth.sources] for part in state)
+            state, logits = self.advance(growth.level, parents, frontier_tokens(growth.trees))
 
     def observe(self, commit: Commit) -> None:
         for r, step in enumerate(commit.batch):

@@ -22,9 +22,7 @@ from outrider.errors import OutriderError
 
 
 class Chooser:
-    """ids: int32 [Vd], the target's token of each entry of the head's vocabulary; None where they are the
-    same.
-    """
+    """ids: int32 [Vd], the target's token of each of the head's; None where they are the same."""
 
     def __init__(self, target: Target, ids: Tensor | None = None) -> None:
         self.sampler, self.vocabulary = target.sampler, target.vocabulary
@@ -79,9 +77,7 @@ class Chooser:
         return candidates.grow(self._cut(logits), row.distribution, key, self.ids, ranked)
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor) -> Tensor | None:
-        """q after a path, float64 [V] over the target's tokens, from float32 [Vd]; None where it cannot be
-        computed.
-        """
+        """q after a path, float64 [V] over the target's tokens, from float32 [Vd]; None if it is invalid."""
         try:
             return self.sampler.distribution(row, path, self.wide(logits[None])[0])
         except (

@@ -10,18 +10,13 @@ from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.core.step_input import StepInput
-from outrider.core.validate import Kind, check_fields, is_whole, optional, whole
 from outrider.drafting.base import Target
 from outrider.drafting.vocab.mismatch import PADDING
-from outrider.errors import ConfigError, ModelError
+from outrider.errors import ModelError
 from outrider.heads.reader import Reader
 from outrider.models.base import Model
 
 CHUNK = 4096  # tokens whose embeddings are compared at once
-LAYERS = Kind(
-    "a list of layer numbers",
-    lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_whole, value)),
-)
 
 
 def own_embedding(reader: Reader, target: Target, width: int) -> Any:
@@ -96,16 +91,6 @@ def lm_logits(model: Model, x: Tensor, lm_head: Any = None, ids: Tensor | None =
         return model.backend.linear(x, lm_head).float()
     logits = model.head_logits(x)
     return logits if ids is None else logits[:, ids.long().to(logits.device)]
-
-
-def check_tap_options(options: Any) -> None:
-    """Check EAGLE-3's options about the target's states."""
-    given, key = options.eagle_aux_hidden_state_layer_ids, "eagle_aux_hidden_state_layer_ids"
-    check_fields(options, {key: optional(LAYERS), "tap_offset": optional(whole())})
-    if None not in (given, options.tap_offset):
-        raise ConfigError(
-            f"tap_offset moves what the file says, and {key} replaces it: leave one of them out."
-        )
 
 
 def checked_taps(head: Head, listed: Any, offset: int, layers: int, key: str) -> tuple[int, ...]:

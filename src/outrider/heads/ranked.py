@@ -101,9 +101,7 @@ def _is_path(path: Any) -> bool:
 
 
 def allowed(tree: str | Sequence[Sequence[int]], heads: int) -> frozenset[Path] | None:
-    """The paths that may get a node; None for all of RANKS ranks.  Levels of a published tree beyond the
-    heads are left out.
-    """
+    """The paths that may get a node, as deep as the heads; None for all of RANKS ranks."""
     if tree == OWN:
         return None
     if tree == CHAIN:

@@ -8,22 +8,18 @@ first.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 from outrider.core.tree import ROOT, DraftTree
-from outrider.drafting.trees.builder import RANK_CONFIDENCE, SAMPLE_CONFIDENCE
 from outrider.heads.templates import Path
 
 RATE = 0.02  # of the exponential moving average
 
 
 class RankAccuracy:
-    """accuracy[level][rank]: how often the node of that rank was right where its parent was, a moving
-    average.
-    """
+    """accuracy[level][rank]: moving average of how often that node was right where its parent was."""
 
     def __init__(self, accuracy: Sequence[Sequence[float]]) -> None:
         self.accuracy = [list(level) for level in accuracy]
@@ -96,41 +92,3 @@ def ranks_of(tree: DraftTree) -> list[int]:
         ranks.append(counts[parent])
         counts[parent] += 1
     return ranks
-
-
-def best_nodes(parents: Sequence[int], joint: Sequence[float], candidates: int, nodes: int) -> list[int]:
-    """The nodes of the `candidates` likeliest paths, of these the `nodes` likeliest, ascending.
-
-    joint: probability of the path to each node.  Parents are kept with their children.
-    """
-    inner = set(parents)
-    leaves = sorted((i for i in range(len(parents)) if i not in inner), key=lambda i: -joint[i])
-    kept: set[int] = set()
-    for node in leaves[:candidates]:
-        while node != ROOT and node not in kept:
-            kept.add(node)
-            node = parents[node]
-    return sorted(sorted(kept, key=lambda i: (-joint[i], i))[:nodes])
-
-
-@lru_cache(maxsize=64)
-def product(top_k: tuple[int, ...]) -> list[Path]:
-    """All paths of ranks where a node of level i has top_k[i] children, level by level."""
-    levels = range(1, len(top_k) + 1)
-    return [path for level in levels for path in itertools.product(*map(range, top_k[:level]))]
-
-
-@lru_cache(maxsize=64)
-def likeliest(top_k: tuple[int, ...], candidates: int, nodes: int, sampled: bool) -> list[Path]:
-    """The best paths of `product`, by the probabilities of their ranks alone: a shape that is known before
-    any token, and so may be sampled.
-    """
-    confidence, paths = SAMPLE_CONFIDENCE if sampled else RANK_CONFIDENCE, product(top_k)
-    index: dict[Path, int] = {(): ROOT}
-    joint: list[float] = []
-    for node, path in enumerate(paths):
-        index[path] = node
-        parent = index[path[:-1]]
-        joint.append((1.0 if parent == ROOT else joint[parent]) * confidence[path[-1]])
-    parents = [index[path[:-1]] for path in paths]
-    return [paths[node] for node in best_nodes(parents, joint, candidates, nodes)]

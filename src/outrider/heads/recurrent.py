@@ -46,7 +46,7 @@ from outrider.heads.outer import lm_logits
 from outrider.heads.ranks import prior_paths
 from outrider.heads.reader import Reader
 from outrider.heads.templates import EAGLE, Path, paths
-from outrider.heads.trees import DynamicTree, KVTree, RankTree, SampledTree, grow
+from outrider.heads.trees import DynamicTree, Growth, KVTree, RankTree, SampledTree
 
 CHAIN, DYNAMIC = "chain", "dynamic"
 
@@ -94,7 +94,7 @@ class Net:
 
 @dataclass(frozen=True)
 class RecurrentOptions(HeadOptions):
-    """tree: "dynamic" (EAGLE-2), "chain", or the name of a published static tree.
+    """tree: "dynamic" (EAGLE-2), "chain", or the name of a published static tree (EAGLE-1).
 
     top_k: candidates after a node of a dynamic tree, and nodes of a level that go on.  nodes: of a tree
     at most, but never fewer than levels (None: 59, EAGLE-2's total_token of 60 without the root; 8 on a
@@ -128,9 +128,7 @@ class Reading:
 
 
 class Forwards:
-    """The forwards of one step: first the pending pairs of all rows, then level by level the nodes of all
-    trees.
-    """
+    """The forwards of one step: the pending pairs of all rows, then the nodes of all trees, by level."""
 
     def __init__(self, drafter: Recurrent, readings: Sequence[Reading]) -> None:
         self.net, self.pool, self.readings = drafter.net, drafter.pool, readings
@@ -138,9 +136,7 @@ class Forwards:
         self.states = torch.cat(states).to(drafter.backend.activations)
 
     def catch_up(self) -> Tensor:
-        """Read all pending pairs.  Returns o [trees, width] of the last pair of every row that grows a
-        tree.
-        """
+        """Read all pending pairs.  Returns o [trees, width] of the last pair of every row with a tree."""
         step_input, last = StepInput(), list[int]()
         for reading in self.readings:
             first, end = reading.cursor.first, reading.cursor.end
@@ -154,9 +150,7 @@ class Forwards:
         return self.net.logits(o)
 
     def deepen(self, level: int, trees: Sequence[KVTree], o: Tensor) -> Tensor:
-        """o [n, width] of the frontiers of all trees, for the drafts of `level`.  o: of their parents, one
-        a row.
-        """
+        """o [n, width] of all frontiers, for the drafts of `level`.  o [n, width]: of their parents."""
         step_input = StepInput()
         for tree in trees:
             tree.add_to(step_input)
@@ -164,9 +158,7 @@ class Forwards:
 
 
 class Recurrent(HeadDrafter):
-    """A subclass makes its network in `network`.  overlap: states that are read a second time, with the
-    next one.
-    """
+    """A subclass makes its network in `network`.  overlap: states that are read again, with the next one."""
 
     depth = 5
     overlap = 0
@@ -228,15 +220,9 @@ class Recurrent(HeadDrafter):
 
     def _grow(self, forwards: Forwards, trees: list[KVTree]) -> None:
         """Catch up, then grow all trees, one forward a level."""
-        o = self._catch_up(forwards)
-
-        def deepen(level: int, trees: Sequence[KVTree], sources: list[int]) -> Tensor:
-            nonlocal o
-            o = forwards.deepen(level, trees, o[sources])
-            return forwards.logits(level, o)
-
-        if trees:
-            grow(trees, self.choose, forwards.logits(0, o), deepen)
+        o, growth = self._catch_up(forwards), Growth(trees, self.choose)
+        while trees and growth.add(forwards.logits(growth.level, o)):
+            o = forwards.deepen(growth.level, growth.trees, o[growth.sources])
 
     def _catch_up(self, forwards: Forwards) -> Tensor:
         o = forwards.catch_up()
@@ -257,6 +243,5 @@ class Recurrent(HeadDrafter):
         if readings:
             self._catch_up(self.forwards(readings))
             for reading in readings:
-                reading.cursor.drop_written(
-                    self.overlap + 1
-                )  # the next first level needs the last pair again
+                # the next first level needs the last pair again
+                reading.cursor.drop_written(self.overlap + 1)

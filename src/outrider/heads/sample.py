@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.heads.parts import soft_cross_entropy
 from outrider.models.base import Model
@@ -83,13 +82,6 @@ class TargetWeights:
     def logits(self, x: Tensor) -> Tensor:
         """[n, V] of states [n, hidden] after the last norm."""
         return F.linear(x, self.lm_head, self.bias)
-
-
-def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
-    """The sample of one text.  wanted: the states, as in `Needs.states`."""
-    states = read_states(model, tokens, {*wanted, FINAL})
-    logits = target_logits(model, states[FINAL])
-    return Sample(torch.tensor(tokens), {which: states[which] for which in wanted}, logits)
 
 
 def read_states(model: Model, tokens: Sequence[int], wanted: Collection[int]) -> dict[int, Tensor]:

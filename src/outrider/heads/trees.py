@@ -11,11 +11,10 @@ token) pairs the table begins one slot later than the target's (recurrent.py).
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -60,38 +59,29 @@ def frontier_tokens(trees: Sequence[TokenTree]) -> list[int]:
 T = TypeVar("T", bound=LevelTree)
 
 
-def grow_level(trees: Sequence[T], choose: Chooser, logits: Tensor) -> tuple[list[T], list[int]]:
-    """Add a level to every tree, from float32 [rows of all trees, Vd].
+class Growth(Generic[T]):
+    """Trees that grow together, level by level, while `add` returns True.
 
-    Returns the incomplete trees, and for every row of the next forward the row of its parent in this one.
+    trees: the incomplete ones.  sources: for every row of the next forward, the row of its parent in the last
+    logits.  level: of the next logits.
     """
-    growing, sources, first = list[T](), list[int](), 0
-    for tree in trees:
-        count = len(tree.sources)
-        tree.add_level(choose, logits[first : first + count])
-        if tree.sources:
-            sources += [first + source for source in tree.sources]
-            growing.append(tree)
-        first += count
-    return growing, sources
 
+    def __init__(self, trees: Sequence[T], choose: Chooser) -> None:
+        self.trees, self.choose, self.level = trees, choose, 0
+        self.sources = list(range(len(trees)))
 
-def grow(
-    trees: Sequence[T],
-    choose: Chooser,
-    logits: Tensor,
-    deepen: Callable[[int, Sequence[T], list[int]], Tensor],
-) -> None:
-    """Add all levels to all trees.
-
-    logits: of the first level.  deepen(level, trees, sources): logits of a further level, for the incomplete
-    trees; sources: for each row, the row of its parent in the last logits.
-    """
-    for level in itertools.count(1):
-        trees, sources = grow_level(trees, choose, logits)
-        if not trees:
-            return
-        logits = deepen(level, trees, sources)
+    def add(self, logits: Tensor) -> bool:
+        """Add a level to every tree, from float32 [rows of all trees, Vd].  Whether any is incomplete."""
+        incomplete, sources, first = list[T](), list[int](), 0
+        for tree in self.trees:
+            count = len(tree.sources)
+            tree.add_level(self.choose, logits[first : first + count])
+            if tree.sources:
+                sources += [first + source for source in tree.sources]
+                incomplete.append(tree)
+            first += count
+        self.trees, self.sources, self.level = incomplete, sources, self.level + 1
+        return bool(incomplete)
 
 
 class KVTree(LevelTree, Protocol):
@@ -213,14 +203,16 @@ class RankTree(LevelBuilder):
         Only the first level has predicted confidences.  Deeper ones would depend on the sampled tokens above
         them, and a controller that cuts by them would bias what rejection rules emit.
         """
-        given = [SAMPLE_CONFIDENCE] * len(counts)
-        if self.acceptance is not None and self.frontier == [ROOT]:
-            given = [[a * (1 - a) ** i for i in range(max(counts))] for a in self.acceptance]
-        qs = self._distributions(choose, logits)
-        return [
-            [] if q is None else self.add_samples(parent, q, count, choose.sampler.children, confidence)
-            for parent, count, q, confidence in zip(self.frontier, counts, qs, given)
-        ]
+        predicted = self.acceptance if self.frontier == [ROOT] else None
+        added: list[list[int]] = []
+        for i, q in enumerate(self._distributions(choose, logits)):
+            confidence = SAMPLE_CONFIDENCE
+            if predicted is not None:
+                confidence = [predicted[i] * (1 - predicted[i]) ** rank for rank in range(counts[i])]
+            parent, children = self.frontier[i], choose.sampler.children
+            samples = [] if q is None else self.add_samples(parent, q, counts[i], children, confidence)
+            added.append(samples)
+        return added
 
     def _rankings(self, choose: Chooser, logits: Tensor, k: int) -> list[list[tuple[int, float]]]:
         """The k best (token, confidence) after every node of the frontier; fewer if fewer exist."""

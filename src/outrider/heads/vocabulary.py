@@ -61,9 +61,7 @@ def target_ids(head: Head, vocabulary: int) -> Tensor | None:
 
 
 def listed_ids(head: Head, name: str, vocabulary: int) -> Tensor:
-    """int32 [Vd] of a tensor that lists different tokens of the target in any order.  Raises ModelError for
-    other ids.
-    """
+    """int32 [Vd]: a list of different tokens of the target in any order.  Raises ModelError for others."""
     ids = _column(head, name).long()
     if (
         not len(ids)

@@ -34,14 +34,12 @@ class Method:
     wanted: the target's states that it reads.  logits: whether the loss reads the target's logits.
     base_rate: peak learning rate for a hidden size of `WIDTH`, that of the publication if it names one.
     drafts: speculative_config of evaluations, besides the model and its depth.
-    export: `exported` of the method's layouts; None for a method with one layout.
     """
 
     Options: ClassVar[type[TrainOptions]] = TrainOptions
     base_rate: ClassVar[float] = 1e-4
     logits: bool = True
     drafts: ClassVar[Mapping[str, Any]] = {"tree": "chain"}
-    export: staticmethod[..., Files] | None = None
     wanted: tuple[int, ...] = (FINAL,)
 
     def __init__(self, options: Any, target: Target, counts: Tensor) -> None:
@@ -61,11 +59,18 @@ class Method:
         loss: Tensor = self.network.loss(sample, self.outer)
         return loss
 
-    def exported(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
-        """The same in another published layout."""
-        if self.export is None:
-            raise ConfigError(f"format {layout!r}: heads of this method have one layout, leave it out.")
-        return self.export(config, tensors, layout)
+    @classmethod
+    def export(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str) -> Files:
+        """A network's `files` in another published layout.  Raises ConfigError as `convert`."""
+        return cls.convert(Head.of("the trained network", config, tensors), layout)
+
+    @classmethod
+    def convert(cls, head: Head, layout: str) -> Files:
+        """Config and tensors of a head of any readable layout in another.
+
+        Raises ConfigError for an unknown layout, and for what its readers would misread.
+        """
+        raise ConfigError(f"format {layout!r}: heads of this method have one published layout.")
 
     def files(self) -> Files:
         """Config and tensors in the reference's layout; tied tensors are there once."""
@@ -82,7 +87,7 @@ class Method:
         config, tensors = self.files()
         layout, bits = self.options.format, bits_of(self.options.quantization)
         if layout is not None:
-            config, tensors = self.exported(config, tensors, layout)
+            config, tensors = self.export(config, tensors, layout)
         write_head(folder, {**config, FINGERPRINT: self.target.checkpoint.fingerprint}, tensors, bits)
 
     def speculation(self, folder: Path, depth: int) -> dict[str, Any]:

@@ -14,7 +14,10 @@ from outrider.checkpoints.quantize import bits_of
 from outrider.errors import ConfigError
 from outrider.heads.base import FINGERPRINT
 from outrider.train.base import write_head
-from outrider.train.conversions import convert
+from outrider.train.methods import methods
+
+# Methods whose heads another one trains, or writes.
+WRITTEN_AS = {"dspark": "dflash", "domino": "dflash", "lstm_speculator": "mlp_speculator"}
 
 
 def export(
@@ -40,7 +43,7 @@ def export(
         raise ConfigError(f"{model!r} is for the method {name!r}: only trained heads can be exported.")
     head = Head.open(model, revision)
     heads[name].check(head)
-    config, tensors = convert(name, head, layout)
+    config, tensors = methods()[WRITTEN_AS.get(name, name)].convert(head, layout)
     kept = {key: head.config[key] for key in (FINGERPRINT,) if key in head.config}
     with _writing(folder):
         write_head(folder, {**config, **kept}, tensors, bits_of(quantization))

@@ -139,7 +139,7 @@ def check(llm: LLM, name: str, options: TrainOptions) -> None:
     target = llm.engine.target
     made = method(name)(options, target, torch.zeros(target.vocabulary, dtype=torch.int64))
     if options.format is not None:
-        made.exported(*made.files(), options.format)
+        made.export(*made.files(), options.format)
     try:
         Path(options.out).expanduser().mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -67,8 +67,7 @@ class Datastore(TextDrafter):
         if options.datastore is None:
             raise ConfigError(
                 "the method needs a 'datastore': `outrider datastore build` makes one; the built-in target "
-                "has "
-                "'builtin-datastore'."
+                "has 'builtin-datastore'."
             )
         self.store = Store(options.datastore)
         _check_vocabulary(self.store, options.datastore, target)
@@ -126,6 +125,5 @@ def _check_vocabulary(store: Store, name: str, target: Target) -> None:
     elif header.vocabulary != target.vocabulary:
         raise ConfigError(
             f"the datastore {name!r} has a vocabulary of {header.vocabulary}, the target one of "
-            f"{target.vocabulary}: "
-            "build it again."
+            f"{target.vocabulary}: build it again."
         )

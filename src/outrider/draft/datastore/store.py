@@ -154,9 +154,7 @@ class _Shard:
         return lambda i: map[(at := text + width * places[i]) : at + length]
 
     def nearest(self, suffix: bytes) -> tuple[int, int]:
-        """Return (length of the longest common prefix of `suffix` and any place, in tokens; an index in the
-        order that has it).
-        """
+        """Return (tokens of the longest common prefix of `suffix` and any place; index of such a place)."""
         slices = self._slices(len(suffix))
         place, best = bisect_left(range(self.size), suffix, key=slices), (0, 0)
         for at in (place - 1, place):

@@ -209,10 +209,10 @@ class ModelDrafter(Drafter):
         stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
         tokens_of, found = self.decoder.draft_chain(step_input, self.pool, chains, self.vocabulary, stop_rule)
         trees, features_of = {}, found or [[]] * len(chains)
-        for start, chain, tokens, features in zip(first.starts, chains, tokens_of, features_of):
+        for i, start in enumerate(first.starts):
             if self.stop.active and found:
-                self.stop.note(batch[start.r].row, features)
-            trees[start.r] = chain_tree(tokens, features, chain.probs)
+                self.stop.note(batch[start.r].row, features_of[i])
+            trees[start.r] = chain_tree(tokens_of[i], features_of[i], chains[i].probs)
         return trees
 
     def finish_chains(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> bool:
@@ -298,9 +298,7 @@ class ModelDrafter(Drafter):
         return [(node, token, p) for token, p in zip(tokens, RANK_CONFIDENCE if by_rank else probs)]
 
     def _distribution(self, tree: Tree, node: int, logits: Tensor, at: int) -> Tensor | None:
-        """q after a node, float64 [target's vocabulary], with the request's own parameters; None if it is
-        invalid.
-        """
+        """q after a node, float64 [target's vocabulary], with the request's parameters; None if invalid."""
         try:
             distribution = self.sampler.distribution(tree.row, tree.path_tokens(node), logits, at)
         except OutriderError:  # the target's own distribution will raise the same

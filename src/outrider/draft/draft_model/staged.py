@@ -45,8 +45,7 @@ def create(config: Mapping[str, Any], target: Target) -> tuple[TextDrafter, fixe
     if not issubclass(method, TextDrafter):
         raise ConfigError(
             f"drafter {config['method']!r} cannot speed up a draft model: it does not draft from the text "
-            f"alone.  "
-            f"Choose one of {able}."
+            f"alone.  Choose one of {able}."
         )
     control_names, own_names = ({f.name for f in fields(kind)} for kind in (fixed.Options, method.Options))
     for key in rest:
@@ -142,9 +141,7 @@ class Staged:
         return stages, rows
 
     def _propose(self, tree: Tree, rows: int) -> DraftTree:
-        """The cheaper drafter's tree, one shallower than the room: after its last node the draft model picks
-        a token.
-        """
+        """The cheaper drafter's tree, one level short: after its last node the draft model picks a token."""
         length = len(tree.tokens)
         depth = min(tree.budget.depth - length - 1, self.control.depth_for(rows))
         nodes = min(tree.budget.nodes - length, self.control.size(depth)) if depth > 0 else 0
@@ -190,9 +187,7 @@ class Staged:
             self.host.pool.move(sources, targets)
 
     def _observe_stages(self, stages: Sequence[Stage], paths: Sequence[list[int]], logits: Tensor) -> None:
-        """Report the draft model's picks to the cheaper drafter, for the trees directly after committed
-        tokens.
-        """
+        """Report the draft model's picks to the cheaper drafter, for trees right after committed tokens."""
         first = [(stage, path) for stage, path in zip(stages, paths) if not stage.length]
         if not first:
             return

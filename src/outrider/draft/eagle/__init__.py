@@ -11,7 +11,6 @@ The two differ in the tree only; "dynamic" is EAGLE-2's.  Positions and K/V: see
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -54,9 +53,7 @@ class Eagle(Recurrent):
     FORMAT = FORMAT
     demo: ClassVar = {"EAGLE": {"model": "builtin-eagle", "tree": "chain", "num_speculative_tokens": 2}}
 
-    @dataclass(frozen=True)
-    class Options(RecurrentOptions):
-        """As of all recurrent heads; a published tree by name is EAGLE-1's."""
+    Options = RecurrentOptions
 
     @classmethod
     def claims(cls, head: Head) -> int:

@@ -14,13 +14,7 @@ otherwise, SGLang's always. vLLM reads the reference's files without it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from torch import Tensor
-
 from outrider.checkpoints.heads import Head
-from outrider.errors import ConfigError, unknown
 from outrider.heads.layouts import BLOCK_NAMES, UNCHANGED, HeadFormat, Layout
 
 ROWS = (
@@ -65,35 +59,3 @@ FORMAT = HeadFormat(
     kinds="eagle",
     refused=_refused,
 )
-EXPORTED = ("reference", "vllm", "sglang", "speculators")
-
-
-def exported(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a trained network for another engine.
-
-    Raises ConfigError for what that engine would misread.
-    """
-    if layout not in EXPORTED:
-        raise ConfigError(unknown("layout", layout, EXPORTED))
-    if layout == "vllm" and "fc.bias" in tensors:
-        raise ConfigError(
-            "vLLM does not read the bias of fc: train the head with bias=False, or choose another layout."
-        )
-    if layout == "sglang":
-        bias = {"fc.bias": tensors["fc.weight"].new_zeros(len(tensors["fc.weight"]))}
-        return {**config, "architectures": ["LlamaForCausalLMEagle"], "bias": True}, {**bias, **tensors}
-    if layout != "speculators":
-        return dict(config), dict(tensors)
-    outer = {
-        "speculators_model_type": "eagle",
-        "speculators_version": "0.1.0",
-        "architectures": ["EagleSpeculator"],
-        "transformer_layer_architecture": "LlamaDecoderLayer",
-        "transformer_layer_config": dict(config),
-        "layernorms": False,
-        "fusion_bias": "fc.bias" in tensors,
-    }
-    own = [name for name in tensors if not name.startswith(("embed_tokens", "lm_head"))]
-    return outer, {SPECULATORS.published(name): tensors[name] for name in own}

@@ -108,9 +108,8 @@ class LayerSkip(Drafter):
         if size < 1:
             raise ConfigError(
                 f"search skips none of the {2 * max(0, layers - 2)} sublayers between first and last layer "
-                f"at skip_ratio "
-                f"{options.skip_ratio}: {self.target.checkpoint.name!r} is too shallow, or the ratio too "
-                f"small."
+                f"at skip_ratio {options.skip_ratio}: {self.target.checkpoint.name!r} is too shallow, or the "
+                "ratio too small."
             )
         return Search(
             layers=layers,

@@ -48,9 +48,7 @@ class Search:
         return good_enough or self.idle >= self.max_tolerance_iter or len(self.scores) >= self.max_opt_iter
 
     def suggest(self) -> Skip:
-        """The next candidate: the initial set first, then random ones, each bayes_interval-th by the Gaussian
-        process.
-        """
+        """The next candidate: the initial set, then random ones, each bayes_interval-th by the process."""
         count = len(self.scores)
         if not count:
             return self.best

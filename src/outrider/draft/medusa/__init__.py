@@ -55,12 +55,10 @@ class Packed:
         mapped = own and "token_map" in head  # the target's lm_head has all tokens
         self.ids = listed_ids(head, "token_map", target.vocabulary) if mapped else None
         self.outputs = target.vocabulary if self.ids is None else len(self.ids)
-        self.lm_heads = [
-            reader.outer.linear(name, self.outputs, hidden)
-            if self.ids is None
-            else reader.some(name, self.ids, hidden)
-            for name in own
-        ]
+        if self.ids is None:
+            self.lm_heads = [reader.outer.linear(name, self.outputs, hidden) for name in own]
+        else:
+            self.lm_heads = [reader.some(name, self.ids, hidden) for name in own]
         vllm = head.config.get("model_type") == "medusa"
         self.scale = float(head.config.get("logit_scale", 1.0)) if vllm else 1.0
 

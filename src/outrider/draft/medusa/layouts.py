@@ -15,15 +15,11 @@ of them if the writer drops aliases.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
-
-from torch import Tensor
 
 from outrider.checkpoints.fields import MOST_STEPS
 from outrider.checkpoints.heads import Head
-from outrider.errors import ConfigError, ModelError, unknown
+from outrider.errors import ModelError
 from outrider.heads.layouts import HeadFormat, Layout, fill, matching, numbers, parse, unchanged
 
 BLOCK, WEIGHT, LM_HEAD = "{i}.{j}.linear.{kind}", "{i}.{j}.linear.weight", "{i}.lm_head.weight"
@@ -94,32 +90,3 @@ FORMAT = HeadFormat(
     keys=("medusa_num",),
     finish=_finished,
 )
-
-
-def exported(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of trained heads as "reference" (and TGI) or "vllm".
-
-    Raises ConfigError for what vLLM does not read.
-    """
-    if layout == "reference":
-        return dict(config), dict(tensors)
-    if layout != "vllm":
-        raise ConfigError(unknown("layout", layout, ("reference", "vllm")))
-    head = FORMAT.translate(Head.of("the trained network", config, tensors))
-    if "0.lm_head.weight" not in head:
-        raise ConfigError(
-            "vLLM does not read heads without an lm_head of their own, and these use the target's."
-        )
-    (heads, blocks), (vocabulary, hidden) = counts(head), head.shape("0.lm_head.weight")
-    out = {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "hidden_size": hidden,
-        "vocab_size": vocabulary,
-        "num_heads": heads,
-        "num_hidden_layers": blocks,
-        "medusa_fc_bias": "0.0.linear.bias" in head,
-    }
-    return out, {VLLM.published(name): head.raw(name) for name in head}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +11,7 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.heads.parts import RmsNorm, rms_normalize
 from outrider.heads.sample import Sample, TargetWeights
-
-EPS = 1e-6
-
-
-def token_share(n_predict: int, width: int) -> float:
-    """Weight of a token's embedding beside the state."""
-    sw: float = 0.5 ** (0.5 / n_predict)
-    return math.sqrt((1 - sw**2) * width / 2) / sw
+from outrider.heads.speculators import EPS, token_share
 
 
 class Network(nn.Module):

@@ -17,23 +17,22 @@ before or after its last norm, as the states that it reads are.  Engines disagre
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.errors import ConfigError, unknown
 from outrider.heads.layouts import BLOCK_NAMES, HeadFormat, Layout, Rows, numbers, unchanged
 
 
-def _rows(at: str, names: Mapping[str, str]) -> Rows:
-    """at: what the published names of a layer begin with.  names: published module -> ours."""
+def _rows(at: str, names: Mapping[str, str], published: str = "{at}.{name}") -> Rows:
+    """at: beginning of a layer's names.  names: published module -> ours.  published: a module's name."""
+    named = {published.format(at=at, name=theirs): ours for theirs, ours in names.items()}
     copies = ("embed_tokens", "shared_head.head", "rotary_emb", "self_attn.rotary_emb")
     return (
         *((f"{at}.{copy}.{{rest}}", None) for copy in copies),
-        *((f"{at}.{theirs}.{{kind}}", f"layers.{{i}}.{ours}.{{kind}}") for theirs, ours in names.items()),
+        *((f"{theirs}.{{kind}}", f"layers.{{i}}.{ours}.{{kind}}") for theirs, ours in named.items()),
         (f"{at}.{{rest}}", "layers.{i}.{rest}"),
         ("model.embed_tokens.weight", "embed_tokens.weight"),
         *unchanged("lm_head.weight"),
@@ -54,7 +53,7 @@ def _first_layer(head: Head) -> dict[str, int]:
     return {"target_layers": min(numbers(head, "model.layers.{i}.eh_proj.weight"))}
 
 
-def _swap_inputs(weight: Tensor, config: Mapping[str, Any]) -> Tensor:
+def swap_inputs(weight: Tensor, config: Mapping[str, Any]) -> Tensor:
     """[h, 2h] for [state; embedding] as one for [embedding; state], and back."""
     return weight.roll(weight.shape[1] // 2, dims=1)
 
@@ -67,7 +66,7 @@ def _unpair(tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
 
 
 BEFORE, AFTER = (("prenorm", True),), (("prenorm", False),)
-SWAPPED = ((r"eh_proj\.weight$", _swap_inputs),)
+SWAPPED = ((r"eh_proj\.weight$", swap_inputs),)
 LAYOUTS = {
     "deepseek": Layout(
         "DeepSeek",
@@ -86,10 +85,7 @@ LAYOUTS = {
     "ernie": Layout(
         "Ernie",
         ("model.mtp_linear_proj.{i}.weight",),
-        tuple(
-            (f"model.mtp_{one}.{{i}}.{{kind}}", f"layers.{{i}}.{own}.{{kind}}") for one, own in ERNIE.items()
-        )
-        + _rows("model.mtp_block.{i}", {}),
+        _rows("model.mtp_block.{i}", ERNIE, "model.mtp_{name}.{{i}}"),
         changes=((r"self_attn\.[qk]_proj\.", _unpair),),
         defaults=BEFORE,
     ),
@@ -97,7 +93,6 @@ LAYOUTS = {
         "speculators", ("mtp_layers.{i}.input_proj.weight",), _rows("mtp_layers.{i}", MIMO), defaults=AFTER
     ),
 }
-EXPORTED = ("deepseek", "mimo", "speculators")
 
 
 def _refused(head: Head) -> str:
@@ -126,42 +121,3 @@ FORMAT = HeadFormat(
     kinds="(.*_)?mtp",
     refused=_refused,
 )
-
-
-def exported(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: str
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a network as "deepseek", "mimo" (vLLM, SGLang; a Qwen2 block) or "speculators".
-
-    Raises ConfigError where readers of that layout would feed the layers other states than they were trained
-    on.
-    """
-    if layout not in EXPORTED:
-        raise ConfigError(unknown("layout", layout, EXPORTED))
-    wanted, prenorm = LAYOUTS[layout], bool(config["prenorm"])
-    if dict(wanted.defaults)["prenorm"] != prenorm:
-        trained, given = ("before", "after") if prenorm else ("after", "before")
-        raise ConfigError(
-            f"layers trained on states {trained} the target's last norm cannot be written as {layout!r}, "
-            f"whose readers give those {given} it."
-        )
-    head = FORMAT.translate(Head.of("the trained network", config, tensors))
-    out = {
-        wanted.published(name, target_layers=int(config["num_hidden_layers"])): head.raw(name)
-        for name in head
-    }
-    for name in [name for name in out if name.endswith("input_proj.weight") and wanted.changes]:
-        out[name] = _swap_inputs(out[name], config)
-    if layout == "mimo":
-        qkv = [name for name in out if re.search(r"self_attn\.[qkv]_proj\.weight$", name)]
-        biases = {name.removesuffix("weight") + "bias": out[name].new_zeros(len(out[name])) for name in qkv}
-        own = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}  # a Qwen2 block has biases
-        return {**config, **own}, {**biases, **out}
-    if layout == "speculators":
-        return {
-            "speculators_model_type": "mtp",
-            "architectures": ["MTPDraftModel"],
-            "transformer_layer_config": {**config, "model_type": "qwen3"},
-            "num_nextn_predict_layers": config["num_nextn_predict_layers"],
-        }, out
-    return dict(config), out

@@ -47,11 +47,7 @@ class Network(nn.Module):
         self.steps, self.prenorm, self.taps = steps or layers, prenorm, (first if prenorm else FINAL,)
         by_number = nn.ModuleDict({str(first + i): PredictionLayer(sizes) for i in range(layers)})
         self.model = nn.ModuleDict({"layers": by_number})
-
-    @property
-    def layers(self) -> list[Any]:
-        by_number: Any = self.model["layers"]
-        return list(by_number.values())
+        self.layers: list[Any] = list(by_number.values())
 
     @classmethod
     def like(cls, target: Target, **options: Any) -> Network:

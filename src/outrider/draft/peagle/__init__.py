@@ -26,33 +26,31 @@ from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Budget
 from outrider.core.validate import check_fields, is_whole, optional, whole
-from outrider.draft import eagle3
-from outrider.draft.eagle3.layouts import is_parallel, taps_of
 from outrider.draft.peagle.layouts import FORMAT, MASKS
 from outrider.draft.peagle.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
-from outrider.heads.base import HeadOptions, random_head
-from outrider.heads.outer import check_tap_options
+from outrider.heads.base import random_head
 from outrider.heads.ranks import prior_paths
 from outrider.heads.reader import Reader
-from outrider.heads.recurrent import CHAIN, Forwards, Net, Reading, Recurrent
+from outrider.heads.recurrent import CHAIN, Forwards, Reading, Recurrent
+from outrider.heads.tapped import TapNet, TapOptions, is_parallel
 from outrider.heads.templates import Path, chain_paths
 from outrider.heads.trees import BlockTree, KVTree
 
 RANKS, MAX_NODES = 8, 1024
 
 
-class Packed(eagle3.Packed):
+class Packed(TapNet):
     """masked [1, width]: g of the positions without a state."""
 
-    def __init__(self, reader: Reader, target: Target, taps: tuple[int, ...]) -> None:
-        super().__init__(reader, target, taps)
+    def __init__(self, reader: Reader, target: Target, options: TapOptions) -> None:
+        super().__init__(reader, target, options)
         head, most = reader.head, target.vocabulary - 1
         mask = next((head.config[key] for key in MASKS if key in head.config), -1)
         whole(0, most).check(mask, f"{MASKS[0]} of {head.name!r}", ModelError)
         self.mask = int(mask)
-        wide, hidden = len(taps) * self.model.spec.hidden, head.raw("mask_hidden").float().reshape(1, -1)
+        wide, hidden = len(self.taps) * self.model.spec.hidden, head.raw("mask_hidden").float().reshape(1, -1)
         if hidden.shape[1] != wide:
             raise ModelError(
                 f"{head.name!r} does not fit the target: its mask_hidden has {hidden.shape[1]} values, and "
@@ -84,19 +82,16 @@ class PEagle(Recurrent):
     FORMAT = FORMAT
 
     @dataclass(frozen=True)
-    class Options(HeadOptions):
+    class Options(TapOptions):
         """nodes: of a tree of the likeliest ranks (None: a chain).  The others as EAGLE-3's."""
 
         tree: ClassVar[str] = CHAIN
 
         nodes: int | None = None
-        eagle_aux_hidden_state_layer_ids: Sequence[int] | None = None
-        tap_offset: int | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
             check_fields(self, {"nodes": optional(whole(1, MAX_NODES))})
-            check_tap_options(self)
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
@@ -107,10 +102,8 @@ class PEagle(Recurrent):
             depth = None
         self.depth = depth if is_whole(depth, 1, 64) else self.depth
 
-    def network(self) -> Net:
-        options, layers = self.options, self.target.decoder.spec.layers
-        taps = taps_of(self.head, layers, options.eagle_aux_hidden_state_layer_ids, options.tap_offset)
-        return Packed(self.reader, self.target, taps)
+    def network(self) -> Packed:
+        return Packed(self.reader, self.target, self.options)
 
     def forwards(self, readings: Sequence[Reading]) -> Forwards:
         return OnePass(self, readings)

@@ -20,27 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.draft.eagle3.layouts import TAPS, default_taps
-from outrider.draft.eagle3.network import PathLayer
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
 from outrider.heads.layouts import speculators_config
-from outrider.heads.parts import (
-    Layer,
-    RmsNorm,
-    register_vocabulary,
-    rotary_angles,
-    sizes_config,
-    small_sizes,
-    soft_cross_entropy,
-)
+from outrider.heads.parts import Layer, rotary_angles, small_sizes, soft_cross_entropy
 from outrider.heads.sample import Sample, TargetWeights, mean_loss
+from outrider.heads.tapped import default_taps
+from outrider.heads.tapped_parts import PathLayer, TapNetwork, small_vocabulary
 
 ANCHORS = 128  # of a text, at most, in one loss
 KEPT, LEAST = 0.7, 0.2  # share of the anchors that go on with every further depth; of all, at least
 
 
-class Network(nn.Module):
+class Network(TapNetwork):
     def __init__(
         self,
         sizes: Sizes,
@@ -52,43 +44,30 @@ class Network(nn.Module):
         depths: int = 8,
         positions: int = 2048,
     ) -> None:
-        """taps: as `Needs.states` counts.  mask: token id of positions without a token.  drafted: ids of the
-        head's tokens, ascending; None for all.  depths: levels in the loss.
-        """
-        super().__init__()
-        self.sizes, self.vocabulary, self.taps, self.mask = sizes, vocabulary, tuple(taps), mask
-        self.depths, self.positions, wide = depths, positions, len(taps) * sizes.hidden
-        self.fc = nn.Linear(wide, sizes.hidden, bias=False)
-        self.mask_hidden = nn.Parameter(torch.randn(1, 1, wide))
+        """mask: token id of positions without a token.  depths: levels in the loss."""
+        super().__init__(sizes, vocabulary, taps, drafted, positions)
+        self.mask, self.depths = mask, depths
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(taps) * sizes.hidden))
         self.layers = nn.ModuleList([PathLayer(sizes), *(Layer(sizes) for _ in range(layers - 1))])
-        self.norm = RmsNorm(sizes.hidden, sizes.eps)
-        ids = torch.arange(vocabulary) if drafted is None else torch.tensor(drafted)
-        self.lm_head = nn.Linear(sizes.hidden, len(ids), bias=False)
-        register_vocabulary(self, ids, vocabulary)
 
     @classmethod
     def like(cls, target: Target, **options: Any) -> Network:
         """A small one for this target, with random weights and two tokens of three."""
-        spec, drafted = target.decoder.spec, [i for i in range(target.vocabulary) if i % 3 < 2]
-        usual = {"mask": target.vocabulary - 1, "drafted": drafted, "depths": 4}
-        taps = default_taps(spec.layers)
-        return cls(small_sizes(spec), target.vocabulary, taps, **{**usual, **options})
-
-    @property
-    def ids(self) -> Tensor:
-        """int64 [Vd]: the target's tokens in the head's vocabulary."""
-        d2t: Any = self.d2t
-        return torch.arange(len(d2t), device=d2t.device) + d2t  # type: ignore[no-any-return]
+        spec, vocabulary = target.decoder.spec, target.vocabulary
+        usual = {"mask": vocabulary - 1, "drafted": small_vocabulary(vocabulary), "depths": 4}
+        return cls(small_sizes(spec), vocabulary, default_taps(spec.layers), **{**usual, **options})
 
     def config(self) -> dict[str, Any]:
-        layer: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", **sizes_config(self.sizes)}
-        layer |= {"num_hidden_layers": len(self.layers), "vocab_size": self.vocabulary}
-        layer |= {"max_position_embeddings": self.positions, "tie_word_embeddings": False}
-        made: dict[str, Any] = {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"}
-        made |= {"speculators_version": "0.3.0", "mask_token_id": self.mask, TAPS: list(self.taps)}
-        made |= {"draft_vocab_size": self.lm_head.out_features, "target_hidden_size": self.sizes.hidden}
-        made |= {"norm_before_residual": False, "transformer_layer_config": layer}
-        return {**made, "speculators_config": speculators_config("peagle", self.depths)}
+        return {
+            "architectures": ["PEagleDraftModel"],
+            "speculators_model_type": "peagle",
+            "speculators_version": "0.3.0",
+            "mask_token_id": self.mask,
+            **self.head_config(),
+            "norm_before_residual": False,
+            "transformer_layer_config": self.layer_config(len(self.layers)),
+            "speculators_config": speculators_config("peagle", self.depths),
+        }
 
     def forward(
         self, states: Tensor, tokens: Tensor, embedding: Tensor, anchors: Tensor, depth: Tensor
@@ -130,8 +109,8 @@ class Network(nn.Module):
         states = torch.cat([sample.states[tap] for tap in self.taps], dim=-1)[:-1]
         anchors, depth = self.rows(sample)
         logits = self(states, sample.tokens, outer.embedding, anchors, depth)
-        places, t2d = anchors + depth + 1, self.t2d
+        places = anchors + depth + 1
         counted = torch.ones_like(places, dtype=torch.bool) if sample.mask is None else sample.mask[places]
         theirs = sample.logits[places, : self.vocabulary]
-        counted = counted & t2d[theirs.argmax(-1)]  # type: ignore[index]
+        counted = counted & self.known(theirs)
         return mean_loss(soft_cross_entropy(logits[counted], theirs[counted][:, self.ids]))

@@ -74,9 +74,7 @@ class Beams(Tree):
         self.sources = sources_of(self, parents)
 
     def _likeliest(self) -> set[int]:
-        """The nodes to keep.  Their parents are among them: none is less likely than its child, nor added
-        after it.
-        """
+        """The nodes to keep, with their parents: none is less likely than its child, nor added after it."""
         ranked = sorted(range(len(self.tokens)), key=lambda node: -self.joint[node])
         return set(ranked[: self.max_nodes])
 

@@ -40,9 +40,7 @@ class Asked(NamedTuple):
 
 
 class Member(NamedTuple):
-    """One of `drafters`: its method, the method's options, and the maximum depth of its trees (None: its own
-    default).
-    """
+    """One of `drafters`: its method, the method's options, and its maximum depth (None: its default)."""
 
     method: type[Drafter]
     options: Any

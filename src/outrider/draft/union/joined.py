@@ -99,9 +99,7 @@ class Joined:
         return budgets
 
     def _given(self, row: Row, most: int) -> Given:
-        """What the first automatic drafter with a proposal has for a row, as a chain of at most so many
-        tokens.
-        """
+        """The chain, of at most so many tokens, of the first automatic drafter that has one for a row."""
         for number, drafter in enumerate(self.automatic):
             depth = min(most, drafter.depth)
             if (tree := drafter.after(row, (), Budget(depth, depth))).tokens:

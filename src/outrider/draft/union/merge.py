@@ -148,9 +148,7 @@ class Merger:
                 queue.push(joint * child.confidence, Candidate(number, child))
 
     def add_probes(self, k: int, tree: DraftTree) -> None:
-        """Append the probes of tree k, all or none: none if they do not fit or if a node above them was
-        dropped.
-        """
+        """Append the probes of tree k: all, or none if they do not fit or a node above them was dropped."""
         node_of, probes = self.node_of[k], range(tree.size, len(tree.tokens))
         above = {parent for parent in tree.parents[tree.size :] if ROOT < parent < tree.size}
         if above <= node_of.keys() and len(probes) <= self.built.room:
@@ -168,9 +166,7 @@ def sourced(tree: DraftTree, first: int) -> DraftTree:
 
 
 def independent(tree: DraftTree) -> DraftTree:
-    """The same tree with a distribution for every sample, so that it can be merged with one of independent
-    samples.
-    """
+    """The tree with a distribution for every sample, which merges with trees of independent samples."""
     if tree.repeats or not tree.distributions:
         return tree
     distributions: list[Tensor] = []

@@ -1,16 +1,101 @@
-"""The run index of suffix decoding: where the runs of a text ended, and what followed them."""
+"""The run index of suffix decoding: where the runs of a text ended, and what followed them.  In C: runs.c."""
 
 from __future__ import annotations
 
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.select import compiled_library
-from outrider.drafting.lookup.index_base import Index
-from outrider.drafting.lookup.index_compiled import CompiledIndex
+from outrider.drafting.lookup.index_base import FRONT, PLACES, RUNS, Index, Places, hash_bits
 from outrider.drafting.lookup.index_reference import ReferenceIndex
 
 
 def index_for(capacity: int, longest: int = 1, depth: int = 0) -> Index:
-    """An index of a text of at most `capacity` tokens: in C (runs.c) if the library is built."""
+    """An index of a text of at most `capacity` tokens: in C if the library is built."""
     library = compiled_library()
     if library is None:
         return ReferenceIndex(capacity, longest, depth)
     return CompiledIndex(library, capacity, longest, depth)
+
+
+class CompiledIndex:
+    """`Index` in C.
+
+    One int32 array holds everything; untouched parts of it take no physical memory:
+
+        tokens [capacity] │ previous [len(RUNS), capacity] │ heads [len(RUNS), 2^hash_bits]
+
+    The result buffer of a look-up, one for the text itself and one for other texts:
+
+        number of rows [len(RUNS)] │ rows [sum(PLACES), 2 + depth]
+
+    A row holds a number of equal places, how many tokens agree there, and the tokens that followed.
+    """
+
+    def __init__(self, lib: ctypes.CDLL, capacity: int, longest: int = 1, depth: int = 0) -> None:
+        self.lib, self.capacity, self.row_size = lib, capacity, 2 + depth
+        bits, orders = hash_bits(capacity), len(RUNS)
+        self.memory = np.zeros(capacity * (1 + orders) + (orders << bits), np.int32)
+        tokens = self.memory.ctypes.data
+        previous, heads = tokens + 4 * capacity, tokens + 4 * capacity * (1 + orders)
+        self.text = STRUCTS["TextIndex"](32 - bits, 0, 0, 0, longest, depth, tokens, previous, heads)
+        self.address = ctypes.addressof(self.text)
+        size = orders + sum(PLACES) * self.row_size
+        self.found_here, self.found_elsewhere = array("i", bytes(4 * size)), array("i", bytes(4 * size))
+
+    def __deepcopy__(self, memo: object) -> CompiledIndex:
+        copied = CompiledIndex(self.lib, self.capacity, self.text.max_match, self.text.depth)
+        copied.memory[:] = self.memory
+        for name in ("oldest", "length", "entered"):
+            setattr(copied.text, name, getattr(self.text, name))
+        return copied
+
+    @property
+    def first(self) -> int:
+        return int(self.text.oldest)
+
+    @first.setter
+    def first(self, place: int) -> None:
+        self.text.oldest = place
+
+    @property
+    def length(self) -> int:
+        return int(self.text.length)
+
+    def _check_room(self, tokens: Sequence[int]) -> None:
+        length = self.length + len(tokens)
+        assert length <= self.capacity, f"{length} tokens in an index of {self.capacity}"
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._check_room(tokens)
+        buffer = array("i", tokens)  # must stay alive during the call
+        self.lib.runs_extend(self.text, buffer.buffer_info()[0], len(buffer))
+
+    def find(self, tokens: Sequence[int], ahead: Sequence[int], texts: Sequence[CompiledIndex]) -> Places:
+        self._check_room(tokens)
+        buffer, addresses = array("i", [*tokens, *ahead]), array("Q", [text.address for text in texts])
+        out, row_size = self.found_elsewhere if texts else self.found_here, self.row_size
+        others = addresses.buffer_info()[0] if texts else None
+        self.lib.runs_find(
+            self.text,
+            buffer.buffer_info()[0],
+            len(tokens),
+            len(ahead),
+            others,
+            len(texts),
+            out.buffer_info()[0],
+        )
+
+        def places(order: int) -> list[tuple[int, list[int]]]:
+            begin, found = len(RUNS) + FRONT[order] * row_size, []
+            rows = out[begin : begin + out[order] * row_size].tolist()
+            for i in range(0, len(rows), row_size):
+                count, length, followed = rows[i], rows[i + 1], rows[i + 2 : i + row_size]
+                found += [(length, followed)] * count
+            return found
+
+        return places

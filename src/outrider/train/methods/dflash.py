@@ -4,18 +4,34 @@ depth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import Tensor
+
+from outrider.checkpoints.heads import Head
 from outrider.core.validate import FLAG, Kind, optional, whole
-from outrider.draft.dflash.network import Network
+from outrider.draft import dflash, domino, dspark
+from outrider.draft.dspark.layouts import MARKOV, VANILLA
+from outrider.draft.dspark.network import Network as DSparkNetwork
 from outrider.errors import ConfigError
-from outrider.heads.corrections import MARKOV, VANILLA
-from outrider.train.base import Method
+from outrider.heads.block_layouts import ARCHITECTURE, SLIDING
+from outrider.heads.block_layouts import TAPS as KEYS
+from outrider.heads.block_parts import BlockNetwork
+from outrider.heads.blocks import BlockDrafter
+from outrider.heads.layouts import speculators_config
+from outrider.train.base import Files, Method
+from outrider.train.conversions import check_layout, dense, plain, refuse
 from outrider.train.methods.eagle3 import frequent, within
 from outrider.train.options import COUNT, TAPS, TrainOptions
+
+OUTER = (  # keys of z-lab's configs beside those of a layer
+    "target_layer_ids", "causal", "is_causal", "architectures", "projector_type", "markov_head_type",
+    "auto_map", "num_target_layers", "torch_dtype", "dtype", "block_size", "mask_token_id", "markov_rank",
+    "enable_confidence_head", "confidence_head_with_markov",
+)  # fmt: skip
 
 
 class DFlash(Method):
@@ -70,30 +86,91 @@ class DFlash(Method):
     logits = False
     drafts: ClassVar = {}
 
-    def build(self) -> Network:
-        options = self.options
-        self.logits = options.confidence
-        given: dict[str, Any] = {"layers": options.layers, "block": options.block, "markov": options.markov}
-        given |= {"kind": options.markov_kind, "confidence": options.confidence, "domino": options.domino}
+    def build(self) -> BlockNetwork:
+        options, target = self.options, self.target
+        given: dict[str, Any] = {"layers": options.layers, "block": options.block}
         if options.inner is not None:
             given["inner"] = options.inner
         if options.mask_token is not None:
-            if options.mask_token >= self.target.vocabulary:
-                raise ConfigError(
-                    f"mask_token {options.mask_token}: V of the target is {self.target.vocabulary}."
-                )
+            if options.mask_token >= target.vocabulary:
+                raise ConfigError(f"mask_token {options.mask_token}: V of the target is {target.vocabulary}.")
             given["mask"] = options.mask_token
         if options.taps is not None:
-            given["taps"] = within(options.taps, self.target.decoder.spec.layers)
+            given["taps"] = within(options.taps, target.decoder.spec.layers)
         if options.draft_vocab_size is not None:
             given["ids"] = frequent(self.counts, options.draft_vocab_size) or ()
-        network = Network.like(self.target, **given)
+        network = self._network(given)
         self.wanted = network.taps
-        if options.domino and 0 in network.taps:
-            raise ConfigError("taps: a Domino head reads outputs of layers, so taps must be 1 or more.")
         if network.ids:
             network.lm_head.weight.data.copy_(self.outer.lm_head[list(network.ids)])
         return network
 
+    def _network(self, given: Mapping[str, Any]) -> BlockNetwork:
+        """The network of the method that the options are for."""
+        options, target = self.options, self.target
+        self.logits = options.confidence
+        if options.markov or options.confidence:
+            table = {"markov": options.markov, "kind": options.markov_kind, "confidence": options.confidence}
+            return DSparkNetwork.like(target, **given, **table)
+        if not options.domino:
+            return dflash.Network.like(target, **given)
+        network = domino.Network.like(target, **given, width=options.domino)
+        if 0 in network.taps:
+            raise ConfigError("taps: a Domino head reads outputs of layers, so taps must be 1 or more.")
+        return network
+
     def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
         return super().speculation(folder, min(depth, self.options.block - 1))
+
+    @classmethod
+    def convert(cls, head: Head, layout: str) -> Files:
+        kinds: tuple[type[BlockDrafter], ...] = (dspark.DSpark, domino.Domino, dflash.DFlash)
+        drafter = next(kind for kind in kinds if kind.marked(head))
+        check_layout(layout, ("z-lab",) if drafter is domino.Domino else ("speculators", "z-lab"))
+        ours, given = drafter.FORMAT.translate(head), head.config
+        tensors, anchored = dense(ours), drafter.anchored(head)
+        if drafter is not domino.Domino and "speculators_model_type" not in given:
+            given = _of_z_lab(ours, tensors, anchored)
+        kept = {key: value for key, value in given.items() if key != "quantization_config"}
+        published = drafter.FORMAT.layouts[0].published
+        if layout == "speculators" or drafter is domino.Domino:
+            return kept, {published(name): tensor for name, tensor in tensors.items()}
+        why = ["sample_from_anchor"] if anchored else []
+        refuse(layout, [*why, *(name for name in tensors if name.startswith(("d2t", "markov", "conf")))])
+        taps = [tap - 1 for tap in given[KEYS[0]]]
+        refuse(layout, ["a tap of the embeddings"] if min(taps) < 0 else [])
+        own = {"mask_token_id": given["mask_token_id"], KEYS[1]: taps}
+        if given.get("sliding_window_non_causal", True):
+            own["causal"] = False
+        outer = {"architectures": [ARCHITECTURE], "block_size": given["block_size"], "dflash_config": own}
+        return {**given["transformer_layer_config"], **outer}, tensors
+
+
+def _of_z_lab(head: Head, tensors: Mapping[str, Tensor], anchored: bool) -> dict[str, Any]:
+    """The config of a z-lab head, under our names, in the format of speculators."""
+    config, confidence = plain(head.config), tensors.get("confidence_head.proj.weight")
+    rank = tensors["markov_w1.weight"].shape[1] if "markov_w1.weight" in tensors else 0
+    spark: dict[str, Any] = {}
+    if rank or confidence is not None:
+        spark = {"markov_rank": rank, "markov_head_type": config.get("markov_head_type", VANILLA)}
+        wide = confidence is not None and confidence.shape[1] > tensors["norm.weight"].shape[0]
+        spark |= {"enable_confidence_head": confidence is not None, "confidence_head_with_markov": wide}
+    if KEYS[1] not in config:
+        raise ConfigError(f"{head.name!r} does not list its {KEYS[1]}: add them to its config.")
+    causal, kinds = config.get("is_causal", config.get("causal")), config.get("layer_types") or ()
+    if causal and {*kinds} != {SLIDING}:
+        raise ConfigError("a head whose blocks are causal in all layers can be written as 'z-lab' only.")
+    block, kind = config["block_size"], "dspark" if spark else "dflash"
+    return {
+        **spark,
+        "architectures": [ARCHITECTURE],
+        "speculators_model_type": kind,
+        "block_size": block,
+        "mask_token_id": config["mask_token_id"],
+        KEYS[0]: [tap + 1 for tap in config[KEYS[1]]],
+        "sliding_window_non_causal": causal is False,
+        "sample_from_anchor": anchored,
+        "draft_vocab_size": len(tensors["lm_head.weight"]) if "d2t" in tensors else config.get("vocab_size"),
+        "transformer_layer_config": {key: value for key, value in config.items() if key not in OUTER},
+        "speculators_config": speculators_config(kind, block - (not anchored)),
+    }

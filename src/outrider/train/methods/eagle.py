@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from outrider.checkpoints.heads import Head
 from outrider.core.validate import FLAG, optional
-from outrider.draft.eagle.layouts import exported
+from outrider.draft.eagle.layouts import FORMAT, SPECULATORS
 from outrider.draft.eagle.network import Network
-from outrider.train.base import Method
+from outrider.errors import ConfigError
+from outrider.train.base import Files, Method
+from outrider.train.conversions import check_layout, dense, plain, refuse
 from outrider.train.options import COUNT, TrainOptions
 
 
@@ -25,8 +28,39 @@ class Eagle(Method):
         inner: int | None = None
         bias: bool = False
 
-    export = staticmethod(exported)
     base_rate = 3e-5
 
     def build(self) -> Network:
         return Network(self.sizes, self.target.decoder.spec.vocabulary, bias=self.options.bias)
+
+    @classmethod
+    def convert(cls, head: Head, layout: str) -> Files:
+        check_layout(layout, ("reference", "vllm", "sglang", "speculators"))
+        tensors = dense(FORMAT.translate(head))
+        normed = (name for name in tensors if name.startswith(("norm_", "token_map", "layers.1.")))
+        refuse(layout, sorted(normed))
+        for copy in ("embed_tokens.weight", "lm_head.weight"):
+            tensors.pop(copy, None)
+        if "fc.bias" in tensors and not tensors["fc.bias"].any():  # SGLang's files always have one
+            del tensors["fc.bias"]
+        biased = "fc.bias" in tensors
+        config = {**plain(head.config), "bias": biased}
+        if layout == "vllm" and biased:
+            raise ConfigError(
+                "vLLM does not read the bias of fc: train the head with bias=False, or choose another layout."
+            )
+        if layout == "sglang":
+            bias = {"fc.bias": tensors["fc.weight"].new_zeros(len(tensors["fc.weight"]))}
+            return {**config, "architectures": ["LlamaForCausalLMEagle"], "bias": True}, {**bias, **tensors}
+        if layout != "speculators":
+            return config, tensors
+        outer = {
+            "speculators_model_type": "eagle",
+            "speculators_version": "0.1.0",
+            "architectures": ["EagleSpeculator"],
+            "transformer_layer_architecture": "LlamaDecoderLayer",
+            "transformer_layer_config": config,
+            "layernorms": False,
+            "fusion_bias": biased,
+        }
+        return outer, {SPECULATORS.published(name): tensor for name, tensor in tensors.items()}

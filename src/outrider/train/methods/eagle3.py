@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from outrider.checkpoints.heads import Head
 from outrider.core.validate import Kind, optional
-from outrider.draft.eagle3.layouts import default_taps, exported
+from outrider.draft.eagle3.layouts import FORMAT, SGLANG, VLLM
 from outrider.draft.eagle3.network import Network
 from outrider.errors import ConfigError
-from outrider.train.base import Method
+from outrider.heads import tapped
+from outrider.heads.layouts import speculators_config
+from outrider.heads.tapped import default_taps
+from outrider.train.base import Files, Method
+from outrider.train.conversions import check_layout, dense, plain, refuse
 from outrider.train.options import COUNT, POSITIVE, TAPS, TrainOptions
 
+FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
 OBJECTIVE = Kind("kl or acceptance", lambda value: value in ("kl", "acceptance"))
 
 
@@ -45,7 +51,6 @@ class Eagle3(Method):
         taps: Sequence[int] | None = None
         inner: int | None = None
 
-    export = staticmethod(exported)
     base_rate = 1e-4
 
     def build(self) -> Network:
@@ -63,6 +68,47 @@ class Eagle3(Method):
         )
         network.lm_head.weight.data.copy_(self.outer.lm_head[network.ids])
         return network
+
+    @classmethod
+    def convert(cls, head: Head, layout: str) -> Files:
+        check_layout(layout, ("vllm", "sglang"))
+        ours, config = FORMAT.translate(head), plain(head.config)
+        tensors, listed = dense(ours), config.get(tapped.TAPS)
+        if not listed or config.pop("use_aux_hidden_state", True) is False:
+            raise ConfigError(f"{head.name!r} does not list its {tapped.TAPS}: add them to its config.")
+        taps, flags = tapped.taps_of(ours, 1 + max(listed)), {f: True for f in FLAGS if config.pop(f, False)}
+        config["architectures"] = ["LlamaForCausalLM"]
+        sizes = {
+            "draft_vocab_size": len(tensors["lm_head.weight"]),
+            "target_hidden_size": tensors["fc.weight"].shape[1] // len(taps),
+        }
+        sizes = {key: config.pop(key, size) for key, size in sizes.items()}
+        layer = {key: value for key, value in config.items() if key != tapped.TAPS}
+        if layout == "vllm":
+            return {**_speculators(layer, taps, sizes), **flags}, {
+                VLLM.published(name): tensor for name, tensor in tensors.items()
+            }
+        refuse(layout, [*flags, *(name for name in tensors if name.startswith(("fc_norm", "input_norm")))])
+        outputs = {tapped.TAPS: [tap - 1 for tap in taps], "use_aux_hidden_state": True}
+        if 0 in taps:
+            raise ConfigError(
+                "SGLang cannot run a head that reads the input of layer 0: it counts the outputs of layers."
+            )
+        own = {"architectures": [tapped.ARCHITECTURE], "eagle_config": outputs}
+        return {**layer, **sizes, **own}, {SGLANG.published(name): tensor for name, tensor in tensors.items()}
+
+
+def _speculators(layer: Mapping[str, Any], taps: Sequence[int], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "transformer_layer_config": {key: value for key, value in layer.items() if key != "architectures"},
+        "norm_before_residual": False,  # its default depends on the reader
+        **sizes,
+        tapped.TAPS: list(taps),
+        "speculators_config": speculators_config("eagle3", 5),
+    }
 
 
 def within(taps: Sequence[int], layers: int) -> tuple[int, ...]:

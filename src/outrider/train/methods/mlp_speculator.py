@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from outrider.checkpoints.heads import Head
 from outrider.core.validate import FLAG, optional
-from outrider.draft.mlp_speculator.layouts import exported
+from outrider.draft.lstm_speculator import LstmSpeculator
+from outrider.draft.mlp_speculator.layouts import FORMAT
 from outrider.draft.mlp_speculator.network import Network
-from outrider.train.base import Method
+from outrider.errors import ConfigError
+from outrider.heads.speculators import PREFIX
+from outrider.train.base import Files, Method
+from outrider.train.conversions import check_layout, plain
 from outrider.train.options import COUNT, TrainOptions
 
 
@@ -36,7 +41,6 @@ class MlpSpeculator(Method):
         tie_weights: bool = True
         scale_input: bool = True
 
-    export = staticmethod(exported)
     base_rate = 1e-3
     logits = False
     drafts: ClassVar = {}
@@ -50,3 +54,19 @@ class MlpSpeculator(Method):
 
     def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
         return super().speculation(folder, min(depth, self.options.n_predict))
+
+    @classmethod
+    def convert(cls, head: Head, layout: str) -> Files:
+        """ArcticInference also needs the architecture of the target in the config: `base_model_archs`."""
+        check_layout(layout, ("reference", "vllm", "arctic"))
+        names = FORMAT if FORMAT.layout_of(head) else LstmSpeculator.FORMAT
+        ours, config = names.translate(head), plain(head.config)
+        if layout == "vllm" and "method" in config:
+            raise ConfigError(
+                f"the layout 'vllm' cannot hold the method {config['method']!r}: choose 'arctic'."
+            )
+        if layout == "arctic" and "method" not in config:  # Arctic's own methods keep their architecture
+            config["architectures"] = ["ArcticMLPSpeculatorPreTrainedModel"]
+        bare = {stored.removeprefix(PREFIX): head.raw(stored) for stored in {*ours.stored.values()}}
+        prefix = PREFIX if layout == "vllm" else ""
+        return config, {f"{prefix}{name}": tensor for name, tensor in bare.items()}

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
+from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
 from outrider.core.validate import FLAG, optional
-from outrider.draft.mtp.layouts import exported
+from outrider.draft.mtp.layouts import FORMAT, LAYOUTS, swap_inputs
 from outrider.draft.mtp.network import Network
-from outrider.train.base import Method
+from outrider.errors import ConfigError
+from outrider.train.base import Files, Method
+from outrider.train.conversions import check_layout, dense, plain, refuse
 from outrider.train.options import COUNT, TrainOptions
+
+QKV = re.compile(r"self_attn\.[qkv]_proj\.weight$")
 
 
 class Mtp(Method):
@@ -27,7 +33,6 @@ class Mtp(Method):
         prenorm: bool = False
         inner: int | None = None
 
-    export = staticmethod(exported)
     base_rate = 1e-4
 
     def build(self) -> Network:
@@ -35,3 +40,53 @@ class Mtp(Method):
         self.wanted = (spec.layers if options.prenorm else FINAL,)
         steps = max(options.test_steps, options.layers)
         return Network(self.sizes, spec.vocabulary, spec.layers, options.layers, steps, options.prenorm)
+
+    @classmethod
+    def convert(cls, head: Head, layout: str) -> Files:
+        """Layouts: "deepseek", "mimo" (vLLM, SGLang; a Qwen2 block) and "speculators".
+
+        Raises ConfigError where readers of that layout would feed the layers other states than they were
+        trained on.
+        """
+        check_layout(layout, ("deepseek", "mimo", "speculators"))
+        ours, wanted = FORMAT.translate(head), LAYOUTS[layout]
+        prenorm = bool(ours.config["prenorm"])
+        if dict(wanted.defaults)["prenorm"] != prenorm:
+            trained, given = ("before", "after") if prenorm else ("after", "before")
+            raise ConfigError(
+                f"layers trained on states {trained} the target's last norm cannot be written as {layout!r}, "
+                f"whose readers give those {given} it."
+            )
+        tensors = {name: tensor for name, tensor in dense(ours).items() if name.startswith("layers.")}
+        if layout == "mimo":  # a Qwen2 block, which always has biases
+            for name in filter(QKV.search, list(tensors)):
+                zeros = tensors[name].new_zeros(len(tensors[name]))
+                tensors.setdefault(f"{name.removesuffix('weight')}bias", zeros)
+        else:
+            biases = {name: tensor for name, tensor in tensors.items() if name.endswith("_proj.bias")}
+            refuse(layout, [name for name, bias in biases.items() if bias.any()])
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in biases}
+        first = int(ours.config.get("num_hidden_layers", 1))
+        config = plain(ours.config) | {
+            "architectures": ["DeepSeekMTPModel"],
+            "model_type": "deepseek_mtp",
+            "num_hidden_layers": first,
+            "num_nextn_predict_layers": len({name.split(".")[1] for name in tensors}),
+        }
+        swap = bool(wanted.changes)  # MiMo's layers read [state; embedding]
+        out = {
+            wanted.published(name, target_layers=first): swap_inputs(tensor, config)
+            if swap and name.endswith("eh_proj.weight")
+            else tensor
+            for name, tensor in tensors.items()
+        }
+        if layout == "mimo":
+            return {**config, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}, out
+        if layout == "deepseek":
+            return config, out
+        return {
+            "speculators_model_type": "mtp",
+            "architectures": ["MTPDraftModel"],
+            "transformer_layer_config": {**config, "model_type": "qwen3"},
+            "num_nextn_predict_layers": config["num_nextn_predict_layers"],
+        }, out

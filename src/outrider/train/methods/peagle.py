@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.core.validate import optional, whole
-from outrider.draft.eagle3.layouts import default_taps
 from outrider.draft.peagle.network import Network
 from outrider.errors import ConfigError
+from outrider.heads.tapped import default_taps
 from outrider.train.base import Method
 from outrider.train.methods.eagle3 import frequent, within
 from outrider.train.options import COUNT, TAPS, TrainOptions

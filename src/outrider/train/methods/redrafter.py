@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from outrider.checkpoints.heads import Head
 from outrider.core.validate import FLAG, optional
+from outrider.draft.redrafter.layouts import CONVERTED, FORMAT, blocks
 from outrider.draft.redrafter.network import Network
-from outrider.train.base import Method
+from outrider.train.base import Files, Method
+from outrider.train.conversions import check_layout, dense, plain
 from outrider.train.options import COUNT, TrainOptions
 
 
@@ -31,3 +34,14 @@ class ReDrafter(Method):
     def build(self) -> Network:
         options, spec = self.options, self.target.decoder.spec
         return Network(spec.hidden, spec.vocabulary, options.layers, options.exit_dim, options.rnn)
+
+    @classmethod
+    def convert(cls, head: Head, layout: str) -> Files:
+        ours = FORMAT.translate(head)
+        tensors, count = dense(ours), blocks(ours)
+        check_layout(layout, ("reference", "tensorrt-llm"))
+        if layout == "tensorrt-llm":
+            tensors = {
+                f"drafter.{CONVERTED.published(name, blocks=count)}": tensors[name] for name in tensors
+            }
+        return plain(head.config), tensors

@@ -1,4 +1,4 @@
-"""The network of a block-parallel head for training, in float32.
+"""Base of the networks of block-parallel heads for training, in float32.
 
 For every anchor a of a text: the positions, what the block attends to, and its predictions (block = 4):
 
@@ -13,15 +13,14 @@ Every row of the block attends to g_0 … g_a-1 and to the whole block; no row a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.draft.dflash.layouts import ARCHITECTURE, DEFAULT_THETA, DOMINO, SPARK, TYPE
 from outrider.drafting.base import Target
-from outrider.heads.corrections import VANILLA, Corrected
+from outrider.heads.block_layouts import DEFAULT_THETA, TAPS
 from outrider.heads.layer import Sizes
 from outrider.heads.layouts import speculators_config
 from outrider.heads.parts import Layer, RmsNorm, register_vocabulary, rotary_angles, sizes_config
@@ -47,12 +46,12 @@ class BlockLayer(Layer):
         return self.feed_forward(x + attention.attend(attention.queries(u, own), k, v, mask))
 
 
-class Network(Corrected):
+class BlockNetwork(nn.Module):
     """taps: as `Needs.states` numbers them.  block: tokens of a block, the pending one included.
     mask: id of the others.  ids: the head's tokens, ascending; empty for all.
-    markov, kind: rank and kind of DSpark's table.  confidence: with its predictor of the acceptance.
-    domino: width of Domino's recurrent state, 0 without one.
     """
+
+    t2d: Tensor  # bool [V], with `ids`
 
     def __init__(
         self,
@@ -63,10 +62,6 @@ class Network(Corrected):
         layers: int = 2,
         block: int = 8,
         ids: Sequence[int] = (),
-        markov: int = 0,
-        kind: str = VANILLA,
-        confidence: bool = False,
-        domino: int = 0,
     ) -> None:
         super().__init__()
         self.sizes, self.vocabulary, self.taps, self.ids = sizes, vocabulary, tuple(taps), tuple(ids)
@@ -77,10 +72,14 @@ class Network(Corrected):
         if ids:
             self.lm_head = nn.Linear(hidden, len(ids), bias=False)
             register_vocabulary(self, torch.tensor(ids), vocabulary)
-        self.add_corrections(hidden, vocabulary, len(ids) or vocabulary, markov, kind, confidence, domino)
+
+    @property
+    def outputs(self) -> int:
+        """Tokens of its vocabulary."""
+        return len(self.ids) or self.vocabulary
 
     @classmethod
-    def like(cls, target: Target, inner: int | None = None, **options: Any) -> Network:
+    def like(cls, target: Target, inner: int | None = None, **options: Any) -> Self:
         """A small one for this target, with random weights and three taps, spread as the published ones are.
 
         Attention copies values at first (o_proj = v_proj^T, orthogonal): a mask needs the anchor unchanged,
@@ -100,27 +99,45 @@ class Network(Corrected):
                 attention.o_proj.weight.data.copy_(attention.v_proj.weight.data.T)
         return network
 
-    def config(self) -> dict[str, Any]:
-        """In the format of speculators; Domino's in that of SpecForge, the only one that has it."""
-        heads = self.corrections_config()
-        if self.domino:
-            own = {**heads, "mask_token_id": self.mask, "target_layer_ids": [tap - 1 for tap in self.taps]}
-            outer = {"architectures": [DOMINO], "block_size": self.block, "dflash_config": own}
-            return {**self._layer_config(), **outer}
-        kind, architecture = (SPARK, "DSparkDraftModel") if heads else (TYPE, ARCHITECTURE)
-        made = {**heads, "architectures": [architecture], "speculators_model_type": kind}
-        made |= {"block_size": self.block, "mask_token_id": self.mask}
-        made |= {"aux_hidden_state_layer_ids": list(self.taps), "sliding_window_non_causal": False}
-        made |= {"sample_from_anchor": False, "draft_vocab_size": len(self.ids) or self.vocabulary}
-        made |= {"transformer_layer_config": self._layer_config()}
-        return {**made, "speculators_config": speculators_config(kind, self.block - 1, "")}
+    def speculators(self, kind: str, architecture: str, **own: Any) -> dict[str, Any]:
+        """The config in the format of speculators.  own: further keys of the method."""
+        return {
+            **own,
+            "architectures": [architecture],
+            "speculators_model_type": kind,
+            "block_size": self.block,
+            "mask_token_id": self.mask,
+            TAPS[0]: list(self.taps),
+            "sliding_window_non_causal": False,
+            "sample_from_anchor": False,
+            "draft_vocab_size": self.outputs,
+            "transformer_layer_config": self.layer_config(),
+            "speculators_config": speculators_config(kind, self.block - 1, ""),
+        }
 
-    def _layer_config(self) -> dict[str, Any]:
-        layers = len(self.layers)
-        made = {"attention_bias": False, "hidden_act": "silu", "model_type": "qwen3"}
-        made |= {**sizes_config(self.sizes), "num_hidden_layers": layers, "vocab_size": self.vocabulary}
-        made |= {"tie_word_embeddings": False, "rope_theta": DEFAULT_THETA, "sliding_window": None}
-        return {**made, "layer_types": ["full_attention"] * layers}
+    def correct(
+        self, logits: Tensor, x: Tensor, before: Tensor, embedding: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Corrected logits [A, block, Vd], and the logit of the acceptance [A, block], if it is predicted.
+
+        x [A, block, h]; before [A, block]: the token before each place, of the first the anchor itself.
+        """
+        return logits, None
+
+    def layer_config(self) -> dict[str, Any]:
+        """The keys of a transformers config."""
+        return {
+            **sizes_config(self.sizes),
+            "model_type": "qwen3",
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "num_hidden_layers": len(self.layers),
+            "vocab_size": self.vocabulary,
+            "tie_word_embeddings": False,
+            "rope_theta": DEFAULT_THETA,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * len(self.layers),
+        }
 
     def forward(
         self, taps: Tensor, tokens: Tensor, anchors: Tensor, outer: TargetWeights
@@ -159,9 +176,8 @@ class Network(Corrected):
         following = tokens[at.clamp_max(last)]
         counted = (at <= last) & (depth >= 0) & mask[(at - 1).clamp_max(last)]
         if self.ids:
-            t2d: Any = self.t2d
-            counted = counted & t2d[following]
-            known = t2d.nonzero().flatten()
+            counted = counted & self.t2d[following]
+            known = self.t2d.nonzero().flatten()
             following = torch.searchsorted(known, following).clamp_max(len(known) - 1)
         weight = counted * torch.exp(-depth / DECAY)
         rows = logits.flatten(0, 1).float()

@@ -1,4 +1,4 @@
-"""Published files of block-parallel heads.
+"""Published files of block-parallel heads, and the meaning of their configs.
 
 All of them have Qwen3 blocks `layers.{i}`, `fc`, `hidden_norm` and `norm`; their configs differ:
 
@@ -11,55 +11,27 @@ All of them have Qwen3 blocks `layers.{i}`, `fc`, `hidden_norm` and `norm`; thei
     a window's rows see   the block, if                    the block up to themselves, unless
                           sliding_window_non_causal        dflash_config.causal is false
     the rest              d2t, t2d, lm_head, sample_from_anchor
-    DSpark                markov_w1 [V, rank], markov_w2 [Vd, rank]; it samples from the anchor by default;
-                          gate_proj or joint_proj of the other kinds; confidence_head.proj
-                          markov_head_type                 dflash_config.markov_head_type,
-                                                           projector_type "dspark"
-    Domino                                                 projector_type "domino", prefix_gru, embed_proj,
-                                                           pure_draft_prefix_len, shift_label: from the anchor
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import whole
 from outrider.errors import ModelError
-from outrider.heads.corrections import MARKOV
-from outrider.heads.layouts import BLOCK_NAMES, UNCHANGED, HeadFormat, Layout, flat, numbers
+from outrider.heads.layouts import BLOCK_NAMES, UNCHANGED, HeadFormat, Layout, Rows, flat, numbers
 from outrider.heads.outer import checked_taps
 
-ARCHITECTURE, DOMINO, TYPE, SPARK = "DFlashDraftModel", "DominoDraftModel", "dflash", "dspark"
 SLIDING = "sliding_attention"
 DEFAULT_THETA = 1000000.0  # vLLM's
 TAPS = ("aux_hidden_state_layer_ids", "target_layer_ids")  # inputs of layers, outputs of layers
-ROWS = (
-    ("verifier_{rest}", None),
-    ("rotary_emb.{rest}", None),
-    ("markov_head.markov_w{i}.{kind}", "markov_w{i}.{kind}"),
-    ("markov_head.gate_proj.{kind}", "gate_proj.{kind}"),
-    ("markov_head.joint_proj.{kind}", "joint_proj.{kind}"),
-    ("prefix_gru.weight_ih_l0", "domino.input.weight"),
-    ("prefix_gru.weight_hh_l0", "domino.state.weight"),
-    ("embed_proj.0.weight", "domino.down.weight"),
-    ("embed_proj.2.weight", "domino.up.weight"),
-    ("draft_id_to_target_id", "d2t"),
-    *UNCHANGED,
-)
-PREFIXES = ("model.", "draft_model.", "domino_head.")
-
-
-def _of_speculators(head: Head) -> bool:
-    return "speculators_model_type" in head.config
-
-
-def _block_depth(head: Head) -> int | None:
-    """The number of draft tokens of a block, None if the config does not contain it."""
-    block = flat(head.config).get("block_size")
-    return block - (not from_anchor(head)) if isinstance(block, int) else None
+PREFIXES = ("model.", "draft_model.")
+ARCHITECTURE = "DFlashDraftModel"  # also of heads that correct their logits
+ROWS = (("verifier_{rest}", None), ("rotary_emb.{rest}", None), ("draft_id_to_target_id", "d2t"), *UNCHANGED)
+SIGNS = ("hidden_norm.weight", "fc.weight", "layers.0.self_attn.q_norm.weight")
 
 
 @dataclass(frozen=True)
@@ -88,10 +60,11 @@ class BlockLayout:
         return self.block - (not self.from_anchor)
 
     @staticmethod
-    def of(head: Head, target_layers: int, tap_offset: int | None = None) -> BlockLayout:
+    def of(head: Head, anchored: bool, target_layers: int, tap_offset: int | None = None) -> BlockLayout:
         """Layout from a config.
 
         head:       under our names, with a flat config
+        anchored:   `from_anchor` of it
         tap_offset: added to the file's layer numbers; None follows the file's convention
 
         Raises ModelError for a config that does not fit the tensors or the target.
@@ -110,22 +83,20 @@ class BlockLayout:
         for key, least in limits.items():
             value = window if key == "sliding_window" else config.get(key)
             whole(least).check(value, f"{key} of {head.name!r}", ModelError)
-        taps, anchored = _taps(head, target_layers, layers, tap_offset), from_anchor(head)
+        taps = _taps(head, target_layers, layers, tap_offset)
         if config["block_size"] + anchored < 2:
             raise ModelError(f"{head.name!r} has a block of 1 token, which drafts nothing.")
         windows, causal = zip(*((window * one, _causal(config, one)) for one in sliding))
         return BlockLayout(taps, config["block_size"], config["mask_token_id"], anchored, windows, causal)
 
 
-def from_anchor(head: Head) -> bool:
+def from_anchor(head: Head, usual: bool = False) -> bool:
     """Whether the anchor's row predicts, too, so that each row predicts the token after it.
 
-    DSpark's do unless the config disables it.
+    usual: unless the config says otherwise.
     """
     config = flat(head.config)
-    named = SPARK in (config.get("speculators_model_type"), config.get("projector_type"))
-    spark = named or any(name.endswith("markov_w1.weight") for name in head)
-    return bool(config.get("sample_from_anchor", config.get("shift_label", spark)))
+    return bool(config.get("sample_from_anchor", config.get("shift_label", usual)))
 
 
 def _causal(config: Mapping[str, Any], sliding: bool) -> bool:
@@ -151,11 +122,15 @@ def spread(target_layers: int, taps: int) -> list[int]:
     return [round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps)]
 
 
-def _refused(head: Head) -> str:
-    if not head.config.get("is_neox_style", True):
-        return "it rotates its heads in neighbouring pairs (is_neox_style false)"
-    kind = head.config.get("markov_head_type", "vanilla")
-    return "" if kind in MARKOV else f"its markov_head_type is {kind!r}, and none of {', '.join(MARKOV)}"
+def kind_of(head: Head) -> str | None:
+    """What the config calls this kind of block; None where it names none."""
+    config = flat(head.config)
+    kind: str | None = config.get("projector_type") or config.get("speculators_model_type")
+    return kind
+
+
+def _of_speculators(head: Head) -> bool:
+    return "speculators_model_type" in head.config
 
 
 def _with_theta(head: Head) -> Head:
@@ -164,27 +139,43 @@ def _with_theta(head: Head) -> Head:
     return replace(head, config={**head.config, "rope_theta": DEFAULT_THETA})
 
 
-FORMAT = HeadFormat(
-    (
-        Layout("speculators", ("hidden_norm.weight",), ROWS, PREFIXES, _of_speculators),
-        Layout("z-lab, SpecForge", ("hidden_norm.weight",), ROWS, PREFIXES),
-    ),
-    hidden=(("fc.weight", 1),),
-    vocabulary=("lm_head.weight",),
-    taps=TAPS,
-    depth=_block_depth,
-    known=r"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_w[12]|(gate|joint|confidence_head\.)_?proj)"
-    r"\.(weight|bias)|d2t|t2d|domino\.(input|state|down|up)\.weight|"
-    rf"layers\.\d+\.({BLOCK_NAMES})",
-    variants=(
-        ("markov", "DSpark with another table"),
-        ("gru|domino|embed_proj", "Domino with other layers"),
-        ("selector", "DFlash 2"),
-        ("fusion", "DFlare"),
-        ("sink", "attention sinks"),
-    ),
-    kinds=f"{TYPE}|{SPARK}|{ARCHITECTURE}|{DOMINO}",
-    keys=("dflash_config",),
-    refused=_refused,
-    finish=_with_theta,
-)
+def block_format(
+    kinds: str,
+    rows: Rows = (),
+    known: str = "",
+    variants: tuple[tuple[str, str], ...] = (),
+    prefixes: tuple[str, ...] = (),
+    anchored: Callable[[Head], bool] = from_anchor,
+    refused: Callable[[Head], str] = lambda _: "",
+) -> HeadFormat:
+    """The format of a block with more tensors than a plain one has: rows, known, variants, prefixes.
+
+    anchored: `from_anchor` of such heads.
+    """
+
+    def refusal(head: Head) -> str:
+        if not head.config.get("is_neox_style", True):
+            return "it rotates its heads in neighbouring pairs (is_neox_style false)"
+        return refused(head)
+
+    def depth(head: Head) -> int | None:
+        block = flat(head.config).get("block_size")
+        return block - (not anchored(head)) if isinstance(block, int) else None
+
+    table, starts = (*rows, *ROWS), (*PREFIXES, *prefixes)
+    return HeadFormat(
+        (
+            Layout("speculators", ("hidden_norm.weight",), table, starts, _of_speculators),
+            Layout("z-lab, SpecForge", ("hidden_norm.weight",), table, starts),
+        ),
+        hidden=(("fc.weight", 1),),
+        vocabulary=("lm_head.weight",),
+        taps=TAPS,
+        depth=depth,
+        known=rf"(fc|hidden_norm|norm|lm_head|embed_tokens)\.(weight|bias)|d2t|t2d|"
+        rf"layers\.\d+\.({BLOCK_NAMES}){known and f'|{known}'}",
+        variants=(*variants, ("selector", "DFlash 2"), ("fusion", "DFlare"), ("sink", "attention sinks")),
+        kinds=kinds,
+        refused=refusal,
+        finish=_with_theta,
+    )

@@ -1,4 +1,4 @@
-"""Block-parallel drafting: one pass of a few layers drafts a whole block (DFlash, arXiv 2602.06036).
+"""Base of block-parallel drafters: one pass of a few layers drafts a whole block (DFlash, arXiv 2602.06036).
 
 A block is the pending token followed by masks.  Its rows attend to each other, and to K/V made from the
 target's states at all positions before: in every layer, K and V of position t are projections of g_t =
@@ -9,8 +9,8 @@ norm(fc(taps of the target at t)).
     input of one pass           │ x_e-1  mask    mask …       its K/V is scratch, in the slots of draft tokens
     its logits are for          │  –      e      e+1  …       from_anchor: e, e+1, e+2 …, the token after each
 
-DSpark and Domino heads are blocks, too.  There the tokens before each draft token correct its logits
-(heads/corrections.py), so a block is one pass, and its tokens are chosen from left to right.
+In some methods the tokens before each draft token correct its logits (heads/corrections.py).  Then a block
+is one pass, and its tokens are chosen from left to right.
 
 A position needs the target's states at that position only, so any prefix hit can be built on.
 """
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,22 +32,37 @@ from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Draft, DraftTree
 from outrider.core.validate import Kind, check_fields, is_whole, optional, whole
-from outrider.draft.dflash.layouts import FORMAT, SLIDING, BlockLayout
-from outrider.draft.dflash.network import Network
-from outrider.drafting.base import Drafter, Target
+from outrider.drafting.base import Target
 from outrider.errors import ModelError
-from outrider.heads.base import HeadDrafter, HeadOptions, random_head
+from outrider.heads.base import HeadDrafter, HeadOptions
+from outrider.heads.block_layouts import SIGNS, BlockLayout, from_anchor
 from outrider.heads.choose import Chooser
-from outrider.heads.corrections import corrections_of, grow_corrected
+from outrider.heads.corrections import CorrectedTree, Correction, grow_corrected
 from outrider.heads.layer import Block, Stack
-from outrider.heads.layouts import flat
 from outrider.heads.outer import embed, lm_logits, own_embedding, own_lm_head
 from outrider.heads.ranks import RankAccuracy
-from outrider.heads.templates import chain_paths
-from outrider.heads.trees import BlockTree, RankTree
+from outrider.heads.templates import Path, chain_paths
+from outrider.heads.trees import BlockTree
 from outrider.heads.vocabulary import target_ids
 
 RANKS, MAX_NODES = 8, 1024
+
+
+@dataclass(frozen=True)
+class BlockOptions(HeadOptions):
+    """nodes: of a tree of the ranks that were right most often (None: a chain).  tap_offset: added to
+    the file's layer numbers to get the layer that a tapped state enters (None: 1 for
+    dflash_config.target_layer_ids, 0 for aux_hidden_state_layer_ids).  num_speculative_tokens shortens
+    the file's block, as in vLLM, and never extends it.
+    """
+
+    nodes: int | None = None
+    tap_offset: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        side = Kind("0 (the input of a layer) or 1 (its output)", lambda value: is_whole(value, 0, 1))
+        check_fields(self, {"nodes": optional(whole(1, MAX_NODES)), "tap_offset": optional(side)})
 
 
 def without_queries(block: Block) -> Block:
@@ -57,30 +72,16 @@ def without_queries(block: Block) -> Block:
     return keys
 
 
-class DFlash(HeadDrafter):
-    FORMAT = FORMAT
-    demo: ClassVar = {"DFlash": {"model": "builtin-dflash", "num_speculative_tokens": 2}}
+class BlockDrafter(HeadDrafter):
+    """correction: of the logits by the tokens before; None for a plain block."""
 
-    @dataclass(frozen=True)
-    class Options(HeadOptions):
-        """nodes: of a tree of the ranks that were right most often (None: a chain).  tap_offset: added to
-        the file's layer numbers to get the layer that a tapped state enters (None: 1 for
-        dflash_config.target_layer_ids, 0 for aux_hidden_state_layer_ids).  num_speculative_tokens shortens
-        the file's block, as in vLLM, and never extends it.
-        """
+    correction: Correction | None = None
 
-        nodes: int | None = None
-        tap_offset: int | None = None
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            side = Kind("0 (the input of a layer) or 1 (its output)", lambda value: is_whole(value, 0, 1))
-            check_fields(self, {"nodes": optional(whole(1, MAX_NODES)), "tap_offset": optional(side)})
-
-    def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
+    def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
         head, reader = self.head, self.reader
-        self.layout = layout = BlockLayout.of(head, target.decoder.spec.layers, options.tap_offset)
+        layers, anchored = target.decoder.spec.layers, self.anchored(head)
+        self.layout = layout = BlockLayout.of(head, anchored, layers, options.tap_offset)
         self.depth, self.needs = layout.levels, Needs(states=tuple(sorted(set(layout.taps))))
         self.skipped = 0 if layout.from_anchor else 1  # rows of a block without logits
         if layout.mask >= target.vocabulary:
@@ -104,26 +105,26 @@ class DFlash(HeadDrafter):
         self.ids = target_ids(head, target.vocabulary)
         self.choose = Chooser(target, self.ids)
         self.lm_head = own_lm_head(reader, target, width, self.ids)
-        self.correction, self.confidence = corrections_of(reader, target, width, self.ids, self.embedding)
         if options.nodes is not None:
             self.memory = RankAccuracy.prior(layout.levels, RANKS)
 
-    @classmethod
-    def claims(cls, head: Head) -> int:
-        """2: a norm over the taps beside the layers, and normed attention heads."""
-        ours = FORMAT.renamed(head)
-        signs = ("hidden_norm.weight", "fc.weight", "layers.0.self_attn.q_norm.weight")
-        if all(name in ours for name in signs) and "layers.0.hidden_norm.weight" not in ours:
-            return 2
-        return int(FORMAT.named_in(head.config))
+    @staticmethod
+    def anchored(head: Head) -> bool:
+        """`from_anchor` of such heads."""
+        return from_anchor(head)
 
     @classmethod
-    def example(cls, target: Target) -> Drafter:
-        """Two random layers, one with a window, on the first and the last states; a tree of 8."""
-        head = random_head(Network.like, target, taps=(1, target.decoder.spec.layers), block=5)
-        kinds = {"layer_types": ["full_attention", SLIDING], "sliding_window": 9}
-        config = {**flat(head.config), **kinds, "sliding_window_non_causal": True}
-        return cls(cls.Options(nodes=8), target, replace(head, config=config))
+    def claims(cls, head: Head) -> int:
+        """2: a norm over the taps beside the layers, normed attention heads, and what `marked` looks for."""
+        ours = cls.FORMAT.renamed(head)
+        if all(name in ours for name in SIGNS) and "layers.0.hidden_norm.weight" not in ours:
+            return 2 if cls.marked(head) else 0
+        return int(cls.FORMAT.named_in(head.config))
+
+    @classmethod
+    def marked(cls, head: Head) -> bool:
+        """Whether a block under its published names is one of this method."""
+        raise NotImplementedError
 
     def size(self, depth: int) -> int:
         depth = min(depth, self.layout.levels)
@@ -135,29 +136,29 @@ class DFlash(HeadDrafter):
     def propose(self, batch: Batch) -> Draft:
         for step in batch:
             self.catch_up.cursor(step.row, step.start)
-        rows, grown = [r for r, step in enumerate(batch) if self.can_draft(step)], dict[int, DraftTree]()
-        if rows:
-            levels = [min(batch[r].budget.depth, self.layout.levels) for r in rows]
-            logits, states = self.block_logits(batch, rows, levels)
-            grown = dict(zip(rows, self._grow([batch[r] for r in rows], torch.split(logits, levels), states)))
-        return self.propose_for(batch, grown)
+        rows = [r for r, step in enumerate(batch) if self.can_draft(step)]
+        if not rows:
+            return self.propose_for(batch, {})
+        levels = [min(batch[r].budget.depth, self.layout.levels) for r in rows]
+        logits, states = self.block_logits(batch, rows, levels)
+        sizes = [count + self.skipped for count in levels]
+        of_rows = zip(rows, torch.split(logits, levels), torch.split(states, sizes))
+        plain, corrected = dict[int, DraftTree](), dict[int, CorrectedTree]()
+        for r, own, x in of_rows:
+            row, stream, paths = batch[r].row, self.target.stream_id, self._paths(batch[r], len(own))
+            if self.correction is None:
+                tree = BlockTree(row, own, paths, self.samples(row), stream)
+                plain[r] = tree.grow(self.choose)
+            else:
+                corrected[r] = CorrectedTree(row, own, x, paths, self.samples(row), stream)
+        if self.correction is not None:
+            grow_corrected(list(corrected.values()), self.correction, self.choose)
+        return self.propose_for(batch, plain | {r: tree.draft_tree for r, tree in corrected.items()})
 
-    def _grow(self, steps: Sequence[RowStep], blocks: Sequence[Tensor], states: Tensor) -> list[DraftTree]:
-        """The trees of some rows, by `block_logits`."""
-        stream, memory, args = self.target.stream_id, self.memory, []
-        for row, budget, depth in ((step.row, step.budget, len(block)) for step, block in zip(steps, blocks)):
-            shape = chain_paths(depth) if memory is None else memory.best_paths(budget.nodes, depth)
-            args.append((row, shape, self.samples(row)))
-        if self.correction is None:
-            plain = zip(args, blocks)
-            return [
-                BlockTree(row, b, shape, drawn, stream).grow(self.choose) for (row, shape, drawn), b in plain
-            ]
-        trees = [RankTree(row, shape, sampled=drawn, stream_id=stream) for row, shape, drawn in args]
-        of_rows = torch.split(states, [len(block) + self.skipped for block in blocks])
-        found = dict(zip(trees, zip(blocks, of_rows)))
-        grow_corrected(found, self.correction, self.confidence, self.skipped, self.choose)
-        return [tree.draft_tree for tree in trees]
+    def _paths(self, step: RowStep, depth: int) -> list[Path]:
+        """The nodes of a row's tree."""
+        memory: RankAccuracy | None = self.memory
+        return chain_paths(depth) if memory is None else memory.best_paths(step.budget.nodes, depth)
 
     def block_logits(self, batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> tuple[Tensor, Tensor]:
         """One pass over the blocks of these rows, of the next `levels[i]` positions of each.

@@ -1,0 +1,150 @@
+"""Heads with a layer for each level: layer k reads the output of layer k - 1 at the same position t, beside
+a token one position further on.
+
+    position of the target      t         t+1       t+2
+    state                       f_t                            the target emitted x_t+1 from it
+    layer 0 reads               (f_t,      x_t+1)              output a_t, draft for t+2
+    layer 1 reads               (a_t,                x_t+2)    output b_t, draft for t+3
+    …                                                          layer k reads token t+k+1, makes draft k+1
+
+Its K/V is in the slot of that token, as in heads/recurrent.py, in a table that begins k + 1 slots later than
+the target's.  After the pending token e-1, the first pairs of layer k that read a draft token are at e-1-k …
+e-2.  All nodes of the tree down to level k go through it, each with the output of layer k-1 at its parent.
+Only the last states differ from certain ones, so the last k states are read twice.
+
+                                slot of x_e-1   of draft 1   of draft 2
+    layer 0                     (f_e-2, x_e-1)                             → draft 1
+    layer 1                     (a_e-3, x_e-1)  (a_e-2, d1)                → draft 2
+    layer 2                     (b_e-4, x_e-1)  (b_e-3, d1)  (b_e-2, d2)   → draft 3
+
+After the last layer that one recurs: (o, draft) at t+1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from outrider.cache.pool import Pool
+from outrider.core.step import FINAL
+from outrider.core.step_input import StepInput
+from outrider.drafting.base import Target
+from outrider.heads.layer import Pairs, Stack
+from outrider.heads.reader import Reader
+from outrider.heads.recurrent import Forwards, Net, Reading, Recurrent
+from outrider.heads.trees import KVTree
+
+
+class LayeredNet(Net):
+    """Layers on the target's kernels: x = eh_proj [enorm(e); hnorm(g)], then a transformer block.
+
+    Their outputs are [n, hidden], before the last norm.  prenorm: states are taken before the last norm, the
+    target's and the layers' own.
+    """
+
+    def __init__(self, reader: Reader, target: Target, prenorm: bool) -> None:
+        super().__init__(reader, target)
+        head, layers, hidden = self.head, self.model.spec.layers, self.model.spec.hidden
+        self.prenorm, self.taps = prenorm, (layers,) if prenorm else (FINAL,)
+        self.count = sum(name.endswith(".eh_proj.weight") for name in head)
+        names = [f"layers.{i}" for i in range(self.count)]
+        self.eh_proj = [reader.linear(f"{name}.eh_proj", hidden, 2 * hidden) for name in names]
+        self.stack = Stack(reader, target, names, hidden)
+
+        def norm(name: str) -> Tensor:
+            return reader.vector(f"{name}.weight", hidden)
+
+        eps = self.stack.sizes.eps
+        self.pairs = [Pairs(self.model, norm(f"{name}.enorm"), norm(f"{name}.hnorm"), eps) for name in names]
+        if "layers.0.norm.weight" in head:
+            self.norms = [norm(f"{name}.norm") for name in names]
+        else:  # the target's follows
+            last = target.checkpoint.tensors().get("model.norm.weight", hidden)
+            self.norms = [last.float().to(self.backend.device).contiguous()] * self.count
+
+    def forward(self, step_input: StepInput, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
+        x = self.backend.linear(self.pairs[layer](step_input, g), self.eh_proj[layer])
+        return self.stack.blocks[layer](x, step_input, pool, layer)
+
+    def from_output(self, o: Tensor, layer: int = 0) -> Tensor:
+        return o if self.prenorm else self.normed(o, layer)
+
+    def normed(self, o: Tensor, layer: int = 0) -> Tensor:
+        return self.backend.rms_norm(o, self.norms[layer], self.stack.sizes.eps)
+
+    def logits(self, o: Tensor, layer: int = 0) -> Tensor:
+        return self.model.head_logits(self.normed(o, layer))
+
+
+class LayerForwards(Forwards):
+    """Forwards of a step through several layers.
+
+    roots: of every layer, its output [trees, hidden] at the last certain pair of each tree.  outputs [n,
+    hidden]: of the deepest layer so far, at the nodes of all trees.  rows: slot of a root or node -> its row
+    in roots and outputs, one after the other.
+    """
+
+    net: LayeredNet
+
+    def __init__(self, drafter: Recurrent, readings: Sequence[Reading]) -> None:
+        super().__init__(drafter, readings)
+        trees = [reading.tree for reading in readings if reading.tree is not None]
+        self.root_rows = {tree.table[tree.base - 1]: row for row, tree in enumerate(trees)}
+        self.rows, self.roots = dict(self.root_rows), list[Tensor]()
+        self.outputs = self.states.new_empty(0, drafter.hidden)
+
+    def catch_up(self) -> Tensor:
+        """Layer after layer; each ends one pair before the one below it, whose token is not known."""
+        g, counts = self.net.from_states(self.states), [reading.cursor.count for reading in self.readings]
+        for layer in range(self.net.count):
+            step_input = StepInput()
+            for reading, count in zip(self.readings, counts):
+                if count:
+                    first, token = reading.cursor.first, reading.cursor.first + layer + 1
+                    tokens = reading.row.tokens[token : token + count]
+                    step_input.chain(reading.table[layer + 1 :], first, tokens)
+            if not step_input.length:
+                break
+            o = self.net.forward(step_input.build(), self.pool, g, layer)
+            ends = zip(self.readings, accumulate(counts))
+            self.roots.append(o[[end - 1 for reading, end in ends if reading.tree is not None]])
+            g = torch.cat([part[:-1] for part in torch.split(self.net.from_output(o, layer), counts)])
+            counts = [max(0, count - 1) for count in counts]
+        return self.roots[0]
+
+    def logits(self, level: int, o: Tensor) -> Tensor:
+        return self.net.logits(o, min(level, self.net.count - 1))
+
+    def deepen(self, level: int, trees: Sequence[KVTree], o: Tensor) -> Tensor:
+        last = self.net.count - 1
+        if level <= last:
+            return self._through_layer(level, trees)
+        step_input = StepInput()
+        for tree in trees:
+            table = tree.table[last:]
+            for tokens, slots in tree.frontier_paths:
+                step_input.node(table, tree.base - last, slots, tokens[-1])
+        return self.net.forward(step_input.build(), self.pool, self.net.from_output(o, last), last)
+
+    def _through_layer(self, layer: int, trees: Sequence[KVTree]) -> Tensor:
+        """The output [n, hidden] of `layer` at the frontiers, which they and all nodes above them pass."""
+        step_input, frontier, rows = StepInput(), list[int](), dict[int, int]()
+        parents: list[int] = []  # rows of all nodes' parents in roots and outputs of the layer below
+        for tree in trees:
+            table, root = tree.table[layer:], tree.table[tree.base - 1]
+            for tokens, slots in tree.frontier_paths:
+                for i, (token, slot) in enumerate(zip(tokens, slots)):
+                    if slot in rows:  # it is on the path of another node, too
+                        continue
+                    rows[slot] = step_input.length
+                    parents.append(self.rows[slots[i - 1] if i else root])
+                    step_input.node(table, tree.base - layer, slots[: i + 1], token)
+                frontier.append(rows[slots[-1]])
+        below = torch.cat([self.roots[layer - 1], self.outputs])
+        g = self.net.from_output(below[parents], layer - 1)
+        self.outputs = self.net.forward(step_input.build(), self.pool, g, layer)
+        self.rows = self.root_rows | {slot: len(self.root_rows) + row for slot, row in rows.items()}
+        return self.outputs[frontier]
