@@ -15,6 +15,7 @@ from rich.console import Console
 from outrider import LLM, ConfigError, RequestError, SamplingParams
 from outrider.bench.measure import PLAIN, Measured, demonstrations, grouped, measure, too_short
 from outrider.bench.measure import Run as Group
+from outrider.bench.peers import peer
 from outrider.bench.plot import check_plot, heat_map
 from outrider.bench.questions import MT_BENCH, prompts_of, read
 from outrider.bench.report import figures, matrix, remarks, speed_ups, table, within_noise
@@ -142,6 +143,15 @@ def test_what_is_wrong(run: Run, questions: Path, arguments: tuple[Any, ...], me
     ("line", "message"),
     [("{", "line 2: no JSON"), ('{"turns": []}', "line 2"), ('{"prompt": "x"}', "line 2"), ("[1]", "line 2")],
 )
+def test_an_engine_that_is_not_installed_or_reads_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.bench.peers.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install xllamacpp"):
+        peer("llama.cpp", "target.gguf")
+    monkeypatch.setattr("outrider.bench.peers.find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match="'draft' is none"):
+        peer("llama.cpp", "target.gguf", "draft")
+
+
 def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "question.jsonl"
     path.write_text('{"category": "a", "turns": ["x"]}\n' + line)
@@ -220,6 +230,15 @@ def test_a_speed_up_is_the_median_of_rounds() -> None:
     assert measured(10, [4.0, 4.0, 9.0], [2.0, 2.0, 2.0]).speed_up(plain) == 1.0
     assert measured(20, [1.0, 4.0, 9.0], [1.0, 2.0, 2.0]).speed_up(plain) == 2.0
     assert measured(10, [1.0, 2.0, 9.0], [1.0, 1.0, 2.0]).speed_up(plain) == 2.0
+
+
+def test_the_share_of_the_ideal_speed_up_is_what_other_work_leaves_of_it() -> None:
+    """Forwards take 80 % of plain decoding; drafting and forwards 60 % of a run with drafts."""
+    answers = [CompletionOutput(0, "", [1] * 10, speculation=Speculation())]
+    plain = Measured(PLAIN, [Group("chat", 10.0, Times(0.0, 8.0, 1.0), answers)])
+    ours = Measured("drafts", [Group("chat", 5.0, Times(1.0, 2.0, 1.0), answers)])
+    assert ours.speed_up(plain) == 2.0 and ours.of_ideal(plain) == pytest.approx(2.0 / (8 / 3))
+    assert not Measured("other", [Group("chat", 5.0, Times(), answers)]).of_ideal(plain)
 
 
 def answered(

@@ -112,19 +112,30 @@ def test_a_drafter_stays_out_where_reading_the_text_costs_more_than_it_saves() -
     assert not drafted and row.left_out
 
 
-def test_a_step_that_only_catches_up_is_no_miss() -> None:
-    auto, lacks = controller(acceptance=0.9, level=0.05, prefill=0.01), {"now": PROMPT}
+@pytest.mark.parametrize("before, after", [(PROMPT, PROMPT // 2), (0, 1)])
+def test_a_step_without_room_to_draft_is_no_miss(before: int, after: int) -> None:
+    auto, lacks = controller(acceptance=0.9, level=0.05, prefill=0.01), {"now": before}
     auto.arms[0] = auto.arms[0]._replace(behind=lambda row: lacks["now"])  # type: ignore[index]
     auto.evidence.forward.learn_plain(1, 1, 0, PLAIN)
     row, asked = make_row([1] * PROMPT, limit=PROMPT + 500), auto.evidence.reach[0].asked
     batch = Batch([RowStep(row, PROMPT - 1, 1)])
     batch[0].budget = auto.budget(batch)[0]
-    lacks["now"] = PROMPT // 2
+    lacks["now"] = after
     auto.trim(batch)
     batch[0].emitted, row.steps = [1], 1
     auto.learn(Commit(batch), Times(0.004, PLAIN, 0.0))
     assert batch[0].budget.nodes and auto.evidence.reach[0].asked == asked
-    assert auto.evidence.prefill_seconds == pytest.approx(0.004) and auto.evidence.ledger.loss < 0.0001
+    if before:  # the ledger of all requests has what catching up took, the row's has not
+        assert auto.evidence.prefill_seconds == auto.evidence.ledger.loss == pytest.approx(0.004)
+        assert auto.evidence.states[row].ledger.loss < 0.0001
+
+
+@pytest.mark.parametrize("lost, joins", [(0.005, True), (0.0093, False)])
+def test_a_drafter_joins_late_only_where_the_ledger_has_room(lost: float, joins: bool) -> None:
+    """Catching up takes 2 ms, and 10.8 may be lost."""
+    auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
+    auto.evidence.ledger.add(lost, 0.0)
+    assert late_plan(auto, PROMPT)[1] == joins
 
 
 def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(

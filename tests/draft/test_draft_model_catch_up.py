@@ -6,36 +6,68 @@ from pathlib import Path
 from typing import Any
 
 from outrider import LLM, SamplingParams
+from outrider.core.row import Row
 from outrider.core.tree import NO_BUDGET
 
-CHUNK = 16
-PROMPTS: list[Any] = [{"prompt_token_ids": [5 + i] * 20 + [9, 8, i]} for i in range(2)]
+CHUNK, LATE = 16, 4  # tokens of a step; of a late row before it is drafted for
+PARAMS = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+PROMPTS: list[Any] = [{"prompt_token_ids": [5 + i] * 40 + [9, 8, i]} for i in range(3)]
 
 
-def test_a_draft_that_is_far_behind_catches_up_in_chunks(tiny: Path) -> None:
-    """No row is drafted for in the first steps, so that the draft lacks them."""
+def drafted(tiny: Path, late: set[int]) -> list[dict[int, tuple[int, int]]]:
+    """Answer the prompts.  The draft leaves out those that are late, until all rows decode.
+
+    Returns, step by step, for each row that was to be drafted for: its draft tokens, and those that the draft
+    lacks afterwards.
+    """
     config = {"method": "draft_model", "model": str(tiny), "num_speculative_tokens": 3}
-    llm = LLM(str(tiny), max_num_seqs=2, max_num_batched_tokens=CHUNK, speculative_config=config)
-    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
-    plain = [output.outputs[0].token_ids for output in llm.variant(None).generate(PROMPTS, params)]
-    drafter, controller = llm.engine.drafter, llm.engine.controller
-    budget, catch_up = controller.budget, drafter._catch_up  # type: ignore[attr-defined]
-    lengths, lacking = list[int](), list[int]()
+    llm = LLM(str(tiny), max_num_seqs=3, max_num_batched_tokens=CHUNK, speculative_config=config)
+    plain = [output.outputs[0].token_ids for output in llm.variant(None).generate(PROMPTS, PARAMS)]
+    drafter: Any = llm.engine.drafter
+    budget, propose, catch_up = llm.engine.controller.budget, drafter.propose, drafter._catch_up
+    steps, lengths, joined = list[dict[int, tuple[int, int]]](), list[int](), set[int]()
 
-    def late(batch: Any) -> Any:
+    def budgets(batch: Any) -> Any:
         granted = budget(batch)
-        lacking.append(max(drafter.behind(step.row) for step in batch))
-        return granted if all(len(step.row.output) > 40 for step in batch) else [NO_BUDGET] * len(batch)
+        if len(batch) == len(PROMPTS) and all(len(step.row.output) >= LATE for step in batch):
+            joined.update(late)
+        for r, step in enumerate(batch):
+            if number(step.row) in late - joined:
+                step.row.left_out, granted[r] = frozenset({"draft_model"}), NO_BUDGET
+        return granted
+
+    def proposed(batch: Any) -> Any:
+        draft = propose(batch)
+        rows = [(step.row, tree) for step, tree in zip(batch, draft.trees) if step.budget.nodes]
+        steps.append({number(row): (len(tree.tokens), drafter.behind(row)) for row, tree in rows})
+        return draft
 
     def counted(batch: Any) -> Any:
         first = catch_up(batch)
         lengths.append(first.step_input.length)
         return first
 
-    controller.budget = late  # type: ignore[method-assign]
-    drafter._catch_up = counted  # type: ignore[attr-defined]
-    outputs = llm.generate(PROMPTS, params)
+    llm.engine.controller.budget = budgets  # type: ignore[method-assign]
+    drafter.propose, drafter._catch_up = proposed, counted
+    outputs = llm.generate(PROMPTS, PARAMS)
     assert [output.outputs[0].token_ids for output in outputs] == plain
-    assert max(lacking) >= 40 and max(lengths) <= CHUNK and lengths.count(CHUNK) >= 4
-    assert all(output.outputs[0].speculation.accepted for output in outputs)
+    assert max(lengths) <= CHUNK and all(output.outputs[0].speculation.accepted for output in outputs)
     llm.engine.check()
+    return steps
+
+
+def number(row: Row) -> int:
+    return row.tokens[0] - 5
+
+
+def test_a_draft_that_is_far_behind_catches_up_in_chunks(tiny: Path) -> None:
+    steps = drafted(tiny, {0, 1, 2})
+    lacks = [lacks for step in steps for nodes, lacks in step.values() if not nodes]
+    assert max(lacks) >= 40 and min(lacks) > 0
+
+
+def test_rows_beside_one_that_is_far_behind_are_drafted_for(tiny: Path) -> None:
+    steps = drafted(tiny, {0})
+    joining = [step for step in steps if 0 in step and step[0][1]]
+    assert len(joining) >= 3 and not any(step[0][0] for step in joining)
+    assert all(step.keys() == {0, 1, 2} and step[1][0] and step[2][0] for step in joining)

@@ -217,13 +217,7 @@ class TokenPicker(Protocol):
         """
 
     def should_stop(
-        self,
-        stop_rule: StopRule,
-        logits: Tensor,
-        temperature: float,
-        token: int,
-        depth: int,
-        row: int = 0,
+        self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, depth: int, row: int = 0
     ) -> tuple[bool, NodeFeatures]:
         """Whether the draft ends after `token`, picked from `row` of the logits; and its features."""
 

@@ -131,6 +131,19 @@ class Measured:
         """Share of the engine's time spent on drafting."""
         return sum(run.times.propose for run in self.runs) / (sum(sum(run.times) for run in self.runs) or 1)
 
+    def of_ideal(self, plain: Measured) -> float:
+        """Part of the ideal speed-up that is reached; 0 for another engine, whose phases are not known.
+
+        The ideal one is tokens per step / cost of drafting and verification relative to a plain forward.  So
+        this is the share of the time that both take, over that of plain decoding's forwards.
+        """
+        ours, theirs = (
+            sum(run.times.propose + run.times.forward for run in result.runs)
+            / sum(r.seconds for r in result.runs)
+            for result in (self, plain)
+        )
+        return ours / theirs if theirs else 0.0
+
     @property
     def repeated(self) -> float:
         """Share of 4-grams that occurred before in the same text.  Loops favour every method that copies."""

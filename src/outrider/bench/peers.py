@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.request import Request, urlopen
 
 import torch
 
@@ -74,16 +77,8 @@ def _transformers(
         modes["transformers assisted"] = {"assistant_model": assistant}
     sampling: dict[str, Any] = {"do_sample": params.temperature > 0, "max_new_tokens": params.max_tokens}
     if params.temperature > 0:
-        sampling |= {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-        }
-    if params.ignore_eos:
-        model.generation_config.eos_token_id = None
-    else:
-        model.generation_config.eos_token_id = sorted(llm.engine.ending) or None
+        sampling |= {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    model.generation_config.eos_token_id = None if params.ignore_eos else sorted(llm.engine.ending) or None
     model.generation_config.pad_token_id = 0
 
     def answer(ids: list[int], mode: dict[str, Any]) -> CompletionOutput:
@@ -99,14 +94,66 @@ def _transformers(
         yield name, lambda ids, mode=mode: answer(ids, mode)  # type: ignore[misc]
 
 
-PEERS = {"transformers": _transformers}
+def _llama_cpp(
+    llm: LLM, params: SamplingParams, draft: str | None, draft_tree: int
+) -> Iterator[tuple[str, Answer]]:
+    """Modes of llama.cpp: plain, n-gram look-up, and with the draft model, if any."""
+    import xllamacpp
+
+    kinds, model = xllamacpp.common_speculative_type, llm.engine.options.model
+    modes = {"llama.cpp": None, "llama.cpp lookup": kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE}
+    if draft is not None:
+        modes["llama.cpp draft"] = kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE
+    asked: dict[str, Any] = {
+        "n_predict": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p,
+        "top_k": max(0, params.top_k), "min_p": params.min_p, "seed": params.seed or 0, "cache_prompt": False,
+        "samplers": ["top_k", "top_p", "min_p", "temperature"], "ignore_eos": params.ignore_eos,
+        "return_tokens": True,
+    }  # fmt: skip
+    for name, kind in modes.items():
+        given = xllamacpp.CommonParams()
+        given.model.path, given.n_parallel, given.n_ctx = str(locate(model)), 1, llm.engine.max_len
+        given.cpuparams.n_threads = given.cpuparams_batch.n_threads = torch.get_num_threads()
+        speculative = given.speculative
+        if kind is not None:
+            speculative.types, speculative.draft.n_max = [kind], draft_tree
+            speculative.ngram_simple.size_m = draft_tree
+        if name.endswith("draft"):
+            speculative.draft.mparams.path = str(locate(str(draft)))
+        server = xllamacpp.Server(given)
+
+        def answer(ids: list[int], url: str = f"{server.listening_address}/completion") -> CompletionOutput:
+            body = json.dumps({**asked, "prompt": ids}).encode()
+            with urlopen(Request(url, body, {"Content-Type": "application/json"})) as reply:
+                told = json.load(reply)
+            first, rest = (told["timings"][f"{part}_ms"] / 1e3 for part in ("prompt", "predicted"))
+            times = [first, *[first + rest] * (len(told["tokens"]) - 1)]  # steps are not told
+            return CompletionOutput(0, told["content"], told["tokens"], token_times=times)
+
+        yield name, answer
+        del server
 
 
-def peer(name: str) -> Callable[[LLM, SamplingParams, str | None, int], Iterator[tuple[str, Answer]]]:
-    """The modes of an engine.  Raises ConfigError for an unknown one."""
+PEERS = {"transformers": ("transformers", _transformers), "llama.cpp": ("xllamacpp", _llama_cpp)}
+
+
+def peer(
+    name: str, *models: str | None
+) -> Callable[[LLM, SamplingParams, str | None, int], Iterator[tuple[str, Answer]]]:
+    """The modes of an engine.
+
+    Raises ConfigError for an unknown one, for one that is not installed, and for one that cannot read these
+    models.
+    """
     if name not in PEERS:
         raise ConfigError(unknown("peer", name, PEERS))
-    return PEERS[name]
+    package, modes = PEERS[name]
+    if find_spec(package) is None:
+        raise ConfigError(f"{name} is not installed here: pip install {package}.")
+    for model in models if modes is _llama_cpp else ():
+        if model is not None and not model.endswith(".gguf"):
+            raise ConfigError(f"{name} reads GGUF files, and {model!r} is none: leave out --peer {name}.")
+    return modes
 
 
 def measure_peer(

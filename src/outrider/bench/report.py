@@ -162,6 +162,7 @@ def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:
         "tokens per step": round(total.tokens_per_step, 4),
         "acceptance": round(total.acceptance, 4),
         "share of time drafting": round(ours.drafting, 4),
+        "share of the ideal speed-up": round(ours.of_ideal(plain), 4) or None,
         "repeated 4-grams": round(ours.repeated, 4),
         "promise": ours.promise or None,
         "same tokens": ours.tokens == plain.tokens if ours.promise == "tokens" else None,

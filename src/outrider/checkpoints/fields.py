@@ -142,7 +142,6 @@ GGUF: Table = {
         for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
     },
     **_alike(
-        FLAG,
-        "tokenizer.ggml.add_bos_token tokenizer.ggml.add_eos_token tokenizer.ggml.add_space_prefix",
+        FLAG, "tokenizer.ggml.add_bos_token tokenizer.ggml.add_eos_token tokenizer.ggml.add_space_prefix"
     ),
 }

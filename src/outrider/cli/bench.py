@@ -64,7 +64,7 @@ def bench(
     file, raw = one_of("file of prompts", file, asked.get("file")), asked["raw"]
     peers, draft, levels = compared.get("peers") or [], compared.get("draft"), compared.get("levels")
     for name in peers:
-        peer(name)
+        peer(name, engine["model"], draft)
     if plot is not None:
         check_plot(plot)
     sink, console = opened(out), Console(stderr=out == "-")

@@ -9,16 +9,7 @@ import typer
 from typer import Option
 
 from outrider.cli.arguments import Draft, Target, named
-from outrider.cli.flags import (
-    LEVELS,
-    MAX_TOKENS,
-    OUT,
-    SEED,
-    TEMPERATURE,
-    Given,
-    load,
-    shared,
-)
+from outrider.cli.flags import LEVELS, MAX_TOKENS, OUT, SEED, TEMPERATURE, Given, load, shared
 from outrider.errors import ConfigError
 
 

@@ -10,16 +10,7 @@ from typer import Option
 from typer.core import TyperGroup
 
 from outrider.cli.arguments import Draft, Target, named
-from outrider.cli.flags import (
-    LEVELS,
-    MAX_TOKENS,
-    OUT,
-    SEED,
-    TEMPERATURE,
-    Given,
-    load,
-    shared,
-)
+from outrider.cli.flags import LEVELS, MAX_TOKENS, OUT, SEED, TEMPERATURE, Given, load, shared
 from outrider.cli.tune_control import control
 from outrider.cli.tune_search import search
 from outrider.errors import ConfigError

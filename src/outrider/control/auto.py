@@ -5,8 +5,9 @@
     trim     the nodes of the whole batch that pay, by calibrated probability
     learn    costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
 
-Plans hold for up to `DIGEST` steps, whose outcomes are taken in together.  While no row drafts, the
-controller rests (rest.py): it counts plain steps and decides nothing, whichever requests come and go.
+Plans hold for several steps, up to `DIGEST`, where planning takes longer than `PLANNING` of a step; then the
+outcomes are taken in together.  While no row drafts, the controller rests (rest.py): it counts plain steps
+and decides nothing, whichever requests come and go.
 
 No decision changes the text under the rule "match".  Under the other rules the distribution stays, but a seed
 does not repeat the text, because budgets depend on the clock.
@@ -36,6 +37,7 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget, Draft
 
+PLANNING = 0.005  # of a plain step: plans hold for several steps where making them takes more
 ANCHOR = 96  # steps with drafts after which a plain one measures its cost again
 SHORTFALL = 1.5  # times the root of the expected tokens: so many fewer, and steps are taken in at once
 
@@ -64,6 +66,7 @@ class AutoController:
         seed: int = 0,
     ) -> None:
         self.limits, self.arms, self.clock = limits, arms, clock
+        self.prefills = any(arm.prefills for arm in arms)
         self.evidence = Evidence(arms, forward or ForwardCost(), memory, module)
         self.planner = Planner(limits, arms, self.evidence, grace, total_grace, least, seed)
         self.load = self.planner.load
@@ -74,14 +77,14 @@ class AutoController:
         # of this step; guided: some row gets forced text
         self.tries: dict[int, Try] = {}
         self.anchored = self.guided = False
-        self.looked = 0.0  # seconds of planning
+        self.looked = self.digested = 0.0  # seconds of the last plan, and of taking in what led to it
         self.spent: dict[int, float] = {}  # seconds of each drafter of a mix
         self.mark: tuple[int, float] | None = None
         # since the last digest, the last plain step, and the last plan
         self.log, self.since_plain = list[StepRecord](), 0
         self.expected = self.shortfall = 0.0  # accepted tokens
         self.rest: Rest | None = None
-        self.look_seconds = 0.0  # moving average
+        self.look_seconds = 0.0  # of both, moving average
 
     @property
     def order(self) -> Sequence[int]:
@@ -167,16 +170,18 @@ class AutoController:
 
     def _look(self, batch: Batch) -> None:
         """Plan the next steps of all rows."""
-        began = self.clock()
         if self.log:
             self._digest()
+        began = self.clock()
         if batch.prefill and self.planner.prefilling:
             self.planner.leave_out(batch)
         self.load, self.rows = Load.of(batch, self.evidence.forward), batch.rows
         self.plans = self.planner.plans(batch, self.load)
-        self.interval, self.stale = self.planner.interval(self.plans.values()), False
-        self.looked = self.clock() - began
-        self.look_seconds += 0.1 * (self.looked - self.look_seconds)
+        self.looked, self.stale = self.clock() - began, False
+        self.look_seconds += 0.1 * (self.looked + self.digested - self.look_seconds)
+        self.digested = 0.0
+        often = math.ceil(self.look_seconds / (PLANNING * self.load.plain))
+        self.interval = max(1, min(often, self.planner.interval(self.plans.values())))
 
     # ---- while drafting
 
@@ -218,8 +223,8 @@ class AutoController:
         if len(self.arms) == 1:
             for r, tried in self.tries.items():  # now that the scheduler has cut the budgets
                 tried.asked = {0: depth} if (depth := batch[r].budget.depth) else {}
-        for r, tried in self.tries.items():
-            if tried.late:
+        if self.prefills:
+            for r, tried in self.tries.items():
                 tried.catch_up(batch[r].row, self.arms)
         if not any(step.tree.tokens for step in batch):
             return
@@ -293,7 +298,8 @@ class AutoController:
         began = self.clock()
         self.evidence.learn(self.log)
         self.log, self.expected, self.shortfall, self.stale = [], 0.0, 0.0, True
-        self.evidence.host += self.clock() - began
+        seconds = self.clock() - began
+        self.digested, self.evidence.host = self.digested + seconds, self.evidence.host + seconds
 
     def report(self) -> dict[str, Any]:
         """What was chosen and why: steps by arm, costs, acceptance, expected and real gain, the ledger.

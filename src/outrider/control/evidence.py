@@ -199,7 +199,8 @@ class Evidence:
         """Note what drafters take for prefill.  Returns the seconds of a step that fall to drafts.
 
         Prefill and catching up (`late`: tokens by drafter) are decided on before, by what they are expected
-        to save (planner.py), so no row's ledger is charged with it.
+        to save (planner.py), so no row's ledger is charged with them.  That of all requests is, with
+        catching up.
         """
         pace, expected, prefill = record.load.pace, 0.0, record.batch.prefill
         for k, depths in asks.items():
@@ -217,6 +218,11 @@ class Evidence:
         for tried in record.tries.values():
             for k in tried.late.keys() & tried.plan.exploring:
                 self.trials[k].room -= self.prefill_cost[k] * tried.late[k]
+        if late:
+            known = sum([self.prefill_cost[k] * tokens for k, tokens in late.items()])
+            caught = min(record.propose - drafting, known if prefill else math.inf)
+            self.ledger.add(caught, 0.0)
+            self.total.seconds += caught
         return drafting
 
     def _propose(

@@ -105,12 +105,10 @@ class Try:
     expected: float = 0.0
 
     def catch_up(self, row: Row, arms: Sequence[Arm]) -> None:
-        """After drafting: a drafter that still lacks tokens could propose nothing."""
-        for k, lacked in self.late.items():
-            lacks = arms[k].behind(row)
-            self.late[k] = lacked - lacks
-            if lacks:
-                self.asked.pop(k, None)
+        """After drafting: a drafter that lacks tokens, or had no room for the row, could propose nothing."""
+        lacks = {k: arms[k].behind(row) for k in (*self.asked, *self.late) if arms[k].prefills}
+        self.late = {k: tokens - lacks[k] for k, tokens in self.late.items()}
+        self.asked = {k: depth for k, depth in self.asked.items() if not lacks.get(k)}
 
 
 FEW = 4  # nodes that may always be tried

@@ -197,8 +197,8 @@ class Planner:
                 if pause > 0:
                     wait = min(wait, pause)
                     continue
-            if need > room:
-                wait = min(wait, math.ceil((need - room) * load.batch / (SHARE * load.plain)))
+            if (lacks := max(need - room, need + late - self.room)) > 0:
+                wait = min(wait, math.ceil(lacks * load.batch / (SHARE * load.plain)))
                 continue
             if not pays:
                 exploring.add(k)
@@ -206,7 +206,7 @@ class Planner:
             if row.left_out:
                 row.left_out -= frozenset(arm.sources)
             room -= MARGIN * best.cost
-            self.room -= MARGIN * best.cost
+            self.room -= MARGIN * best.cost + late
             chosen.append(best)
         return chosen, exploring, wait
 
@@ -237,8 +237,9 @@ class Planner:
         return {k: tokens for k, tokens in lacks.items() if tokens >= FEW_TOKENS}
 
     def _late(self, k: int, row: Row) -> float:
-        """Seconds that a drafter takes for the tokens of a row that it lacks."""
-        return self.evidence.prefill_cost[k] * self.arms[k].behind(row) if self.arms[k].prefills else 0.0
+        """Seconds that a drafter takes for the tokens of a row that it lacks, if they are many."""
+        lacks = self.arms[k].behind(row) if self.arms[k].prefills else 0
+        return self.evidence.prefill_cost[k] * lacks if lacks >= FEW_TOKENS else 0.0
 
     def _depth(self, k: int, most: int) -> int:
         """The deepest draft that a drafter may be asked for.  Its first ones are short: nothing is known."""

@@ -231,14 +231,7 @@ class StepInput:
         """Completes the arrays.  No row may be added afterwards."""
         self.path_lens = [*map(len, self._paths)] if self.max_path_len else [0] * self.length
         self.columns = array(
-            "q",
-            [
-                *self.input_ids,
-                *self.positions,
-                *self.slot_mapping,
-                *self.context_lens,
-                *self.path_lens,
-            ],
+            "q", [*self.input_ids, *self.positions, *self.slot_mapping, *self.context_lens, *self.path_lens]
         )
         if self.max_path_len:
             self.path_slots = array("i", self._padded_paths())

@@ -82,11 +82,7 @@ class Model(Protocol):
         """Logits float32 [len(rows), V] of some rows, ascending, of `forward`'s result."""
 
     def forward_step(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        states: dict[int, Tensor],
-        queries: TreeQueries | None = None,
+        self, step_input: StepInput, pool: Pool, states: dict[int, Tensor], queries: TreeQueries | None = None
     ) -> Tensor:
         """The forward of an engine step: logits float32 [M, V] of the step's `logits_rows`.
 

@@ -161,11 +161,7 @@ class Decoder:
         return self.forward(step_input, pool, self.layer_range(at, self.spec.layers), x)
 
     def forward_step(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        states: dict[int, Tensor],
-        queries: TreeQueries | None = None,
+        self, step_input: StepInput, pool: Pool, states: dict[int, Tensor], queries: TreeQueries | None = None
     ) -> Tensor:
         if self.fused is None:
             return forward_parts(self, step_input, pool, states, queries)

@@ -122,20 +122,12 @@ class ParallelModel:
         return found[LAST]
 
     def forward_step(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        states: dict[int, Tensor],
-        queries: TreeQueries | None = None,
+        self, step_input: StepInput, pool: Pool, states: dict[int, Tensor], queries: TreeQueries | None = None
     ) -> Tensor:
         return self.begin_step(step_input, pool, states, queries)()
 
     def begin_step(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        states: dict[int, Tensor],
-        queries: TreeQueries | None = None,
+        self, step_input: StepInput, pool: Pool, states: dict[int, Tensor], queries: TreeQueries | None = None
     ) -> Callable[[], Tensor]:
         """Begin `forward_step`, so that another one may begin.  The result waits for its logits."""
         run = self._begin(step_input, pool, Wanted(tuple(states), tuple(step_input.logits_rows)))

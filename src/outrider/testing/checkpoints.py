@@ -69,11 +69,7 @@ def random_model(family: str, config: dict[str, Any], seed: int = 0, vector_nois
 
 
 def tiny_checkpoint(
-    folder: str | Path,
-    family: str = "Llama",
-    seed: int = 0,
-    eos: Sequence[int] = (EOS,),
-    **config: Any,
+    folder: str | Path, family: str = "Llama", seed: int = 0, eos: Sequence[int] = (EOS,), **config: Any
 ) -> str:
     """Save a random float32 model of two layers and 300 tokens with its tokenizer; return the folder.
 

@@ -126,11 +126,7 @@ def check_idle(llm: LLM) -> None:
     assert not llm.has_unfinished_requests(), "a finished request is still known"
     drafter = llm.engine.drafter
     evidence = getattr(llm.engine.controller, "evidence", llm.engine.controller)
-    parts = [
-        drafter,
-        evidence,
-        *(value for value in vars(drafter).values() if isinstance(value, CatchUp)),
-    ]
+    parts = [drafter, evidence, *(value for value in vars(drafter).values() if isinstance(value, CatchUp))]
     for owner, name, value in ((part, *pair) for part in parts for pair in vars(part).items()):
         if isinstance(value, Mapping):
             aborted = ("abort", "error") if owner is evidence else ()

@@ -60,13 +60,7 @@ class Picking:
         return entries, shares
 
     def should_stop(
-        self,
-        stop_rule: StopRule,
-        logits: Tensor,
-        temperature: float,
-        token: int,
-        depth: int,
-        row: int = 0,
+        self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, depth: int, row: int = 0
     ) -> tuple[bool, NodeFeatures]:
         rule, features = structs.stop_rule(stop_rule), (ctypes.c_float * NUM_FEATURES)()
         at, vocabulary = _row(logits, row), logits.shape[-1]

@@ -214,13 +214,7 @@ class TorchBackend:
         return x
 
     def should_stop(
-        self,
-        stop_rule: StopRule,
-        logits: Tensor,
-        temperature: float,
-        token: int,
-        depth: int,
-        row: int = 0,
+        self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, depth: int, row: int = 0
     ) -> tuple[bool, NodeFeatures]:
         features = stop_rules.measure(_row(logits, row), temperature, token)
         return stop_rules.should_stop(stop_rule, features, depth), features

@@ -5,7 +5,7 @@ trees.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Commit
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
-from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
+from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Budget, Draft, DraftTree
 from outrider.draft.draft_model.first import FirstForward, Start
 from outrider.draft.draft_model.intersect import Translated, shared_tokens
 from outrider.draft.draft_model.options import DraftModelOptions
@@ -40,10 +40,7 @@ from outrider.sampling.sampler import Sampler
 
 
 class ModelDrafter(Drafter):
-    """catch_up: of the draft model's own pool.
-
-    max_expansion: draft tokens for one target token, at most.
-    """
+    """catch_up: of the draft model's own pool.  max_expansion: draft tokens for a target token, at most."""
 
     demo: ClassVar = {
         "draft model, chain": {"num_speculative_tokens": 2},
@@ -59,6 +56,7 @@ class ModelDrafter(Drafter):
         self.window = Window.of(options.draft_kv_budget, options.draft_kv_sink)
         self.itself = options.model == SELF
         self.catch_up = TokenCatchUp()
+        self.waiting: set[Row] = set()  # rows that the last forward had too little room for
         if self.itself:
             self.decoder, self.sampler = target.decoder, target.sampler
             self.vocabulary, self.context = target.vocabulary, target.max_len
@@ -133,31 +131,40 @@ class ModelDrafter(Drafter):
     def _catch_up(self, batch: Batch) -> FirstForward:
         """Collect the tokens that were committed since the last forward, of the rows that take part.
 
-        A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches
-        up later.  All rows compute at most `max_num_batched_tokens`; what is left follows in the next steps,
-        and a row is drafted for when it has caught up.
+        All rows compute at most `max_num_batched_tokens`, those first that lack few.  What is left follows in
+        the next steps, and a row is drafted for when it has caught up.
         """
         first, left = FirstForward(StepInput(self.window.sink), [], []), self.target.max_num_batched_tokens
-        for r, step in enumerate(batch):
-            row, start, end, budget = step.row, step.start, step.end, self.stop.limit(step)
-            cursor = None if self.itself else self.catch_up.cursor(row, start)
-            done = start if cursor is None else min(cursor.filled, start)
-            depth = min(budget.depth, self.context - end) if budget.nodes else 0
-            if end > self.context or not self._takes_part(row, depth, step.known) or not left:
+        self.waiting.clear()
+        for lacks, r, done, budget in sorted(self._lacking(batch)):
+            row, reached = batch[r].row, done + min(lacks, left)
+            left -= reached - done
+            if reached - done < lacks:
+                self.waiting.add(row)
+            if reached == done:
                 continue
             assert row.table is not None
-            reached = min(end, done + left)
-            left -= reached - done
-            tokens, adapter = (
-                self._in_vocabulary(row.tokens[done:reached]),
-                row.adapter if self.itself else None,
-            )
+            tokens = self._in_vocabulary(row.tokens[done:reached])
+            adapter = row.adapter if self.itself else None
             view = self.window.read(first.step_input, row.table.slots, done, tokens, budget.nodes, adapter)
-            if cursor is not None:
-                first.reached.append((cursor, reached))
-            if depth > 0 and reached == end:
-                first.starts.append(Start(r, budget.within(depth=depth), first.step_input.length - 1, view))
+            if not self.itself:
+                first.reached.append((self.catch_up.cursor(row, done), reached))
+            if budget.nodes and row not in self.waiting:
+                first.starts.append(Start(r, budget, first.step_input.length - 1, view))
         return first
+
+    def _lacking(self, batch: Batch) -> Iterator[tuple[int, int, int, Budget]]:
+        """(tokens to compute, row of the batch, tokens computed, what to draft) of the rows that take part.
+
+        A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches
+        up later.
+        """
+        for r, step in enumerate(batch):
+            row, start, end, budget = step.row, step.start, step.end, self.stop.limit(step)
+            done = start if self.itself else min(self.catch_up.cursor(row, start).filled, start)
+            depth = min(budget.depth, self.context - end) if budget.nodes else 0
+            if end <= self.context and self._takes_part(row, depth, step.known):
+                yield end - done, r, done, budget.within(depth=depth) if depth > 0 else NO_BUDGET
 
     def _takes_part(self, row: Row, depth: int, known: int) -> bool:
         """Whether a row is in the first forward: if it is drafted for, or computes a chunk of its prompt.
@@ -223,15 +230,10 @@ class ModelDrafter(Drafter):
         sampled = any(self.samples(tree.row) for tree, _ in tips)
         if sampled or self.stop.active or not self._fuses((tree.row, tree.view) for tree, _ in tips):
             return False
-        chains = [
-            Chain(
-                at,
-                tree.budget.depth - len(tree.tokens),
-                tree.row.distribution,
-                stream_of(tree.row.seed, tree.row.index),
-            )
-            for tree, at in tips
-        ]
+        chains = []
+        for tree, at in tips:
+            row, depth = tree.row, tree.budget.depth - len(tree.tokens)
+            chains.append(Chain(at, depth, row.distribution, stream_of(row.seed, row.index)))
         found, _ = self.decoder.draft_chain(step_input.build(), self.pool, chains, self.vocabulary)
         for (tree, _), tokens in zip(tips, found):
             for token in tokens:
@@ -258,7 +260,7 @@ class ModelDrafter(Drafter):
         tips: each tree, and the row of the first forward after which it begins.
         """
         rows: Sequence[int] = [row for _, row in tips]
-        # For each growing tree: (node, row of `logits` after it) of every node of its frontier.
+        # For each growing tree: (node, row of `logits` after it) of its frontier.
         growing = [(tree, [(ROOT, i)]) for i, (tree, _) in enumerate(tips)]
         while growing:
             logits = self.logits_after(step_input, rows)
@@ -330,13 +332,16 @@ class ModelDrafter(Drafter):
 
     def forget(self, row: Row, reason: str) -> None:
         self.catch_up.forget(row)
+        self.waiting.discard(row)
         self.stop.forget(row)
         if self.staged is not None:
             self.staged.forget(row, reason)
 
     def behind(self, row: Row) -> int:
-        cursor = self.catch_up.cursors.get(row)
-        return 0 if cursor is None else max(0, row.computed - cursor.filled)
+        cursor, waits = self.catch_up.cursors.get(row), int(row in self.waiting)
+        if cursor is None or row.computed >= self.context:
+            return waits
+        return max(waits, row.computed - cursor.filled)
 
     def filled(self, row: Row) -> int:
         return row.computed if self.itself else self.catch_up.share(row)

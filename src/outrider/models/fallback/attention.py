@@ -29,14 +29,7 @@ from outrider.errors import ModelError
 # Names of our attention implementations.  With the second one transformers also asks for masks.
 ATTENTION, RECORDING = "outrider", "outrider-listening"
 # Tensors that layers hand to their attention and that change nothing in it.
-IGNORED_TENSORS = {
-    "position_ids",
-    "cache_position",
-    "position_embeddings",
-    "attention_mask",
-    "cos",
-    "sin",
-}
+IGNORED_TENSORS = {"position_ids", "cache_position", "position_embeddings", "attention_mask", "cos", "sin"}
 
 
 @dataclass

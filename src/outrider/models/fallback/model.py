@@ -176,11 +176,7 @@ class Fallback:
         return out.float()
 
     def forward_step(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        states: dict[int, Tensor],
-        queries: TreeQueries | None = None,
+        self, step_input: StepInput, pool: Pool, states: dict[int, Tensor], queries: TreeQueries | None = None
     ) -> Tensor:
         return forward_parts(self, step_input, pool, states, queries)
 
