@@ -11,7 +11,7 @@ from outrider import LLM, SamplingParams
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController, Options
-from outrider.control.plan import Arm
+from outrider.control.plan import Arm, Load
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -54,6 +54,26 @@ def test_a_drafter_that_does_not_pay_reads_few_prompts() -> None:
 def test_what_a_short_output_saves_does_not_pay_for_a_long_prompt() -> None:
     auto = controller(acceptance=0.5, level=0.1, prefill=0.1)
     assert left_out(auto, tokens=4) > 30 and left_out(auto, tokens=2000) == 0
+
+
+@pytest.mark.parametrize("saved, spared", [((0.0,), True), ((0.05, 0.0), False), ((0.0, 0.05), False)])
+def test_prompts_are_read_while_the_last_requests_were_worth_it(
+    saved: tuple[float, ...], spared: bool
+) -> None:
+    """What is expected pays.  Reading a prompt takes 2 ms."""
+    auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
+    for seconds in saved:
+        row = make_row([1] * PROMPT, limit=PROMPT + 50)
+        auto.evidence.state(row).earned[0] = seconds
+        auto.evidence.close(row, Load.plain_step(auto.evidence.forward, 1))
+    assert (left_out(auto) > 30) == spared and (left_out(auto) > 0) == spared
+
+
+def test_a_request_that_left_the_drafter_out_tells_nothing_of_its_worth() -> None:
+    auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
+    row = make_row([1] * PROMPT, limit=PROMPT + 50, left_out=frozenset({"draft_model"}))
+    auto.evidence.close(row, Load.plain_step(auto.evidence.forward, 1))
+    assert auto.evidence.worth == [0.0]
 
 
 def test_a_drafter_of_which_nothing_is_known_reads() -> None:
@@ -152,7 +172,7 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
     monkeypatch.setattr(Planner, "leave_out", every_second)
     monkeypatch.setattr(Planner, "_pays", lambda self, option: True)
     monkeypatch.setattr("outrider.control.planner.MOST_GRACE", 1e6)
-    monkeypatch.setattr(Planner, "_late", lambda self, k, row: 0.0)
+    monkeypatch.setattr(Planner, "_lacks", lambda self, k, row: 0)
     llm = LLM(str(tiny), max_num_seqs=3, max_num_batched_tokens=16, speculative_config=None)
     draft: dict[str, Any] = {"method": "draft_model", "model": str(tiny), "adaptive": True}
     prompts: list[Any] = [{"prompt_token_ids": [5 + i % 3] * 40 + [9, 8, i]} for i in range(8)]

@@ -7,7 +7,17 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.bench.prompts import TASKS, rendered
 from outrider.errors import ConfigError
-from outrider.tune.estimate import Answer, Costs, _drafter, accepted, estimate, judged, predictions, steps_of
+from outrider.tune.estimate import (
+    Answer,
+    Costs,
+    _drafter,
+    _variant,
+    accepted,
+    estimate,
+    judged,
+    predictions,
+    steps_of,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
@@ -22,7 +32,7 @@ def target() -> LLM:
 @pytest.mark.parametrize("siblings", [1, 2])
 def test_predicted_steps_are_those_of_a_run(target: LLM, params: SamplingParams, siblings: int) -> None:
     prompts = [rendered(prompt, target.tokenizer) for prompt in TASKS[:4]]
-    drafter = _drafter(target, "builtin-draft", siblings, 3)
+    drafter = _drafter(_variant(target, "builtin-draft", siblings, 3))
     predicted = measured = 0
     target.use({"model": "builtin-draft", "num_speculative_tokens": 3, "siblings": siblings})
     for output in [target.generate(prompt, params)[0] for prompt in prompts]:
@@ -44,7 +54,7 @@ def test_a_chain_ends_at_the_first_miss_and_a_tree_at_a_better_rival() -> None:
 def test_predicted_speed_up_follows_from_costs() -> None:
     answer = Answer([0] * 9, [[0.7, 0.1, 0.1]] * 9)
     shapes = [(s, d) for s in (1, 2, 3) for d in (1, 2)]
-    costs = Costs(1.0, 0.1, {(s, d): 0.01 * s * d for s, d in shapes}, dict.fromkeys(shapes, 0.05))
+    costs = Costs(1.0, 0.1, dict.fromkeys(shapes, 0.05), {(s, d): 0.01 * s * d for s, d in shapes})
     plain, one, two = predictions([answer], costs, 2)[:3]
     assert plain.speed == pytest.approx(9 / 1.8) and plain.gain == 1.0
     assert one.tokens_per_step == 9 / 5 and one.speed == pytest.approx(9 / (1 + 0.4 + 5 * 0.06))
@@ -55,8 +65,8 @@ def test_all_costs_are_measured(target: LLM) -> None:
     prompts = [("sql", rendered(TASKS[4], target.tokenizer))]
     told: list[str] = []
     costs, found = estimate(target, "builtin-draft", prompts, GREEDY, 2, told.append)
-    assert costs.step > 0 and len(costs.verify) == 9
-    assert all(seconds > 0 for (_, depth), seconds in costs.propose.items() if depth)
+    assert costs.step > 0 and len(costs.verify) == 9 and costs.propose[1, 0] == 0
+    assert costs.propose[1, 2] > costs.propose[1, 1] > 0 and costs.verify[3, 2] > 0
     assert [(one.siblings, one.depth) for one in found] == [(1, 0)] + [
         (s, d) for s in (1, 2, 3) for d in (1, 2)
     ]
@@ -65,4 +75,4 @@ def test_all_costs_are_measured(target: LLM) -> None:
 
 def test_a_head_is_refused(target: LLM) -> None:
     with pytest.raises(ConfigError, match="only draft models"):
-        _drafter(target, "builtin-eagle", 1, 2)
+        _variant(target, "builtin-eagle", 1, 2)

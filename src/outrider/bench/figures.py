@@ -38,9 +38,8 @@ def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_se
         if not total.lossless:
             lines.append("lossless  = no: the verification rule changes the output")
         lines += _adaptive(output)
-        read = (
-            prompt if engine.drafter.footprint(engine.device).total() else 0
-        )  # a method without a model has no prefill
+        # a method without a model has no prefill
+        read = prompt if engine.drafter.footprint(engine.device).total() else 0
         lines += ["", "draft:", "", _line("prompt eval time", prefill.times.propose, read + prefill.guessed)]
         lines.append(_line("eval time", decoding.times.propose, decoding.guessed))
     lines += [

@@ -140,11 +140,7 @@ PEERS = {"transformers": ("transformers", _transformers), "llama.cpp": ("xllamac
 def peer(
     name: str, *models: str | None
 ) -> Callable[[LLM, SamplingParams, str | None, int], Iterator[tuple[str, Answer]]]:
-    """The modes of an engine.
-
-    Raises ConfigError for an unknown one, for one that is not installed, and for one that cannot read these
-    models.
-    """
+    """The modes of an engine.  Raises ConfigError for one that is unknown, missing, or cannot read these."""
     if name not in PEERS:
         raise ConfigError(unknown("peer", name, PEERS))
     package, modes = PEERS[name]

@@ -49,7 +49,7 @@ class AutoController:
     grace, total_grace: plain steps, of `least` seconds at least, that a request, and all together, may lose
     (see ledger.py).
     memory: keeps what is learned for the next start.  module: corrects calibrated acceptance.
-    clock: returns seconds.
+    clock: returns seconds, by default those of the engine's clock.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class AutoController:
         least: float = LEAST_STEP,
         memory: Memory | None = None,
         module: Module | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
         seed: int = 0,
     ) -> None:
-        self.limits, self.arms, self.clock = limits, arms, clock
+        self.limits, self.arms, self.clock = limits, arms, clock or time.perf_counter
         self.prefills = any(arm.prefills for arm in arms)
         self.evidence = Evidence(arms, forward or ForwardCost(), memory, module)
         self.planner = Planner(limits, arms, self.evidence, grace, total_grace, least, seed)

@@ -16,9 +16,7 @@ from outrider.control.acceptance import Calibration, key_of
 from outrider.core.tree import ROOT, DraftTree
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512, 1024)
-CHEAP = (
-    0.02  # a drafter whose deepest draft costs less than this part of a plain step always drafts all of it
-)
+CHEAP = 0.02  # a drafter whose deepest draft costs less of a plain step always drafts all of it
 
 
 class Option(NamedTuple):

@@ -22,6 +22,7 @@ from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import RowStep
 
 LONGEST_PAUSE = 256  # steps
+KEEP_WORTH = 0.8  # of what earlier requests were worth, by request
 KNOWN = 8  # asks after which a drafter is known
 SURPRISE = 0.2  # logarithm of a step's seconds over the expected ones
 FEW_TOKENS = 8  # of a prompt: fewer tell nothing of what its prefill costs
@@ -50,9 +51,9 @@ class Evidence:
     idle: moving average of the seconds that drafters take in a step that asks none.
     surprises: steps with drafts in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.  overhead: moving average of them for a
-    step with drafts.
+    step with drafts, of which `judged` were taken in.
     prefill_cost: seconds that a drafter takes for a token of a prompt.  prefill_seconds: for all prompts so
-    far.
+    far.  worth: seconds that drafts have saved beyond them in the last requests that a drafter read.
     history: the last sums, some steps apart.
     memory: where acceptance and costs of drafters are kept for the next start.
     module: corrects the calibrated acceptance.
@@ -78,21 +79,18 @@ class Evidence:
         self.states: dict[Row, RowState] = {}
         self.asking = [1.0] * len(arms)
         self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
-        self.surprises = 0
+        self.surprises = self.judged = 0
+        self.worth = [0.0] * len(arms)
 
     def state(self, row: Row) -> RowState:
         found = self.states.get(row)
         if found is None:
             row.drafting = DraftingSummary()
             reach = [Reach(above) for above in self.reach]
-            calibration = (
-                Corrected(self.calibration, self.module, row)
-                if self.module
-                else Calibration(self.calibration)
-            )
-            found = self.states[row] = RowState(
-                calibration, reach, Ledger(), row.drafting, [0] * len(self.arms)
-            )
+            above, module, count = self.calibration, self.module, len(self.arms)
+            calibration = Corrected(above, module, row) if module else Calibration(above)
+            parts = calibration, reach, Ledger(), row.drafting
+            found = self.states[row] = RowState(*parts, [0] * count, [0.0] * count)
         return found
 
     def learn(self, records: Sequence[StepRecord]) -> None:
@@ -100,7 +98,9 @@ class Evidence:
         asked = dict[tuple[int, int], list[tuple[float, float]]]()
         host = self.host / len(records)
         if any(record.tries for record in records):
-            self.overhead += (1 - (1 - RATE) ** len(records)) * (host - self.overhead)
+            self.judged += len(records)
+            rate = max(1 - (1 - RATE) ** len(records), len(records) / self.judged)
+            self.overhead += rate * (host - self.overhead)
         for record in records:
             self._settle(record, self._costs(record, asked))
             for r, tried in record.tries.items():
@@ -144,7 +144,11 @@ class Evidence:
 
     def close(self, row: Row, load: Load) -> None:
         """Complete the summary of a row that has ended."""
-        self.credit(row, self.state(row), load)
+        self.credit(row, state := self.state(row), load)
+        for k, arm in enumerate(self.arms):
+            if arm.prefills and row.params.speculate and not row.left_out.issuperset(arm.sources):
+                lost = self.prefill_cost[k] * (row.prompt - (row.cached or 0))
+                self.worth[k] = KEEP_WORTH * self.worth[k] + state.earned[k] - lost
         del self.states[row]
 
     def drop_ended(self) -> None:
@@ -289,11 +293,12 @@ class Evidence:
             if right or missed:
                 state.reach[k].learn(right, missed, nodes_per_level, row.steps)
                 self.reach[k].learn(right, missed, nodes_per_level)
+            option = tried.plan.option(k)
+            cost = option.cost if own else option.ask_cost
+            state.earned[k] += right * record.load.plain / record.load.batch - cost
             if right:
                 state.retry[k] = row.steps
             elif k in tried.plan.exploring:
-                option = tried.plan.option(k)
-                cost = option.cost if own else option.ask_cost
                 self.trials[k].room -= cost + host
                 if self.reach[k].asked >= KNOWN:  # the next trials are for other rows, or for other text
                     pause = math.ceil(cost * record.load.batch / (EXPLORE * record.load.plain))

@@ -40,6 +40,7 @@ class RowState:
     """What is known of one request.
 
     retry: step from which each drafter may be tried although it does not seem to pay.
+    earned: seconds that the drafts of each one have saved.
     asleep: no drafter is considered before this step, unless far fewer rows run than the `crowd` of then.
     steps: those that ledger and summary have.
     """
@@ -49,6 +50,7 @@ class RowState:
     ledger: Ledger
     summary: DraftingSummary
     retry: list[int]
+    earned: list[float]
     asleep: int = 0
     crowd: int = 0
     steps: int = 0
@@ -120,6 +122,7 @@ class Load:
     """A step without its drafts: emitting rows, rows of the forward, positions they attend to, seconds.
 
     most: seconds that draft nodes may add.  Those beside prompt tokens delay the first token of the prompt.
+    costs: of draft nodes, as far as they were asked for.
     """
 
     forward: ForwardCost
@@ -131,6 +134,7 @@ class Load:
     rate: float = 0.0  # tokens per second that drafts have to beat
     base: float = 0.0  # seconds of the rows at pace 1, without context
     most: float = math.inf
+    costs: dict[int, float] = field(default_factory=dict)
 
     @staticmethod
     def of(batch: Batch, forward: ForwardCost) -> Load:
@@ -154,9 +158,12 @@ class Load:
 
     def verify(self, nodes: int) -> float:
         """Seconds that so many draft nodes add to the forward; infinite where that is unknown or too many."""
-        unknown = nodes > max(FEW, self.rows) and self.rows + nodes > self.forward.trusted
-        added = self.added(nodes)
-        return math.inf if unknown or added > self.most else added
+        found = self.costs.get(nodes)
+        if found is None:
+            unknown = nodes > max(FEW, self.rows) and self.rows + nodes > self.forward.trusted
+            added = self.added(nodes)
+            found = self.costs[nodes] = math.inf if unknown or added > self.most else added
+        return found
 
     def added(self, nodes: int) -> float:
         """The same, extrapolated where it cannot be told."""

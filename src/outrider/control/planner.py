@@ -115,7 +115,8 @@ class Planner:
         }
 
     def leave_out(self, batch: Batch) -> None:
-        """Spare new rows the drafters that are not expected to earn what their prefill costs.
+        """Spare new rows the drafters that are not expected to earn what their prefill costs, or did not
+        earn it in the last requests.
 
         Each is given a chance so rare that prefill in vain takes `EXPLORE` of the time.
         """
@@ -134,7 +135,7 @@ class Planner:
             for row in rows:
                 cost = self.evidence.prefill_cost[k] * (len(row.tokens) - row.computed)
                 lost = self.random.random() * cost > EXPLORE * row.remaining * plain
-                if saved * row.remaining < cost and lost:
+                if lost and (saved * row.remaining < cost or self.evidence.worth[k] < 0):
                     row.left_out |= frozenset(self.arms[k].sources)
                     self.evidence.prefill_cost[k] *= FORGET  # it is not measured any more, and may be wrong
 
@@ -188,7 +189,9 @@ class Planner:
             if math.isinf((best := self._best(k, state, depth, courage)).cost):
                 wait = 1  # beside prompt tokens, or beyond the known costs
                 continue
-            late, need = self._late(k, row), MARGIN * best.cost
+            while MARGIN * best.cost > room and best.depth > 1:  # a shorter draft may be tried
+                best = self._best(k, state, best.depth // 2, courage)
+            late, need = self.evidence.prefill_cost[k] * self._lacks(k, row), MARGIN * best.cost
             pays = self._pays(best) and (not late or late < self._saved(best) * row.remaining)
             if not pays:
                 need *= 2
@@ -232,14 +235,12 @@ class Planner:
 
     def late(self, plan: Plan, row: Row) -> dict[int, int]:
         """Drafter of a plan -> tokens of a row that it lacks, if they are many."""
-        asked = [option.drafter for option in plan.options if self.arms[option.drafter].prefills]
-        lacks = {k: self.arms[k].behind(row) for k in asked}
-        return {k: tokens for k, tokens in lacks.items() if tokens >= FEW_TOKENS}
+        lacks = {option.drafter: self._lacks(option.drafter, row) for option in plan.options}
+        return {k: tokens for k, tokens in lacks.items() if tokens}
 
-    def _late(self, k: int, row: Row) -> float:
-        """Seconds that a drafter takes for the tokens of a row that it lacks, if they are many."""
+    def _lacks(self, k: int, row: Row) -> int:
         lacks = self.arms[k].behind(row) if self.arms[k].prefills else 0
-        return self.evidence.prefill_cost[k] * lacks if lacks >= FEW_TOKENS else 0.0
+        return lacks if lacks >= FEW_TOKENS else 0
 
     def _depth(self, k: int, most: int) -> int:
         """The deepest draft that a drafter may be asked for.  Its first ones are short: nothing is known."""
@@ -254,14 +255,9 @@ class Planner:
         """Seconds for one row, if as many ask as lately."""
         rows = max(1.0, self.evidence.asking[k] * load.batch)
         fixed, per_level = self.evidence.drafting.line(k, round(rows))
-        share, added = load.pace / rows, load.verify
-
-        def verify(nodes: float) -> float:
-            return added(round(rows * nodes)) / rows
-
-        return Price(
-            share * fixed + self.evidence.overhead / rows, share * per_level, reach.per_level, verify
-        )
+        share, overhead, added = load.pace / rows, self.evidence.overhead / rows, load.verify
+        line = share * fixed + overhead, share * per_level
+        return Price(*line, reach.per_level, lambda nodes: added(round(rows * nodes)) / rows)
 
 
 def _is_new(step: RowStep) -> bool:

@@ -1,7 +1,7 @@
 """`outrider estimate`: what a draft model gains, before any speculative run.
 
 1. Plain decoding answers the prompts, which gives the time of a step and of a prompt.
-2. Drafts of 1 … n levels and forwards of the target over their nodes are timed in turns.
+2. A few steps with drafts of each depth are timed, in turns with plain ones.
 3. One teacher-forced pass of the draft over each answer gives the rank of every token in the draft's choice.
    The tokens before it are those that a draft would continue, so the steps of a chain follow exactly.
 4. A tree of `siblings` a depth also has nodes off the answer.  How they compete is estimated: each is
@@ -14,17 +14,15 @@ import itertools
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.bench.measure import Prompts
-from outrider.core.block_table import BlockTable
+from outrider.control.fixed import FixedController
+from outrider.core.clock import Times
 from outrider.core.params import SamplingParams
-from outrider.core.step import Batch, RowStep
 from outrider.core.step_input import StepInput
-from outrider.core.tree import Budget
 from outrider.draft import PLAIN_MODEL, detect
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.drafting.trees.builder import RANK_CONFIDENCE
@@ -32,9 +30,11 @@ from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.testing.rows import make_row
 
-REPEATS = 9  # of each timing; the median counts
+WARM, STEPS = 2, 6  # steps before each timing, whose weights and caches are cold, and steps of it
+REPEATS = 3  # of each timing; the median counts
 CHUNK = 128  # tokens of a forward of the teacher-forced pass
 SIBLINGS = (1, 2, 3)
+Seconds = dict[tuple[int, int], float]  # by siblings and depth
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Answer:
 class Costs:
     """Seconds.
 
-    prompts: all prompts, target and draft.  step: of plain decoding.  propose[siblings, depth]: drafting.
-    verify[siblings, depth]: what the draft tokens add to a step.
+    prompts: all prompts, target and draft.  step: of plain decoding.  propose: drafting.  verify: what the
+    draft tokens add to the rest of a step.
     """
 
     prompts: float
     step: float
-    verify: dict[tuple[int, int], float]
-    propose: dict[tuple[int, int], float]
+    propose: Seconds
+    verify: Seconds
 
 
 @dataclass(frozen=True)
@@ -85,30 +85,32 @@ def estimate(
     Raises ConfigError for a draft that is no language model of the target's vocabulary.
     """
     tick("plain decoding")
-    drafters = {s: _drafter(llm, draft, s, depth) for s in SIBLINGS}
+    variants = {siblings: _variant(llm, draft, siblings, depth) for siblings in SIBLINGS}
+    drafter = _drafter(variants[1])
     texts, step, reading = _plain(llm, prompts, params)
     tick("the draft over the answers")
-    answers = [judged(drafters[1], prompt, text, params) for prompt, text in texts]
-    length = int(statistics.mean(len(prompt) + len(text) // 2 for prompt, text in texts))
-    propose: dict[tuple[int, int], float] = {}
-    verify: dict[tuple[int, int], float] = {}
-    for siblings, drafter in drafters.items():
-        tick(f"drafts with {siblings} sibling{'s' * (siblings > 1)}")
-        for d, seconds in enumerate(_steps(llm, drafter, length, depth)):
-            propose[siblings, d], verify[siblings, d] = seconds
-    reading += sum(_forward_seconds(drafters[1], len(prompt)) for prompt, _ in texts)
-    costs = Costs(reading, step, verify, propose)
+    answers = [judged(drafter, prompt, text, params) for prompt, text in texts]
+    reading += sum(_forward_seconds(drafter, len(prompt)) for prompt, _ in texts)
+    tick("steps")
+    prompt, text = sorted(texts, key=lambda each: len(each[0]))[len(texts) // 2]
+    times = _step_times(llm, variants, [*prompt, *text[: len(text) // 2]], params, depth)
+    costs = Costs(reading, step, *times)
     return costs, predictions(answers, costs, depth)
 
 
-def _drafter(llm: LLM, draft: str, siblings: int, depth: int) -> ModelDrafter:
+def _variant(llm: LLM, draft: str, siblings: int, depth: int) -> LLM:
     if (method := detect(draft)) != PLAIN_MODEL:
         raise ConfigError(f"{draft!r} is a head for {method!r}: only draft models can be estimated.")
     config = {"method": method, "model": draft, "siblings": siblings, "num_speculative_tokens": depth}
-    drafter = llm.variant(config).engine.drafter
-    if not isinstance(drafter, ModelDrafter) or drafter.stop.active:
+    variant = llm.variant(config)
+    if _drafter(variant).stop.active:
         raise ConfigError(f"{draft!r} cannot be estimated: it does not draft in the target's vocabulary.")
-    return drafter
+    return variant
+
+
+def _drafter(variant: LLM) -> ModelDrafter:
+    assert isinstance(variant.engine.drafter, ModelDrafter)
+    return variant.engine.drafter
 
 
 def _plain(
@@ -153,46 +155,43 @@ def judged(drafter: ModelDrafter, prompt: list[int], text: list[int], params: Sa
 # ---- times
 
 
-def _medians(runs: Sequence[Callable[[], object]]) -> list[float]:
-    """Median seconds of each, in interleaved rounds: a slow moment of the machine slows down all of them."""
-    times = [[0.0] * 0 for _ in runs]
-    for repeat in range(REPEATS + 1):
-        for run, own in zip(runs, times):
-            began = time.perf_counter()
-            run()
-            if repeat:  # the first round warms up
-                own.append(time.perf_counter() - began)
-    return [statistics.median(own) for own in times]
+def _step_times(
+    llm: LLM, variants: Mapping[int, LLM], ids: list[int], params: SamplingParams, depth: int
+) -> tuple[Seconds, Seconds]:
+    """Seconds of drafting, and those that the draft tokens add to the rest of a step, up to `depth` levels.
 
-
-def _steps(llm: LLM, drafter: ModelDrafter, length: int, depth: int) -> list[tuple[float, float]]:
-    """(seconds of drafting, seconds that its nodes add to the target's forward) for 0 … `depth` levels.
-
-    Behind `length` tokens of context, with two tokens for the draft to catch up with.  Drafts and forwards
-    alternate as in decoding, so that each finds the processor's caches as the other leaves them.
+    Behind a text, in rounds in which all take turns: a slow moment of the machine slows down all of them.
     """
-    decoder, row = llm.engine.decoder, make_row([1] * length)
-    slots = array("i", range(length + drafter.size(depth) + 1))
-    row.table, pool = BlockTable(slots), decoder.pool(len(slots))
+    shapes = [(siblings, levels) for siblings in variants for levels in range(1, depth + 1)]
+    propose: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
+    verify: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
+    most = min((WARM + STEPS + 1) * (depth + 1), llm.engine.max_len - len(ids))
+    params, plain = replace(params, max_tokens=most, ignore_eos=True), llm.variant(None)
+    for _ in range(REPEATS):
+        base = _times(plain, ids, params)
+        for siblings, levels in shapes:
+            controller = variants[siblings].engine.controller
+            assert isinstance(controller, FixedController)
+            controller.depth = levels
+            times = _times(variants[siblings], ids, params)
+            propose[siblings, levels].append(times.propose)
+            verify[siblings, levels].append(sum(times) - times.propose - sum(base))
+    nothing = {(siblings, 0): 0.0 for siblings in variants}
+    return (
+        nothing | {shape: statistics.median(each) for shape, each in propose.items()},
+        nothing | {shape: max(0.0, statistics.median(each)) for shape, each in verify.items()},
+    )
 
-    def propose(levels: int) -> None:
-        drafter.catch_up.cursor(row, 0).reach(length - 2)
-        budget = Budget(levels, drafter.size(levels))
-        drafter.propose(Batch([RowStep(row, length - 1, 1, budget=budget)]))
 
-    def verify(levels: int) -> None:
-        step_input, rows = StepInput(), 1 + (drafter.size(levels) if levels else 0)
-        step_input.chain(slots, length, [1] * rows)
-        step_input.logits_rows = list(range(rows))
-        decoder.forward_step(step_input.build(), pool, {})
-
-    runs = [partial(verify, 0), partial(verify, 0)]  # a step of plain decoding follows another one
-    for levels in range(1, depth + 1):
-        runs += [partial(propose, levels), partial(verify, levels)]
-    times = _medians(runs)
-    drafter.forget(row, "finished")
-    plain = times[1]
-    return [(0.0, 0.0), *((times[k], max(0.0, times[k + 1] - plain)) for k in range(2, len(times), 2))]
+def _times(llm: LLM, ids: list[int], params: SamplingParams) -> Times:
+    """Mean seconds of a step behind a text, by phase."""
+    for number, _ in enumerate(llm.stream({"prompt_token_ids": ids}, params)):
+        if number == WARM:
+            llm.engine.reset()
+        if number == WARM + STEPS:
+            break
+    work = llm.engine.decode
+    return Times(*(seconds / max(1, work.steps) for seconds in work.times))
 
 
 def _forward_seconds(drafter: ModelDrafter, tokens: int) -> float:
