@@ -55,8 +55,28 @@ def test_a_single_arm_owns_all_nodes() -> None:
     batch[0].emitted = [7] * (batch[0].tree.size + 1)
     before = auto.evidence.reach[0].estimates[0][0]
     auto.learn(Commit(batch), PLAIN)
-    auto._digest()
     assert len(batch[0].accepted) > 0 and auto.evidence.reach[0].estimates[0][0] > before
+
+
+@pytest.mark.parametrize("seconds, often", [(0.0, True), (0.0005, False)])
+def test_plans_hold_for_several_steps_where_making_them_is_dear(seconds: float, often: bool) -> None:
+    auto, row, now = controller(), make_row([1, 2, 3], limit=1000), 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += seconds
+        return now
+
+    auto.clock = clock
+    for _ in range(40):
+        batch, asked = budget(auto, row)
+        batch[0].tree = DraftTree.chain([7] * asked.depth, [0.99] * asked.depth)
+        auto.trim(batch)
+        batch[0].accepted = [*range(batch[0].tree.size)]
+        batch[0].emitted = [7] * (batch[0].tree.size + 1)
+        row.steps += 1
+        auto.learn(Commit(batch), PLAIN)
+    assert (auto.interval == 1) == often
 
 
 def test_a_budget_that_was_cut_to_nothing_is_no_miss() -> None:
@@ -65,7 +85,6 @@ def test_a_budget_that_was_cut_to_nothing_is_no_miss() -> None:
     batch[0].budget = NO_BUDGET
     auto.trim(batch)
     auto.learn(Commit(batch), PLAIN)
-    auto._digest()
     assert auto.evidence.reach[0].asked == ASKED
 
 
