@@ -139,10 +139,6 @@ def test_what_is_wrong(run: Run, questions: Path, arguments: tuple[Any, ...], me
     assert "│" not in result.out, "nothing half-done"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [("{", "line 2: no JSON"), ('{"turns": []}', "line 2"), ('{"prompt": "x"}', "line 2"), ("[1]", "line 2")],
-)
 def test_an_engine_that_is_not_installed_or_reads_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.bench.peers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install xllamacpp"):
@@ -152,6 +148,10 @@ def test_an_engine_that_is_not_installed_or_reads_other_files(monkeypatch: pytes
         peer("llama.cpp", "target.gguf", "draft")
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{", "line 2: no JSON"), ('{"turns": []}', "line 2"), ('{"prompt": "x"}', "line 2"), ("[1]", "line 2")],
+)
 def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "question.jsonl"
     path.write_text('{"category": "a", "turns": ["x"]}\n' + line)
