@@ -1,4 +1,4 @@
-"""Every method under the adaptive controller: the text is that of plain decoding, whatever is chosen."""
+"""Every method under the adaptive controller: the text is that of plain decoding."""
 
 from __future__ import annotations
 
