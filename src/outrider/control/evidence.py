@@ -51,7 +51,7 @@ class Evidence:
     idle: moving average of the seconds that drafters take in a step that asks none.
     surprises: steps with drafts in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.  overhead: moving average of them for a
-    step with drafts, of which `judged` were taken in.
+    step with drafts, from 0: the first ones, which are planned one by one, tell little of later ones.
     prefill_cost: seconds that a drafter takes for a token of a prompt.  prefill_seconds: for all prompts so
     far.  worth: seconds that drafts have saved beyond them in the last requests that a drafter read.
     history: the last sums, some steps apart.
@@ -79,7 +79,7 @@ class Evidence:
         self.states: dict[Row, RowState] = {}
         self.asking = [1.0] * len(arms)
         self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
-        self.surprises = self.judged = 0
+        self.surprises = 0
         self.worth = [0.0] * len(arms)
 
     def state(self, row: Row) -> RowState:
@@ -98,9 +98,7 @@ class Evidence:
         asked = dict[tuple[int, int], list[tuple[float, float]]]()
         host = self.host / len(records)
         if any(record.tries for record in records):
-            self.judged += len(records)
-            rate = max(1 - (1 - RATE) ** len(records), len(records) / self.judged)
-            self.overhead += rate * (host - self.overhead)
+            self.overhead += (1 - (1 - RATE) ** len(records)) * (host - self.overhead)
         for record in records:
             self._settle(record, self._costs(record, asked))
             for r, tried in record.tries.items():
