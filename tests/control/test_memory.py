@@ -11,7 +11,13 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.control.acceptance import bin_of, key_of
 from outrider.control.auto import AutoController
+from outrider.control.cost import ForwardCost
+from outrider.control.fixed import FixedController, Options
+from outrider.control.ledger import KNOWN_GRACE, TOTAL_GRACE
 from outrider.control.memory import MOST, learned
+from outrider.control.plan import Arm
+from outrider.core.step import Batch, RowStep
+from outrider.testing import make_row
 
 KEY = key_of(1, 2, 0.9)
 
@@ -61,6 +67,29 @@ def test_what_is_broken_counts_as_nothing(change: dict[str, Any]) -> None:
     found = learned({**kept(), **change}, 1, 1e-3)
     assert not found.calibration.cells and not found.reach[0].asked and not found.drafting.lines
     assert learned([1, 2], 1, 1e-3).prefill_cost == [0.0]
+
+
+class Kept:
+    """Memory of `count` asks of one drafter."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def read(self) -> Any:
+        found = kept()
+        found["reach"][0]["asked"] = self.count
+        return found
+
+    def write(self, value: Any) -> None: ...
+
+
+@pytest.mark.parametrize("asked, steps", [(3, TOTAL_GRACE), (300, KNOWN_GRACE)])
+def test_less_may_be_lost_where_all_drafters_are_known(asked: int, steps: float) -> None:
+    limits = FixedController(Options(), 4, lambda depth: depth, 100)
+    arms = [Arm(("drafter",), 4, lambda depth: depth)]
+    auto = AutoController(limits, arms, ForwardCost({1: 0.002}), memory=Kept(asked))
+    auto.budget(Batch([RowStep(make_row([1, 2, 3]), 2, 1)]))
+    assert auto.evidence.ledger.grace == pytest.approx(0.002 * steps, rel=0.01)
 
 
 def test_a_new_engine_begins_with_the_evidence_of_the_last_one(

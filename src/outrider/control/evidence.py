@@ -46,7 +46,8 @@ class Moment(NamedTuple):
 class Evidence:
     """Estimates of an adaptive controller.
 
-    states: of the open rows that a drafter was considered for.  trials: by drafter.
+    states: of the open rows that a drafter was considered for.  trials: by drafter.  known: which ones were
+    asked often before this start.
     asking: moving average of the part of a batch that asks each drafter.
     idle: moving average of the seconds that drafters take in a step that asks none.
     surprises: steps with drafts in a row that took other than expected.
@@ -74,7 +75,7 @@ class Evidence:
         # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
         self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
         self.ledger, self.total = Ledger(), DraftingSummary()
-        known = [reach.asked >= KNOWN for reach in self.reach]
+        self.known = known = [reach.asked >= KNOWN for reach in self.reach]
         self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * forward.base(1)) for old in known]
         self.states: dict[Row, RowState] = {}
         self.asking = [1.0] * len(arms)

@@ -18,7 +18,7 @@ from outrider.control.acceptance import Reach
 from outrider.control.choose import Option, Price
 from outrider.control.evidence import FEW_TOKENS, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import EXPLORE, MOST_GRACE, SHARE, USED, Trials
+from outrider.control.ledger import EXPLORE, KNOWN_GRACE, MOST_GRACE, SHARE, USED, Trials
 from outrider.control.plan import Arm, Load, Plan, RowState
 from outrider.control.rest import relieved
 from outrider.core.row import Row
@@ -50,7 +50,8 @@ class Planner:
         seed: int = 0,
     ) -> None:
         self.limits, self.arms, self.evidence = limits, arms, evidence
-        self.grace, self.total_grace, self.least = grace, total_grace, least
+        self.grace, self.least = grace, least
+        self.total_grace = min(total_grace, KNOWN_GRACE) if all(evidence.known) else total_grace
         self.random = random.Random(seed)
         self.load = Load(evidence.forward)
         self.order: Sequence[int] = range(len(arms))
