@@ -134,8 +134,7 @@ class Measured:
     def of_ideal(self, plain: Measured) -> float:
         """Part of the ideal speed-up that is reached; 0 for another engine, whose phases are not known.
 
-        The ideal one is tokens per step / cost of drafting and verification relative to a plain forward.  So
-        this is the share of the time that both take, over that of plain decoding's forwards.
+        The ideal one is tokens per step / cost of drafting and verification over that of a plain forward.
         """
         ours, theirs = (
             sum(run.times.propose + run.times.forward for run in result.runs)

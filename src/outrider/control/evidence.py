@@ -80,8 +80,7 @@ class Evidence:
         self.states: dict[Row, RowState] = {}
         self.asking = [1.0] * len(arms)
         self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
-        self.surprises = 0
-        self.worth = [0.0] * len(arms)
+        self.surprises, self.worth = 0, [0.0] * len(arms)
 
     def state(self, row: Row) -> RowState:
         found = self.states.get(row)

@@ -49,8 +49,7 @@ class Planner:
         least: float,
         seed: int = 0,
     ) -> None:
-        self.limits, self.arms, self.evidence = limits, arms, evidence
-        self.grace, self.least = grace, least
+        self.limits, self.arms, self.evidence, self.grace, self.least = limits, arms, evidence, grace, least
         self.total_grace = min(total_grace, KNOWN_GRACE) if all(evidence.known) else total_grace
         self.random = random.Random(seed)
         self.load = Load(evidence.forward)
