@@ -1,10 +1,10 @@
 """Learning from traffic: acceptance and tokens per step over a stream of requests from one domain.
 
-    python benchmarks/online.py [--head builtin-eagle] [--kind problem] [--share 0.5] [--json OUT]
+    python benchmarks/online.py [--drafter builtin-eagle] [--kind problem] [--share 0.5] [--json OUT]
 
 The same requests run without and with learning, batches in turn, greedy, chains of 3 draft tokens; the texts
 are compared.  With --adaptive the controller decides whether to draft: `drafting` is the share of the steps
-that did.
+that did.  --drafter builtin-draft trains the draft model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from core import conditions
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, draft
 from outrider.core.row import Speculation
 from outrider.engine.chat_template import render
 from recipes.builtin import tasks
@@ -54,17 +54,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--head", default="builtin-eagle")
+    parser.add_argument("--drafter", default="builtin-eagle")
     parser.add_argument("--kind", default="problem", choices=sorted(tasks.KINDS))
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--requests", type=int, default=720)
-    parser.add_argument("--minutes", type=float, default=6.0, help="begin no batch after this time")
+    parser.add_argument("--minutes", type=float, default=5.0, help="begin no batch after this time")
     parser.add_argument("--adaptive", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     ends = time.perf_counter() + 60 * given.minutes
-    config = {"model": given.head, "num_speculative_tokens": 3, "adaptive": given.adaptive}
-    config |= {"tree": "chain"}
+    config = {"model": given.drafter, "num_speculative_tokens": 3, "adaptive": given.adaptive}
+    if draft.detect(given.drafter) in draft.head_methods():
+        config["tree"] = "chain"
     fixed = LLM("builtin", max_num_seqs=BATCH, max_model_len=512, speculative_config=config)
     rows = []
     with tempfile.TemporaryDirectory() as path:

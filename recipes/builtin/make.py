@@ -1,4 +1,4 @@
-"""Make the built-in models in stages: data, tokenizer, corpus, target, draft, eval.
+"""Make the built-in models in stages: data, tokenizer, corpus, target, draft, heads, eval.
 
 Every stage resumes where it was stopped.
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-STAGES = ("data", "tokenizer", "corpus", "target", "draft", "eval")
+STAGES = ("data", "tokenizer", "corpus", "target", "draft", "heads", "eval")
 VOCABULARY = 8192
 TOKENIZER_TASKS = 20_000
 
@@ -44,6 +44,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shards", type=int, default=2, help="task shards written ahead by stage corpus")
     parser.add_argument("--workers", type=int, default=1, help="processes that write shards")
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "2")))
+    parser.add_argument("--prompts", type=int, default=10_000, help="prompts that heads learn from")
+    parser.add_argument("--head-steps", type=int, default=20_000, help="steps of 8 texts of every head")
     parser.add_argument("--per-kind", type=int, default=20, help="tasks of each kind and split (stage eval)")
     options = parser.parse_args()
     unknown = set(options.stages) - set(STAGES)
@@ -103,6 +105,20 @@ def train(options: argparse.Namespace, stage: str) -> None:
     model.export(trainer.model.cpu(), options.out / "corpus/tokenizer.json", options.out / stage)
 
 
+def heads(options: argparse.Namespace) -> None:
+    """Every head, on the target's own answers."""
+    import torch
+
+    from recipes.builtin.heads import train_heads
+
+    if not (options.out / "target").exists():
+        raise SystemExit(f"stage heads needs {options.out / 'target'}; run stage target first")
+    torch.set_num_threads(options.threads)
+    if not train_heads(options.out, options.prompts, options.head_steps, 60 * options.minutes):
+        print("heads: stopped; run the same command to go on")
+        raise SystemExit(3)
+
+
 def main() -> None:
     options = parse()
     for stage in options.stages:
@@ -111,6 +127,8 @@ def main() -> None:
             prepare(options, stage)
         elif stage in ("target", "draft"):
             train(options, stage)
+        elif stage == "heads":
+            heads(options)
         else:
             from recipes.builtin import evaluate
 

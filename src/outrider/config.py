@@ -21,7 +21,6 @@ from outrider.core.logprobs import MODES
 from outrider.core.validate import FLAG, TEXT, Kind, check_fields, optional, real, whole
 from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError, unknown
-from outrider.heads.base import HeadDrafter
 from outrider.models.placement import check_gpu_layers
 from outrider.online.options import Online
 from outrider.parallel.layout import Layout
@@ -160,7 +159,7 @@ class SpeculativeOptions:
         """Parse a speculative_config; None is "off".  A string is the name of a method.
 
         adaptive: draft only what pays by measured cost and acceptance; the default is the method's.
-        online: the head goes on learning from the output (online/options.py).
+        online: the drafter goes on learning from the output (online/options.py).
         control_module: a file of `outrider tune control`, or "bins"; by default that of the built-in models.
         Raises ConfigError naming the invalid key or value and the nearest valid one.
         """
@@ -216,11 +215,11 @@ def _detected(given: Mapping[str, Any]) -> str:
 
 
 def _online(given: Any, name: str, method: type[Drafter]) -> Online | None:
-    """The options of learning.  Raises ConfigError for another type, and for a method without a head."""
+    """The options of learning.  Raises ConfigError for another type, and for a method without weights."""
     if given is None:
         return None
-    if not issubclass(method, HeadDrafter):
-        raise ConfigError(f"online: {name!r} has no trained head that could learn: leave it out.")
+    if method.adopt is Drafter.adopt:
+        raise ConfigError(f"online: {name!r} has no weights of its own that could learn: leave it out.")
     if not isinstance(given, Mapping) or "path" not in given:
         raise ConfigError(
             f"online must be a dict such as {{'path': 'learned', 'share': 0.1}}, got {given!r}."

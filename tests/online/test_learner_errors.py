@@ -144,7 +144,9 @@ def builtin() -> LLM:
     return LLM("builtin", kv_cache_memory_bytes=1 << 26)
 
 
-@pytest.mark.parametrize("head", ["builtin-eagle", "builtin-eagle3", "builtin-medusa", "builtin-hydra"])
+@pytest.mark.parametrize(
+    "head", ["builtin-eagle", "builtin-eagle3", "builtin-medusa", "builtin-hydra", "builtin-draft"]
+)
 def test_a_copy_of_the_weights_drafts_the_same(builtin: LLM, tmp_path: Path, head: str) -> None:
     def run() -> list[Any]:
         outs = builtin.generate(["Once upon a time there was", "The sun is"], params)

@@ -18,12 +18,14 @@ from toys import toy_target
 from outrider import LLM, SamplingParams
 from outrider.cli import main
 from outrider.core.clock import Times
+from outrider.core.row import Speculation
 from outrider.draft.eagle.network import Network
 from outrider.errors import ConfigError
 from outrider.online import learner as learners
 from outrider.online import store, texts
 from outrider.online.learner import Acceptance, Learner
-from outrider.testing.checkpoints import VOCABULARY
+from outrider.testing import random_model
+from outrider.testing.checkpoints import TINY, VOCABULARY
 from outrider.train.base import write_head
 
 Use = Callable[..., Learner]
@@ -58,9 +60,10 @@ def use(llm: LLM, head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(learners, name, value)
     monkeypatch.setattr(texts, "HELD", 2)
 
-    def make(**given: Any) -> Learner:
+    def make(model: str = "", **given: Any) -> Learner:
         online = {"path": str(tmp_path / "learned"), "share": 0.5, "rate": 5e-3, **given}
-        llm.use({"model": head, "tree": "chain", "num_speculative_tokens": 3, "online": online})
+        drafter = {"model": model} if model else {"model": head, "tree": "chain"}
+        llm.use({**drafter, "num_speculative_tokens": 3, "online": online})
         found = llm.engine.proposer.learner
         assert isinstance(found, Learner)
         return found
@@ -96,15 +99,34 @@ def test_outputs_stay_and_acceptance_rises(llm: LLM, use: Use) -> None:
     llm.engine.check()
 
 
+def test_a_draft_model_learns(llm: LLM, use: Use, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    random_model("Llama", {**TINY, "vocab_size": VOCABULARY, "num_hidden_layers": 1}).save_pretrained(draft)
+    llm.use(None)
+    plain = tokens(llm, GREEDY), tokens(llm, SEEDED)
+    learner = use(model=str(draft))
+    assert tokens(llm, GREEDY) == plain[0]
+    first = Acceptance(learner.now.drafts, learner.now.accepted)
+    serve(llm, learner, 6)
+    learner.now, learner.earned = Acceptance(), -1e9
+    assert tokens(llm, GREEDY) == plain[0] and learner.now.share > first.share + 0.1
+    learned = learner.now.share
+    assert tokens(llm, SEEDED) == plain[1]
+    llm.use({"model": str(tmp_path / "learned"), "num_speculative_tokens": 3})  # a draft model as any other
+    outputs = llm.generate(PROMPTS, GREEDY)
+    total = sum((out.outputs[0].speculation for out in outputs), Speculation())
+    assert total.accepted_at[0] / total.drafts == pytest.approx(learned, abs=0.1)
+
+
 def test_weights_survive_a_restart(llm: LLM, use: Use, head: str, tmp_path: Path) -> None:
     learner = use()
     serve(llm, learner, 2)
     weights, again = learner.in_use, use()
     assert again.swaps == learner.swaps
     assert all(torch.equal(weights[name], again.in_use[name]) for name in weights)
-    (folder,) = (tmp_path / "learned").glob("weights-*")
-    llm.use({"model": str(folder), "tree": "chain", "num_speculative_tokens": 3})  # a head as any other
-    assert llm.engine.drafter.head.name == str(folder)
+    folder = str(tmp_path / "learned")  # a head as any other
+    llm.use({"model": folder, "tree": "chain", "num_speculative_tokens": 3})
+    assert llm.engine.drafter.head.name == folder
 
 
 def test_weights_are_taken_back_if_acceptance_falls(llm: LLM, use: Use, tmp_path: Path) -> None:
@@ -161,7 +183,7 @@ def test_a_damaged_file_is_ignored_and_another_head_refused(
     kept = learner.store
     with pytest.raises(ConfigError, match=r"holds weights for another base: .*outrider online delete"):
         store.Store(kept.path, kept.key["target"], "another").load()
-    (file,) = kept.path.glob("weights-*/model.safetensors")
+    file = kept.path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"abcd")
     assert use().swaps == 0 and "is damaged" in caplog.text
 
@@ -172,7 +194,7 @@ def test_the_disk_is_bounded_and_can_be_deleted(
     learner = use()
     serve(llm, learner, 3)
     path = learner.store.path
-    assert len(list(path.iterdir())) == 3, "one folder of weights, state.json and the lock"
+    assert len(list(path.iterdir())) == 3, "weights, config.json and the lock"
     with pytest.raises(SystemExit, match="0"):
         main(["online", "show", str(path)])
     shown = json.loads(capsys.readouterr().out)
@@ -212,7 +234,8 @@ def test_a_kill_leaves_complete_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"method": "ngram", "online": {"path": "x"}}, "no trained head that could learn"),
+        ({"method": "ngram", "online": {"path": "x"}}, "no weights of its own that could learn"),
+        ({"model": "self", "draft_kv_budget": 16, "online": {"path": "x"}}, "'self' is not trained while"),
         ({"model": "builtin-eagle", "online": {"share": 0.1}}, "online must be a dict"),
         ({"model": "builtin-eagle", "online": {"path": "x", "shar": 0.1}}, "Did you mean 'share'"),
         ({"model": "builtin-eagle", "online": {"path": "x", "share": 0.9}}, "at most 0.5"),

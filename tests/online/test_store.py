@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from outrider.cli import main
 from outrider.errors import ConfigError
@@ -50,7 +50,7 @@ def test_two_stores_of_a_process_share_a_folder(tmp_path: Path) -> None:
     first, second = Store(tmp_path, "t", "b"), Store(tmp_path, "t", "b")
     first.save({}, WEIGHTS, {"number": 1})
     second.save({}, WEIGHTS, {"number": 2})
-    assert number(tmp_path) == 2 and len(list(tmp_path.glob("weights-*"))) == 1
+    assert number(tmp_path) == 2
 
 
 def test_a_folder_is_refused_while_another_engine_learns_in_it(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def broken(*args: object, **options: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("part", ["save_file", "digest", "synced"])
+@pytest.mark.parametrize("part", ["save_file", "hashed", "synced"])
 def test_an_error_while_writing_leaves_the_last_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -82,7 +82,7 @@ def test_an_error_while_writing_leaves_the_last_weights(
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(store, part, broken)
         again.save({}, WEIGHTS, {"number": 2})
-    assert number(tmp_path) == 1 and len(list(tmp_path.glob("weights-*"))) == 1
+    assert number(tmp_path) == 1 and len(list(tmp_path.iterdir())) == 3, "nothing is left of the new ones"
 
 
 def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path: Path) -> None:
@@ -93,12 +93,11 @@ def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path: Path) -> None:
         kept.save({}, WEIGHTS, {})
 
 
-def test_the_folder_and_the_names_in_it_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_and_their_names_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[Path] = []
     monkeypatch.setattr(store, "synced", flushed.append)
     Store(tmp_path, "t", "b").save({}, WEIGHTS, {})
-    (folder,) = tmp_path.glob("weights-*")
-    assert folder in flushed and flushed[-1] == tmp_path
+    assert flushed == [tmp_path / store.TEMPORARY[0], tmp_path, tmp_path / store.TEMPORARY[1], tmp_path]
 
 
 def with_other_files(path: Path) -> None:
@@ -106,22 +105,29 @@ def with_other_files(path: Path) -> None:
     (path / "weights-2024-final").write_text("precious")
 
 
-def with_unreadable_state(path: Path) -> None:
+def with_unreadable_weights(path: Path) -> None:
     path.mkdir()
-    (path / "state.json").write_text("not json")
+    (path / "model.safetensors").write_text("no tensors")
 
 
-def with_a_state_of_others(path: Path) -> None:
+def with_a_head_of_others(path: Path) -> None:
     path.mkdir()
-    (path / "state.json").write_text('{"folder": "x"}')
+    (path / "config.json").write_text("{}")
+    save_file(WEIGHTS, path / "model.safetensors", {"format": "pt"})
+
+
+def with_a_config_of_others(path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (with_other_files, "holds other files, as 'weights-2024-final': give a folder of its own"),
-        (with_unreadable_state, "cannot be read .*: give another path, or remove the file"),
-        (with_a_state_of_others, "was not written by learning: give a folder of its own"),
+        (with_unreadable_weights, "cannot be read .*: give another path, or remove the file"),
+        (with_a_head_of_others, "was not written by learning: give a folder of its own"),
+        (with_a_config_of_others, "holds other files, as 'config.json': give a folder of its own"),
         (Path.touch, "is no folder that can be written .*: give another path"),
     ],
 )
@@ -148,10 +154,11 @@ def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
 def test_files_of_others_that_came_later_stay(tmp_path: Path) -> None:
     kept = Store(tmp_path, "t", "b")
     kept.save({}, WEIGHTS, {"number": 1})
-    others = [tmp_path / name for name in ("weights-1-2", "state.json.bak", "weights-final")]
+    others = [tmp_path / name for name in ("tokenizer.json", "model.safetensors.bak", "weights-final")]
     for file in others:
         file.write_text("precious")
     kept.save({}, WEIGHTS, {"number": 2})
-    assert json.loads((tmp_path / "state.json").read_text())["statistics"] == {"number": 2}
+    state = store.read(tmp_path)
+    assert state is not None and state["statistics"] == {"number": 2}
     store.delete(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(others)

@@ -7,7 +7,7 @@ import sys
 import pytest
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from recipes.builtin import corpus, make, model, prose, tasks
+from recipes.builtin import corpus, heads, make, model, prose, tasks
 
 SHAPE = model.Shape(hidden=32, layers=1, heads=2, kv_heads=1, mlp=32, vocabulary=400, head_size=16)
 
@@ -48,13 +48,23 @@ def test_stages_make_a_pair_and_resume(small, monkeypatch, tmp_path):
     assert chat == "<|bos|><|user|>Hello<|end|><|assistant|>"
     call(monkeypatch, tmp_path, *train, "tokenizer", "target", "draft")
     assert (tmp_path / "target-run/log.jsonl").read_text() == log
+    monkeypatch.setattr(heads, "SIZES", {"medusa": {"heads": 1, "own": False}, "eagle": {"inner": 32}})
+    train = ("--prompts", "24", "--head-steps", "2", "heads")
+    with pytest.raises(SystemExit) as stopped:
+        call(monkeypatch, tmp_path, "--minutes", "0", *train)
+    assert stopped.value.code == 3
+    call(monkeypatch, tmp_path, *train)
+    for name in ("medusa", "eagle"):
+        assert json.loads((tmp_path / f"heads/{name}/training.json").read_text())["steps"] == 2
+    assert len([*(tmp_path / "heads/cache").glob("answers-*")]) == 1, "all heads share the answers"
 
 
 def test_errors_name_what_is_missing(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit, match="--data"):
         call(monkeypatch, tmp_path, "data")
-    with pytest.raises(SystemExit, match="run stage target first"):
-        call(monkeypatch, tmp_path, "draft")
+    for stage in ("draft", "heads"):
+        with pytest.raises(SystemExit, match="run stage target first"):
+            call(monkeypatch, tmp_path, stage)
     with pytest.raises(SystemExit):
         call(monkeypatch, tmp_path, "targets")
     assert "unknown stage targets" in capsys.readouterr().err

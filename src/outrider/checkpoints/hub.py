@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider.checkpoints.fields import CONFIG, GENERATION
 from outrider.checkpoints.gguf import config as gguf_config
@@ -24,7 +25,7 @@ from outrider.checkpoints.plain_config import plain_config
 from outrider.checkpoints.plain_tokenizer import plain_tokenizer
 from outrider.checkpoints.spec import SAME_DECODER, Facts, Spec, lean
 from outrider.checkpoints.validate import read_json
-from outrider.checkpoints.weights import Source, open_weights
+from outrider.checkpoints.weights import GivenWeights, Source, open_weights
 from outrider.errors import ConfigError, ModelError, first_line, nearest
 
 GROWN = "builtin-100m"  # the built-in target at the cost of 101 M weights (grown.py)
@@ -87,6 +88,7 @@ class Checkpoint:
 
     scheme: how the weights of a folder are quantised.
     small: the sizes on disk of a grown checkpoint.
+    given: weights in place of those on disk.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Checkpoint:
     gguf: GgufFile | None = None
     trust_remote_code: bool = False
     small: Spec | None = None
+    given: Mapping[str, Tensor] | None = None
 
     @staticmethod
     def open(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
@@ -175,6 +178,8 @@ class Checkpoint:
         return hashlib.blake2b(data, digest_size=8).hexdigest()
 
     def tensors(self) -> Source:
+        if self.given is not None:
+            return GivenWeights(self.given)
         if self.gguf is not None:
             assert isinstance(self.spec, Spec)
             return GgufWeights(self.gguf, self.spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -139,6 +139,17 @@ class BodyWeights(Weights):
 
     def raw(self, name: str) -> Tensor:
         return super().raw(name.removeprefix(BODY_PREFIX))
+
+
+class GivenWeights(Weights):
+    """Tensors that are already loaded."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.folder, self.tensors = Path("memory"), tensors
+        self.where = dict.fromkeys(tensors, self.folder)
+
+    def raw(self, name: str) -> Tensor:
+        return self.tensors[name] if name in self else super().raw(name)
 
 
 def open_weights(folder: Path) -> Weights:

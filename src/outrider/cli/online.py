@@ -1,4 +1,4 @@
-"""`outrider online`: weights that heads have learned from traffic."""
+"""`outrider online`: weights that drafters have learned from traffic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Show or delete what a head has learned from traffic.")
+app = typer.Typer(no_args_is_help=True, help="Show or delete what a drafter has learned from traffic.")
 Folder = Annotated[Path, typer.Argument(metavar="PATH", help="The path of speculative_config's online.")]
 
 
@@ -22,7 +22,7 @@ def show(path: Folder) -> None:
 
 @app.command()
 def delete(path: Folder) -> None:
-    """Remove the learned weights: learning begins with the head again."""
+    """Remove the learned weights: learning begins with the published ones again."""
     from outrider.online import store
 
     _state(path)

@@ -73,7 +73,8 @@ def train(
     engine = named(engine, target)
     context = Checkpoint.open(engine["model"], engine.get("revision")).spec.context
     room = engine.get("max_model_len") or min(settings.length, context)  # K/V memory for texts of a run only
-    llm, report = load({**engine, "max_model_len": room}, max_num_seqs=32), Report(console)
+    given = {**settings.engine, **engine, "max_model_len": room}
+    llm, report = load(given, max_num_seqs=32), Report(console)
     if estimate:
         found = estimates.estimate(llm, method, settings, report)
         console.print(estimates.table(found, settings.cache_gb))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from outrider.cache.pages import Cache
 from outrider.cache.pool import Pool
@@ -135,6 +136,13 @@ class Drafter:
 
     def forget(self, row: Row, reason: str) -> None:
         """Drop the state of a row that ended ("finished") or lost its cache ("preempted")."""
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Draft with other weights from the next step on.  tensors: as in the published file, on the CPU.
+
+        What is known of rows stays, K/V of the old weights too: it only affects which tokens are drafted.
+        """
+        raise NotImplementedError
 
     def behind(self, row: Row) -> int:
         """Number of computed tokens of a row that this drafter has to compute before it can draft."""

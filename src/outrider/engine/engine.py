@@ -35,7 +35,6 @@ from outrider.engine.scheduler import Hooks, Limits, Scheduler
 from outrider.engine.stored import StoredJson
 from outrider.engine.turn import Turn, in_turn
 from outrider.errors import ConfigError
-from outrider.heads.base import HeadDrafter
 from outrider.models import load as models
 from outrider.models.base import Model
 from outrider.models.decoder import Decoder
@@ -125,7 +124,6 @@ class Engine:
             )
         learner = None
         if speculation.online is not None:
-            assert isinstance(drafter, HeadDrafter), "checked with the options"
             learner = Learner(drafter, speculation.online, self)
         cache, self.drafter_caches = self.build_cache(drafter, max_nodes)
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache

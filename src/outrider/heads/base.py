@@ -135,10 +135,6 @@ class HeadDrafter(Drafter):
         return self.catch_up.filled(row)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Draft with other weights from the next step on.  tensors: in a published layout, on the CPU.
-
-        What is known of rows stays, K/V of the old weights too: it only affects which tokens are drafted.
-        """
         config = {key: value for key, value in self.head.config.items() if key != "quantization_config"}
         options = self.options
         bits = self.packed.bits(self.head.stored.values()) if self.packed else None

@@ -1,1 +1,1 @@
-"""Learning from traffic: a trained head goes on training on the target's own outputs, between steps."""
+"""Learning from traffic: a head or draft model goes on training on the target's outputs, between steps."""

@@ -1,4 +1,4 @@
-"""Training of a head on the target's outputs, between the steps of the engine.
+"""Training of a head or draft model on the target's outputs, between the steps of the engine.
 
     observe   the states of the step's tokens, and whether drafts were accepted
     train     one unit of work, if time was earned: forward and backward of one text, or its loss for judging
@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Commit, Needs
+from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError
-from outrider.heads.base import HeadDrafter
 from outrider.heads.sample import TargetWeights
-from outrider.online.networks import trainable
+from outrider.online.networks import Trainable
 from outrider.online.options import Online
 from outrider.online.store import Store, hashed
 from outrider.online.texts import Text, Texts
@@ -70,25 +70,26 @@ class Acceptance:
 
 
 class Learner:
-    """Trains a copy of a drafter's head, and gives the drafter its weights when they are better.
+    """Trains a copy of a drafter's weights, and gives them to it when they are better.
 
     swaps, returns: times that weights were taken into use, and that the old ones came back.
     stopped: after an error, which was logged.
     """
 
-    def __init__(self, drafter: HeadDrafter, options: Online, owner: object = None) -> None:
+    def __init__(self, drafter: Drafter, options: Online, owner: object = None) -> None:
         """owner: the engine.
 
-        Raises ConfigError for a head or a device that cannot train, and for a folder that is not free.
+        Raises ConfigError for a drafter or a device that cannot train, and for a folder that is not free.
         """
         self.drafter, self.options, self.stopped = drafter, options, False
         target = drafter.target
         if (device := target.decoder.device).type != "cpu":
             raise ConfigError(
-                f"online: heads learn on a CPU, and the model is on {str(device)!r}: leave online out, or "
+                f"online: drafters learn on a CPU, and the model is on {str(device)!r}: leave online out, or "
                 "load the model with device='cpu'."
             )
-        self.network: nn.Module = trainable(drafter)
+        self.trained = Trainable.of(drafter)
+        self.network = self.trained.network
         self.outer = TargetWeights.of(target.decoder)
         self.texts = Texts(sorted({*drafter.needs.states, FINAL}))
         drafter.needs |= Needs(states=(FINAL,))
@@ -217,8 +218,7 @@ class Learner:
 
     def _loss(self, text: Text) -> Tensor:
         sample = self.texts.sample(text, self.outer.logits, FINAL)
-        loss: Tensor = self.network.loss(sample, self.outer)  # type: ignore[operator]
-        return loss
+        return self.trained.loss(sample, self.outer)
 
     def _swap(self, candidate: Weights) -> None:
         """Take the candidate into use, on trial."""
@@ -247,7 +247,7 @@ class Learner:
         about = {"swaps": self.swaps, "returns": self.returns, "steps": self.steps, "history": self.history}
         about |= {"texts": self.texts.count, "tokens": self.texts.tokens}
         try:
-            self.store.save(self.drafter.head.config, self.in_use, about)
+            self.store.save(self.trained.config, self.in_use, about)
         except OSError as error:
             log.warning("online: the weights in use were not stored: %s", error)
 

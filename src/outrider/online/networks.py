@@ -1,13 +1,18 @@
-"""The training networks of heads that are in use, with their weights."""
+"""The networks that learn: those of heads and draft models in use, with their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
+from outrider.checkpoints.spec import FAMILIES, Spec
+from outrider.draft.draft_model import DraftModel
 from outrider.draft.eagle import Eagle
 from outrider.draft.eagle import network as eagle
 from outrider.draft.eagle3 import Eagle3
@@ -17,10 +22,13 @@ from outrider.draft.hydra import network as hydra
 from outrider.draft.medusa import Medusa
 from outrider.draft.medusa import network as medusa
 from outrider.draft.medusa.layouts import REFERENCE, counts
+from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError
 from outrider.heads.base import HeadDrafter
 from outrider.heads.layer import Sizes
 from outrider.heads.parts import THETA
+from outrider.heads.sample import Sample, TargetWeights
+from outrider.models.differentiable import load_weights, new_module, text_logits
 
 COPIES = {"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"}  # of the target, or by the settings
 FLAGS = (
@@ -32,11 +40,50 @@ CURE = "is not trained while serving: leave online out, or give another head."
 N = TypeVar("N", bound=nn.Module)
 
 
-def trainable(drafter: HeadDrafter) -> nn.Module:
-    """The network with the weights of a drafter's head.
+@dataclass(frozen=True)
+class Trainable:
+    """A network with the weights of a drafter.  config: of its file."""
 
-    Raises ConfigError for a method or a variant that is not trained while serving.
-    """
+    network: nn.Module
+    loss: Callable[[Sample, TargetWeights], Tensor]
+    config: Mapping[str, Any]
+
+    @staticmethod
+    def of(drafter: Drafter) -> Trainable:
+        """Raise ConfigError for a method or a variant that is not trained while serving."""
+        if isinstance(drafter, HeadDrafter):
+            network = _head(drafter)
+            return Trainable(network, network.loss, drafter.head.config)  # type: ignore[arg-type]
+        if isinstance(drafter, DraftModel):
+            model = _draft_model(drafter)
+            config = json.loads(model.config.to_json_string(use_diff=False))
+            return Trainable(model, partial(_distilled, model), config)
+        raise ConfigError(f"online: a drafter of the method {drafter.sources[0]!r} {CURE}")
+
+
+def _draft_model(drafter: DraftModel) -> Any:
+    options, vocabulary = drafter.options, drafter.target.vocabulary
+    own = not drafter.itself and options.draft_tensor_parallel_size == 1
+    checkpoint = drafter.checkpoint if own and options.vocab_mismatch == "refuse" else None
+    readable = checkpoint and isinstance(checkpoint.spec, Spec) and checkpoint.gguf is None
+    if not checkpoint or not readable or drafter.vocabulary != vocabulary:
+        raise ConfigError(
+            f"online: the draft {options.model!r} is not trained while serving: leave online out, or give "
+            f"one of {', '.join(FAMILIES)} in safetensors, with the target's vocabulary, in one process."
+        )
+    network = new_module(checkpoint.config)
+    load_weights(network, checkpoint)
+    return network
+
+
+def _distilled(network: Any, sample: Sample, outer: TargetWeights) -> Tensor:
+    """Cross entropy with the target's distributions."""
+    places = sample.places(0, len(sample.tokens))
+    logits = text_logits(network, sample.tokens, places)
+    return sample.target_loss(logits[:, : sample.logits.shape[1]], places)
+
+
+def _head(drafter: HeadDrafter) -> nn.Module:
     head, hidden, vocabulary = drafter.head, drafter.hidden, drafter.target.vocabulary
     if isinstance(drafter, Eagle3):
         sizes, ids = Sizes.of(head, "midlayer", hidden), drafter.net.ids

@@ -1,11 +1,11 @@
 """The folder of learned weights: what it holds is complete at every moment.
 
-    state.json      {"folder", "sha256", "target", "base", "statistics"}, replaced in one step
-    weights-<hex>/  config.json and model.safetensors: a head as any other, in float32
-    lock            locked by the process that writes
+    model.safetensors   the weights in float32; as metadata hashes of target, base and weights, and statistics
+    config.json         with it the folder is a head or draft model as any other
+    lock                locked by the process that writes
 
-New weights are written beside the old ones and named in state.json last.  What state.json does not name is
-removed at the end of a write.  Files of other names are left alone.  Texts are never written.
+A file is written beside the old one, flushed, and then takes its name.  Files of other names are left alone.
+Texts are never written.
 """
 
 from __future__ import annotations
@@ -16,28 +16,24 @@ import hashlib
 import json
 import logging
 import os
-import re
-import shutil
 import tempfile
 import threading
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.errors import ConfigError
 
 log = logging.getLogger("outrider")
-STATE, TEMPORARY, LOCK = "state.json", "state.json.new", "lock"
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-FOLDER = re.compile(r"weights-[0-9a-f]{32}")
-KEYS = {"folder", "sha256", "target", "base", "statistics"}
+WEIGHTS, CONFIG, LOCK = "model.safetensors", "config.json", "lock"
+TEMPORARY = (f"{WEIGHTS}.new", f"{CONFIG}.new")
+KEY, KEYS = "outrider.online", {"target", "base", "weights", "statistics"}  # of the metadata
 
 
 class Lock:
@@ -114,80 +110,64 @@ class Store:
                     f"online: {str(self.path)!r} holds weights for another {what}: give another path, or "
                     f"remove them with `outrider online delete {self.path}`."
                 )
-        file = self.path / str(state["folder"]) / WEIGHTS
-        if not file.is_file() or digest(file) != state["sha256"]:
-            log.warning("%s is damaged: learning begins with the head again", self.path)
+        tensors = load_file(self.path / WEIGHTS)
+        if hashed(tensors) != state["weights"]:
+            log.warning("%s is damaged: learning begins anew", self.path)
             return None
-        return load_file(file), dict(state["statistics"])
+        return tensors, dict(state["statistics"])
 
     def save(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], about: Mapping[str, Any]
     ) -> None:
         """Raises OSError if they cannot be written; the folder then holds what it held before."""
-        folder = self.path / f"weights-{uuid.uuid4().hex}"
+        kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        state = json.dumps({**self.key, "weights": hashed(kept), "statistics": dict(about)})
         with self.lock.writing:
-            try:
-                self._write(folder, config, tensors, about)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-            (self.path / TEMPORARY).replace(self.path / STATE)
-            synced(self.path)
-            for old in ours(self.path):
-                if FOLDER.fullmatch(old.name) and old != folder:
-                    shutil.rmtree(old, ignore_errors=True)
+            self._replace(WEIGHTS, lambda path: save_file(kept, path, {"format": "pt", KEY: state}))
+            self._replace(CONFIG, lambda path: path.write_text(json.dumps(dict(config), indent=1) + "\n"))
 
-    def _write(
-        self,
-        folder: Path,
-        config: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
-        about: Mapping[str, Any],
-    ) -> None:
-        """Write new weights, and the state that names them under a temporary name."""
-        folder.mkdir(parents=True)
+    def _replace(self, name: str, write: Callable[[Path], object]) -> None:
+        new = self.path / f"{name}.new"
         try:
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / WEIGHTS)
+            write(new)
+            synced(new)
+            new.replace(self.path / name)
         except SafetensorError as error:
             raise OSError(str(error)) from error
-        (folder / CONFIG).write_text(json.dumps(dict(config), indent=1) + "\n")
-        sha256 = digest(folder / WEIGHTS)
-        state = {"folder": folder.name, "sha256": sha256, **self.key, "statistics": dict(about)}
-        temporary = self.path / TEMPORARY
-        temporary.write_text(json.dumps(state, indent=1) + "\n")
-        for each in (folder / WEIGHTS, folder / CONFIG, folder, temporary):
-            synced(each)
+        finally:
+            new.unlink(missing_ok=True)
+        synced(self.path)
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """state.json; None for a folder without any.
+    """The metadata of the weights; None for a folder without any.
 
-    Raises ConfigError for a state.json that is not a store's, and for a folder of other files without one.
+    Raises ConfigError for weights that learning has not written, and for a folder of other files.
     """
-    if not (path / STATE).exists():
-        if path.is_dir() and (other := {*path.iterdir()} - {*ours(path)}):
-            first = min(other).name
+    file = path / WEIGHTS
+    if not file.exists():
+        if path.is_dir() and (other := {each.name for each in path.iterdir()} - {LOCK, *TEMPORARY}):
             raise ConfigError(
-                f"online: {str(path)!r} holds other files, as {first!r}: give a folder of its own."
+                f"online: {str(path)!r} holds other files, as {min(other)!r}: give a folder of its own."
             )
         return None
     try:
-        state = json.loads((path / STATE).read_text())
-    except (OSError, ValueError) as error:
+        with safe_open(file, "pt") as opened:
+            state = json.loads((opened.metadata() or {}).get(KEY, "null"))
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
-            f"online: {str(path / STATE)!r} cannot be read ({error}): give another path, or remove the file."
+            f"online: {str(file)!r} cannot be read ({error}): give another path, or remove the file."
         ) from error
     if not (isinstance(state, dict) and state.keys() >= KEYS):
-        raise ConfigError(
-            f"online: {str(path / STATE)!r} was not written by learning: give a folder of its own."
-        )
+        raise ConfigError(f"online: {str(file)!r} was not written by learning: give a folder of its own.")
     return state
 
 
 def ours(path: Path) -> list[Path]:
-    """What a store has written in a folder."""
-    names = STATE, TEMPORARY, LOCK
-    return sorted(file for file in path.glob("*") if file.name in names or FOLDER.fullmatch(file.name))
+    """What a store has written in a folder.  Raises ConfigError for the files of others."""
+    read(path)
+    names = (WEIGHTS, CONFIG, LOCK, *TEMPORARY)
+    return [file for name in names if (file := path / name).is_file()]
 
 
 def delete(path: Path) -> int:
@@ -197,8 +177,8 @@ def delete(path: Path) -> int:
     """
     lock, size = Lock.of(path), usage(path)
     with lock.writing:
-        for old in ours(path):
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        for file in ours(path):
+            file.unlink()
         if not any(path.iterdir()):
             path.rmdir()
     return size
@@ -206,13 +186,7 @@ def delete(path: Path) -> int:
 
 def usage(path: Path) -> int:
     """Bytes of the learned weights and statistics."""
-    files = (file for each in ours(path) for file in (each, *each.glob("*")))
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    return sum(file.stat().st_size for file in ours(path))
 
 
 def hashed(tensors: Mapping[str, Tensor]) -> str:

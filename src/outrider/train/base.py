@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import GROUP, bits_of
+from outrider.core.row import LoRARequest
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.errors import ConfigError, ModelError
@@ -21,7 +22,7 @@ from outrider.heads.base import FINGERPRINT
 from outrider.heads.layer import Sizes
 from outrider.heads.sample import Sample, TargetWeights
 from outrider.models.export import packed, scheme
-from outrider.train.options import TrainOptions
+from outrider.train.options import MOST_DEPTH, TrainOptions
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]  # config and tensors
 WIDTH = 4096  # hidden size of most published heads; the rate is inversely proportional to it
@@ -32,6 +33,7 @@ class Method:
     """A network to be trained for a target.
 
     wanted: the target's states that it reads.  logits: whether the loss reads the target's logits.
+    most: draft tokens of the network in one step, at most.
     base_rate: peak learning rate for a hidden size of `WIDTH`, that of the publication if it names one.
     drafts: speculative_config of evaluations, besides the model and its depth.
     """
@@ -41,6 +43,7 @@ class Method:
     logits: bool = True
     drafts: ClassVar[Mapping[str, Any]] = {"tree": "chain"}
     wanted: tuple[int, ...] = (FINAL,)
+    most: int = MOST_DEPTH
 
     def __init__(self, options: Any, target: Target, counts: Tensor) -> None:
         """counts: int64 [V], how often the answers have each token."""
@@ -48,12 +51,17 @@ class Method:
         self.outer = TargetWeights.of(target.decoder)
         self.network = self.build()
         if options.init is not None:
-            self._start_from(Path(options.init).expanduser())
+            self.start_from(Path(options.init).expanduser())
         self.network.to(target.decoder.device)
 
     def build(self) -> Any:
         """The network, with its initial weights."""
         raise NotImplementedError
+
+    @property
+    def head(self) -> Any:
+        """The part of the network that is written as the head."""
+        return self.network
 
     def loss(self, sample: Sample) -> Tensor:
         loss: Tensor = self.network.loss(sample, self.outer)
@@ -76,11 +84,11 @@ class Method:
         """Config and tensors in the reference's layout; tied tensors are there once."""
         tensors: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for name, tensor in self.network.state_dict().items():
+        for name, tensor in self.head.state_dict().items():
             if tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
                 tensors[name] = tensor.detach().cpu()
-        return self.network.config(), tensors
+        return self.head.config(), tensors
 
     def save(self, folder: Path) -> None:
         """Write config.json and model.safetensors, each in one step."""
@@ -92,7 +100,11 @@ class Method:
 
     def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
         """speculative_config that drafts chains with the saved weights."""
-        return {"model": str(folder), "num_speculative_tokens": depth, **self.drafts}
+        return {"model": str(folder), "num_speculative_tokens": min(depth, self.most), **self.drafts}
+
+    def adapter(self, folder: Path) -> LoRARequest | None:
+        """The saved adapter of the target; None if the target stays as it is."""
+        return None
 
     @property
     def rate(self) -> float:
@@ -110,12 +122,12 @@ class Method:
         eps = getattr(config, "rms_norm_eps", None) or 1e-6
         return Sizes(spec.hidden, inner, heads, spec.kv_heads, spec.head_dim, eps)
 
-    def _start_from(self, folder: Path) -> None:
+    def start_from(self, folder: Path) -> None:
         """Load the weights of an earlier head, quantised or not.
 
         Raises ConfigError for those of another network.
         """
-        own = self.network.state_dict()
+        own = self.head.state_dict()
         try:
             head = Head.open(str(folder))
             found = {
@@ -123,7 +135,7 @@ class Method:
                 for name, tensor in own.items()
                 if name in head
             }
-            self.network.load_state_dict({**own, **found})
+            self.head.load_state_dict({**own, **found})
         except (ModelError, RuntimeError) as error:
             raise ConfigError(f"init: {str(folder)!r} is no head of this shape: {error}") from error
         known = {own[name].data_ptr() for name in found}  # tied tensors are stored once

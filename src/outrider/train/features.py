@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from outrider.errors import ConfigError
 from outrider.heads.sample import Sample, read_states, target_logits
 from outrider.models.base import Model
 from outrider.train.answers import OutOfTime, Text
+from outrider.train.base import replace_text
 
 SAVE_EVERY = 64  # texts
 
@@ -79,7 +79,7 @@ class Features:
             self.store[self.starts[i] : self.starts[i + 1]] = self._states(i)
             late = time.perf_counter() > deadline
             if late or (i + 1) % SAVE_EVERY == 0 or i + 1 == self.cached:
-                _write(progress, json.dumps({"texts": i + 1}))
+                replace_text(progress, json.dumps({"texts": i + 1}))
                 if late and i + 1 < self.cached:
                     raise OutOfTime
             tick(1)
@@ -115,10 +115,3 @@ def _check_space(path: Path, size: int) -> None:
             f"the features need {(size - held) / 1e9:.1f} GB in {str(path.parent)!r}, which has "
             f"{free / 1e9:.1f} GB left: give a smaller cache_gb, or another folder as cache."
         )
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a small file in one step."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

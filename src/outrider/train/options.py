@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ def is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
 
+MOST_DEPTH = 64  # draft tokens of a step
 COUNT, FRACTION = whole(1), real("a number in [0, 1)", lambda value: 0 <= value < 1)
 POSITIVE = real("a number above 0", lambda value: value > 0)
 TEMPERATURES = Kind(
@@ -36,35 +37,27 @@ TEMPERATURES = Kind(
 )
 FILES = Kind("a list of files", lambda value: is_list(value) and all(isinstance(one, str) for one in value))
 TAPS = Kind("a list of layers", lambda value: is_list(value) and len(value) > 0 and all(map(is_whole, value)))
+BY_TYPE = {  # annotation of an option -> what is accepted; KINDS names the exceptions
+    "int": COUNT,
+    "int | None": optional(COUNT),
+    "float": POSITIVE,
+    "float | None": optional(POSITIVE),
+    "bool": FLAG,
+    "str | None": optional(TEXT),
+    "Sequence[int] | None": optional(TAPS),
+}
 SHARED = {
     "data": FILES,
     "out": Kind("a folder", lambda value: isinstance(value, str)),
-    "regenerate": FLAG,
     "temperatures": TEMPERATURES,
-    "prompt_tokens": COUNT,
-    "answer_tokens": COUNT,
     "length": whole(8),
-    "limit": optional(COUNT),
-    "held_out": COUNT,
-    "steps": optional(COUNT),
-    "epochs": POSITIVE,
-    "batch": COUNT,
-    "rate": optional(POSITIVE),
     "warmup": FRACTION,
     "weight_decay": FRACTION,
-    "clip": POSITIVE,
     "dtype": either(Kind('"float32"', lambda value: False), "float32", "bfloat16"),
     "seed": whole(0),
-    "depth": whole(1, 64),
-    "evaluate_every": COUNT,
-    "evaluate_prompts": COUNT,
+    "depth": whole(1, MOST_DEPTH),
     "evaluate_tokens": whole(2),
-    "checkpoint_every": COUNT,
-    "minutes": optional(POSITIVE),
-    "init": optional(TEXT),
-    "cache": optional(TEXT),
     "cache_gb": real("a number of at least 0", lambda value: value >= 0),
-    "format": optional(TEXT),
 }
 # Options that a resumed run may change: none has an effect on the weights.
 CHANGEABLE = (
@@ -103,7 +96,7 @@ class TrainOptions:
     format            published layout; None: the reference's
     """
 
-    KINDS: ClassVar[Mapping[str, Kind]] = {}  # of the further options of a method
+    KINDS: ClassVar[Mapping[str, Kind]] = {}  # of a method's options that BY_TYPE does not describe
 
     data: Sequence[str] = ()
     out: str = ""
@@ -136,12 +129,18 @@ class TrainOptions:
     format: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, {**SHARED, **self.KINDS})
+        named = {**SHARED, **self.KINDS}
+        check_fields(self, {f.name: named.get(f.name) or BY_TYPE[str(f.type)] for f in fields(self)})
         bits_of(self.quantization, "quantization of the trained weights")
         if not self.data:
             raise ConfigError("training needs data: files with texts or conversations, .jsonl or .txt.")
         if not self.out:
             raise ConfigError("training needs out: the folder for the trained weights.")
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Engine options that the run needs."""
+        return {}
 
     @property
     def work(self) -> Path:

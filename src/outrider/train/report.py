@@ -99,6 +99,10 @@ class Report:
             self.say(f"Stopped after step {trainer.step} of {trainer.steps}: the same command goes on.")
         config = json.dumps(trainer.method.speculation(Path(out), trainer.options.depth))
         self.say(f"{out}: evaluated with --speculative-config '{config}'")
+        if (adapter := trainer.method.adapter(Path(out))) is not None:
+            self.say(
+                f"for requests with the LoRA adapter {adapter.lora_path}: the target's texts have changed"
+            )
         self._plot(trainer, Path(out).expanduser())
 
     def _plot(self, trainer: Trainer, folder: Path) -> None:

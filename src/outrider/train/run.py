@@ -24,7 +24,7 @@ from outrider.train import answers, data
 from outrider.train.answers import OutOfTime, Text
 from outrider.train.base import Method, parameter_count, replace_text
 from outrider.train.data import Source
-from outrider.train.evaluate import Evaluator
+from outrider.train.evaluate import Evaluation, write_log
 from outrider.train.features import Features
 from outrider.train.loop import Trainer
 from outrider.train.methods import method
@@ -132,9 +132,12 @@ def hashed(value: Any) -> str:
 def check(llm: LLM, name: str, options: TrainOptions) -> None:
     """Build the method without its texts and drop it: mistakes are found before the target answers.
 
-    Raises ConfigError for options that do not fit the target, for a head in `init` that does not fit, for an
-    unknown format and for a folder that cannot be made.
+    Raises ConfigError for options that do not fit the target or the engine, for a head in `init` that does
+    not fit, for an unknown format and for a folder that cannot be made.
     """
+    for option, needed in options.engine.items():
+        if getattr(llm.engine.options, option) < needed:
+            raise ConfigError(f"this run needs {option}={needed!r} as an option of the engine.")
     torch.manual_seed(options.seed)
     target = llm.engine.target
     made = method(name)(options, target, torch.zeros(target.vocabulary, dtype=torch.int64))
@@ -184,7 +187,7 @@ def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
     if resumed and processes.first:
         write_log(trainer)  # a kill may have left evaluations of later steps in it
     report.start(trainer, texts.texts, parameter_count(made.network), resumed)
-    evaluate = Evaluation(llm, trainer, texts, report)
+    evaluate = Evaluation(llm, trainer, texts.held, report)
     finished = _steps(trainer, evaluate, report, deadline)
     if not processes.first:
         return Result(finished, trainer.losses, [])
@@ -246,34 +249,6 @@ def _steps(trainer: Trainer, evaluate: Evaluation, report: Report, deadline: flo
             if trainer.step % options.checkpoint_every == 0:
                 trainer.save()
     return True
-
-
-class Evaluation:
-    """Evaluates the weights as they are, and adds a record: held-out loss, and acceptance in the engine."""
-
-    def __init__(self, llm: LLM, trainer: Trainer, texts: Texts, report: Report) -> None:
-        options = trainer.options
-        self.trainer, self.report = trainer, report
-        self.held = texts.held[: options.evaluate_prompts]
-        prompts = [texts.texts[i].ids[: texts.texts[i].prompt] for i in self.held]
-        self.engine = Evaluator(llm, prompts, options.evaluate_tokens)
-
-    def __call__(self) -> None:
-        trainer, began = self.trainer, time.perf_counter()
-        folder = trainer.options.work / "head"
-        trainer.method.save(folder)
-        found = self.engine.measure(trainer.method.speculation(folder, trainer.options.depth))
-        record = {"step": trainer.step, "held_loss": trainer.held_loss(self.held), **asdict(found)}
-        trainer.records.append(record)
-        trainer.seconds["evaluation"] += time.perf_counter() - began
-        write_log(trainer)
-        self.report.evaluated(record)
-
-
-def write_log(trainer: Trainer) -> None:
-    """work/log.jsonl: an evaluation a line."""
-    lines = "".join(json.dumps(record) + "\n" for record in trainer.records)
-    replace_text(trainer.options.work / "log.jsonl", lines)
 
 
 def _provenance(name: str, trainer: Trainer, texts: Texts) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -72,29 +73,33 @@ class ModelDrafter(Drafter):
         checkpoint = self.checkpoint = Checkpoint.open(options.model, options.revision, trust)
         if options.vocab_mismatch == "refuse":
             fits(checkpoint, target.checkpoint)
-        spec, device = checkpoint.spec, target.decoder.device
-        self.context = min(spec.context, self.max_expansion * target.max_len)
-        if options.draft_device != "auto":
-            device = pick_device(options.draft_device, "draft_device")
-        dtype = pick_dtype(options.draft_dtype, checkpoint.stored_dtype, device, "draft_dtype")
-        model: Model
-        if (ranks := options.draft_tensor_parallel_size) > 1:
-            args = checkpoint, dtype, self.context, options.quantization, options.revision
-            model = parallel.load_beside(target.decoder, ranks, *args)
-        else:
-            layers = place(spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
-            cache_dtype = target.decoder.kv_cache_dtype
-            model = models.load(
-                checkpoint, dtype, device, self.context, options.quantization, cache_dtype, layers
-            )
+        self.context = min(checkpoint.spec.context, self.max_expansion * target.max_len)
+        self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
+        self.decoder = model = self._model(checkpoint, options.quantization)
         if options.vocab_mismatch == "intersect":
             self.decoder = Translated(model, shared_tokens(checkpoint, target.checkpoint))
             self.vocabulary = target.vocabulary
-        else:
-            self.decoder = model
-            self.vocabulary = min(spec.vocabulary, target.vocabulary)
         same_device = self.decoder.device == target.decoder.device
         self.sampler = target.sampler if same_device else Sampler(self.decoder.backend)
+
+    def _model(self, checkpoint: Checkpoint, quantization: str | None) -> Model:
+        options, theirs = self.options, self.target.decoder
+        device = theirs.device
+        if options.draft_device != "auto":
+            device = pick_device(options.draft_device, "draft_device")
+        dtype = pick_dtype(options.draft_dtype, checkpoint.stored_dtype, device, "draft_dtype")
+        if (ranks := options.draft_tensor_parallel_size) > 1:
+            args = checkpoint, dtype, self.context, quantization, options.revision
+            return parallel.load_beside(theirs, ranks, *args)
+        layers = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
+        kv_dtype = theirs.kv_cache_dtype
+        return models.load(checkpoint, dtype, device, self.context, quantization, kv_dtype, layers)
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        quantization, scheme = self.options.quantization, self.checkpoint.scheme
+        if quantization is None and scheme is not None:
+            quantization = f"int{max(bits for bits, _ in scheme.sizes)}"
+        self.decoder = self._model(replace(self.checkpoint, scheme=None, given=tensors), quantization)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

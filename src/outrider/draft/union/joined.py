@@ -51,7 +51,7 @@ class Proposal:
 
 
 class Learner(Protocol):
-    """Goes on training the head of a drafter: see online/learner.py."""
+    """Goes on training a drafter: see online/learner.py."""
 
     def train(self) -> None: ...
     def observe(self, commit: Commit) -> None: ...
@@ -67,7 +67,7 @@ class Joined:
     ) -> None:
         """Those automatic drafters that the configured one is, or mixes, are left to it.
 
-        learner: trains the configured one's head.
+        learner: trains the configured one.
         """
         self.drafter, self.learner = drafter, learner
         self.automatic = [each for each in automatic if not set(each.sources) & set(drafter.sources)]

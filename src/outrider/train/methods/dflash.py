@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.validate import FLAG, Kind, optional, whole
+from outrider.core.validate import Kind, optional, whole
 from outrider.draft import dflash, domino, dspark
 from outrider.draft.dspark.layouts import MARKOV, VANILLA
 from outrider.draft.dspark.network import Network as DSparkNetwork
@@ -25,7 +24,7 @@ from outrider.heads.layouts import speculators_config
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain, refuse
 from outrider.train.methods.eagle3 import frequent, within
-from outrider.train.options import COUNT, TAPS, TrainOptions
+from outrider.train.options import TrainOptions
 
 OUTER = (  # keys of z-lab's configs beside those of a layer
     "target_layer_ids", "causal", "is_causal", "architectures", "projector_type", "markov_head_type",
@@ -46,15 +45,10 @@ class DFlash(Method):
         """
 
         KINDS: ClassVar = {
-            "layers": COUNT,
-            "inner": optional(COUNT),
             "block": whole(2),
             "mask_token": optional(whole(0)),
-            "taps": optional(TAPS),
-            "draft_vocab_size": optional(COUNT),
             "markov": whole(0),
             "markov_kind": Kind(" or ".join(MARKOV), lambda value: value in MARKOV),
-            "confidence": FLAG,
             "domino": whole(0),
         }
 
@@ -88,6 +82,7 @@ class DFlash(Method):
 
     def build(self) -> BlockNetwork:
         options, target = self.options, self.target
+        self.most = options.block - 1
         given: dict[str, Any] = {"layers": options.layers, "block": options.block}
         if options.inner is not None:
             given["inner"] = options.inner
@@ -118,9 +113,6 @@ class DFlash(Method):
         if 0 in network.taps:
             raise ConfigError("taps: a Domino head reads outputs of layers, so taps must be 1 or more.")
         return network
-
-    def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
-        return super().speculation(folder, min(depth, self.options.block - 1))
 
     @classmethod
     def convert(cls, head: Head, layout: str) -> Files:

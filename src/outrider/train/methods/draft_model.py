@@ -12,16 +12,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from outrider.core.quantized import QuantizedWeight
-from outrider.core.validate import Kind, optional
-from outrider.heads.parts import acceptance_loss, soft_cross_entropy
+from outrider.core.validate import Kind
+from outrider.heads.parts import acceptance_loss
 from outrider.heads.sample import Sample, mean_loss
+from outrider.models.differentiable import load_weights, new_module, text_logits
 from outrider.train.base import Files, Method, replace_text
-from outrider.train.options import COUNT, TrainOptions
+from outrider.train.options import TrainOptions
 
 DIVERGENCES = ("forward", "reverse", "tvd", "acceptance")
 DIVERGENCE = Kind(" or ".join(DIVERGENCES), lambda value: value in DIVERGENCES)
-OF_TARGET = ("quantization_config", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
 
 
 class DraftModel(Method):
@@ -33,11 +32,7 @@ class DraftModel(Method):
         acceptance of rejection sampling, or "acceptance": -log of that (LK losses, arXiv 2602.23881).
         """
 
-        KINDS: ClassVar = {
-            **dict.fromkeys(("hidden", "inner", "heads", "kv_heads"), optional(COUNT)),
-            "layers": COUNT,
-            "divergence": DIVERGENCE,
-        }
+        KINDS: ClassVar = {"divergence": DIVERGENCE}
 
         layers: int = 2
         hidden: int | None = None
@@ -55,10 +50,7 @@ class DraftModel(Method):
     drafts: ClassVar = {"method": "draft_model"}
 
     def build(self) -> Any:
-        import transformers
-
         options, theirs = self.options, self.target.checkpoint.config
-        given = {key: value for key, value in theirs.to_dict().items() if key not in OF_TARGET}
         sizes = {
             "num_hidden_layers": min(options.layers, self.target.decoder.spec.layers),
             "hidden_size": options.hidden,
@@ -66,14 +58,12 @@ class DraftModel(Method):
             "num_attention_heads": options.heads,
             "num_key_value_heads": options.kv_heads,
         }
-        given |= {key: value for key, value in sizes.items() if value is not None}
-        if given.get("layer_types"):
-            given["layer_types"] = [given["layer_types"][i] for i in self._chosen()]
-        kind = given.pop("model_type")
-        auto: Any = transformers.AutoModelForCausalLM
-        network = auto.from_config(transformers.AutoConfig.for_model(kind, **given)).float()
+        given: dict[str, Any] = {key: value for key, value in sizes.items() if value is not None}
+        if types := getattr(theirs, "layer_types", None):
+            given["layer_types"] = [types[i] for i in self._chosen()]
+        network = new_module(theirs, **given)
         if options.cut:
-            self._copy_target(network)
+            load_weights(network, self.target.checkpoint, self._chosen())
         return network
 
     def _chosen(self) -> list[int]:
@@ -82,29 +72,12 @@ class DraftModel(Method):
         count = min(self.options.layers, theirs)
         return [round(i * (theirs - 1) / max(1, count - 1)) for i in range(count)]
 
-    def _copy_target(self, network: Any) -> None:
-        """Copy the target's weights into a network that has some of its layers."""
-        source, chosen = self.target.checkpoint.tensors(), self._chosen()
-        for name, own in network.named_parameters():
-            theirs, parts = name, name.split(".")
-            if parts[:2] == ["model", "layers"]:
-                theirs = ".".join(["model.layers", str(chosen[int(parts[2])]), *parts[3:]])
-            if theirs == "model.embed_tokens.weight":
-                own.data.copy_(self.outer.embedding)
-            elif theirs == "lm_head.weight":
-                own.data.copy_(self.outer.lm_head)
-            elif own.dim() == 2:
-                weight = source.linear(theirs.removesuffix(".weight"), *own.shape)
-                own.data.copy_(weight.dense() if isinstance(weight, QuantizedWeight) else weight)
-            else:
-                own.data.copy_(source.get(theirs, *own.shape))
-
     def loss(self, sample: Sample) -> Tensor:
-        rows = sample.places(0, len(sample.tokens))
-        output = self.network(sample.tokens[None], use_cache=False, logits_to_keep=rows)
-        logits, theirs = output.logits[0].float(), sample.logits[rows]
+        places = sample.places(0, len(sample.tokens))
+        logits = text_logits(self.network, sample.tokens, places)
         if self.options.divergence == "forward":
-            return mean_loss(soft_cross_entropy(logits, theirs))
+            return sample.target_loss(logits, places)
+        theirs = sample.logits[places]
         if self.options.divergence == "acceptance":
             return mean_loss(acceptance_loss(logits, theirs))
         p, q = theirs.log_softmax(-1), logits.log_softmax(-1)

@@ -6,24 +6,20 @@ The two share their weights and differ in the draft tree only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from outrider.checkpoints.heads import Head
-from outrider.core.validate import FLAG, optional
 from outrider.draft.eagle.layouts import FORMAT, SPECULATORS
 from outrider.draft.eagle.network import Network
 from outrider.errors import ConfigError
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain, refuse
-from outrider.train.options import COUNT, TrainOptions
+from outrider.train.options import TrainOptions
 
 
 class Eagle(Method):
     @dataclass(frozen=True)
     class Options(TrainOptions):
         """inner: of the MLP; None: the target's.  bias: of fc; vLLM reads none."""
-
-        KINDS: ClassVar = {"inner": optional(COUNT), "bias": FLAG}
 
         inner: int | None = None
         bias: bool = False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.validate import Kind, optional
+from outrider.core.validate import Kind
 from outrider.draft.eagle3.layouts import FORMAT, SGLANG, VLLM
 from outrider.draft.eagle3.network import Network
 from outrider.errors import ConfigError
@@ -19,7 +19,7 @@ from outrider.heads.layouts import speculators_config
 from outrider.heads.tapped import default_taps
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain, refuse
-from outrider.train.options import COUNT, POSITIVE, TAPS, TrainOptions
+from outrider.train.options import TrainOptions
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
 OBJECTIVE = Kind("kl or acceptance", lambda value: value in ("kl", "acceptance"))
@@ -35,14 +35,7 @@ class Eagle3(Method):
         target's.
         """
 
-        KINDS: ClassVar = {
-            "draft_vocab_size": COUNT,
-            "test_steps": COUNT,
-            "decay": POSITIVE,
-            "objective": OBJECTIVE,
-            "taps": optional(TAPS),
-            "inner": optional(COUNT),
-        }
+        KINDS: ClassVar = {"objective": OBJECTIVE}
 
         draft_vocab_size: int = 32000
         test_steps: int = 7

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from outrider.core.validate import FLAG, optional
 from outrider.draft.hydra.network import Network
 from outrider.train.base import Method
-from outrider.train.options import COUNT, FRACTION, TrainOptions
+from outrider.train.options import FRACTION, TrainOptions
 
 
 class Hydra(Method):
@@ -20,14 +18,7 @@ class Hydra(Method):
         target's.  inner: of the prefix layer; None: the target's.
         """
 
-        KINDS: ClassVar = {
-            "heads": COUNT,
-            "layers": COUNT,
-            "prefix": FLAG,
-            "own": FLAG,
-            "dropout": FRACTION,
-            "inner": optional(COUNT),
-        }
+        KINDS: ClassVar = {"dropout": FRACTION}
 
         heads: int = 4
         layers: int = 4
@@ -40,12 +31,10 @@ class Hydra(Method):
 
     def build(self) -> Network:
         options, spec = self.options, self.target.decoder.spec
+        self.most = options.heads
         network = Network(
             spec.hidden, spec.vocabulary, options.heads, options.layers,
             self.sizes if options.prefix else None, options.dropout, options.own,
         )  # fmt: skip
         network.start(self.outer)
         return network
-
-    def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
-        return super().speculation(folder, min(depth, self.options.heads))

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from outrider.core.validate import optional
 from outrider.draft.layerskip.exit_head import Network
 from outrider.errors import ConfigError
 from outrider.train.base import Method
-from outrider.train.options import COUNT, TrainOptions
+from outrider.train.options import TrainOptions
 
 
 class LayerSkip(Method):
     @dataclass(frozen=True)
     class Options(TrainOptions):
         """early_exit: number of the target's layers that draft; None: a third of them."""
-
-        KINDS: ClassVar = {"early_exit": optional(COUNT)}
 
         early_exit: int | None = None
 

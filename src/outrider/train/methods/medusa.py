@@ -1,42 +1,73 @@
-"""Medusa-1 (arXiv 2401.10774): heads on the last state, cross entropy with the text, decayed by head."""
+"""Medusa (arXiv 2401.10774): heads on the last state, cross entropy with the text, decayed by head.
+
+Medusa-1 trains the heads alone.  With `joint`, Medusa-2, the target changes too: train/joint.py.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from outrider.checkpoints.heads import Head
-from outrider.core.validate import FLAG
+from outrider.core.row import LoRARequest
 from outrider.draft.medusa.layouts import FORMAT, REFERENCE, VLLM, counts
 from outrider.draft.medusa.network import Network
 from outrider.errors import ConfigError
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, refuse
-from outrider.train.options import COUNT, TrainOptions
+from outrider.train.joint import Joint
+from outrider.train.options import TrainOptions
+
+ADAPTER = "adapter"  # folder beside the heads
+NUMBER = 1 << 30  # of the adapter in evaluations
 
 
 class Medusa(Method):
     @dataclass(frozen=True)
     class Options(TrainOptions):
         """heads: number of future tokens.  blocks: residual blocks of each.  own: each head has an lm_head,
-        as in the reference; otherwise all use the target's.
+        as in the reference; otherwise all use the target's.  joint: the target learns too, by a LoRA adapter
+        of this rank in the folder "adapter": its texts change.
         """
-
-        KINDS: ClassVar = {"heads": COUNT, "blocks": COUNT, "own": FLAG}
 
         heads: int = 4
         blocks: int = 1
         own: bool = True
+        joint: bool = False
+        rank: int = 16
+
+        @property
+        def engine(self) -> dict[str, Any]:
+            return {"enable_lora": True, "max_lora_rank": self.rank} if self.joint else {}
 
     base_rate = 1e-3
     logits = False
 
-    def build(self) -> Network:
+    def build(self) -> nn.Module:
         options = self.options
-        return Network.beside(self.outer, options.heads, options.blocks, options.own)
+        self.most, self.logits = options.heads, options.joint
+        heads = Network.beside(self.outer, options.heads, options.blocks, options.own)
+        return Joint(heads, self.target, options.rank) if options.joint else heads
 
-    def speculation(self, folder: Any, depth: int) -> dict[str, Any]:
-        return super().speculation(folder, min(depth, self.options.heads))
+    @property
+    def head(self) -> Any:
+        return self.network.heads if self.options.joint else self.network
+
+    def start_from(self, folder: Path) -> None:
+        super().start_from(folder)
+        if self.options.joint and (folder / ADAPTER).is_dir():
+            self.network.load_adapter(folder / ADAPTER)
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        if self.options.joint:
+            self.network.save_adapter(folder / ADAPTER)
+
+    def adapter(self, folder: Path) -> LoRARequest | None:
+        return LoRARequest(ADAPTER, NUMBER, str(folder / ADAPTER)) if self.options.joint else None
 
     @classmethod
     def convert(cls, head: Head, layout: str) -> Files:

@@ -7,11 +7,9 @@ answers: two runs, the second with `init`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from outrider.checkpoints.heads import Head
-from outrider.core.validate import FLAG, optional
 from outrider.draft.lstm_speculator import LstmSpeculator
 from outrider.draft.mlp_speculator.layouts import FORMAT
 from outrider.draft.mlp_speculator.network import Network
@@ -19,7 +17,7 @@ from outrider.errors import ConfigError
 from outrider.heads.speculators import PREFIX
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, plain
-from outrider.train.options import COUNT, TrainOptions
+from outrider.train.options import TrainOptions
 
 
 class MlpSpeculator(Method):
@@ -28,13 +26,6 @@ class MlpSpeculator(Method):
         """n_predict: number of future tokens.  inner: width of the recurrent state; None: the target's.
         tie_weights: all steps share their weights.  scale_input: the state is normalized first.
         """
-
-        KINDS: ClassVar = {
-            "n_predict": COUNT,
-            "inner": optional(COUNT),
-            "tie_weights": FLAG,
-            "scale_input": FLAG,
-        }
 
         n_predict: int = 3
         inner: int | None = None
@@ -47,13 +38,10 @@ class MlpSpeculator(Method):
 
     def build(self) -> Network:
         options, spec = self.options, self.target.decoder.spec
-        inner = options.inner or spec.hidden
+        inner, self.most = options.inner or spec.hidden, options.n_predict
         return Network(
             spec.hidden, inner, spec.vocabulary, options.n_predict, options.tie_weights, options.scale_input
         )
-
-    def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
-        return super().speculation(folder, min(depth, self.options.n_predict))
 
     @classmethod
     def convert(cls, head: Head, layout: str) -> Files:

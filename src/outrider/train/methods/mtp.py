@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
-from outrider.core.validate import FLAG, optional
 from outrider.draft.mtp.layouts import FORMAT, LAYOUTS, swap_inputs
 from outrider.draft.mtp.network import Network
 from outrider.errors import ConfigError
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain, refuse
-from outrider.train.options import COUNT, TrainOptions
+from outrider.train.options import TrainOptions
 
 QKV = re.compile(r"self_attn\.[qkv]_proj\.weight$")
 
@@ -25,8 +23,6 @@ class Mtp(Method):
         """layers: prediction layers.  test_steps: depths in the loss; the last layer predicts those beyond.
         prenorm: they read states before the target's last norm.  inner: of the MLP; None: the target's.
         """
-
-        KINDS: ClassVar = {"layers": COUNT, "test_steps": COUNT, "prenorm": FLAG, "inner": optional(COUNT)}
 
         layers: int = 1
         test_steps: int = 3

@@ -12,7 +12,7 @@ from outrider.errors import ConfigError
 from outrider.heads.tapped import default_taps
 from outrider.train.base import Method
 from outrider.train.methods.eagle3 import frequent, within
-from outrider.train.options import COUNT, TAPS, TrainOptions
+from outrider.train.options import MOST_DEPTH, TrainOptions
 
 
 class PEagle(Method):
@@ -23,14 +23,7 @@ class PEagle(Method):
         None: the last one.  taps: the layers whose inputs are read; None: EAGLE-3's.
         """
 
-        KINDS: ClassVar = {
-            "layers": COUNT,
-            "inner": optional(COUNT),
-            "depths": whole(2, 64),
-            "draft_vocab_size": COUNT,
-            "mask_token": optional(whole(0)),
-            "taps": optional(TAPS),
-        }
+        KINDS: ClassVar = {"depths": whole(2, MOST_DEPTH), "mask_token": optional(whole(0))}
 
         layers: int = 4
         inner: int | None = None

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.checkpoints.heads import Head
-from outrider.core.validate import FLAG, optional
 from outrider.draft.redrafter.layouts import CONVERTED, FORMAT, blocks
 from outrider.draft.redrafter.network import Network
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain
-from outrider.train.options import COUNT, TrainOptions
+from outrider.train.options import TrainOptions
 
 
 class ReDrafter(Method):
@@ -20,8 +19,6 @@ class ReDrafter(Method):
         """layers: residual blocks.  exit_dim: their width; None: twice the target's.  rnn: otherwise states
         are sums of embeddings.
         """
-
-        KINDS: ClassVar = {"layers": COUNT, "exit_dim": optional(COUNT), "rnn": FLAG}
 
         layers: int = 2
         exit_dim: int | None = None

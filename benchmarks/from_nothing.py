@@ -1,0 +1,131 @@
+"""Minutes of training, from nothing, until a head for the built-in target is better than the draft model.
+
+    python benchmarks/from_nothing.py [--method redrafter] [--options JSON] [--minutes 25] [--json OUT]
+
+The minutes count all that `outrider train` does: answers of the target, features and steps, without
+evaluations.  At every evaluation the head and `builtin-draft` answer the same held-out prompts in turn, one
+request at a time, greedy, chains of 3.  The run ends when the head decodes more tokens a second.  Give
+OMP_NUM_THREADS=2; the machine should be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from core import conditions
+
+from outrider import LLM, SamplingParams
+from outrider.config import options
+from outrider.core.row import Speculation
+from outrider.engine.chat_template import render
+from outrider.train.loop import Trainer
+from outrider.train.methods import method
+from outrider.train.report import Report
+from outrider.train.run import train
+from recipes.builtin import prompts, tasks
+
+DEPTH, NEW, HELD, ROUNDS = 3, 64, 16, 3
+DRAFT = {"method": "draft_model", "model": "builtin-draft", "num_speculative_tokens": DEPTH}
+SMALL = {
+    "redrafter": {"layers": 1, "exit_dim": 160},
+    "medusa": {"heads": 3, "own": False},
+    "eagle": {"inner": 512},
+    "eagle3": {"inner": 512, "draft_vocab_size": 2048, "test_steps": 4},
+}
+
+
+class Better(Exception):
+    """The head is better: the run ends."""
+
+
+class Comparison(Report):
+    """Compares the head with the draft model at every evaluation."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__()
+        rng = random.Random(1)
+        asked = [tasks.make(kind, rng, "values").turns[0].prompt for kind in rng.sample([*tasks.KINDS], HELD)]
+        self.prompts = [
+            render(llm.tokenizer, {"messages": [{"role": "user", "content": text}]}) for text in asked
+        ]
+        self.llm, self.rows, self.began, self.own = llm, list[dict[str, Any]](), time.perf_counter(), 0.0
+
+    def start(self, trainer: Trainer, *given: Any) -> None:
+        self.trainer = trainer
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        began, trainer = time.perf_counter(), self.trainer
+        minutes = (began - self.began - trainer.seconds["evaluation"] - self.own) / 60
+        head = trainer.method.speculation(trainer.options.work / "head", DEPTH)
+        configs: dict[str, Mapping[str, Any] | None] = {"plain": None, "draft model": DRAFT, "head": head}
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in configs}
+        for _ in range(ROUNDS):
+            for name, config in configs.items():
+                found[name].append(self.answer(config))
+        best = {name: max(each, key=lambda one: one["tokens/s"]) for name, each in found.items()}
+        self.llm.use(None)
+        self.rows.append({"step": record["step"], "minutes": round(minutes, 2), **best})
+        print(json.dumps(self.rows[-1]), flush=True)
+        self.own += time.perf_counter() - began
+        if best["head"]["tokens/s"] > best["draft model"]["tokens/s"]:
+            raise Better
+
+    def answer(self, config: Mapping[str, Any] | None) -> dict[str, float]:
+        self.llm.use(config)
+        params = SamplingParams(temperature=0.0, max_tokens=NEW, detokenize=False)
+        self.llm.generate(self.prompts[0], params)
+        began, total, tokens = time.perf_counter(), Speculation(), 0
+        for prompt in self.prompts:
+            (output,) = self.llm.generate(prompt, params)
+            total, tokens = total + output.outputs[0].speculation, tokens + len(output.outputs[0].token_ids)
+        speed = tokens / (time.perf_counter() - began)
+        return {"tokens/s": round(speed, 1), "tokens per step": round(total.tokens_per_step, 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--method", default="redrafter")
+    parser.add_argument("--options", type=json.loads, help="of the method; default: sizes as shipped")
+    parser.add_argument("--prompts", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--every", type=int, default=50, help="steps between two evaluations")
+    parser.add_argument("--minutes", type=float, default=25.0, help="begin no step after this time")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    sizes = SMALL.get(given.method, {}) if given.options is None else given.options
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "prompts.jsonl"
+        lines = [json.dumps(one) + "\n" for one in prompts.records(given.prompts, 0, None, 0)]
+        data.write_text("".join(lines))
+        llm = LLM("builtin", max_num_seqs=32, max_model_len=512, speculative_config=None)
+        run = {
+            "data": [str(data)], "out": f"{folder}/head", "steps": given.steps, "length": 384,
+            "answer_tokens": 96, "evaluate_every": given.every, "evaluate_prompts": 8,
+            "minutes": given.minutes, **sizes,
+        }  # fmt: skip
+        comparison = Comparison(llm)
+        try:
+            train(
+                llm, given.method, options(method(given.method).Options, run, "training option"), comparison
+            )
+        except Better:
+            print("better than the draft model", flush=True)
+    made = {**conditions(), "options": {**vars(given), "json": None}, "rows": comparison.rows}
+    if given.json is not None:
+        given.json.write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

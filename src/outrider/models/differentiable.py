@@ -1,0 +1,45 @@
+"""Models as modules of transformers in float32, for training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from outrider.checkpoints.hub import Checkpoint
+from outrider.core.quantized import QuantizedWeight
+
+OF_FILES = ("quantization_config", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
+
+
+def new_module(config: Any, **sizes: Any) -> Any:
+    """A model of a config's family with random weights.  sizes: settings in place of the config's."""
+    import transformers
+
+    given = {key: value for key, value in config.to_dict().items() if key not in OF_FILES} | sizes
+    kind, auto = given.pop("model_type"), cast(Any, transformers.AutoModelForCausalLM)
+    return auto.from_config(transformers.AutoConfig.for_model(kind, **given)).float()
+
+
+def load_weights(module: Any, checkpoint: Checkpoint, layers: Sequence[int] | None = None) -> None:
+    """Give a module the weights of a checkpoint of its family.
+
+    layers: those of the checkpoint that the module has; None: all.
+    """
+    source = checkpoint.tensors()
+    for name, own in module.named_parameters():
+        parts = name.split(".")
+        if layers is not None and parts[:2] == ["model", "layers"]:
+            name = ".".join(["model.layers", str(layers[int(parts[2])]), *parts[3:]])
+        if own.dim() == 2:
+            weight = source.linear(name.removesuffix(".weight"), *own.shape)
+            own.data.copy_(weight.dense() if isinstance(weight, QuantizedWeight) else weight)
+        else:
+            own.data.copy_(source.get(name, *own.shape))
+
+
+def text_logits(module: Any, tokens: Tensor, places: Tensor) -> Tensor:
+    """float32 [n, V]: after the tokens at `places` [n] of one text [T]."""
+    logits: Tensor = module(tokens[None], use_cache=False, logits_to_keep=places).logits
+    return logits[0].float()
