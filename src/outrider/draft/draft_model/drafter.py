@@ -83,17 +83,15 @@ class ModelDrafter(Drafter):
         self.sampler = target.sampler if same_device else Sampler(self.decoder.backend)
 
     def _model(self, checkpoint: Checkpoint, quantization: str | None) -> Model:
-        options, theirs = self.options, self.target.decoder
-        device = theirs.device
-        if options.draft_device != "auto":
-            device = pick_device(options.draft_device, "draft_device")
+        options, theirs, chosen = self.options, self.target.decoder, self.options.draft_device
+        device = theirs.device if chosen == "auto" else pick_device(chosen, "draft_device")
         dtype = pick_dtype(options.draft_dtype, checkpoint.stored_dtype, device, "draft_dtype")
         if (ranks := options.draft_tensor_parallel_size) > 1:
             args = checkpoint, dtype, self.context, quantization, options.revision
             return parallel.load_beside(theirs, ranks, *args)
         layers = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
-        kv_dtype = theirs.kv_cache_dtype
-        return models.load(checkpoint, dtype, device, self.context, quantization, kv_dtype, layers)
+        args = checkpoint, dtype, device, self.context, quantization, theirs.kv_cache_dtype
+        return models.load(*args, layers)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         quantization, scheme = self.options.quantization, self.checkpoint.scheme
