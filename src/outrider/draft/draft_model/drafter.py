@@ -87,8 +87,8 @@ class ModelDrafter(Drafter):
         device = theirs.device if chosen == "auto" else pick_device(chosen, "draft_device")
         dtype = pick_dtype(options.draft_dtype, checkpoint.stored_dtype, device, "draft_dtype")
         if (ranks := options.draft_tensor_parallel_size) > 1:
-            args = checkpoint, dtype, self.context, quantization, options.revision
-            return parallel.load_beside(theirs, ranks, *args)
+            shared = checkpoint, dtype, self.context, quantization, options.revision
+            return parallel.load_beside(theirs, ranks, *shared)
         layers = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
         args = checkpoint, dtype, device, self.context, quantization, theirs.kv_cache_dtype
         return models.load(*args, layers)
