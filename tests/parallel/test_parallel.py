@@ -196,11 +196,18 @@ def test_pieces_of_a_step_are_its_rows() -> None:
         assert [t for piece in pieces for t in piece.input_ids] == [*whole.input_ids]
 
 
-@pytest.mark.parametrize("method", ["off", "draft_model"])
+def use_adaptive(llm: LLM) -> None:
+    """Look-up that is asked for at every step, under a controller for each step in flight."""
+    llm.use({"method": "ngram", "adaptive": True})
+    for controller in llm.engine.adaptive:
+        controller.planner.least = 1e3  # nothing is too dear
+
+
+@pytest.mark.parametrize("method", ["off", "draft_model", "adaptive"])
 def test_steps_of_a_pipeline_overlap(ranks: Ranks, plain: Plain, method: str) -> None:
-    """Each stage has a step of half of the rows; the adaptive controller takes one step after another."""
+    """Each stage has a step of half of the rows."""
     llm, expected = ranks(LAYOUTS["pp2"]), plain("pp2", 0.8)
-    use_example(llm, method)
+    use_adaptive(llm) if method == "adaptive" else use_example(llm, method)
     driver, sizes = EngineDriver(llm), list[tuple[int, int]]()
     requests = [driver.add_request(prompt, p) for prompt, p in zip(PROMPTS, params_of(0.8))]
     while driver.has_unfinished_requests():
@@ -210,8 +217,32 @@ def test_steps_of_a_pipeline_overlap(ranks: Ranks, plain: Plain, method: str) ->
     assert (1, 2) in sizes and max(sizes) == (1, 2), "one step of two rows is left when the other is complete"
     assert [visible_parts(driver.finish(request).outputs) for request in requests] == expected
     check_idle(llm)
-    llm.use({"method": "ngram", "adaptive": True})
-    assert llm.engine.overlap == 1
+    for controller in llm.engine.adaptive:
+        summary = controller.evidence.total
+        assert sum(summary.steps.values()) == sum(request.rows[0].steps for request in requests)
+        assert not controller.evidence.states and not controller.log
+
+
+def test_adaptive_controllers_of_a_pipeline_exchange_rows(ranks: Ranks) -> None:
+    """A row that another controller gets has all its steps in the books before."""
+    llm = ranks(LAYOUTS["pp2"])
+    use_adaptive(llm)
+    first, second = llm.engine.adaptive
+    assert first.evidence is second.evidence
+    driver = EngineDriver(llm)
+    lengths = (4, 40, 9, 40)
+    requests = [
+        driver.add_request(prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
+        for prompt, length in zip(PROMPTS, lengths)
+    ]
+    while driver.has_unfinished_requests():
+        driver.step()
+        flying = [flight.controller for flight in llm.engine.flights]
+        assert len({*map(id, flying)}) == len(flying), "a controller has one step in flight"
+    for request in requests:
+        (sample,) = driver.finish(request).outputs
+        assert sample.drafting is not None or not sample.speculation.drafted
+        assert sum(sample.drafting.steps.values() if sample.drafting else ()) == request.rows[0].steps
 
 
 def test_abort_of_a_row_in_flight_keeps_the_others(ranks: Ranks, plain: Plain) -> None:

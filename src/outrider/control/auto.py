@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -50,6 +50,7 @@ class AutoController:
     (see ledger.py).
     memory: keeps what is learned for the next start.  module: corrects calibrated acceptance.
     clock: returns seconds, by default those of the engine's clock.
+    evidence: shared with the controllers of other rows, where several steps are in flight.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class AutoController:
         module: Module | None = None,
         clock: Callable[[], float] | None = None,
         seed: int = 0,
+        evidence: Evidence | None = None,
     ) -> None:
         self.limits, self.arms, self.clock = limits, arms, clock or time.perf_counter
         self.prefills = any(arm.prefills for arm in arms)
-        self.evidence = Evidence(arms, forward or ForwardCost(), memory, module)
+        self.evidence = evidence or Evidence(arms, forward or ForwardCost(), memory, module)
         self.planner = Planner(limits, arms, self.evidence, grace, total_grace, least, seed)
         self.load = self.planner.load
         # plans of `rows`, by their place in the batch, until `stale`
@@ -300,6 +302,15 @@ class AutoController:
         self.log, self.expected, self.shortfall, self.stale = [], 0.0, 0.0, True
         seconds = self.clock() - began
         self.digested, self.evidence.host = self.digested + seconds, self.evidence.host + seconds
+
+    def shared(self, rows: Collection[Row]) -> int:
+        """How many of these rows were in its last step."""
+        return len(set(rows).intersection(self.rows if self.rest is None else self.rest.rows))
+
+    def release(self, rows: Collection[Row]) -> None:
+        """Take in the steps so far, if they have rows of these: another controller gets them."""
+        if self.log and self.shared(rows):
+            self._digest()
 
     def report(self) -> dict[str, Any]:
         """What was chosen and why: steps by arm, costs, acceptance, expected and real gain, the ledger.

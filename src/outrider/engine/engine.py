@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from outrider.cache.pages import Cache
 from outrider.checkpoints.hub import Checkpoint, locate
@@ -17,6 +17,7 @@ from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.control import Controller
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
+from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.module import module_for
 from outrider.control.prefill import PrefillPacer
@@ -29,6 +30,7 @@ from outrider.draft.union.joined import Joined
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.calibrate import forward_cost
+from outrider.engine.flights import Flight, controller_of
 from outrider.engine.memory import plan_pages
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
@@ -47,14 +49,6 @@ from outrider.sampling.sampler import Sampler
 from outrider.verify import rules
 
 log = logging.getLogger("outrider")
-
-
-class Flight(NamedTuple):
-    """A step whose forward has begun.  complete: waits for it.  times: so far."""
-
-    batch: Batch
-    complete: Callable[[], ForwardOutput]
-    times: Times
 
 
 class Engine:
@@ -130,27 +124,24 @@ class Engine:
         texts = [method(method.Options(), self.target) for method in automatic()]
         self.proposer = Joined(drafter, texts, learner)
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
-        self.flights, self.overlap = deque[Flight](), self._overlap(speculation)
+        self.flights, pipeline = deque[Flight](), isinstance(self.decoder, ParallelModel)
+        self.overlap = self.options.pipeline_parallel_size if pipeline else 1  # steps in flight at once
         self.controller: Controller = limits
+        self.adaptive: list[AutoController] = []  # one for each step in flight
         if speculation.adaptive:
             self.costs = self.costs or self._costs()
             arms, stored = drafter.arms(limits.max_depth), StoredJson("drafting", *self._about(speculation))
             own = self.checkpoint.folder == locate("builtin")
             module = module_for(speculation.control_module, [arm.name for arm in arms], own)
-            self.controller = AutoController(
-                limits, arms, copy.deepcopy(self.costs), memory=stored, module=module
-            )
+            evidence = Evidence(arms, copy.deepcopy(self.costs), stored, module)
+            self.adaptive = [AutoController(limits, arms, evidence=evidence) for _ in range(self.overlap)]
+            self.controller = self.adaptive[0]
         self.runner = Runner(
             self.decoder, cache.pools[0], self.sampler, vars(type(self.rule)).get("kernel", "")
         )
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()
-
-    def _overlap(self, speculation: SpeculativeOptions) -> int:
-        """Steps in flight at once: one a stage.  An adaptive controller judges one step after another."""
-        pipeline = isinstance(self.decoder, ParallelModel) and not speculation.adaptive
-        return self.options.pipeline_parallel_size if pipeline else 1
 
     def _costs(self) -> ForwardCost:
         return forward_cost(self.decoder, self.max_len, *self._numbers())
@@ -226,14 +217,17 @@ class Engine:
 
     def _begin(self, batch: Batch, began: float) -> Flight:
         """Draft for a batch, and begin its forward."""
-        self.scheduler.reserve(batch, self.proposer.budgets(batch, self.controller))
+        controller = self.controller
+        if len(self.adaptive) > 1:
+            controller = controller_of(batch, self.adaptive, self.flights)
+        self.scheduler.reserve(batch, self.proposer.budgets(batch, controller))
         propose = time.perf_counter()
         batch.take(self.proposer.propose(batch))
-        self.controller.trim(batch)
+        controller.trim(batch)
         forward = time.perf_counter()
         complete = self.runner.begin(batch, self.drafter.needs)
         times = Times(forward - propose, time.perf_counter() - forward, propose - began)
-        return Flight(batch, complete, times)
+        return Flight(batch, controller, complete, times)
 
     def _complete(self, flight: Flight) -> list[Row]:
         """Wait for the forward of a step, and verify and commit its drafts."""
@@ -249,7 +243,7 @@ class Engine:
         finished = self._finish(batch)
         times = flight.times.plus(Times(0.0, after - waiting, time.perf_counter() - after))
         times = self.proposer.charged(times)
-        self.controller.learn(commit, times)
+        flight.controller.learn(commit, times)
         self.pacer.learn(batch, sum(times))
         (self.prefill if batch.prefill else self.decode).add(batch, times)
         return finished

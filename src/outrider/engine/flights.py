@@ -1,0 +1,37 @@
+"""Steps whose forward has begun.  On a pipeline several are in flight, each of other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from outrider.control import Controller
+from outrider.control.auto import AutoController
+from outrider.core.clock import Times
+from outrider.core.step import Batch
+from outrider.engine.runner import ForwardOutput
+
+
+class Flight(NamedTuple):
+    """complete: waits for the forward.  times: so far."""
+
+    batch: Batch
+    controller: Controller
+    complete: Callable[[], ForwardOutput]
+    times: Times
+
+
+def controller_of(
+    batch: Batch, controllers: Sequence[AutoController], flights: Collection[Flight]
+) -> AutoController:
+    """Of the controllers without a step in flight the one that had most rows of a batch before.
+
+    What a step costs is its drafting and the time that the driver waits for it.  So steps in flight at once
+    divide the time among them, and what one lasts longer than the others is its own.
+    """
+    flying = [flight.controller for flight in flights]
+    free = [each for each in controllers if each not in flying]
+    chosen, *others = sorted(free, key=lambda each: -each.shared(batch.rows))
+    for other in others:
+        other.release(batch.rows)
+    return chosen

@@ -1,0 +1,77 @@
+"""Which controller gets a batch where several steps are in flight."""
+
+from __future__ import annotations
+
+import itertools
+
+from outrider.control.auto import AutoController
+from outrider.control.cost import ForwardCost
+from outrider.control.evidence import Evidence
+from outrider.control.fixed import FixedController, Options
+from outrider.control.plan import Arm
+from outrider.core.clock import NO_TIMES, Times
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, RowStep
+from outrider.core.tree import DraftTree
+from outrider.engine.flights import Flight, controller_of
+from outrider.testing import make_row
+
+DEPTH, ASKED = 4, 5
+
+
+def controllers() -> list[AutoController]:
+    """Two with the same evidence, by which drafts are cheap and pay.  Planning is dear, so plans hold."""
+    limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
+    arms = [Arm(("drafter",), DEPTH, lambda depth: depth)]
+    evidence = Evidence(arms, ForwardCost())
+    evidence.reach[0].asked = ASKED  # its first drafts, which are short, are over
+    ticks = itertools.count(0.0, 0.0005)
+    return [AutoController(limits, arms, evidence=evidence, clock=ticks.__next__) for _ in range(2)]
+
+
+def batch_of(*rows: Row) -> Batch:
+    return Batch([RowStep(row, len(row.tokens) - 1, 1) for row in rows])
+
+
+def draft(controller: AutoController, row: Row) -> None:
+    """Steps of a row whose drafts are accepted, up to one that is not taken in yet."""
+    for _ in range(40):
+        batch = batch_of(row)
+        (step,) = batch
+        step.budget = controller.budget(batch)[0]
+        step.tree = DraftTree.chain([7] * step.budget.depth, [0.99] * step.budget.depth)
+        controller.trim(batch)
+        step.accepted, step.emitted = [*range(step.tree.size)], [7] * (step.tree.size + 1)
+        row.steps += 1
+        controller.learn(Commit(batch), Times(0.0, 0.001, 0.0))
+        if controller.log and controller.tries:
+            return
+    raise AssertionError("every step was taken in at once")
+
+
+def test_rows_stay_with_their_controller() -> None:
+    first, second = controllers()
+    a, b = make_row([1, 2, 3], limit=1000), make_row([1, 2, 3], id="1", limit=1000)
+    draft(first, a)
+    draft(second, b)
+    assert controller_of(batch_of(a), [first, second], []) is first
+    assert controller_of(batch_of(b), [first, second], []) is second
+    assert first.log and second.log
+
+
+def test_a_controller_has_one_step_in_flight() -> None:
+    first, second = controllers()
+    row = make_row([1, 2, 3], limit=1000)
+    draft(first, row)
+    flight = Flight(Batch(), first, lambda: NotImplemented, NO_TIMES)
+    assert controller_of(batch_of(row), [first, second], [flight]) is second
+
+
+def test_what_a_controller_has_of_a_row_is_taken_in_before_another_one_gets_it() -> None:
+    first, second = controllers()
+    a, b = make_row([1, 2, 3], limit=1000), make_row([1, 2, 3], id="1", limit=1000)
+    draft(first, a)
+    draft(second, b)
+    assert controller_of(batch_of(a, b), [first, second], []) is first
+    assert first.log and not second.log
+    assert sum(second.evidence.states[b].summary.steps.values()) > 0
