@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -158,25 +159,23 @@ def test_a_processor_cannot_call_the_engine(
         check_idle(twin)
 
 
-def test_a_processor_that_waits_for_a_caller_of_its_engine_is_logged(
-    shared: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_processor_that_waits_for_a_caller_of_its_engine_fails(
+    shared: LLM, monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]
 ) -> None:
-    """Once.  Here it gives up waiting; without an end, neither step nor caller would end."""
+    """The caller gives up, and the processor gets its error; without that neither would end."""
     monkeypatch.setattr("outrider.engine.loop.STALL", 0.2)
     monkeypatch.setattr("outrider.engine.loop.MAX_WAIT", 0.1)
     shared.use(None)
-    caller = threading.Thread(target=lambda: answer(shared, PROMPTS[1], PARAMS[1]))
+    with ThreadPoolExecutor(1) as pool:
 
-    def wait() -> None:
-        caller.start()
-        caller.join(1)
+        def wait() -> None:
+            pool.submit(answer, shared, PROMPTS[1], PARAMS[1]).result()
 
-    output = answer(shared, PROMPTS[3], params_of(3, logits_processors=[calling(wait)]))
-    caller.join()
-    assert output.finished and not caller.is_alive()
-    assert [record.message for record in caplog.records if "a thread that calls" in record.message] == [
-        record.message for record in caplog.records[:1]
-    ]
+        bad = params_of(3, logits_processors=[calling(wait)])
+        outputs = shared.generate([{"prompt_token_ids": PROMPTS[i]} for i in (0, 3)], [PARAMS[0], bad])
+    assert outputs[0].outputs[0].token_ids == texts[0]
+    assert isinstance(outputs[1].error, RequestError) and "may wait for this call" in str(outputs[1].error)
+    assert len(outputs[1].outputs[0].token_ids) == 2
     check_idle(shared)
 
 

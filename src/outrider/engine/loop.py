@@ -14,6 +14,7 @@ arrives through the `on_news` callback of `submit`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +23,10 @@ from contextlib import contextmanager
 from outrider.core.row import Row
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, EngineError, RankError, RequestError
+from outrider.sampling.processors import running_since
 
 MAX_WAIT = 1.0  # timeout of a waiting thread, in seconds: an interrupt in another thread can lose its wake-up
-STALL = 30.0  # seconds of one step after which a waiting thread logs a warning
+STALL = 30.0  # seconds of one call of a logits processor after which a waiting thread gives up
 log = logging.getLogger("outrider")
 
 
@@ -58,7 +60,6 @@ class EngineLoop:
         self._arriving: list[Ticket] = []  # not in the engine yet
         self._aborted: list[Ticket] = []
         self._stopped: Exception | None = None
-        self._began: float | None = None  # time of the current step, None once its stall is logged
 
     def submit(self, rows: Sequence[Row], on_news: Callable[[], None] | None = None) -> Ticket:
         """Queue the rows of a request, which carry its id.
@@ -108,6 +109,7 @@ class EngineLoop:
 
         Errors of a step are raised in the thread that drove it.  An Exception also ends every request in the
         engine with an EngineError.  A KeyboardInterrupt undoes the step, and the other threads continue.
+        Raises RequestError in a thread that waits for a logits processor which may wait for that thread.
         """
         me = threading.get_ident()
         self.engine.turn.refuse_reentry()
@@ -176,7 +178,6 @@ class EngineLoop:
         """Run one step of the engine and notify its listeners.  Called by the driver."""
         if not self.engine.busy:
             return
-        self._began = time.monotonic()
         try:
             rows = self.engine.step()
         except BaseException as error:
@@ -188,16 +189,12 @@ class EngineLoop:
             self._report([ticket for ticket in grown if ticket is not None], grown=True)
 
     def _check_stall(self) -> None:
-        """Log a step that takes long, once: it may wait for the calling thread, which waits for it."""
-        began = self._began
-        if self._driver is None or began is None or time.monotonic() - began < STALL:
-            return
-        self._began = None
-        log.warning(
-            "a step of the engine has taken more than %g s. It never ends if a logits processor waits for a "
-            "thread that calls the same engine.",
-            STALL,
-        )
+        """Raise RequestError if a logits processor takes long.  It may wait for this thread: neither would end."""
+        if time.monotonic() - running_since.get(self._driver or 0, math.inf) > STALL:
+            raise RequestError(
+                f"a logits processor of another request has run for more than {STALL:g} s, and may wait for "
+                "this call, which waits for its step: a processor cannot use the engine that calls it."
+            )
 
     def _between_steps(self) -> None:
         """Settle now if no thread drives; otherwise leave it to the driver."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -111,6 +113,9 @@ class LogitBias:
         return logits.index_add(0, *self.bias.at(logits))
 
 
+running_since: dict[int, float] = {}  # thread -> when the function of the user that it runs was called
+
+
 class UserProcessor:
     """Function of the user: f(output ids, logits) or f(prompt ids, output ids, logits) -> logits.
 
@@ -132,11 +137,14 @@ class UserProcessor:
         given = (
             (ids.tokens[: self.prompt], ids.since(self.prompt)) if self.whole else (ids.since(self.prompt),)
         )
-        name = getattr(self.function, "__name__", repr(self.function))
+        name, thread = getattr(self.function, "__name__", repr(self.function)), get_ident()
+        running_since[thread] = time.monotonic()
         try:
             edited = self.function(*given, logits.clone())
         except Exception as error:
             raise RequestError(f"logits_processors: {name} raised {type(error).__name__}: {error}") from error
+        finally:
+            del running_since[thread]
         try:
             return _edited(edited, logits)
         except Exception as error:  # some tensors raise on inspection
