@@ -99,10 +99,10 @@ def stream(turn: Turn) -> bool:
 class Clients:
     """Threads that stream requests until told to stop."""
 
-    def __init__(self, turns: list[Turn]) -> None:
+    def __init__(self, turns: list[Turn], clients: int = CLIENTS) -> None:
         self.turns, self.over = turns, threading.Event()
         self.seconds, self.wrong = list[float](), 0
-        self.threads = [threading.Thread(target=self.run, args=(i,)) for i in range(CLIENTS)]
+        self.threads = [threading.Thread(target=self.run, args=(i,)) for i in range(clients)]
         for thread in self.threads:
             thread.start()
 

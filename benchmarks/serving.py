@@ -1,7 +1,9 @@
 """The server with every kind of drafting, and llama-server beside it, under closed and open loops.
 
     python benchmarks/serving.py --json OUT                          all loads and ways, 25 minutes
+    python benchmarks/serving.py --parts 0.5 --rounds 1 --seconds 10 --json OUT          in 10 minutes
     python benchmarks/serving.py --clients 1 16 --parts 0.5 --ways plain auto --json OUT
+    python benchmarks/serving.py --beside vLLM=http://127.0.0.1:8001 …                   any other server
     python benchmarks/serving.py --gguf DIR/target-bf16.gguf …       llama-server, too: OUTRIDER_LLAMA_CPP, or
                                    OUTRIDER_LLAMA_CPP_PYTHON, an interpreter with the wheel xllamacpp
 
@@ -175,6 +177,7 @@ def main() -> None:
     parser.add_argument("--model", default="builtin-100m")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=[*WAYS])
     parser.add_argument("--gguf", type=Path, help="the same model for llama-server")
+    parser.add_argument("--beside", nargs="*", default=[], metavar="LABEL=URL", help="servers that run")
     parser.add_argument("--clients", type=int, nargs="*", default=CLIENTS, help="of the closed loop")
     parser.add_argument("--parts", type=float, nargs="*", default=PARTS, help="of that rate, open loop")
     parser.add_argument("--rounds", type=int, default=2)
@@ -196,6 +199,7 @@ def main() -> None:
             server = served(*options, *config, environment={"OMP_NUM_THREADS": threads})
             bench.servers[label] = stack.enter_context(server)
             bench.urls[label] = bench.servers[label].url
+        bench.urls |= dict(each.split("=", 1) for each in given.beside)
         if given.gguf:
             bench.urls["llama-server"] = stack.enter_context(llama_server(given.gguf, slots))
         bench.run()

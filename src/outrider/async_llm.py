@@ -235,11 +235,6 @@ class AsyncLLM:
         """Whether requests are accepted."""
         return not self._closed and self.error is None and self._thread.is_alive()
 
-    @property
-    def num_requests(self) -> int:
-        """Requests that are queued or running."""
-        return len(self.llm.loop.tickets)
-
     async def check_health(self) -> None:
         """Raise EngineError unless requests are accepted."""
         if not self.is_running:

@@ -95,6 +95,18 @@ class Reader:
         except Exception as error:  # raised by a template or a tokenizer
             raise RequestError(f"the messages cannot be read: {type(error).__name__}: {error}") from error
 
+    def encode(self, text: str, name: str, special: bool = True) -> list[int]:
+        """Token ids of a text, for callers that hold the lock.  name: of its field, for messages."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{name}: the checkpoint has no tokenizer: pass token ids, or LLM(tokenizer=…)."
+            )
+        try:  # `_truncated` checks the length, so `verbose` need not
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special, verbose=False)
+        except Exception as error:  # tokenizers raise any type, for a lone surrogate for instance
+            raise RequestError(f"{name}: the tokenizer cannot read {shortened(text)}: {error}") from error
+        return ids
+
     def _known(self, lora: LoRARequest) -> None:
         if not isinstance(lora, LoRARequest):
             raise RequestError(f"lora_request must be a LoRARequest, a list of them, or None, got {lora!r}.")
@@ -116,14 +128,9 @@ class Reader:
                 f'{{"prompt_token_ids": […]}}, got {shortened(prompt)}.'
             )
         if ids is None:
-            if self.tokenizer is None:
-                raise RequestError("the checkpoint has no tokenizer: pass token ids, or LLM(tokenizer=…).")
             if not isinstance(text, str):
                 raise RequestError(f"a text prompt must be a string, got {text!r}.")
-            try:
-                ids = self.tokenizer.encode(text, verbose=False)  # `_truncated` checks the length
-            except Exception as error:  # tokenizers raise any type, for a lone surrogate for instance
-                raise RequestError(f"the tokenizer cannot read the prompt {text!r}: {error}") from error
+            ids = self.encode(text, "prompt")
         if not isinstance(ids, (list, tuple)):
             cure = ": pass .tolist()" if hasattr(ids, "tolist") else ""
             raise RequestError(f"prompt_token_ids must be a list, got {type(ids).__name__}{cure}.")
@@ -225,15 +232,8 @@ class Reader:
         """Token ids of the predicted output, as far as the context goes."""
         given: Any = params.prediction or ()
         if isinstance(given, str):
-            if self.tokenizer is None:
-                raise RequestError("a text as prediction needs a tokenizer: pass its token ids.")
-            try:
-                with self.lock:
-                    given = self.tokenizer.encode(given, add_special_tokens=False, verbose=False)
-            except Exception as error:  # as for a prompt
-                raise RequestError(
-                    f"prediction: the tokenizer cannot read {shortened(params.prediction)}: {error}"
-                ) from error
+            with self.lock:
+                given = self.encode(given, "prediction", special=False)
         return self._exist("prediction: token id", given[: self.engine.max_len])
 
     def _grammar(self, params: SamplingParams, prompt: int) -> GrammarState | None:
@@ -267,23 +267,12 @@ class Reader:
 
         As in vLLM, the word with a leading space is added if it has another first token and the same length.
         """
-        if not params.bad_words:
-            return []
-        if self.tokenizer is None:
-            raise RequestError(
-                "bad_words need a tokenizer, and the checkpoint has none: use logit_bias or "
-                "logits_processors."
-            )
         found: list[list[int]] = []
-        for word in params.bad_words:
-            try:
-                with self.lock:
-                    plain, spaced = (
-                        self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False)
-                        for space in ("", " ")
-                    )
-            except Exception as error:  # as for a prompt
-                raise RequestError(f"bad_words: the tokenizer cannot read {word!r}: {error}") from error
+        for word in params.bad_words or ():
+            with self.lock:
+                plain, spaced = (
+                    self.encode(space + word.lstrip(), "bad_words", False) for space in ("", " ")
+                )
             if not plain:
                 raise RequestError(f"bad_words: {word!r} has no token.")
             found.append(plain)

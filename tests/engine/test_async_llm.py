@@ -131,7 +131,7 @@ def test_an_ended_request_leaves_before_the_next_step(how: str, engine: AsyncLLM
                 await reader
         else:
             await reader
-        while engine.num_requests:
+        while engine.llm.loop.tickets:
             await asyncio.sleep(0)
         assert engine.llm.engine.steps < steps + 150  # of 200
 
@@ -144,7 +144,7 @@ def test_a_slow_reader_gets_the_newest_output_only(engine: AsyncLLM) -> None:
         async for output in engine.generate(PROMPTS[1], params_of(1, max_tokens=100)):
             counts.append(len(output.outputs[0].token_ids))
             if len(counts) == 1:
-                while engine.num_requests:
+                while engine.llm.loop.tickets:
                     await asyncio.sleep(0.001)
         assert counts[-1] == 100 and len(counts) <= 3
 
@@ -228,7 +228,9 @@ def test_a_smaller_priority_comes_first(engine: AsyncLLM) -> None:
             for priority in priorities:
                 tasks.append(asyncio.create_task(one(priority)))
                 # the first one is in the step before the others arrive
-                while engine.num_requests < len(tasks) or (len(tasks) == 1 and engine.llm.loop._arriving):
+                while len(engine.llm.loop.tickets) < len(tasks) or (
+                    len(tasks) == 1 and engine.llm.loop._arriving
+                ):
                     await asyncio.sleep(0)
         await asyncio.gather(*tasks)
         assert sorted(ended[:3]) == [-1, 0, 1] and sorted(ended[3:6]) == [2, 3, 4]
@@ -285,7 +287,7 @@ def test_shutdown_ends_open_requests(tiny: Path) -> None:
         readers = [
             asyncio.create_task(own.complete(prompt, params_of(0, max_tokens=200))) for prompt in PROMPTS
         ]
-        while own.num_requests < len(PROMPTS):
+        while len(own.llm.loop.tickets) < len(PROMPTS):
             await asyncio.sleep(0)
         await asyncio.to_thread(own.shutdown)
         results = await asyncio.gather(*readers, return_exceptions=True)

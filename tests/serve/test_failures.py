@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import shutil
 import socket
 import ssl
@@ -23,9 +25,10 @@ from outrider import AsyncLLM, SamplingParams
 from outrider.progress import Request
 from outrider.sampling.grammar.compiler import GrammarCompiler
 from outrider.serve.app import make_app
+from outrider.serve.log import log_throughput
 from outrider.serve.options import ServerOptions
 from outrider.serve.run import watch_engine
-from outrider.serve.state import Server
+from outrider.serve.state import Server, cancelled
 from outrider.serve.wire import Events
 
 BODY: dict[str, Any] = {"prompt": "The future of AI is", "max_tokens": 30, "ignore_eos": True}
@@ -63,6 +66,25 @@ def failing(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr(engine.llm.engine.runner, "begin", fail)
+
+
+def test_throughput_is_logged_while_there_is_any(engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "outrider.serve")
+
+    async def task() -> None:
+        server = Server(ServerOptions(log_interval=0.02), "builtin")
+        logger = asyncio.create_task(log_throughput(server))
+        server.started(engine)
+        await engine.complete(BODY["prompt"], SamplingParams(max_tokens=8, ignore_eos=True))
+        await asyncio.sleep(0.1)  # one line, or two, and then none
+        before = len(caplog.records)
+        await asyncio.sleep(0.1)
+        assert len(caplog.records) == before > 0
+        await cancelled([logger])
+
+    asyncio.run(task())
+    line = r"prompt [\d.]+ tokens/s, output [1-9][\d.]+ tokens/s, running \d, waiting 0, KV cache [\d.]+%, "
+    assert re.match(line + r"prefix hits 0.0%", caplog.messages[-1])
 
 
 def test_a_loading_server_answers_503() -> None:
@@ -144,7 +166,7 @@ def test_a_request_that_takes_too_long_ends(engine: AsyncLLM) -> None:
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
         text = (await client.post("/v1/completions", json={**slow, "stream": True})).text
         assert '"code":"timeout"' in text and text.endswith("data: [DONE]\n\n")
-        while engine.num_requests:
+        while engine.llm.loop.tickets:
             await asyncio.sleep(0.001)
 
     ask(engine, task, request_timeout=0.02)
@@ -235,7 +257,8 @@ def test_a_failed_step_turns_health_red(engine: AsyncLLM, monkeypatch: pytest.Mo
         assert "engine_error" in answers[2].text
         health = await client.get("/health")
         assert health.status_code == 503 and "a defect" in health.json()["error"]["message"]
-        assert (await client.post("/v1/completions", json=BODY)).status_code == 503
+        refused = await client.post("/v1/completions", json=BODY)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_stopped"
         server = Server(ServerOptions(), "builtin")
         failure: list[Exception] = []
         server.started(engine)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,14 +170,14 @@ def test_wrong_options_are_refused_before_ray_starts(options: dict[str, Any], te
 
 
 PROGRAM = """
-import sys, ray
+import json, sys, ray
 from ray import serve
 from outrider.serve.options import ServerOptions
 from outrider.serve.ray import deployment
 ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
 serve.start(http_options={"port": int(sys.argv[1])})
 app = deployment("builtin-draft", speculative_config={"method": "ngram"}, threads=1, max_model_len=512,
-                 server=ServerOptions(api_key=("secret",)), replicas=2, actor={"num_cpus": 0.1})
+                 server=ServerOptions(api_key=("secret",)), actor={"num_cpus": 0.1}, **json.loads(sys.argv[3]))
 serve.run(app, name=sys.argv[2])
 print("ready", flush=True)
 sys.stdin.read()
@@ -187,9 +188,9 @@ TEXT = {"prompt": "The future of AI is", "ignore_eos": True, "temperature": 0.8,
 PATIENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_worker_niceness": "0"}  # on a busy machine
 
 
-def replicas_of(app: str) -> list[int]:
+def processes(name: str) -> list[int]:
     lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
-    return [int(line.split()[0]) for line in lines if f"ServeReplica:{app}:Model" in line]
+    return [int(line.split()[0]) for line in lines if name in line and "ps -eo" not in line]
 
 
 def busiest(pids: list[int]) -> int:
@@ -204,40 +205,58 @@ def busiest(pids: list[int]) -> int:
     return max(pids, key=lambda pid: ticks(pid) - before[pid])
 
 
-@pytest.fixture
-def running() -> Iterator[tuple[str, str]]:
-    """Two replicas: their URL, and the name of the application."""
+@contextmanager
+def running(**options: Any) -> Iterator[tuple[str, str]]:
+    """Replicas: their URL, and the name of their processes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     app, pipe = f"test{port}", subprocess.PIPE
-    command = [sys.executable, "-c", PROGRAM, str(port), app]
+    command = [sys.executable, "-c", PROGRAM, str(port), app, json.dumps(options)]
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env={**PATIENT, **os.environ})
     assert process.stdout is not None
     try:
         assert any(line == "ready\n" for line in process.stdout)
-        yield f"http://127.0.0.1:{port}/v1", app
+        yield f"http://127.0.0.1:{port}/v1", f"ServeReplica:{app}:Model"
         process.communicate("", timeout=60)
     finally:
         process.kill()
         process.wait()
 
 
+def offline(**options: Any) -> str:
+    llm, params = LLM("builtin-draft", max_model_len=512, **options), {**TEXT, "ignore_eos": True}
+    prompt = str(params.pop("prompt"))
+    return llm.generate([prompt], SamplingParams(**params))[0].outputs[0].text
+
+
+def answer_of(url: str) -> str:
+    answer = httpx.post(f"{url}/completions", json=TEXT, headers=KEY, timeout=200).json()
+    return str(answer["choices"][0]["text"])
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.full
-def test_a_killed_replica_changes_no_text(running: tuple[str, str]) -> None:
-    url, app = running
-    llm, params = LLM("builtin-draft", max_model_len=512), {"temperature": 0.8, "seed": 3, "max_tokens": 400}
-    plain = llm.generate([str(TEXT["prompt"])], SamplingParams(ignore_eos=True, **params))[0].outputs[0].text
-    assert httpx.get(f"{url}/models").status_code == 401
-    found: list[str] = []
-    with httpx.stream(
-        "POST", f"{url}/completions", json={**TEXT, "stream": True}, headers=KEY, timeout=200
-    ) as r:
-        for line in r.iter_lines():
-            if line.startswith("data: {"):
-                found.append(json.loads(line[6:])["choices"][0]["text"])
-                if len(found) == 5:
-                    os.kill(busiest(replicas_of(app)), signal.SIGKILL)
-    assert "".join(found) == plain
-    answer = httpx.post(f"{url}/completions", json=TEXT, headers=KEY, timeout=200).json()
-    assert answer["choices"][0]["text"] == plain
+def test_a_killed_replica_changes_no_text() -> None:
+    plain, found = offline(), list[str]()
+    body = {**TEXT, "stream": True}
+    with running(replicas=2) as (url, name):
+        assert httpx.get(f"{url}/models").status_code == 401
+        with httpx.stream("POST", f"{url}/completions", json=body, headers=KEY, timeout=200) as r:
+            for line in r.iter_lines():
+                if line.startswith("data: {"):
+                    found.append(json.loads(line[6:])["choices"][0]["text"])
+                    if len(found) == 5:
+                        os.kill(busiest(processes(name)), signal.SIGKILL)
+        assert "".join(found) == plain == answer_of(url)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.full
+def test_ranks_that_ray_places_answer_like_local_ones_and_are_replaced() -> None:
+    plain = offline(tensor_parallel_size=2)
+    with running(tensor_parallel_size=2, placement="PACK") as (url, _):
+        assert answer_of(url) == plain
+        (rank,) = processes("ray::_rank")
+        os.kill(rank, signal.SIGKILL)
+        assert answer_of(url) == plain
+        assert processes("ray::_rank") not in ([], [rank])

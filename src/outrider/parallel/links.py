@@ -91,16 +91,14 @@ class SocketLinks:
         """Exchanged in pieces, so that no two ranks wait for each other with full buffers."""
         part = part.contiguous()
         parts = [part if peer == self.rank else torch.empty_like(part) for peer in self.peers]
-        own, others = _bytes(part), [(self.sums[peer], _bytes(parts[i])) for i, peer in self._others()]
+        own = _bytes(part)
+        others = [(self.sums[p], _bytes(x)) for p, x in zip(self.peers, parts) if p != self.rank]
         for at in range(0, len(own), PIECE):
             for line, _ in others:
                 line.sendall(own[at : at + PIECE])
             for line, room in others:
                 _fill(line, room[at : at + PIECE])
         return parts
-
-    def _others(self) -> list[tuple[int, int]]:
-        return [(i, peer) for i, peer in enumerate(self.peers) if peer != self.rank]
 
     def send(self, x: Tensor, to: int) -> None:
         self.direct[to].sendall(_bytes(x.contiguous()))

@@ -49,7 +49,7 @@ class SlicedSource:
     def linear(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
         projection = _projection(name)
         if projection in ROW_PARALLEL:
-            full, own = self._inputs(projection)
+            full, own = inputs_of(projection, self.spec, self.share)
             return columns(self.whole.linear(name, outputs, full), own)
         split = self._outputs(projection)
         assert split is not None, name
@@ -62,9 +62,6 @@ class SlicedSource:
         if projection in ("embed_tokens", "lm_head"):
             return spec.vocabulary, share.vocabulary
         return outputs_of(projection, spec, share)
-
-    def _inputs(self, projection: str) -> tuple[int, range]:
-        return inputs_of(projection, self.spec, self.share)
 
 
 def slice_update(layer: Mapping[str, Low], spec: Spec, share: Share) -> dict[str, Low]:

@@ -139,10 +139,8 @@ class Placed:
 
     def end(self) -> None:
         for connection in self.connections:
-            with contextlib.suppress(OSError):
-                _socket(connection).shutdown(
-                    socket.SHUT_RDWR
-                )  # a blocked `send` returns, which close lets be
+            with contextlib.suppress(OSError):  # a blocked `send` returns, which close lets be
+                socket.socket(fileno=os.dup(connection.fileno())).shutdown(socket.SHUT_RDWR)
 
 
 def start(layout: Layout, device: torch.device, threads: int) -> Ranks:
@@ -157,6 +155,12 @@ def placed() -> int | None:
 
 def join() -> NoReturn:
     """Be the rank that a launcher made this process, until rank 0 ends.  Exits the process."""
+    run_rank()
+    sys.exit(0)
+
+
+def run_rank() -> None:
+    """The same, and return."""
     store = _environment_store()
     host, port, key = store.get(CONTROL).decode().split()
     line = socket.create_connection((host, int(port)), JOIN_TIMEOUT)
@@ -166,7 +170,6 @@ def join() -> NoReturn:
     RankProcess(
         connection, rank, local_rank, lambda layout, device: TorchLinks(layout, rank, device, store)
     ).run()
-    sys.exit(0)
 
 
 def _accept(listener: socket.socket, key: bytes, size: int) -> Connection[Any, Any]:
@@ -189,10 +192,6 @@ def _connection(line: socket.socket) -> Connection[Any, Any]:
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * LOST))
     return Connection(line.detach())
-
-
-def _socket(connection: Connection[Any, Any]) -> socket.socket:
-    return socket.socket(fileno=os.dup(connection.fileno()))
 
 
 def _environment_store() -> Any:

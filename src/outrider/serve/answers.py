@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 from outrider.core.logprobs import Entry
@@ -21,9 +21,23 @@ from outrider.serve.usage import origins_of, speculation_of, usage_of
 from outrider.serve.wire import DONE, event
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
-Choice = Callable[[int, CompletionOutput], dict[str, Any]]
-# (index of the choice, its output so far, whether the request has ended) -> new parts of the choice
-Delta = Callable[[int, CompletionOutput], list[dict[str, Any]]]
+
+
+def now() -> int:
+    return int(time.time())
+
+
+class Choices(Protocol):
+    """Choices of one response, and how much of each has been sent.  i: index of the prompt."""
+
+    def choice(self, i: int, sample: CompletionOutput) -> dict[str, Any]:
+        """A whole choice."""
+
+    def first(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
+        """Parts of a stream before the first token."""
+
+    def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
+        """Parts with what is new in a sample since the last call."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +50,27 @@ class Job:
     server: Server
     body: Classic
     id: str
-    created: int
     kind: str
     chunk_kind: str
     requests: Sequence[Request]
+    choices: Choices
+    created: int = field(default_factory=now)
 
     def head(self, kind: str) -> dict[str, Any]:
         model = self.body.model or self.server.names[0]
         return {"id": self.id, "object": kind, "created": self.created, "model": model}
 
-    async def response(self, choice: Choice) -> dict[str, Any]:
+    async def response(self) -> dict[str, Any]:
         """The response, with a choice for each sample of each prompt."""
         outputs = await self.server.outputs(self.requests)
         made = self.head(self.kind)
         samples = self.body.n
         made["choices"] = [
-            {"index": i * samples + sample.index, **choice(i, sample), **self._origins(sample, 0)}
+            {
+                "index": i * samples + sample.index,
+                **self.choices.choice(i, sample),
+                **self._origins(sample, 0),
+            }
             for i, output in enumerate(outputs)
             for sample in output.outputs
         ]
@@ -62,20 +81,20 @@ class Job:
             made["speculation"] = speculation_of(outputs)
         return made
 
-    async def events(self, first: Delta, delta: Delta, room: ExitStack) -> AsyncGenerator[str]:
+    async def events(self, room: ExitStack) -> AsyncGenerator[str]:
         """Server-sent events: `first` of every choice, `delta` of each output, usage if asked for.
 
         An error after the start is an event, too.
         """
         try:
-            async with aclosing(self._chunks(first, delta, room)) as chunks:
+            async with aclosing(self._chunks(room)) as chunks:
                 async for chunk in chunks:
                     yield event(chunk)
         except Exception as error:
             yield event(told(error).body())
         yield DONE
 
-    async def _chunks(self, first: Delta, delta: Delta, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
+    async def _chunks(self, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
         options, samples = self.body.stream_options, self.body.n
         ended: dict[int, RequestOutput] = {}
         head = self.head(self.chunk_kind)
@@ -91,10 +110,10 @@ class Job:
                         continue
                     if sample.finish_reason is not None:
                         complete.add(index)
-                    parts = delta(i, sample)
+                    parts = self.choices.delta(i, sample)
                     if index not in started:
                         started[index] = 0
-                        parts = first(i, sample) + parts
+                        parts = self.choices.first(i, sample) + parts
                     if parts and self.body.return_origins:
                         parts[-1] |= self._origins(sample, started[index])
                         started[index] = len(sample.token_ids)
@@ -139,10 +158,6 @@ def name_of(body: Sampling, prefix: str) -> str:
 def derived(prefix: str, id: str) -> str:
     """Id of a part of a response.  It follows from the response's id, so that a repeated one has it, too."""
     return f"{prefix}{sha256(f'{prefix}{id}'.encode()).hexdigest()[:32]}"
-
-
-def now() -> int:
-    return int(time.time())
 
 
 def bounded(logprob: float) -> float:

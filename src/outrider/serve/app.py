@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan
 
 from outrider.serve import errors
-from outrider.serve.chat import Chat, chat_job, reply_for
-from outrider.serve.completions import Completion, completion_job
+from outrider.serve.answers import Job
+from outrider.serve.chat import chat_job
+from outrider.serve.completions import completion_job
 from outrider.serve.errors import ApiError
 from outrider.serve.guard import middleware
 from outrider.serve.models import add_models
-from outrider.serve.protocol import ChatBody, CompletionBody, ResponsesBody
-from outrider.serve.responses import response_job
+from outrider.serve.protocol import ChatBody, CompletionBody, ErrorBody, ResponsesBody
+from outrider.serve.responses import Responses, response_job
 from outrider.serve.state import Server
 from outrider.serve.wire import Events, Json, StrictRoute, unless_left
 from outrider.version import VERSION
 
 STATIC = Path(__file__).parent / "static"
 POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'"
-SHAPE = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
-}
-ERROR: dict[str, Any] = {"content": {"application/json": {"schema": SHAPE}}}
 STATUSES = {
     400: "Invalid request",
     401: "No valid API key",
@@ -54,7 +39,7 @@ STATUSES = {
     504: "Took too long",
 }
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, **ERROR} for status, text in STATUSES.items()
+    status: {"description": text, "model": ErrorBody} for status, text in STATUSES.items()
 }
 
 
@@ -95,7 +80,7 @@ def add_status(app: FastAPI, server: Server) -> None:
     async def version() -> Json:
         return Json({"version": VERSION})
 
-    @app.get("/metrics", response_class=PlainTextResponse)
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Metrics in the text format of Prometheus."""
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -104,34 +89,27 @@ def add_status(app: FastAPI, server: Server) -> None:
 def add_generation(app: FastAPI, server: Server) -> None:
     """/v1/completions, /v1/chat/completions, /v1/responses and /v1/embeddings."""
 
+    async def answered(request: Request, checked: Coroutine[Any, Any, Job | Responses]) -> Response:
+        job = await unless_left(request.receive, checked)
+        if job.body.stream:
+            room = server.room(job.requests)
+            return Events(job.events(room), room)
+        return Json(await unless_left(request.receive, job.response()))
+
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue texts."""
-        job = await unless_left(request.receive, completion_job(server, body))
-        made = Completion(job, server, body)
-        if body.stream:
-            room = server.room(job.requests)
-            return Events(job.events(made.first, made.delta, room), room)
-        return Json(await unless_left(request.receive, job.response(made.choice)))
+        return await answered(request, completion_job(server, body))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         """Reply to a conversation."""
-        job = await unless_left(request.receive, chat_job(server, body))
-        made = Chat(server, body, reply_for(server, body.tools or (), body))
-        if body.stream:
-            room = server.room(job.requests)
-            return Events(job.events(made.first, made.delta, room), room)
-        return Json(await unless_left(request.receive, job.response(made.choice)))
+        return await answered(request, chat_job(server, body))
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Reply to input items."""
-        made = await unless_left(request.receive, response_job(server, body))
-        if body.stream:
-            room = server.room([made.request])
-            return Events(made.events(room), room)
-        return Json(await unless_left(request.receive, made.response()))
+        return await answered(request, response_job(server, body))
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Json:

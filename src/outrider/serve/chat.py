@@ -9,9 +9,9 @@ from uuid import uuid4
 
 from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
-from outrider.serve.answers import Job, best_of, bounded, name_of, now
+from outrider.serve.answers import Job, best_of, bounded, name_of
 from outrider.serve.errors import ApiError
-from outrider.serve.protocol import ChatBody, ResponsesBody
+from outrider.serve.protocol import Calling, ChatBody
 from outrider.serve.sampling import checked_tools, named_tool, params_of, tool_form
 from outrider.serve.state import Server
 from outrider.serve.tools import Parsed, ToolCall, ToolParser, listed
@@ -44,7 +44,8 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
     )
     id = name_of(body, "chatcmpl-")
     requests = await server.read([prompt], params, id, adapter, body.priority)
-    return Job(server, body, id, now(), "chat.completion", "chat.completion.chunk", requests)
+    made = Chat(server, body, reply_for(server, tools, body))
+    return Job(server, body, id, "chat.completion", "chat.completion.chunk", requests, made)
 
 
 @dataclass
@@ -86,7 +87,7 @@ def called(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def reply_for(server: Server, tools: Sequence[Mapping[str, Any]], body: ChatBody | ResponsesBody) -> Reply:
+def reply_for(server: Server, tools: Sequence[Mapping[str, Any]], body: Calling) -> Reply:
     """A reader for a request.  tools: those of the body, checked and in the shape of chat completions."""
     choice = body.tool_choice
     if not tools or choice == "none":
@@ -125,7 +126,7 @@ class Sent:
 
 @dataclass
 class Chat:
-    """Choices of one response, and how much of each has been sent."""
+    """`Choices` of replies."""
 
     server: Server
     body: ChatBody
@@ -133,7 +134,6 @@ class Chat:
     sent: dict[int, Sent] = field(default_factory=dict)
 
     def choice(self, i: int, sample: CompletionOutput) -> dict[str, Any]:
-        """A whole choice."""
         parsed = self.reply.read(sample.text, sample.finish_reason or "stop")
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.calls:
@@ -151,7 +151,6 @@ class Chat:
         return [{"delta": delta, "logprobs": None, "finish_reason": None}]
 
     def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
-        """What is new in a sample since the last call."""
         sent = self.sent.setdefault(sample.index, Sent())
         parsed = self.reply.read(sample.text, sample.finish_reason)
         content = parsed.content[sent.characters :]

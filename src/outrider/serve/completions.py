@@ -11,11 +11,11 @@ from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
 from outrider.progress import Request
 from outrider.requests import Prompt
-from outrider.serve.answers import Job, best_of, bounded, name_of, now, prompt_logprobs
+from outrider.serve.answers import Job, best_of, bounded, name_of, prompt_logprobs
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import CompletionBody
 from outrider.serve.sampling import params_of
-from outrider.serve.state import Server, encoded
+from outrider.serve.state import Server
 
 
 async def completion_job(server: Server, body: CompletionBody) -> Job:
@@ -32,7 +32,8 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
     id = name_of(body, "cmpl-")
     prompts = await asyncio.to_thread(_prompts, server, body)
     requests = await server.read(prompts, params, id, adapter, body.priority)
-    return Job(server, body, id, now(), "text_completion", "text_completion", requests)
+    made = Completion(server, body, requests)
+    return Job(server, body, id, "text_completion", "text_completion", requests, made)
 
 
 def _prompts(server: Server, body: CompletionBody) -> list[Prompt]:
@@ -41,7 +42,7 @@ def _prompts(server: Server, body: CompletionBody) -> list[Prompt]:
     if body.add_special_tokens:
         return prompts
     return [
-        {"prompt": prompt, "prompt_token_ids": encoded(server, prompt, False)}
+        {"prompt": prompt, "prompt_token_ids": server.encode(prompt, False)}
         if isinstance(prompt, str)
         else prompt
         for prompt in prompts
@@ -50,16 +51,15 @@ def _prompts(server: Server, body: CompletionBody) -> list[Prompt]:
 
 @dataclass
 class Completion:
-    """Choices of one response, and how much of each has been sent."""
+    """`Choices` of texts."""
 
-    job: Job
     server: Server
     body: CompletionBody
+    requests: Sequence[Request]
     sent: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # characters and tokens
 
     def choice(self, i: int, sample: CompletionOutput) -> dict[str, Any]:
-        """A whole choice of prompt i."""
-        request = self.job.requests[i]
+        request = self.requests[i]
         prefix = self._echo(request)
         logprobs = None
         if self.body.logprobs is not None:
@@ -80,11 +80,10 @@ class Completion:
 
     def first(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
         """The prompt, if it is echoed."""
-        prefix = self._echo(self.job.requests[i])
+        prefix = self._echo(self.requests[i])
         return [{"text": prefix, "logprobs": None, "finish_reason": None}] if prefix else []
 
     def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
-        """What is new in a sample since the last call."""
         characters, tokens = self.sent.get((i, sample.index), (0, 0))
         text, ids = sample.text[characters:], sample.token_ids[tokens:]
         if not (text or sample.finish_reason):
@@ -100,10 +99,7 @@ class Completion:
     def _echo(self, request: Request) -> str:
         if not self.body.echo:
             return ""
-        if request.prompt is not None:
-            return request.prompt
-        text: str = self.server.tokenizer.decode(request.ids)
-        return text
+        return self.server.decode(request.ids) if request.prompt is None else request.prompt
 
     def _logprobs(self, ids: Sequence[int], entries: Sequence[Entry | None], offset: int) -> dict[str, Any]:
         """OpenAI's lists, one entry a token."""

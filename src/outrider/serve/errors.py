@@ -55,6 +55,12 @@ def told(error: Exception) -> ApiError:
     """The refusal that a client gets for an exception.  Unexpected ones are logged."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestValidationError):
+        return of_validation(error)
+    if isinstance(error, HTTPException):
+        refusal = ApiError(error.status_code, str(error.detail))
+        refusal.headers.update(error.headers or {})
+        return refusal
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     if isinstance(error, EngineError):
@@ -94,20 +100,8 @@ def _place(fault: Mapping[str, Any], body: Any) -> list[str | int]:
 def install(app: FastAPI) -> None:
     """Give every error of the routes OpenAI's shape."""
 
-    async def validation(_: Request, error: Exception) -> Json:
-        assert isinstance(error, RequestValidationError)
-        return of_validation(error).response()
-
-    async def http(_: Request, error: Exception) -> Json:
-        assert isinstance(error, HTTPException)
-        refusal = ApiError(error.status_code, str(error.detail))
-        refusal.headers.update(error.headers or {})
-        return refusal.response()
-
-    async def other(_: Request, error: Exception) -> Json:
+    async def refused(_: Request, error: Exception) -> Json:
         return told(error).response()
 
-    app.add_exception_handler(RequestValidationError, validation)
-    app.add_exception_handler(HTTPException, http)
-    for kind in (ApiError, RequestError, EngineError, TimeoutError):
-        app.add_exception_handler(kind, other)
+    for kind in (RequestValidationError, HTTPException, ApiError, RequestError, EngineError, TimeoutError):
+        app.add_exception_handler(kind, refused)

@@ -5,47 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from outrider.control.auto import AutoController
 from outrider.core.block_table import PAGE
 from outrider.engine.engine import Engine
+from outrider.serve.metrics import counts_of
 from outrider.serve.state import Server
 
 log = logging.getLogger("outrider.serve")
-
-
-@dataclass
-class Counts:
-    """Sums of the engine at one time."""
-
-    prompt: int = 0
-    emitted: int = 0
-    rows: int = 0
-    decoded: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    queries: int = 0
-    hits: int = 0
-
-    @staticmethod
-    def of(server: Server) -> Counts:
-        assert server.engine_ is not None
-        engine = server.engine_.llm.engine
-        works = engine.prefill, engine.decode
-        return Counts(
-            sum(work.prompt for work in works),
-            sum(work.emitted for work in works),
-            engine.decode.rows,
-            engine.decode.emitted,
-            sum(work.drafted for work in works),
-            sum(work.accepted for work in works),
-            engine.scheduler.prefix_queries,
-            engine.scheduler.prefix_hits,
-        )
-
-    def since(self, before: Counts) -> Counts:
-        return Counts(*(now - then for now, then in zip(vars(self).values(), vars(before).values())))
 
 
 def described(engine: Engine) -> str:
@@ -59,7 +27,7 @@ def described(engine: Engine) -> str:
 
 async def log_throughput(server: Server) -> None:
     """Log the throughput of every log_interval seconds and of the last ones, unless nothing happened."""
-    before, began = Counts(), time.monotonic()
+    before, began = dict[str, float](), time.monotonic()
     ending = False
     while not ending:
         try:
@@ -68,24 +36,27 @@ async def log_throughput(server: Server) -> None:
             ending = True
         if server.engine_ is None:
             continue
-        now, ended = Counts.of(server), time.monotonic()
-        if now != before:
-            log.info(line(server, now.since(before), ended - began))
+        engine, ended = server.llm.engine, time.monotonic()
+        work = {"decode_rows": engine.decode.rows, "decode_emitted": engine.decode.emitted}
+        now = {**counts_of(engine), **work}
+        counts = {name: value - before.get(name, 0.0) for name, value in now.items()}
+        if any(counts.values()):
+            log.info(line(engine, counts, ended - began))
         before, began = now, ended
 
 
-def line(server: Server, counts: Counts, seconds: float) -> str:
-    assert server.engine_ is not None
-    engine = server.engine_.llm.engine
+def line(engine: Engine, counts: Mapping[str, float], seconds: float) -> str:
+    """Throughput of so many seconds, by what the counts have grown."""
     used = 1 - engine.cache.available / engine.cache.pages
+    hits = counts["prefix_cache_hits"] / (counts["prefix_cache_queries"] or 1)
     text = (
-        f"prompt {counts.prompt / seconds:.1f} tokens/s, output {counts.emitted / seconds:.1f} tokens/s, "
+        f"prompt {counts['prompt_tokens'] / seconds:.1f} tokens/s, "
+        f"output {counts['generation_tokens'] / seconds:.1f} tokens/s, "
         f"running {len(engine.scheduler.running)}, waiting {len(engine.scheduler.waiting)}, "
-        f"KV cache {used:.1%}, prefix hits {counts.hits / (counts.queries or 1):.1%}"
+        f"KV cache {used:.1%}, prefix hits {hits:.1%}"
     )
-    if counts.drafted:
-        text += (
-            f", {counts.decoded / (counts.rows or 1):.2f} tokens per step, "
-            f"acceptance {counts.accepted / counts.drafted:.1%}"
-        )
+    if drafted := counts["spec_decode_num_draft_tokens"]:
+        per_step = counts["decode_emitted"] / (counts["decode_rows"] or 1)
+        accepted = counts["spec_decode_num_accepted_tokens"] / drafted
+        text += f", {per_step:.2f} tokens per step, acceptance {accepted:.1%}"
     return text

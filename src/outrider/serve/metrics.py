@@ -15,11 +15,27 @@ from prometheus_client.registry import Collector
 from outrider.async_llm import AsyncLLM
 from outrider.control.auto import AutoController
 from outrider.core.block_table import PAGE
+from outrider.engine.engine import Engine
 from outrider.errors import EngineError
 from outrider.outputs import RequestOutput
 
 PREFIX = "outrider:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+COUNTERS = {
+    "prompt_tokens": "Prompt tokens computed.",
+    "generation_tokens": "Emitted tokens.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found there.",
+    "num_preemptions": "Preempted samples.",
+    "engine_restarts": "Steps that failed and were undone.",
+    "engine_steps": "Steps of the engine.",
+    "engine_propose_seconds": "Time in drafting.",
+    "engine_forward_seconds": "Time in the target's forward.",
+    "engine_other_seconds": "Time in the rest of steps.",
+    "spec_decode_num_drafts": "Draft trees verified.",
+    "spec_decode_num_draft_tokens": "Draft tokens.",
+    "spec_decode_num_accepted_tokens": "Accepted draft tokens.",
+}
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -93,7 +109,7 @@ class EngineMetrics(Collector):
     """State and sums of an engine, read at each scrape."""
 
     def __init__(self, engine: AsyncLLM) -> None:
-        self.engine = engine
+        self.engine, self.core = engine, engine.llm.engine
 
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges()
@@ -102,8 +118,7 @@ class EngineMetrics(Collector):
         yield from self._adaptive()
 
     def _gauges(self) -> Iterator[Metric]:
-        core = self.engine.llm.engine
-        cache, scheduler = core.cache, core.scheduler
+        core, cache, scheduler = self.core, self.core.cache, self.core.scheduler
         yield _gauge("num_requests_running", "Samples in the batch.", len(scheduler.running))
         yield _gauge("num_requests_waiting", "Samples that wait for admission.", len(scheduler.waiting))
         used = 1 - cache.available / cache.pages
@@ -118,40 +133,18 @@ class EngineMetrics(Collector):
         yield _gauge("spec_decode_draft_time_share", "Part of all step time that drafting takes.", share)
 
     def _counters(self) -> Iterator[Metric]:
-        core = self.engine.llm.engine
-        works, scheduler = (core.prefill, core.decode), core.scheduler
-        times = core.times
-        sums = {
-            "prompt_tokens": ("Prompt tokens computed.", sum(work.prompt for work in works)),
-            "generation_tokens": ("Emitted tokens.", sum(work.emitted for work in works)),
-            "prefix_cache_queries": (
-                "Prompt tokens looked up in the prefix cache.",
-                scheduler.prefix_queries,
-            ),
-            "prefix_cache_hits": ("Prompt tokens found there.", scheduler.prefix_hits),
-            "num_preemptions": ("Preempted samples.", scheduler.preemptions),
-            "engine_restarts": ("Steps that failed and were undone.", self.engine.restarts),
-            "engine_steps": ("Steps of the engine.", core.steps),
-            "engine_propose_seconds": ("Time in drafting.", times.propose),
-            "engine_forward_seconds": ("Time in the target's forward.", times.forward),
-            "engine_other_seconds": ("Time in the rest of steps.", times.rest),
-            "spec_decode_num_drafts": ("Draft trees verified.", sum(work.drafts for work in works)),
-            "spec_decode_num_draft_tokens": ("Draft tokens.", sum(work.drafted for work in works)),
-            "spec_decode_num_accepted_tokens": ("Accepted draft tokens.", sum(w.accepted for w in works)),
-        }
-        for name, (help, value) in sums.items():
-            yield CounterMetricFamily(f"{PREFIX}{name}", help, value=value)
+        sums = {**counts_of(self.core), "engine_restarts": self.engine.restarts}
+        for name, value in sums.items():
+            yield CounterMetricFamily(f"{PREFIX}{name}", COUNTERS[name], value=value)
 
     def _depths(self) -> Iterator[Metric]:
-        core = self.engine.llm.engine
         found = CounterMetricFamily(
             f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens by depth, from 0.",
             labels=("position",),
         )
-        lengths = [
-            dict(work.accepted_lengths) for work in (core.prefill, core.decode)
-        ]  # the engine changes them
+        works = self.core.prefill, self.core.decode
+        lengths = [dict(work.accepted_lengths) for work in works]  # the engine changes them
         deepest = max(max(work, default=0) for work in lengths)
         for depth in range(deepest):
             value = sum(n for work in lengths for length, n in work.items() if length > depth)
@@ -160,7 +153,7 @@ class EngineMetrics(Collector):
 
     def _adaptive(self) -> Iterator[Metric]:
         """What an adaptive controller has chosen, and its ledger."""
-        controller = self.engine.llm.engine.controller
+        controller = self.core.controller
         if not isinstance(controller, AutoController):
             return
         chosen = CounterMetricFamily(
@@ -175,6 +168,25 @@ class EngineMetrics(Collector):
         ledger = controller.evidence.ledger
         yield _gauge("spec_decode_ledger_loss_seconds", "Time lost to drafts, less that saved.", ledger.loss)
         yield _gauge("spec_decode_ledger_room_seconds", "Time that drafts may still lose.", ledger.room)
+
+
+def counts_of(engine: Engine) -> dict[str, float]:
+    """Sums of an engine, by the names of their metrics."""
+    works, scheduler, times = (engine.prefill, engine.decode), engine.scheduler, engine.times
+    return {
+        "prompt_tokens": sum(work.prompt for work in works),
+        "generation_tokens": sum(work.emitted for work in works),
+        "prefix_cache_queries": scheduler.prefix_queries,
+        "prefix_cache_hits": scheduler.prefix_hits,
+        "num_preemptions": scheduler.preemptions,
+        "engine_steps": engine.steps,
+        "engine_propose_seconds": times.propose,
+        "engine_forward_seconds": times.forward,
+        "engine_other_seconds": times.rest,
+        "spec_decode_num_drafts": sum(work.drafts for work in works),
+        "spec_decode_num_draft_tokens": sum(work.drafted for work in works),
+        "spec_decode_num_accepted_tokens": sum(work.accepted for work in works),
+    }
 
 
 def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import DetokenizeBody, LoadLoraBody, TokenizeBody, UnloadLoraBody
-from outrider.serve.state import Server, decoded, encoded
+from outrider.serve.state import Server
 from outrider.serve.wire import Json
 
 
@@ -43,7 +43,7 @@ def add_models(app: FastAPI, server: Server) -> None:
         vocabulary = server.engine.llm.engine.checkpoint.spec.vocabulary
         if wrong := [token for token in body.tokens if token >= vocabulary]:
             raise ApiError(400, f"token id {wrong[0]} is none of 0 … {vocabulary - 1}.", "tokens")
-        return Json({"prompt": await asyncio.to_thread(decoded, server, body.tokens)})
+        return Json({"prompt": await asyncio.to_thread(server.decode, body.tokens)})
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora(body: LoadLoraBody) -> Json:
@@ -90,7 +90,7 @@ def tokens_of(server: Server, body: TokenizeBody) -> dict[str, Any]:
         )
         ids = reader.ids(prompt)
     else:
-        ids = encoded(server, body.prompt or "", body.add_special_tokens)
+        ids = server.encode(body.prompt or "", body.add_special_tokens)
     made = {"tokens": ids, "count": len(ids), "max_model_len": server.engine.llm.engine.max_len}
     names = server.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
     return {**made, "token_strs": names}

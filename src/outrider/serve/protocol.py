@@ -23,6 +23,19 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class Fault(Body):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(Body):
+    """Body of a refusal."""
+
+    error: Fault
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
@@ -125,6 +138,17 @@ class Classic(Sampling):
 Ids = Annotated[Many[Token], Field(min_length=1)]
 
 
+class Calling(Body):
+    """Fields of requests that may have tools."""
+
+    tools: Many[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+
 class CompletionBody(Classic):
     prompt: (
         str
@@ -140,17 +164,11 @@ class CompletionBody(Classic):
     add_special_tokens: bool = True
 
 
-class ChatBody(Classic):
+class ChatBody(Classic, Calling):
     messages: Many[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    tools: Many[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
     modalities: list[Literal["text"]] | None = None
     # vLLM's
     chat_template: str | None = None
@@ -164,18 +182,12 @@ class ResponseText(Body):
     verbosity: str | None = None
 
 
-class ResponsesBody(Sampling):
+class ResponsesBody(Sampling, Calling):
     input: str | Annotated[Many[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     stream: bool | None = None
     text: ResponseText | None = None
-    tools: Many[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
     previous_response_id: str | None = None
     background: bool | None = None
     include: Many[str] | None = None

@@ -10,36 +10,45 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import os
+import socket
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from statistics import mean
+from threading import Thread
 from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.util import get_node_ip_address
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.errors import ConfigError
+from outrider.parallel.start import run_rank
 from outrider.serve.app import make_app
 from outrider.serve.guard import middleware
 from outrider.serve.options import ServerOptions
 from outrider.serve.replicas.app import passed_on
-from outrider.serve.replicas.relay import Answer, Question, ReplicaLost, whole_events
+from outrider.serve.replicas.relay import Answer, Pool, Question, ReplicaLost, whole_events
 from outrider.serve.replicas.routing import BLOCK_TOKENS, Prefixes, work
-from outrider.serve.run import loader
+from outrider.serve.run import WATCH_INTERVAL, loader
 from outrider.serve.state import Server, cancelled
 
 MOST_ONGOING = 1024  # requests of one Front; a Model has max_requests
 KV_USE = "kv_cache_use"
 TARGET_KV_USE = 0.8  # above which another replica is asked for
 HEALTH_SECONDS = 5.0  # between two checks of a replica
+log = logging.getLogger("outrider.serve")
 
 
 def deployment(
@@ -50,6 +59,7 @@ def deployment(
     threads: int | None = None,
     replicas: int | Mapping[str, Any] = 1,
     actor: Mapping[str, Any] | None = None,
+    placement: str | None = None,
     **engine: Any,
 ) -> serve.Application:
     """An application for `ray.serve.run`: OpenAI's routes on replicas of a model.
@@ -58,12 +68,14 @@ def deployment(
     replicas: number of them, or Ray's autoscaling_config, such as {"min_replicas": 1, "max_replicas": 8,
         "target_ongoing_requests": 16}; K/V use above TARGET_KV_USE asks for replicas, too
     actor: Ray's ray_actor_options of a replica, such as {"num_gpus": 1}
+    placement: Ray's strategy for the ranks of a replica, such as "STRICT_SPREAD" over machines, each with the
+        resources of `actor`; None: all ranks are processes of one machine
 
     Raises ConfigError.
     """
     options = server or ServerOptions()
     options.keys()
-    EngineOptions(model=model, **engine)
+    ranks = EngineOptions(model=model, **engine).layout.size
     SpeculativeOptions.of(None if speculative_config is None else dict(speculative_config))
     if options.allow_lora_loading:
         raise ConfigError("allow_lora_loading reaches one replica of Ray's: name adapters in lora_modules.")
@@ -71,6 +83,9 @@ def deployment(
     if not isinstance(replicas, int):
         policy = AutoscalingPolicy(policy_function=replicas_for_load)
         number = {"autoscaling_config": AutoscalingConfig(**{"policy": policy, **replicas})}
+    if placement is not None:
+        number["placement_group_bundles"] = [_bundle(actor or {})] * ranks
+        number["placement_group_strategy"] = placement
     routed = serve.deployment(
         max_ongoing_requests=options.max_requests,
         ray_actor_options=dict(actor or {}),
@@ -81,8 +96,34 @@ def deployment(
     )(Model)
     inner = replace(options, api_key=(), api_key_file=None, allowed_origins=(), root_path="")
     front = serve.deployment(max_ongoing_requests=MOST_ONGOING)(serve.ingress()(Front))
+    placed = dict(actor or {}) if placement is not None else None
     given = {"model": model, **engine}
-    return front.bind(routed.bind(inner, given, speculative_config, threads), options)
+    return front.bind(routed.bind(inner, given, speculative_config, threads, placed), options)
+
+
+def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:
+    """The resources of an actor, as those of a placement group."""
+    named = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus", 0), **actor.get("resources", {})}
+    return {name: amount for name, amount in named.items() if amount}
+
+
+def _rank(environment: Mapping[str, str]) -> None:
+    """Be a rank of a replica's model, until that ends."""
+    os.environ.update(environment)
+    run_rank()
+
+
+def _place_ranks(count: int, actor: Mapping[str, Any]) -> None:
+    """Start the other ranks where Ray has placed them, as a launcher does (see parallel/start.py)."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": count, "MASTER_ADDR": get_node_ip_address(), "MASTER_PORT": port, "LOCAL_RANK": 0}
+    environments = [{name: str(value) for name, value in {**shared, "RANK": i}.items()} for i in range(count)]
+    start = ray.remote(max_retries=0, **actor)(_rank)
+    for environment in environments[1:]:
+        start.remote(environment)
+    os.environ.update(environments[0])
 
 
 def replicas_for_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
@@ -104,13 +145,25 @@ class Model:
         engine: dict[str, Any],
         config: Mapping[str, Any] | None,
         threads: int | None,
+        placed: Mapping[str, Any] | None = None,
     ) -> None:
+        """placed: resources of each rank that Ray places; None: ranks are processes of this machine."""
+        if placed is not None:
+            _place_ranks(EngineOptions(**engine).layout.size, placed)
         self.server = Server(options, engine["model"])
         self.server.started(loader(options, engine, config, threads)())
         self.app = make_app(self.server)
+        Thread(target=self._end_with_engine, daemon=True).start()
+
+    def _end_with_engine(self) -> None:
+        """End this process once the engine has stopped: Ray notices that sooner than its checks would."""
+        while self.server.engine.is_running:
+            time.sleep(WATCH_INTERVAL)
+        log.error("%s", self.server.engine.error)
+        os._exit(1)
 
     async def check_health(self) -> None:
-        """Raise EngineError if the engine has stopped: Ray starts another replica then."""
+        """Raise EngineError if the engine has stopped."""
         await self.server.engine.check_health()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -172,8 +225,8 @@ def _scope(question: Question) -> dict[str, Any]:
     }
 
 
-class Front:
-    """What clients talk to: a `Pool` of one handle, behind which Ray chooses the replica."""
+class Front(Pool):
+    """What clients talk to: a pool of one handle, behind which Ray chooses the replica."""
 
     open = 0
 
@@ -189,13 +242,6 @@ class Front:
 
     def check_room(self, samples: int = 1) -> None:
         """Accept every request: a replica that is full answers 429."""
-
-    def ready(self) -> Collection[int]:
-        """No numbers: a request is not asked of another replica because one is full."""
-        return ()
-
-    def note_retry(self) -> None:
-        """Do nothing: Ray counts the requests of replicas."""
 
     @asynccontextmanager
     async def ask(self, question: Question, avoid: Collection[int]) -> AsyncGenerator[Answer]:

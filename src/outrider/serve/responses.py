@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +49,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     id = name_of(body, "resp_")
     (request,) = await server.read([prompt], params, id, adapter, body.priority)
     reply = reply_for(server, tools, body)
-    return Responses(server, body, id, now(), request, reply)
+    return Responses(server, body, id, now(), [request], reply)
 
 
 def _format(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ class Responses:
     body: ResponsesBody
     id: str
     created: int
-    request: Request
+    requests: Sequence[Request]  # one
     reply: Reply
     sequence: int = 0
     items: OutputItems = field(init=False)
@@ -85,7 +85,7 @@ class Responses:
 
     async def response(self) -> dict[str, Any]:
         """The whole response."""
-        (output,) = await self.server.outputs([self.request])
+        (output,) = await self.server.outputs(self.requests)
         sample = output.outputs[0]
         for _ in self.items.grow(
             self.reply.read(sample.text, sample.finish_reason or "stop"), _status(sample)
@@ -117,7 +117,7 @@ class Responses:
         head = self._head("in_progress")
         yield {"type": "response.created", "response": head}
         yield {"type": "response.in_progress", "response": head}
-        async with aclosing(self.server.stream([self.request], room)) as outputs:
+        async with aclosing(self.server.stream(self.requests, room)) as outputs:
             async for _, output in outputs:
                 sample = output.outputs[0]
                 parsed = self.reply.read(sample.text, sample.finish_reason)
@@ -146,7 +146,7 @@ class Responses:
 
     def _head(self, status: str) -> dict[str, Any]:
         """What begins and ends with the same values."""
-        body, params = self.body, self.request.params
+        body, params = self.body, self.requests[0].params
         return {
             "id": self.id,
             "object": "response",

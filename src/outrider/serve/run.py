@@ -6,7 +6,8 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from outrider.async_llm import AsyncLLM
 from outrider.backends.cpu.threads import limit
 from outrider.errors import EngineError
 from outrider.serve.app import make_app
+from outrider.serve.guard import Gate
 from outrider.serve.log import described, log_throughput
 from outrider.serve.options import ServerOptions
 from outrider.serve.state import Server, cancelled
@@ -91,7 +93,7 @@ async def _load(
 ) -> None:
     log.info("loading %s", server.model)
     try:
-        server.started(await _result(load))
+        server.started(await asyncio.wrap_future(_loading(load)))
     except Exception as error:
         failure.append(error)
         process.should_exit = True
@@ -109,30 +111,19 @@ async def log_address(process: Process, options: ServerOptions, name: str) -> No
         log.info("%s is served at %s://%s:%d", name, "https" if options.ssl_certfile else "http", host, port)
 
 
-async def _result(load: Callable[[], AsyncLLM]) -> AsyncLLM:
-    """What `load` returns, from a daemon thread: a process that is told to end does not wait for it."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[AsyncLLM] = loop.create_future()
-
-    def settle(result: AsyncLLM | None, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        elif result is not None:
-            future.set_result(result)
+def _loading(load: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
+    """What `load` returns, in a daemon thread: a process that is told to end does not wait for it."""
+    future = Future[AsyncLLM]()
+    future.set_running_or_notify_cancel()
 
     def work() -> None:
-        result, error = None, None
         try:
-            result = load()
-        except Exception as raised:
-            error = raised
-        with suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(settle, result, error)
+            future.set_result(load())
+        except Exception as error:
+            future.set_exception(error)
 
     threading.Thread(target=work, name="load", daemon=True).start()
-    return await future
+    return future
 
 
 async def watch_engine(process: uvicorn.Server, server: Server, failure: list[Exception]) -> None:
@@ -144,11 +135,8 @@ async def watch_engine(process: uvicorn.Server, server: Server, failure: list[Ex
     process.should_exit = True
 
 
-class Ending(Protocol):
+class Ending(Gate, Protocol):
     """What a process serves.  open: samples that are queued or running."""
-
-    options: ServerOptions
-    status: str
 
     @property
     def open(self) -> int: ...

@@ -14,7 +14,7 @@ from typing import Any
 from outrider.async_llm import AsyncLLM
 from outrider.core.params import SamplingParams
 from outrider.core.row import LoRARequest
-from outrider.errors import RequestError, shortened
+from outrider.errors import RequestError
 from outrider.llm import LLM
 from outrider.outputs import RequestOutput
 from outrider.progress import Request
@@ -64,7 +64,7 @@ class Server:
         if self.engine_ is None or self.status != "ready":
             raise ApiError(503, f"the server is {self.status}.", code=self.status, retry_after=5)
         if not self.engine_.is_running:
-            raise ApiError(503, str(self.engine_.error or "the engine has stopped."), code="engine_error")
+            raise ApiError(503, str(self.engine_.error or "the engine has stopped."), code="engine_stopped")
 
     @property
     def engine(self) -> AsyncLLM:
@@ -234,6 +234,17 @@ class Server:
         if self.traces is not None:
             self.traces.finished(output)
 
+    def encode(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text.  Raises RequestError."""
+        with self.reader.lock:
+            return self.reader.encode(text, "prompt", special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids.  Raises ApiError without a tokenizer."""
+        with self.reader.lock:
+            text: str = self.tokenizer.decode(ids)
+        return text
+
     def conversation(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         """A prompt of messages, in the template of the server.  OpenAI's role "developer" is "system"."""
         known = [
@@ -242,27 +253,6 @@ class Server:
         ]
         given = {"chat_template": self.template, **{k: v for k, v in more.items() if v is not None}}
         return {"messages": known, **given}
-
-
-def encoded(server: Server, text: str, special: bool) -> list[int]:
-    """Token ids of a text.  Raises RequestError."""
-    try:
-        tokenizer = server.tokenizer
-        with server.reader.lock:
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=special, verbose=False)
-        return ids
-    except (ApiError, RequestError):
-        raise
-    except Exception as error:  # tokenizers raise any type, for a lone surrogate for instance
-        raise RequestError(f"the tokenizer cannot read {shortened(text)}: {error}") from error
-
-
-def decoded(server: Server, ids: Sequence[int]) -> str:
-    """Text of token ids."""
-    tokenizer = server.tokenizer
-    with server.reader.lock:
-        text: str = tokenizer.decode(ids)
-    return text
 
 
 async def cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -108,15 +108,16 @@ def call_at(text: str, at: int, strict: bool = False) -> tuple[ToolCall | None, 
             return _call(value, strict), end
         return ToolCall(name, text[head.end() : _DECODER.raw_decode(text, head.end())[1]]), end
     except (ValueError, RecursionError):
-        return (_open_call(name, text[head.end() :]) if head else None), -1
+        given = text[head.end() :] if head else ""
+        return (ToolCall(name, given[: _end_of(given)], False) if head else None), -1
 
 
-def _open_call(name: str, text: str) -> ToolCall:
-    """A call that goes on, with a text that begins with its arguments."""
+def _end_of(text: str) -> int | None:
+    """Length of the JSON value at the beginning of a text; None if it is not complete."""
     try:
-        return ToolCall(name, text[: _DECODER.raw_decode(text)[1]], False)
+        return _DECODER.raw_decode(text)[1]
     except (ValueError, RecursionError):
-        return ToolCall(name, text, False)
+        return None
 
 
 def _call(value: Any, strict: bool) -> ToolCall | None:
@@ -184,11 +185,8 @@ def _mistral(text: str) -> Pieces:
 
 def _named(name: str, text: str) -> Pieces:
     """A call whose arguments are the JSON object at the beginning of a text."""
-    try:
-        _, end = _DECODER.raw_decode(text)
-    except (ValueError, RecursionError):
-        return [ToolCall(name, text, False)]
-    return [ToolCall(name, text[:end]), text[end:]]
+    end = _end_of(text)
+    return [ToolCall(name, text, False)] if end is None else [ToolCall(name, text[:end]), text[end:]]
 
 
 HERMES = ToolParser("<tool_call>", _hermes)

@@ -168,10 +168,11 @@ def test_a_full_replica_tries_another_and_all_full_ones_are_told() -> None:
     assert ask(Script([full[0], full[1]])) == (429, "full")
 
 
-def test_a_replica_that_stops_is_asked_no_more() -> None:
-    stopping = Scripted(['{"error":{"code":"stopping"}}'], 0, 503, stream=False)
-    pool = Script([stopping, Scripted(["{}"], 1, stream=False)])
-    assert ask(pool) == (200, "{}") and pool.asked[1][1] == {0}
+@pytest.mark.parametrize("code", ["stopping", "engine_stopped"])
+def test_a_replica_that_stops_is_avoided_and_does_not_count(code: str) -> None:
+    stopping = Scripted([json.dumps({"error": {"code": code}})], 0, 503, stream=False)
+    pool = Script([stopping, stopping, stopping, Scripted(["{}"], 1, stream=False)])
+    assert ask(pool) == (200, "{}") and [avoid for _, avoid in pool.asked] == [set(), {0}, {0}, {0}]
 
 
 def test_refusals_of_a_replica_are_passed_on() -> None:

@@ -116,10 +116,11 @@ class Pool(Protocol):
         """
 
     def ready(self) -> Collection[int]:
-        """Replicas that accept requests."""
+        """Numbers of the replicas that accept requests, to ask another one where one is full."""
+        return ()
 
     def note_retry(self) -> None:
-        """Count a repeated request."""
+        """Count a repeated request, if nothing else does."""
 
 
 class Relay:

@@ -25,10 +25,7 @@ from outrider.serve.replicas.routing import BLOCK_TOKENS, Prefixes
 from outrider.serve.state import cancelled
 
 POLL, BEAT = 0.1, 1.0  # seconds between two questions for its health: while it starts, and later
-FIRST_DELAY, LAST_DELAY = (
-    0.5,
-    30.0,
-)  # seconds between the end of a process and the next one, doubled each time
+FIRST_DELAY, LAST_DELAY = 0.5, 30.0  # seconds from the end of a process to the next, doubled each time
 STEADY = 60.0  # seconds after which a replica counts as sound again
 END_SECONDS = 4.0  # for a process without open requests to end
 # Processes are forks of one that has imported all they need: another one takes over soon.

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -70,22 +70,26 @@ class Router:
     def note_retry(self) -> None:
         self.retries += 1
 
-    async def run(self) -> None:
-        """Start all replicas and keep them running.  Raises EngineError if one does not start."""
+    async def run(self, announce: Callable[[], Awaitable[None]]) -> None:
+        """Start all replicas and keep them running.  Raises EngineError if one does not start.
+
+        announce: called once all are ready.
+        """
         tasks = [asyncio.create_task(replica.run()) for replica in self.replicas]
-        ready = asyncio.create_task(self._await_all())
+        ready = asyncio.create_task(self._await_all(announce))
         try:
             await asyncio.gather(*tasks, ready)
         finally:
             await cancelled([*tasks, ready])
             await self.end()
 
-    async def _await_all(self) -> None:
+    async def _await_all(self, announce: Callable[[], Awaitable[None]]) -> None:
         while len(self.ready()) < len(self.replicas):
             self._changed.clear()
             await self._changed.wait()
         if self.status == "loading":
             self.status = "ready"
+            await announce()
 
     async def roll(self) -> None:
         """Restart all replicas, one after the other."""

@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -36,15 +37,12 @@ def run_replicas(job: Job, options: ReplicaOptions) -> None:
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
-            tasks = [
-                asyncio.create_task(_run(process, router)),
-                asyncio.create_task(_announce(process, router)),
-            ]
+            task = asyncio.create_task(_run(process, router))
             rolls = set[asyncio.Task[None]]()
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGHUP, lambda: rolls.add(loop.create_task(router.roll())))
             yield
-            await cancelled([*tasks, *rolls])
+            await cancelled([task, *rolls])
 
         process = Process(config_of(make_app(router, lifespan), job.options), router)
         process.run()
@@ -54,14 +52,6 @@ def run_replicas(job: Job, options: ReplicaOptions) -> None:
 
 async def _run(process: Process, router: Router) -> None:
     try:
-        await router.run()
+        await router.run(partial(log_address, process, router.options, router.model))
     except OutriderError as error:
         router.failure, process.should_exit = error, True
-
-
-async def _announce(process: Process, router: Router) -> None:
-    """Tell the address once all replicas are ready."""
-    while router.status == "loading":
-        await asyncio.sleep(0.05)
-    if router.status == "ready":
-        await log_address(process, router.options, router.model)
