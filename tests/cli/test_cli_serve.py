@@ -18,7 +18,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
     """What would be served."""
     calls: list[Started] = []
 
-    def start(options: ServerOptions, _: Any, engine: Any, config: Any, threads: int | None) -> None:
+    def start(options: ServerOptions, engine: Any, config: Any, threads: int | None) -> None:
         calls.append((options, engine, config))
 
     monkeypatch.setattr(import_module("outrider.cli.serve"), "start", start)  # the package has the command

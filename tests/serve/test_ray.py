@@ -161,6 +161,7 @@ def test_replicas_follow_requests_and_kv_use() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"speculative_config": {"method": "nothing"}}, "nothing"),
         ({"server": ServerOptions(allow_lora_loading=True)}, "allow_lora_loading"),
+        ({"server": ServerOptions(replicas=2)}, "replicas"),
         ({"server": ServerOptions(api_key=(" ",))}, "api_key"),
     ],
 )

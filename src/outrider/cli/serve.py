@@ -1,7 +1,6 @@
 """`outrider serve`: the server, with vLLM's options.
 
-Every field of EngineOptions, ServerOptions and ReplicaOptions is an option of its name; its help is in their
-docstrings.
+Every field of EngineOptions and ServerOptions is an option of its name; its help is in their docstrings.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ def command() -> Callable[..., None]:
     """The command with its options.  Apart from `serve`, because importing their classes takes seconds."""
     from outrider.config import EngineOptions, options
     from outrider.serve.options import ServerOptions
-    from outrider.serve.replicas.options import ReplicaOptions
 
     def serve(place: str | None, speculative_config: str | None, threads: int | None, **given: Any) -> None:
         """Serve a model with OpenAI's protocol.
@@ -62,16 +60,12 @@ def command() -> Callable[..., None]:
         for name in REFUSED:
             if given.pop(name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} is not supported: {NEW_SPELLING}.")
-        server, several = (
-            options(
-                kind, {field.name: listed(given.pop(field.name)) for field in fields(kind)}, "server option"
-            )
-            for kind in (ServerOptions, ReplicaOptions)
-        )
+        own = {field.name: listed(given.pop(field.name)) for field in fields(ServerOptions)}
+        server = options(ServerOptions, own, "server option")
         if place is not None and given["model"] not in (None, place):
             raise ConfigError(f"the model is given twice, as {place!r} and as --model {given['model']!r}.")
         engine = {**given, "model": place or given["model"] or "builtin"}
-        start(server, several, engine, config_of({"config": speculative_config or "{}"}, AUTO), threads)
+        start(server, engine, config_of({"config": speculative_config or "{}"}, AUTO), threads)
 
     argument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
     parameters = [
@@ -80,16 +74,13 @@ def command() -> Callable[..., None]:
         _parameter("threads", int, None, "CPU threads; default: OMP_NUM_THREADS, or one per core.", "Model"),
         *_parameters(EngineOptions, "Model"),
         *_parameters(ServerOptions, "Server"),
-        *_parameters(ReplicaOptions, "Replicas"),
         *(_parameter(name, str, None, NEW_SPELLING, "Speculation", hidden=True) for name in REFUSED),
     ]
     serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return serve
 
 
-def start(
-    options: Any, replicas: Any, engine: dict[str, Any], config: dict[str, Any] | None, threads: int | None
-) -> None:
+def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, threads: int | None) -> None:
     """Check all options, then load and serve."""
     from outrider.config import EngineOptions, SpeculativeOptions
     from outrider.parallel.start import join, placed
@@ -102,13 +93,13 @@ def start(
     options.keys()
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, got {threads}.")
-    if placed() is not None and replicas.replicas > 1:
+    if placed() is not None and options.replicas > 1:
         raise ConfigError("--replicas starts processes of this machine: start it without a launcher.")
     if placed():
         join()  # one rank serves
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING, force=True)
-    if replicas.replicas > 1:
-        run_replicas(Job(options, engine, config, threads), replicas)
+    if options.replicas > 1:
+        run_replicas(Job(options, engine, config, threads))
     else:
         run(options, engine["model"], loader(options, engine, config, threads))
 

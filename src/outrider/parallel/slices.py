@@ -22,7 +22,6 @@ from outrider.core.lora import Low
 from outrider.core.quantized import QuantizedWeight
 from outrider.parallel.layout import Share
 
-COLUMN_PARALLEL = ("q", "k", "v", "gate", "up", "embed_tokens", "lm_head")
 ROW_PARALLEL = ("o", "down")
 
 

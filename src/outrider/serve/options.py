@@ -45,6 +45,8 @@ SERVER_OPTIONS = {
     "trust_request_chat_template": FLAG,
     "otlp_traces_endpoint": optional(TEXT),
     "root_path": ROOT,
+    "replicas": whole(1),
+    "replica_timeout": SECONDS,
 }
 
 
@@ -74,6 +76,8 @@ class ServerOptions:
     tool_call_parser     format of tool calls in the text; auto: by the chat template
     otlp_traces_endpoint  URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces
     root_path            path under which a proxy serves this server
+    replicas             processes that serve the model; above 1, a router in front of them answers
+    replica_timeout      seconds without an answer after which a replica counts as frozen and is restarted
     """
 
     host: str = "127.0.0.1"
@@ -100,6 +104,8 @@ class ServerOptions:
     tool_call_parser: str = "auto"
     otlp_traces_endpoint: str | None = None
     root_path: str = ""
+    replicas: int = 1
+    replica_timeout: float = 10.0
 
     def __post_init__(self) -> None:
         check_fields(self, SERVER_OPTIONS)

@@ -79,6 +79,8 @@ def deployment(
     SpeculativeOptions.of(None if speculative_config is None else dict(speculative_config))
     if options.allow_lora_loading:
         raise ConfigError("allow_lora_loading reaches one replica of Ray's: name adapters in lora_modules.")
+    if options.replicas != 1:
+        raise ConfigError("ServerOptions.replicas is not for Ray: give deployment(replicas=…).")
     number: dict[str, Any] = {"num_replicas": replicas}
     if not isinstance(replicas, int):
         policy = AutoscalingPolicy(policy_function=replicas_for_load)

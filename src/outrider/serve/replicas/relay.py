@@ -19,9 +19,10 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.errors import shortened
 from outrider.serve.errors import ApiError, told
+from outrider.serve.guard import GENERATING
 from outrider.serve.protocol import MOST_SAMPLES
 from outrider.serve.replicas.replay import Replay
-from outrider.serve.replicas.routing import PATHS, blocks_of
+from outrider.serve.replicas.routing import blocks_of
 from outrider.serve.wire import DONE, Events, dumps, strict_json, unless_left
 
 MOST_LOST = 2  # replicas that may end while they compute one request
@@ -64,7 +65,7 @@ class Question:
     def of(method: str, target: str, headers: Collection[tuple[str, str]], body: bytes) -> Question:
         """A request of a client, with a seed and an id if it generates."""
         kept = tuple((name, value) for name, value in headers if name.lower() not in NOT_COPIED)
-        if method != "POST" or target.partition("?")[0] not in PATHS:
+        if method != "POST" or target.partition("?")[0] not in GENERATING:
             return Question(method, target, kept, body)
         try:
             given = strict_json(body)

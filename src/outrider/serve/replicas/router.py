@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from outrider.backends.cpu.threads import limit
+from outrider.errors import ConfigError
 from outrider.serve.errors import ApiError
 from outrider.serve.replicas.child import Job
-from outrider.serve.replicas.options import ReplicaOptions, shares, visible_gpus
 from outrider.serve.replicas.relay import Answer, Question
 from outrider.serve.replicas.replica import Replica
 from outrider.serve.replicas.routing import work
@@ -35,8 +35,8 @@ class Router:
     hits, blocks: blocks of prompts that were at the chosen replica, and all.
     """
 
-    def __init__(self, job: Job, options: ReplicaOptions, folder: Path) -> None:
-        self.options, self.replica_options, self.status = job.options, options, "loading"
+    def __init__(self, job: Job, folder: Path) -> None:
+        self.options, self.status = job.options, "loading"
         self.model = (job.options.served_model_name or (job.engine["model"],))[0]
         self.retries, self.hits, self.blocks = 0, 0, 0
         self.failure: Exception | None = None
@@ -44,8 +44,8 @@ class Router:
         self._adapters: dict[str, Question] = {}  # name -> how it was loaded
         self._uses = itertools.count(1)
         self.replicas = [
-            Replica(part, options.replica_timeout, self._prepare, self._changed)
-            for part in parts(job, options.replicas, folder)
+            Replica(part, job.options.replica_timeout, self._prepare, self._changed)
+            for part in parts(job, folder)
         ]
 
     @property
@@ -151,10 +151,11 @@ class Router:
                     log.error("replica %d has no adapter %r", replica.number, name)
 
 
-def parts(job: Job, replicas: int, folder: Path) -> list[Job]:
+def parts(job: Job, folder: Path) -> list[Job]:
     """The job of every replica: its threads and GPUs, without what the router does."""
+    given, replicas = job.options, job.options.replicas
     options = replace(
-        job.options, api_key=(), api_key_file=None, ssl_certfile=None, ssl_keyfile=None, allowed_origins=()
+        given, api_key=(), api_key_file=None, ssl_certfile=None, ssl_keyfile=None, allowed_origins=()
     )
     limit()
     threads = job.threads
@@ -167,3 +168,21 @@ def parts(job: Job, replicas: int, folder: Path) -> list[Job]:
         replace(job, options=options, threads=threads, number=i, socket=str(folder / str(i)), gpus=own)
         for i, own in enumerate(gpus)
     ]
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that this process may use; none on a machine without."""
+    if not torch.cuda.is_available():
+        return []
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def shares(gpus: Sequence[str], replicas: int, ranks: int) -> list[list[str]]:
+    """GPUs of every replica, `ranks` each.  Raises ConfigError if there are too few."""
+    if len(gpus) < replicas * ranks:
+        raise ConfigError(
+            f"{replicas} replicas of {ranks} GPUs need {replicas * ranks}, and {len(gpus)} are visible: "
+            "lower --replicas, or choose --device cpu."
+        )
+    return [list(gpus[i * ranks : (i + 1) * ranks]) for i in range(replicas)]

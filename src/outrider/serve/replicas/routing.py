@@ -20,7 +20,6 @@ from outrider.serve.wire import dumps
 BLOCK_CHARACTERS = 64
 BLOCK_TOKENS = 16  # of text in English; a list of token ids has this many a block, too
 OPEN_TOKENS = 128  # prompt tokens whose computation is worth as much as one open sample less in the batch
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")  # what generates
 BEFORE = ("model", "tools", "instructions", "chat_template", "chat_template_kwargs")  # of the prompt's text
 
 

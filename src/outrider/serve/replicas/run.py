@@ -17,7 +17,6 @@ from outrider.errors import OutriderError
 from outrider.serve.options import read_text
 from outrider.serve.replicas.app import make_app
 from outrider.serve.replicas.child import Job
-from outrider.serve.replicas.options import ReplicaOptions
 from outrider.serve.replicas.router import Router
 from outrider.serve.run import Process, config_of, log_address
 from outrider.serve.state import cancelled
@@ -25,7 +24,7 @@ from outrider.serve.state import cancelled
 log = logging.getLogger("outrider.serve")
 
 
-def run_replicas(job: Job, options: ReplicaOptions) -> None:
+def run_replicas(job: Job) -> None:
     """Serve with several processes until SIGTERM or SIGINT.  SIGHUP restarts them one after the other.
 
     Raises EngineError if a replica cannot start, ConfigError, and OSError if the address is in use.
@@ -33,7 +32,7 @@ def run_replicas(job: Job, options: ReplicaOptions) -> None:
     if job.options.chat_template is not None:
         read_text(job.options.chat_template, "chat_template")
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
-        router = Router(job, options, Path(folder))
+        router = Router(job, Path(folder))
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
