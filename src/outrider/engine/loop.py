@@ -189,7 +189,7 @@ class EngineLoop:
             self._report([ticket for ticket in grown if ticket is not None], grown=True)
 
     def _check_stall(self) -> None:
-        """Raise RequestError if a logits processor takes long: it may wait for this thread, without an end."""
+        """Raise RequestError if a logits processor takes long: it may wait for this thread, and never end."""
         if time.monotonic() - running_since.get(self._driver or 0, math.inf) > STALL:
             raise RequestError(
                 f"a logits processor of another request has run for more than {STALL:g} s, and may wait for "
