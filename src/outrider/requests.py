@@ -233,7 +233,7 @@ class Reader:
         given: Any = params.prediction or ()
         if isinstance(given, str):
             with self.lock:
-                given = self.encode(given, "prediction", special=False)
+                given = self.encode(given, "the prediction", special=False)
         return self._exist("prediction: token id", given[: self.engine.max_len])
 
     def _grammar(self, params: SamplingParams, prompt: int) -> GrammarState | None:
