@@ -21,6 +21,7 @@ from outrider import LLM, SamplingParams
 CONFIGS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "draft model": {"model": "builtin-draft", "num_speculative_tokens": 3},
+    "auto": {"method": "auto", "model": "builtin-draft"},
 }
 TOKENS = 96
 
