@@ -169,6 +169,7 @@ def attention_figures(sizes: dict[str, int], device: torch.device, contexts: lis
 
 def attention(sizes: dict[str, int], device: torch.device, context: int, nodes: int) -> dict[str, Any]:
     """One layer, one request with a chain of n nodes, beside SDPA on contiguous K and V."""
+    from outrider.backends.base import LayerKV, Scores
     from outrider.backends.select import backend_for
     from outrider.cache.pool import Pool
     from outrider.core.step_input import StepInput
@@ -190,7 +191,7 @@ def attention(sizes: dict[str, int], device: torch.device, context: int, nodes: 
         "context": context,
         "nodes": nodes,
         "tree_attention_ms": milliseconds(
-            lambda: backend.attend(q, spec, step, pool, 0, d**-0.5, 0), device, rounds
+            lambda: backend.attend(q, spec, LayerKV(step, pool, 0), Scores(d**-0.5, 0)), device, rounds
         ),
         "sdpa_ms": milliseconds(lambda: sdpa(rows, k, v, attn_mask=mask, enable_gqa=True), device, rounds),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from outrider.cache.pool import kv_dtype
 from outrider.checkpoints.quantize import bits_of
 from outrider.control import fixed
 from outrider.core.logprobs import MODES
-from outrider.core.validate import FLAG, TEXT, Kind, check_fields, optional, real, whole
+from outrider.core.validate import FLAG, TEXT, Count, Flag, Kind, Text, check_fields, optional, real, whole
 from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError, unknown
 from outrider.models.placement import check_gpu_layers
@@ -40,26 +40,8 @@ RENAMED = {  # keys of other programs or of earlier versions of vLLM -> hint
 }  # fmt: skip
 
 
-_COUNT = whole(1)
-ENGINE_OPTIONS = {
-    "model": Kind("a folder, a .gguf file, a hub id or a built-in name", TEXT.accepts),
-    "tokenizer": optional(TEXT),
-    "revision": optional(TEXT),
-    "max_model_len": optional(_COUNT),
-    "max_num_seqs": _COUNT,
-    "max_num_batched_tokens": _COUNT,
-    "max_decode_slowdown": optional(real("a number above 1", lambda value: value > 1)),
-    "kv_cache_memory_bytes": optional(_COUNT),
-    "gpu_memory_utilization": real("in (0, 1]", lambda value: 0 < value <= 1),
-    "seed": optional(whole()),
-    "max_loras": _COUNT,
-    "max_lora_rank": _COUNT,
-    "tensor_parallel_size": _COUNT,
-    "pipeline_parallel_size": _COUNT,
-    "enable_prefix_caching": FLAG,
-    "trust_remote_code": FLAG,
-    "enable_lora": FLAG,
-}
+MODEL = Kind("a folder, a .gguf file, a hub id or a built-in name", TEXT.accepts)
+SLOWDOWN = real("a number above 1", lambda value: value > 1)
 
 
 @dataclass(frozen=True)
@@ -93,33 +75,33 @@ class EngineOptions:
                             are in memory, and in use, at once
     """
 
-    model: str
-    tokenizer: str | None = None
+    model: Annotated[str, MODEL]
+    tokenizer: Text | None = None
     dtype: str = "auto"
     activations: str = "float32"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     device: str = "auto"
     gpu_layers: int | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    max_model_len: int | None = None
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 512
-    max_decode_slowdown: float | None = None
-    enable_prefix_caching: bool = True
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    seed: int | None = None
+    revision: Text | None = None
+    trust_remote_code: Flag = False
+    max_model_len: Count | None = None
+    max_num_seqs: Count = 16
+    max_num_batched_tokens: Count = 512
+    max_decode_slowdown: Annotated[float, SLOWDOWN] | None = None
+    enable_prefix_caching: Flag = True
+    kv_cache_memory_bytes: Count | None = None
+    gpu_memory_utilization: Annotated[float, real("in (0, 1]", lambda value: 0 < value <= 1)] = 0.9
+    tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
+    seed: Annotated[int, whole()] | None = None
     logprobs_mode: str = "raw_logprobs"
-    enable_lora: bool = False
-    max_loras: int = 1
-    max_lora_rank: int = 16
+    enable_lora: Flag = False
+    max_loras: Count = 1
+    max_lora_rank: Count = 16
 
     def __post_init__(self) -> None:
-        check_fields(self, ENGINE_OPTIONS)
+        check_fields(self)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

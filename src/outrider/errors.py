@@ -55,11 +55,8 @@ def unknown(
     elsewhere: hints for names of other programs.
     """
     valid = sorted(valid)
-    cure = (
-        f" {elsewhere[name]}"
-        if elsewhere and isinstance(name, str) and name in elsewhere
-        else nearest(name, valid)
-    )
+    hint = (elsewhere or {}).get(name) if isinstance(name, str) else None
+    cure = nearest(name, valid) if hint is None else f" {hint}"
     return f"unknown {kind} {name!r}{f' in {where}' if where else ''}.{cure} Valid: {', '.join(valid)}."
 
 

@@ -47,7 +47,7 @@ def flags(request: pytest.FixtureRequest) -> list[str]:
 
 
 def test_every_kernel_compiles(flags: list[str]) -> None:
-    sources = [str(SOURCES / name) for name in build.SOURCES]
+    sources = [str(path) for path in build.SOURCES]
     subprocess.run([COMPILER, *flags, *build.FLAGS, "-O0", "-fsyntax-only", "-Werror", *sources], check=True)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider import ConfigError
-from outrider.backends.base import ScoreModifier
+from outrider.backends.base import LayerKV, ScoreModifier, Scores
 from outrider.backends.select import backend_for
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
@@ -157,13 +157,13 @@ def test_all_kernels_attend_to_the_view(window: int, sloped: bool, dtype: torch.
         q = torch.randn(step_input.length, 4, 24)
         want = by_definition(q, pool, expected, window, modifier)
         got: Any = TorchBackend(CPU, torch.float32).attend(
-            q, spec, step_input, pool, 0, 0.25, window, modifier
+            q, spec, LayerKV(step_input, pool, 0), Scores(0.25, window, modifier)
         )
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
         if any(map(shutil.which, ("cc", "gcc", "clang"))):
             wide = torch.nn.functional.pad(q, (0, pool.width - 24)).contiguous()
             ours = backend_for(CPU, torch.float32).attend(
-                wide, spec, step_input, pool, 0, 0.25, window, modifier
+                wide, spec, LayerKV(step_input, pool, 0), Scores(0.25, window, modifier)
             )
             torch.testing.assert_close(
                 ours.double(), want, rtol=1e-4, atol=0.05 if dtype == torch.int8 else 1e-4

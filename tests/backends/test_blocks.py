@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from outrider.backends.base import LayerKV, Scores
 from outrider.backends.select import backend_for
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
@@ -35,12 +36,12 @@ def test_rows_of_a_block_see_the_text_and_each_other(window: int, kind: torch.dt
     for run in (compiled, plain):
         pool, before, here = Pool(1, KV, D, 64, kind, CPU), StepInput(), StepInput()
         before.chain(table, 0, [0] * end)
-        assert run.rope_store(context, alone, turn, before.build(), pool, 0).numel() == 0
+        assert run.rope_store(context, alone, turn, LayerKV(before.build(), pool, 0)).numel() == 0
         here.block(table, end, table[end : end + block], [0] * block)
-        q = run.rope_store(rows, heads, turn, here.build(), pool, 0)
+        q = run.rope_store(rows, heads, turn, LayerKV(here.build(), pool, 0))
         assert [*here.positions] == [*range(end, end + block)]
         assert [*here.slot_mapping] == [*table[end : end + block]]
-        out = run.attend(q, heads, here, pool, 0, D**-0.5, window)
+        out = run.attend(q, heads, LayerKV(here, pool, 0), Scores(D**-0.5, window))
         keys, values = pool.read(0, torch.tensor(table[: end + block]), WIDE)
         queries = q[..., :D].to(WIDE)
         for b in range(block):

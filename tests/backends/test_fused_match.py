@@ -132,11 +132,7 @@ def test_fused_forward_equals_its_parts(
 @needs_c
 def test_c_rounds_as_torch_does() -> None:
     """Two tokens of different blocks whose scores (logit and noise) differ by a few roundings."""
-    backend, rng, distribution = (
-        c_backend(),
-        torch.Generator().manual_seed(1),
-        DistributionParams(0.7),
-    )
+    backend, rng, distribution = (c_backend(), torch.Generator().manual_seed(1), DistributionParams(0.7))
     for key in range(400):
         logits, noise = torch.randn(256, generator=rng), gumbel(key, 256)
         first = reference.pick(logits, distribution, key, 1)[0][0]

@@ -25,7 +25,7 @@ from kernel_cases import (
 )
 from torch import Tensor
 
-from outrider.backends.base import ScoreModifier
+from outrider.backends.base import LayerKV, ScoreModifier, Scores
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
@@ -117,8 +117,8 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int, norms: bool, dtype
     angle = torch.rand(64, head_dim // 2) * 6
     turn = torch.cat([angle.cos(), angle.sin()], dim=-1).contiguous()
     qkv = torch.randn(step_input.length, (heads + 2 * kv_heads) * head_dim)
-    expected = TorchBackend(CPU, torch.float32).rope_store(qkv, spec, turn, step_input, theirs, 1)
-    got = c_backend(dtype).rope_store(qkv, spec, turn, step_input, ours, 1)
+    expected = TorchBackend(CPU, torch.float32).rope_store(qkv, spec, turn, LayerKV(step_input, theirs, 1))
+    got = c_backend(dtype).rope_store(qkv, spec, turn, LayerKV(step_input, ours, 1))
     near(got[..., :head_dim], expected)
     assert (got[..., head_dim:] == 0).all() and (ours.data[..., head_dim:] == 0).all()
     near(ours.data.float(), theirs.data.float(), 1e-5 if dtype == torch.float32 else 1e-2)
@@ -140,9 +140,12 @@ def test_attend(heads: int, kv_heads: int, head_dim: int, window: int, dtype: to
         q = torch.randn(step_input.length, heads, head_dim) * 2
         wide = torch.nn.functional.pad(q, (0, pool.width - head_dim)).contiguous()
         expected = TorchBackend(CPU, torch.float32).attend(
-            q, spec, step_input, pool, 1, head_dim**-0.5, window
+            q, spec, LayerKV(step_input, pool, 1), Scores(head_dim**-0.5, window)
         )
-        near(c_backend(dtype).attend(wide, spec, step_input, pool, 1, head_dim**-0.5, window), expected)
+        near(
+            c_backend(dtype).attend(wide, spec, LayerKV(step_input, pool, 1), Scores(head_dim**-0.5, window)),
+            expected,
+        )
 
 
 def bends() -> list[ScoreModifier]:
@@ -167,9 +170,12 @@ def test_attend_with_modified_scores(which: int, window: int, dtype: torch.dtype
         q = torch.randn(step_input.length, 4, 24) * 2
         wide = torch.nn.functional.pad(q, (0, pool.width - 24)).contiguous()
         expected = TorchBackend(CPU, torch.float32).attend(
-            q, spec, step_input, pool, 1, 0.5, window, modifier
+            q, spec, LayerKV(step_input, pool, 1), Scores(0.5, window, modifier)
         )
-        near(c_backend(dtype).attend(wide, spec, step_input, pool, 1, 0.5, window, modifier), expected)
+        near(
+            c_backend(dtype).attend(wide, spec, LayerKV(step_input, pool, 1), Scores(0.5, window, modifier)),
+            expected,
+        )
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -180,7 +186,7 @@ def test_modified_scores_equal_the_definition(which: int) -> None:
     q = torch.randn(step_input.length, 4, 16)
     got = (
         TorchBackend(CPU, torch.float32)
-        .attend(q, spec, step_input, pool, 0, 0.25, window, modifier)
+        .attend(q, spec, LayerKV(step_input, pool, 0), Scores(0.25, window, modifier))
         .view(step_input.length, 4, 16)
     )
     for table, first, count in requests_of(step_input):
@@ -205,7 +211,7 @@ def test_the_reference_attention_is_the_definition() -> None:
     q = torch.randn(step_input.length, 4, 16)
     got = (
         TorchBackend(CPU, torch.float32)
-        .attend(q, spec, step_input, pool, 0, scale, window)
+        .attend(q, spec, LayerKV(step_input, pool, 0), Scores(scale, window))
         .view(step_input.length, 4, 16)
     )
     for table, first, count in requests_of(step_input):

@@ -12,6 +12,7 @@ import torch
 from kernel_cases import LAYOUTS, SLOTS, c_backend, heads_of, near, needs_c, pools, random_plan, two_threads
 from torch import Tensor
 
+from outrider.backends.base import LayerKV, Scores
 from outrider.backends.cpu import bindings, build, structs
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
@@ -174,6 +175,7 @@ def test_linear_writes_nothing_past_its_outputs(bits: int) -> None:
 
 
 @needs_c
+@pytest.mark.full  # builds two libraries; scripts/check runs all of this file with each of them
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
 def test_other_processors(isa: str) -> None:
     """Without byte dot products, and without AVX: the same integers; floats differ by rounding only."""
@@ -192,8 +194,8 @@ def test_other_processors(isa: str) -> None:
     step_input = random_plan(random.Random(0))
     q = torch.randn(step_input.length, 4, 64)
     near(
-        theirs.attend(q, spec, step_input, pool, 1, 0.125, 0),
-        ours.attend(q, spec, step_input, pool, 1, 0.125, 0),
+        theirs.attend(q, spec, LayerKV(step_input, pool, 1), Scores(0.125, 0)),
+        ours.attend(q, spec, LayerKV(step_input, pool, 1), Scores(0.125, 0)),
         1e-5,
     )
 
@@ -297,8 +299,8 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int) -> None:
         torch.cat([angle.cos(), angle.sin()], dim=-1).contiguous(),
         torch.randn(step_input.length, (heads + 2 * kv_heads) * head_dim),
     )
-    TorchBackend(CPU, torch.float32).rope_store(qkv, spec, turn, step_input, theirs, 1)
-    c_backend(torch.float32).rope_store(qkv, spec, turn, step_input, ours, 1)
+    TorchBackend(CPU, torch.float32).rope_store(qkv, spec, turn, LayerKV(step_input, theirs, 1))
+    c_backend(torch.float32).rope_store(qkv, spec, turn, LayerKV(step_input, ours, 1))
     mine, reference = (
         pool.read(1, step_input.on(CPU).slot_mapping, torch.float32) for pool in (ours, theirs)
     )
@@ -323,10 +325,14 @@ def test_attend(heads: int, kv_heads: int, head_dim: int, window: int) -> None:
         q = torch.randn(step_input.length, heads, head_dim) * 2
         few = rounded(q.view(-1, head_dim), head_dim).view(q.shape).float()
         wide = torch.nn.functional.pad(q, (0, pool.width - head_dim)).contiguous()
-        got = c_backend(torch.float32).attend(wide, spec, step_input, pool, 1, head_dim**-0.5, window)
+        got = c_backend(torch.float32).attend(
+            wide, spec, LayerKV(step_input, pool, 1), Scores(head_dim**-0.5, window)
+        )
         near(
             got,
-            TorchBackend(CPU, torch.float32).attend(few, spec, step_input, pool, 1, head_dim**-0.5, window),
+            TorchBackend(CPU, torch.float32).attend(
+                few, spec, LayerKV(step_input, pool, 1), Scores(head_dim**-0.5, window)
+            ),
             2e-5,
         )
 

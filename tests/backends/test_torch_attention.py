@@ -7,12 +7,12 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
+from covering import pairwise
 from kernel_cases import Case, ragged
 from torch import Tensor
 
-from outrider.backends.base import ScoreModifier
+from outrider.backends.base import LayerKV, ScoreModifier, Scores
 from outrider.backends.torch import attention
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
@@ -29,23 +29,26 @@ def requests(rng: random.Random) -> list[Case]:
 def attend(
     step_input: StepInput, q: Tensor, pool: Pool, spec: Any, window: int, modifier: ScoreModifier | None
 ) -> Tensor:
-    groups = attention.prepare(step_input.build(), CPU)
-    return attention.attend(groups, q, spec, pool, 0, 0.25, window, modifier, torch.float64)
+    groups, kv = attention.prepare(step_input.build(), CPU), LayerKV(step_input, pool)
+    return attention.attend(groups, q, spec, kv, Scores(0.25, window, modifier), torch.float64)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-@pytest.mark.parametrize("window", [0, 40, -50])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (6, 1, 24), (3, 3, 40)])
+@pairwise(
+    heads=[(4, 2, 16), (6, 1, 24), (3, 3, 40)],
+    window=[0, 40, -50],
+    kv_dtype=[torch.float32, torch.bfloat16, torch.int8],
+)
 def test_batched_rows_equal_the_same_rows_alone(
-    heads: int, kv_heads: int, head_dim: int, window: int, kv_dtype: torch.dtype
+    heads: tuple[int, int, int], window: int, kv_dtype: torch.dtype
 ) -> None:
     """Every row of a batch of prompts and trees against the row alone, with all its keys in one slot table.
 
     q is float64 and the result is not rounded: the sums themselves must agree.
     """
-    rng = random.Random(heads + window)
-    spec: Any = SimpleNamespace(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    modifiers = [None, ScoreModifier(5.0, torch.rand(heads), torch.randn(heads))]
+    queries, kv_heads, head_dim = heads
+    rng = random.Random(queries + window)
+    spec: Any = SimpleNamespace(heads=queries, kv_heads=kv_heads, head_dim=head_dim)
+    modifiers = [None, ScoreModifier(5.0, torch.rand(queries), torch.randn(queries))]
     for modifier in modifiers:
         pool = Pool(1, kv_heads, head_dim, SLOTS, kv_dtype, CPU)
         for part in (0, 1):
@@ -56,7 +59,7 @@ def test_batched_rows_equal_the_same_rows_alone(
             together.chain(table, start, [0] * (length - start))
             if paths:
                 together.nodes(table, length, paths, [0] * len(paths))
-        q = torch.randn(together.length, heads, head_dim, dtype=torch.float64)
+        q = torch.randn(together.length, queries, head_dim, dtype=torch.float64)
         found = attend(together, q, pool, spec, window, modifier)
         for row in range(together.length):
             alone, slots = StepInput(), array("i", together.key_slots(row))

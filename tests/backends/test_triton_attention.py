@@ -15,7 +15,7 @@ from interpreted import DEVICE
 from kernel_cases import heads_of, ragged
 from torch import Tensor
 
-from outrider.backends.base import ScoreModifier
+from outrider.backends.base import LayerKV, ScoreModifier, Scores
 from outrider.backends.torch import attention as reference
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
@@ -67,15 +67,15 @@ def filled(spec: Any, dtype: torch.dtype) -> Pool:
 def attend(
     step_input: StepInput, q: Tensor, pool: Pool, spec: Any, window: int, modifier: ScoreModifier | None
 ) -> Tensor:
-    extent = attention.Extent.of(step_input)
-    return attention.attend(q, spec, plan_of(step_input, DEVICE), extent, pool, 1, 0.25, window, modifier)
+    kv, scores = LayerKV(step_input, pool, 1), Scores(0.25, window, modifier)
+    return attention.attend(q, spec, plan_of(step_input, DEVICE), kv, scores)
 
 
 def expected(
     step_input: StepInput, q: Tensor, pool: Pool, spec: Any, window: int, modifier: ScoreModifier | None
 ) -> Tensor:
-    groups = reference.prepare(step_input, DEVICE)
-    return reference.attend(groups, q, spec, pool, 1, 0.25, window, modifier, torch.float64)
+    groups, kv = reference.prepare(step_input, DEVICE), LayerKV(step_input, pool, 1)
+    return reference.attend(groups, q, spec, kv, Scores(0.25, window, modifier), torch.float64)
 
 
 def near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
@@ -140,8 +140,7 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_batch(
         alone, slots = StepInput(), array("i", step_input.key_slots(row))
         alone.chain(slots, len(slots) - 1, [0])
         assert torch.equal(
-            found[row : row + 1],
-            attend(alone.build(), q[row : row + 1], pool, spec, window, changed),
+            found[row : row + 1], attend(alone.build(), q[row : row + 1], pool, spec, window, changed)
         ), row
 
 

@@ -10,6 +10,7 @@ import torch
 from interpreted import DEVICE
 from kernel_cases import SLOTS, heads_of, random_plan
 
+from outrider.backends.base import LayerKV
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.checkpoints.quantize import reduced
@@ -92,7 +93,7 @@ def test_rope_store(rotary: int, norms: bool, kv_dtype: torch.dtype) -> None:
     qkv = torch.randn(step_input.length, 12 * 24, device=DEVICE)
     pools, found = [Pool(2, 3, 24, SLOTS, kv_dtype, DEVICE) for _ in range(2)], []
     for kind, pool in zip((TritonBackend, TorchBackend), pools):
-        found.append(kind(DEVICE, torch.float32).rope_store(qkv, spec, turn, step_input, pool, 1))
+        found.append(kind(DEVICE, torch.float32).rope_store(qkv, spec, turn, LayerKV(step_input, pool, 1)))
     near(*found, torch.float32)
     slots = torch.arange(SLOTS, device=DEVICE)
     ours, theirs = (pool.read(1, slots, torch.float32) for pool in pools)

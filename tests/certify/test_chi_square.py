@@ -92,10 +92,7 @@ def test_the_pooled_test_detects_many_small_deviations() -> None:
         and 12 * 7 < whole.degrees_of_freedom <= 12 * 8
     )
     same = combine(
-        [compare(sample(rng, P, 600), sample(rng, P, 600), level) for _ in range(12)],
-        600,
-        600,
-        level,
+        [compare(sample(rng, P, 600), sample(rng, P, 600), level) for _ in range(12)], 600, 600, level
     )
     assert same.p > level and combine([NO_TEST] * 3, 10, 10, level) == NO_TEST
 

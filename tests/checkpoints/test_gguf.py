@@ -38,13 +38,7 @@ from outrider.checkpoints.hub import Checkpoint
 from outrider.config import EngineOptions
 from outrider.core.quantized import QuantizedWeight
 from outrider.inspect.card import card_of
-from outrider.testing import (
-    KnownTexts,
-    Scripts,
-    check_idle,
-    tiny_checkpoint,
-    use_example,
-)
+from outrider.testing import KnownTexts, Scripts, check_idle, tiny_checkpoint, use_example
 
 BITS = {
     "Q4_0": 4,

@@ -58,9 +58,7 @@ COMMANDS = dict(commands())
 def test_the_commands_that_introduced_speculation_to_llama_cpp(run: Run, mute: str, line: str) -> None:
     import torch
 
-    words = shlex.split(line)
-    if "Dijkstra" in line:  # to the end of the context, which is shorter in a tiny model
-        words = [mute if word in ("builtin", "builtin-draft") else word for word in words]
+    words = [mute if word in ("builtin", "builtin-draft") else word for word in shlex.split(line)]
     threads = torch.get_num_threads()
     try:
         result = run("generate", *words)
@@ -194,13 +192,13 @@ def test_version(run: Run) -> None:
 
 
 def test_public_names_load_lazily() -> None:
-    code = (
-        "import sys, outrider\nassert 'torch' not in sys.modules\n"
-        "from outrider import *\nassert LLM and SamplingParams"
-    )
+    code = "import sys, outrider\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     import outrider
 
+    found: dict[str, Any] = {}
+    exec("from outrider import *", found)
+    assert found["LLM"] and found["SamplingParams"]
     assert set(outrider.__all__) <= set(dir(outrider))
     with pytest.raises(AttributeError, match="nosuch"):
         outrider.nosuch  # noqa: B018

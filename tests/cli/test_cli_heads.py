@@ -100,10 +100,7 @@ def eagle3(layer: str) -> Shapes:
         "fc.weight": (H, 3 * H),
         f"{layer}.hidden_norm.weight": (H,),
         f"{layer}.self_attn.q_proj.weight": (H, 2 * H),
-    } | {
-        "lm_head.weight": (128, H),
-        "d2t": (128,),
-    }
+    } | {"lm_head.weight": (128, H), "d2t": (128,)}
 
 
 def eagle(prefix: str = "") -> Shapes:

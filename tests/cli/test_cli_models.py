@@ -32,7 +32,7 @@ from outrider.inspect.card import card_of
 def test_memory_equals_the_engines(options: dict[str, Any]) -> None:
     card, llm = card_of(EngineOptions("builtin", **options)), LLM("builtin", **options)
     assert card.cache_bytes == sum(pool.data.nbytes for pool in llm.engine.cache.pools)
-    assert card.token_bytes == llm.engine.decoder.slot_bytes
+    assert card.token_bytes == llm.engine.decoder.footprint.total()
     assert card.dtype == str(llm.engine.decoder.dtype).removeprefix("torch.")
     assert card.weight_bytes == weight_bytes(llm)
     assert card.request_tokens == llm.engine.max_len and card.refused is None and card.chat_template
@@ -63,7 +63,7 @@ def test_weights_of_fallback_models_are_counted(family: str, checkpoint: Any) ->
     folder = str(checkpoint(family, dtype=torch.bfloat16))
     card, llm = card_of(EngineOptions(folder)), LLM(folder)
     assert card.runs_on == "transformers' own code" and card.context == llm.engine.max_len
-    assert card.token_bytes == llm.engine.decoder.slot_bytes
+    assert card.token_bytes == llm.engine.decoder.footprint.total()
     assert card.parameters == transformers.AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     assert card.weight_bytes == card.parameters * llm.engine.decoder.dtype.itemsize
 

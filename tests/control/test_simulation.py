@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from simulated import MAX_DEPTH, Environment, Outcome, Simulation, Source
 
 from outrider.core.clock import Times
 from outrider.core.step import Batch, Commit
-from outrider.testing.simulation import MAX_DEPTH, Environment, Outcome, Simulation, Source
 
 DEPTHS = (1, 2, 3, 4, 6, 8)
 

@@ -172,7 +172,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
         Network.like(toy.engine.target, layers=1, block=3, mask=MASK),
         TargetWeights.of(toy.engine.decoder),
     )
-    teach(network, network.loss, samples(toy, network.taps), outer, steps=120, rate=6e-3)
+    teach(network, network.loss, samples(toy, network.taps), outer, steps=40, rate=6e-3)
     return save_head(tmp_path_factory.mktemp("taught"), network.config(), network.state_dict())
 
 

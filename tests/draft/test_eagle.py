@@ -150,7 +150,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(1)
     network = Network.like(toy.engine.target).train()
     data, outer = samples(toy, (FINAL,)), TargetWeights.of(toy.engine.decoder)
-    teach(network, network.loss, data, outer, steps=100)
+    teach(network, network.loss, data, outer, steps=60)
     folder = tmp_path_factory.mktemp("taught")
     return save_head(folder, *Trained.export(network.config(), network.state_dict(), "reference"))
 

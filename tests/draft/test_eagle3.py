@@ -43,16 +43,16 @@ def head(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     network = Network(Sizes(HIDDEN, 2 * HIDDEN, 4, 2, 16), V, TAPS, drafted)
     network.lm_head.weight.data.copy_(outer.lm_head[list(drafted)])  # as trainers begin
     network.steps = 2
-    teach(network, network.loss, data, outer, steps=120, rate=1e-2)
+    teach(network, network.loss, data, outer, steps=40, rate=1e-2)
     return save_head(tmp_path_factory.mktemp("head"), network.config(), network.state_dict())
 
 
 def test_drafts_of_a_trained_head_are_accepted(target: str, head: str) -> None:
     """Chance is 1/512 a draft token; in a tree most nodes cannot be right."""
     config = {"method": "eagle3", "model": head}
-    assert acceptance(target, {**config, "tree": "chain", "num_speculative_tokens": 1}) > 0.15
+    assert acceptance(target, {**config, "tree": "chain", "num_speculative_tokens": 1}) > 0.5
     for tree in ("dynamic", "mc_sim_7b_63"):
-        assert acceptance(target, {**config, "tree": tree, "num_speculative_tokens": 3, "nodes": 9}) > 0.025
+        assert acceptance(target, {**config, "tree": tree, "num_speculative_tokens": 3, "nodes": 9}) > 0.1
 
 
 def test_a_shift_of_states_against_tokens_is_caught(
@@ -65,10 +65,8 @@ def test_a_shift_of_states_against_tokens_is_caught(
             super().chain(table, start, [7, *tokens[:-1]], shift)
 
     monkeypatch.setattr(recurrent, "StepInput", Shifted)
-    assert (
-        acceptance(target, {"method": "eagle3", "model": head, "tree": "chain", "num_speculative_tokens": 1})
-        < 0.1
-    )
+    config = {"method": "eagle3", "model": head, "tree": "chain", "num_speculative_tokens": 1}
+    assert acceptance(target, config) < 0.25
 
 
 # ---- which state meets which token

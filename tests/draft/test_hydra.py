@@ -37,7 +37,7 @@ def test_alignment_holds_under_every_condition(toy: LLM, target: str, tmp_path: 
     """Prefill chunks, batches, prefix hits, forks and preempted rows: always the same drafts."""
     w = tensors(arch)
     folder = save_head(tmp_path, {**CONFIG, "hydra_head_arch": arch}, w, "hydra_lm_head.pt")
-    slot = toy.engine.decoder.slot_bytes + engine(target, folder).engine.drafter.slot_bytes
+    slot = toy.engine.decoder.footprint.total() + engine(target, folder).engine.drafter.slot_bytes
     llm = engine(
         target,
         folder,
@@ -191,7 +191,7 @@ def taught(request: pytest.FixtureRequest, toy: LLM, tmp_path_factory: pytest.Te
         TargetWeights.of(toy.engine.decoder),
     )
     network.start(outer)
-    teach(network.train(), network.loss, samples(toy, (FINAL,), count=96), outer, steps=140, rate=1e-2)
+    teach(network.train(), network.loss, samples(toy, (FINAL,)), outer, steps=40, rate=1e-2)
     return save_head(
         tmp_path_factory.mktemp("taught"), network.config(), network.state_dict(), "hydra_lm_head.pt"
     )

@@ -18,7 +18,7 @@ from helpers import requests_of
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ConfigError
-from outrider.backends.base import Chain
+from outrider.backends.base import Chain, Chains
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.params import DistributionParams
 from outrider.core.step_input import StepInput
@@ -128,7 +128,7 @@ def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> No
             Chain(3 * at + 2, 4 - i, distribution, 0, floor)
             for at, (i, floor) in enumerate(zip(which, floors))
         ]
-        found = decoder.draft_chain(step_input.build(), pool, chains, 300, StopRule(), blocks, states)
+        found = decoder.draft_chain(step_input.build(), pool, Chains(chains, 300, StopRule(), states), blocks)
         return found[0], states
 
     free, states = run([0, 1, 2], [0.0] * 3)

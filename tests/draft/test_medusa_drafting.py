@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from medusa_heads import CONFIG, PT, Beside, drafter_of, listened, parts_of, reference
 from torch import Tensor
-from toys import HIDDEN, V, acceptance, read, save_head, teach, toy_target
+from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import Head
@@ -234,18 +233,11 @@ def test_the_loss_is_the_published_one(toy: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Heads trained on the target's answers to the prompts of `acceptance`, in vLLM's layout."""
-    rng = random.Random(99)
-    prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(8)]
-    params = [SamplingParams(temperature=0.7, max_tokens=48, ignore_eos=True, seed=i) for i in range(8)]
-    output = [out.prompt_token_ids + list(out.outputs[0].token_ids) for out in toy.generate(prompts, params)]
-    data, outer = (
-        [read(toy.engine.decoder, text, (FINAL,)) for text in output],
-        TargetWeights.of(toy.engine.decoder),
-    )
+    """Trained heads in vLLM's layout."""
+    data, outer = samples(toy, (FINAL,)), TargetWeights.of(toy.engine.decoder)
     torch.manual_seed(0)
     network = Network.beside(outer, heads=2)
-    teach(network, network.loss, data, outer, steps=200)
+    teach(network, network.loss, data, outer, steps=50)
     return save_head(
         tmp_path_factory.mktemp("taught"), *Trained.export(network.config(), network.state_dict(), "vllm")
     )

@@ -43,7 +43,7 @@ def llm(target: str) -> LLM:
 
 @pytest.fixture(scope="module")
 def lessons(llm: LLM) -> tuple[list[Sample], TargetWeights]:
-    return samples(llm, (FINAL,), count=250), TargetWeights.of(llm.engine.decoder)
+    return samples(llm, (FINAL,)), TargetWeights.of(llm.engine.decoder)
 
 
 def loaded(llm: LLM, config: dict[str, Any], tensors: dict[str, Tensor]) -> MlpSpeculator:
@@ -153,7 +153,7 @@ def test_trained_speculator_is_accepted(
     for embedding, lm_head in zip(network.emb, network.head):
         embedding.get_parameter("weight").data.copy_(lessons[1].embedding)
         lm_head.get_parameter("weight").data.copy_(lessons[1].lm_head)
-    teach(network, network.loss, *lessons, steps=120, rate=1e-2)
+    teach(network, network.loss, *lessons, steps=60, rate=1e-2)
     speculation = {"model": save_head(tmp_path, network.config(), network.state_dict())}
     learnt = acceptance(target, {**speculation, "num_speculative_tokens": 1})
     assert learnt > 0.2

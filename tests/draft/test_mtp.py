@@ -26,7 +26,7 @@ from outrider.heads.layer import Sizes
 from outrider.heads.sample import TargetWeights
 from outrider.train.methods.mtp import Mtp as Trained
 
-STEPS = 60  # of training
+STEPS = 40  # of training
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from helpers import token_prompts
 from torch import Tensor
-from toys import HIDDEN, V, acceptance, read, save_head, teach, toy_target
+from toys import HIDDEN, V, acceptance, read, samples, save_head, teach, toy_target
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams
 from outrider.core.step import FINAL
@@ -34,18 +33,9 @@ def llm(target: str) -> LLM:
 
 @pytest.fixture(scope="module")
 def learned(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A head trained on the texts of `acceptance`, which is right only if states and tokens align."""
-    rng = random.Random(99)
-    prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(8)]
-    asked = [SamplingParams(temperature=0.7, max_tokens=48, ignore_eos=True, seed=i) for i in range(8)]
-    output = llm.generate(prompts, asked, use_tqdm=False)
-    data = [
-        read(llm.engine.decoder, [*out.prompt_token_ids, *out.outputs[0].token_ids], ReDrafter.needs.states)
-        for out in output
-    ]
     torch.manual_seed(0)
-    net = Network(HIDDEN, V, layers=1)
-    assert teach(net, net.loss, data, TargetWeights.of(llm.engine.decoder), steps=80) < 2.0
+    net, outer = Network(HIDDEN, V, layers=1), TargetWeights.of(llm.engine.decoder)
+    assert teach(net, net.loss, samples(llm, ReDrafter.needs.states), outer, steps=50) < 2.0
     return save_head(tmp_path_factory.mktemp("learned"), net.config(), dict(net.state_dict()))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import pairwise
 from mixes import Fixed, every, together
 from torch import Tensor
 
@@ -114,19 +115,22 @@ def chi_square(union: Union, rule: Rule, runs: int, nodes: int) -> float:
 
 CHOSEN = DraftTree([0, 1, 2, 3], [-1, 0, -1, 2], [0.6, 0.5, 0.2, 0.5])
 LIKELY = int(probs_of((), 1).argmax())  # of what the first drafter draws
+RUNS = 1000
 LIMIT = 44.3  # 15 degrees of freedom: once in 10,000
 
 
-@pytest.mark.parametrize("method", [Union, First])
-@pytest.mark.parametrize("rule", [Rejection(), Traversal()], ids=["rejection", "traversal"])
-@pytest.mark.parametrize("repeats", [(False, False), (True, False)], ids=["without", "mixed"])
+@pairwise(
+    method=[Union, First],
+    rule={"rejection": Rejection(), "traversal": Traversal()},
+    repeats={"without": (False, False), "mixed": (True, False)},
+)
 def test_mix_of_sampled_and_chosen_nodes_keeps_the_targets_distribution(
     method: type[Union], rule: Rule, repeats: tuple[bool, bool]
 ) -> None:
     """Two drafters that draw and one that chooses, with more nodes than fit."""
     members = [Drawing(1, 2, repeats[0]), Fixed(CHOSEN), Drawing(2, 2, repeats[1])]
     union = together(method, *(members if method is Union else reversed(members)))
-    assert chi_square(union, rule, 1500, 7) < LIMIT
+    assert chi_square(union, rule, RUNS, 7) < LIMIT
 
 
 @pytest.mark.parametrize("broken", ["same stream", "confidence", "merged", "dropped"])
@@ -163,7 +167,7 @@ def test_distribution_test_detects_biased_rules(broken: str, monkeypatch: pytest
     changes = {"confidence": by_token, "dropped": unique, "merged": as_chosen}
     if broken in changes:
         monkeypatch.setattr(Merger, "add", changes[broken])
-    assert chi_square(union, Rejection(), 1500, 2) > LIMIT
+    assert chi_square(union, Rejection(), RUNS, 2) > LIMIT
 
 
 @pytest.mark.parametrize(

@@ -304,11 +304,7 @@ def test_bits_of_small_models(model: str, request: pytest.FixtureRequest) -> Non
     llm = LLM(request.getfixturevalue(model))
     rng = random.Random(1)
     for _ in range(15):
-        compare(
-            llm.engine.decoder,
-            [rng.randrange(300) for _ in range(rng.randint(7, 90))],
-            rng,
-        )
+        compare(llm.engine.decoder, [rng.randrange(300) for _ in range(rng.randint(7, 90))], rng)
 
 
 @pytest.mark.parametrize(
@@ -325,11 +321,7 @@ def test_bits_of_the_torch_kernels(
         pytest.skip("not promised on this processor")
     rng, vocabulary = random.Random(2), llm.engine.decoder.spec.vocabulary
     for _ in range(4):
-        compare(
-            llm.engine.decoder,
-            [rng.randrange(vocabulary) for _ in range(rng.randint(7, 90))],
-            rng,
-        )
+        compare(llm.engine.decoder, [rng.randrange(vocabulary) for _ in range(rng.randint(7, 90))], rng)
 
 
 def test_bits_can_differ(

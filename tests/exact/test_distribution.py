@@ -48,17 +48,8 @@ ASKS: tuple[dict[str, Any], ...] = (
     {"presence_penalty": -1.5},
     {"repetition_penalty": 1.5, "frequency_penalty": 0.8, "presence_penalty": 0.6},
 )
-SEEDS = (
-    2,
-    2,
-    2,
-    2,
-    2,
-    3,
-    5,
-    3,
-    4,
-)  # of each of them for each prompt, with SAMPLES samples each: what shows less takes more
+# Seeds of each of them for each prompt, with SAMPLES samples each: what shows less takes more.
+SEEDS = (2, 2, 2, 2, 2, 3, 5, 3, 4)
 ALONE = {"temperature": 1.0}
 ALARM = 1e-3
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import pairwise
 from helpers import answer, token_prompts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -34,9 +35,7 @@ def params_of(number: int, temperature: float) -> SamplingParams:
     return SamplingParams(temperature=temperature, seed=number, max_tokens=24, ignore_eos=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("temperature", LAWS)
-@pytest.mark.parametrize("backend", ["", "torch"])
+@pairwise(backend={"c": "", "torch": "torch"}, temperature=LAWS, form=list(FORMS))
 def test_tokens(
     backend: str,
     temperature: float,
@@ -94,7 +93,7 @@ def test_tokens_of_the_built_in_pair(temperature: float, form: str) -> None:
 def test_the_pools_of_target_and_draft_follow_the_option(llama: str) -> None:
     llm = LLM(llama, speculative_config={"model": llama}, kv_cache_dtype="int8")
     assert [pool.dtype for pool in llm.engine.cache.pools] == [torch.int8] * 2
-    assert llm.engine.decoder.slot_bytes < 0.4 * LLM(llama).engine.decoder.slot_bytes
+    assert llm.engine.decoder.footprint.total() < 0.4 * LLM(llama).engine.decoder.footprint.total()
 
 
 def test_more_tokens_fit_into_the_same_memory() -> None:

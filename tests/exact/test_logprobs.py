@@ -182,7 +182,9 @@ def test_preemption(drafter: str, llama: str, plain: LLM, random_draft: str) -> 
     expected = answers(plain, params)
     tight = LLM(llama, max_num_seqs=4, max_model_len=192)
     put_to_work(tight, drafter, expected, random_draft)
-    slot = tight.engine.decoder.slot_bytes + tight.engine.drafter.footprint(tight.engine.device).total()
+    slot = (
+        tight.engine.decoder.footprint.total() + tight.engine.drafter.footprint(tight.engine.device).total()
+    )
     small = LLM(
         llama, max_num_seqs=4, max_model_len=192, max_num_batched_tokens=16, kv_cache_memory_bytes=192 * slot
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import parametrized
 from helpers import answer, token_prompts, write_adapter
 
 from outrider import LLM, LoRARequest, RequestError, SamplingParams, draft
@@ -99,17 +100,25 @@ def test_row_is_bit_identical_in_any_batch(dtype: str, tmp_path: Path) -> None:
         first += length
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", [*draft.names(), "tree", "chain"])
+DRAFTERS = ["tree", "chain", "union", *(name for name in draft.names() if name != "union")]
+SAMPLING = {"greedy": GREEDY, "sampled": SAMPLED}
+# Chains, trees and a union with both; the other methods, which see as little of an adapter, in turns.
+SELECTED = {
+    (name, way) for i, name in enumerate(DRAFTERS) for j, way in enumerate(SAMPLING) if i < 3 or i % 2 == j
+}
+
+
+@parametrized({"drafter": DRAFTERS, "sampling": [*SAMPLING]}, SELECTED)
 def test_every_drafter(
     drafter: str,
-    params: SamplingParams,
+    sampling: str,
     llm: LLM,
     loras: list[LoRARequest],
     alone: Callable[..., Any],
     llama: str,
 ) -> None:
     """Six prompts with three adapters and none, above max_num_seqs; the second round hits the cache."""
+    params = SAMPLING[sampling]
     chosen = [loras[0], None, loras[1], loras[2], loras[0], None]
     expected, truth = [], KnownTexts()
     for prompt, lora in zip(PROMPTS, chosen):
@@ -198,7 +207,7 @@ def test_chat(llm: LLM, loras: list[LoRARequest]) -> None:
 
 def test_preemption(llama: str, loras: list[LoRARequest], alone: Callable[..., Any]) -> None:
     """Rows lose cache and adapter midway and take both up again."""
-    slot = LLM(llama).engine.decoder.slot_bytes
+    slot = LLM(llama).engine.decoder.footprint.total()
     params = SamplingParams(**{**vars(SAMPLED), "max_tokens": 60})
     small = LLM(
         llama,

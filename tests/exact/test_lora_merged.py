@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import pairwise
 from helpers import token_prompts, write_adapter
 from safetensors.torch import load_file, save_file
 
@@ -50,9 +51,7 @@ SCALES: dict[str, Callable[[str, int], float]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["c", "torch"])
-@pytest.mark.parametrize("kind", ADAPTERS)
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pairwise(family=["Llama", "Qwen2", "Qwen3"], kind=list(ADAPTERS), backend=["c", "torch"])
 def test_merged_weights(
     family: str, kind: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,10 @@
 """Every drafter and every adversarial script emits the tokens of plain decoding.
 
 Factors: drafter, temperature, what a request asks for, and one prompt alone or seven that arrive one after
-another with some aborted. Every pair of values occurs by default, every combination with `-m full`. Tokens,
-text, finish_reason and stop_reason are compared with an engine without drafter that ran each prompt alone. A
-new method in draft/ is covered through its `example`.
+another with some aborted. Every pair of values occurs by default for each kind of tree, and for other methods
+with a third of the requests; every combination with `-m full`. Tokens, text, finish_reason and stop_reason
+are compared with an engine without drafter that ran each prompt alone. A new method in draft/ is covered
+through its `example`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covering import covering_array, parametrized
-from drafter_cases import DEPTH, DRAFTERS, SCRIPTS, PlainOutputs, use_drafter
+from drafter_cases import DEPTH, DRAFTERS, KINDS, OTHERS, SCRIPTS, PlainOutputs, use_drafter
 from helpers import answer, eos_replaced
 
 from outrider import LLM, SamplingParams
@@ -128,7 +129,13 @@ ASKS: tuple[Callable[..., Ask], ...] = (
 ENDS_INSIDE_A_PATH = (stop_string, stop_id, eos)  # with a correct drafter
 
 FACTORS: dict[str, Any] = {"drafter": DRAFTERS, "temperature": TEMPERATURES, "ask": ASKS}
-ROWS = covering_array([*FACTORS.values(), ("alone", "staggered")])
+# Every kind of tree meets all that a request asks for, the other methods a third of it.
+TURNS = [(OTHERS[i::3], ASKS[i::3]) for i in range(3)]
+ROWS = [
+    row
+    for drafters, asks in [(KINDS, ASKS), *TURNS]
+    for row in covering_array([drafters, TEMPERATURES, asks, ("alone", "staggered")])
+]
 ENDS = {("scripted:right", temperature, ask) for temperature in TEMPERATURES for ask in ENDS_INSIDE_A_PATH}
 alone = parametrized(FACTORS, ENDS | {row[:3] for row in ROWS if row[3] == "alone"})
 staggered = parametrized(FACTORS, {row[:3] for row in ROWS if row[3] == "staggered"})

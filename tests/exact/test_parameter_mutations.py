@@ -151,9 +151,7 @@ def test_prompt_logprobs_shifted_by_one_are_detected(scene: Setup, monkeypatch: 
     broken = scene(ASKING)
     score = Runner._score_prompt
     monkeypatch.setattr(
-        Runner,
-        "_score_prompt",
-        lambda self, step, x, first: score(self, step, x, max(0, first - 1)),
+        Runner, "_score_prompt", lambda self, step, x, first: score(self, step, x, max(0, first - 1))
     )
     assert broken.differences() > 0
 

@@ -1,7 +1,8 @@
 """Every sampling parameter with every drafter: tokens, text and log-probabilities of plain decoding.
 
-Each parameter occurs alone. Then a covering array has every pair of (drafter, temperature, each parameter on
-or off). With `-m full` every drafter runs at every temperature with every parameter and every pair of them.
+Each parameter occurs alone. Then a covering array has every pair of (kind of tree, temperature, each
+parameter on or off), and each other method one of its rows. With `-m full` every drafter runs at every
+temperature with every parameter and every pair of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from covering import covering_array, pairwise
-from drafter_cases import DEPTH, DRAFTERS, PlainOutputs, use_drafter
+from drafter_cases import DEPTH, DRAFTERS, KINDS, OTHERS, PlainOutputs, use_drafter
 from scene import told
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from outrider import LLM, RequestOutput, SamplingParams
 from outrider.testing import KnownTexts, check_idle, random_prompts, run_staggered
 from outrider.testing.checkpoints import VOCABULARY
 
-PROMPTS = random_prompts(4, seed=12)
+PROMPTS = random_prompts(3, seed=12)
 TEMPERATURES = (0.0, 0.8)
 
 
@@ -100,8 +101,9 @@ Case = tuple[str, float, tuple[str, ...]]  # drafter, temperature, names of para
 
 
 def covering_cases() -> list[Case]:
-    """Every pair of values of (drafter, temperature, each parameter on or off)."""
-    rows = covering_array([DRAFTERS, TEMPERATURES, *[(False, True)] * len(PARAMETERS)])
+    """Every pair of values of (kind of tree, temperature, each parameter on or off); a row for each other."""
+    rows = covering_array([KINDS, TEMPERATURES, *[(False, True)] * len(PARAMETERS)])
+    rows += [(name, *row[1:]) for name, row in zip(OTHERS, rows)]
     return [(row[0], row[1], tuple(itertools.compress(PARAMETERS, row[2:]))) for row in rows]
 
 

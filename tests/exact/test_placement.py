@@ -41,6 +41,7 @@ CPU, OTHER, GPU = torch.device("cpu"), torch.device("cpu:1"), torch.device("cuda
 PROMPTS = random_prompts(6, seed=9)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True)
+SHORT = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
 needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 Split = Callable[..., LLM]
@@ -138,23 +139,23 @@ LAYERS = [
 ]
 
 
+Placed = dict[str, tuple[LLM, list[Any], KnownTexts]]
+
+
 @pytest.fixture(scope="module")
-def plain_texts() -> dict[str, tuple[list[Any], KnownTexts]]:
-    """Plain decoding of each placement, when a test has asked for it."""
+def placed() -> Placed:
+    """The engine of each placement and its plain texts, when a test has asked for it."""
     return {}
 
 
 @parametrized({"drafter": METHODS, "layers": ["aabb", "abaa"]}, LAYERS)
-def test_speculation_on_two_kinds_of_kernels(
-    layers: str, drafter: str, split: Split, plain_texts: dict[str, tuple[list[Any], KnownTexts]]
-) -> None:
+def test_speculation_on_two_kinds_of_kernels(layers: str, drafter: str, split: Split, placed: Placed) -> None:
     """float32 in C and bfloat16 in torch: speculation changes nothing, also from the prefix cache."""
     prompts = token_prompts(PROMPTS[:4])
-    if layers not in plain_texts:
+    if layers not in placed:
         plain = split(layers, "a", "bfloat16", enable_prefix_caching=False)
-        plain_texts[layers] = expected(plain, SAMPLED)
-    alone, truth = plain_texts[layers]
-    llm = split(layers, "a", "bfloat16")
+        placed[layers] = split(layers, "a", "bfloat16"), *expected(plain, SHORT)
+    llm, alone, truth = placed[layers]
     if drafter == "tree":
         llm.use(
             {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6}
@@ -162,7 +163,7 @@ def test_speculation_on_two_kinds_of_kernels(
     else:
         use_example(llm, drafter)
     for _ in range(2):
-        assert [visible_parts(o.outputs) for o in llm.generate(prompts, SAMPLED)] == alone[:4]
+        assert [visible_parts(o.outputs) for o in llm.generate(prompts, SHORT)] == alone[:4]
         check_idle(llm)
 
 
@@ -203,7 +204,7 @@ def test_a_path_moved_in_one_pool_only_is_detected(split: Split, monkeypatch: py
 def test_the_tightest_device_decides(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three layers here, one there, and a draft of four layers here: 3 + 4 to 1."""
     llm = split("aaab", "a")
-    one = llm.engine.decoder.slot_bytes // 4
+    one = llm.engine.decoder.footprint.total() // 4
     assert llm.engine.decoder.footprint == Counter({CPU: 3 * one, OTHER: one})
     free = {CPU: 7 * one * PAGE * 40, OTHER: one * PAGE * 20}
     monkeypatch.setattr(memory, "free_memory", lambda device, share: free[device])

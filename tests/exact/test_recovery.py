@@ -36,7 +36,7 @@ def output(llm: LLM, prompt: Any = PROMPT, params: SamplingParams = PARAMS) -> l
 
 def test_a_drafter_that_does_not_fit_keeps_the_old_one(llama: str) -> None:
     room = LLM(model=llama, dtype="float32", max_model_len=64)
-    slot = room.engine.decoder.slot_bytes
+    slot = room.engine.decoder.footprint.total()
     tight = LLM(model=llama, dtype="float32", max_model_len=64, kv_cache_memory_bytes=(64 + PAGE) * slot)
     before = output(tight)
     with pytest.raises(CapacityError):
@@ -178,10 +178,12 @@ def test_prompt_pages_are_reused_between_requests(first: dict[str, Any], llama: 
     output(llm, params=SamplingParams(**{**vars(PARAMS), **first}))
     starts: list[int] = []
     propose = llm.engine.drafter.propose
-    llm.engine.drafter.propose = lambda batch: (
-        starts.append(batch[0].start),
-        propose(batch),
-    )[1]  # type: ignore
+
+    def listening(batch: Any) -> Any:
+        starts.append(batch[0].start)
+        return propose(batch)
+
+    llm.engine.drafter.propose = listening  # type: ignore[method-assign]
     output(llm)
     assert starts[0] == (len(PROMPT["prompt_token_ids"]) - 1) // PAGE * PAGE
 

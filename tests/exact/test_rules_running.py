@@ -62,7 +62,7 @@ def test_greedy_output_equals_plain_decoding(
 ) -> None:
     if not served(fast, drafter, rule):
         return
-    params = SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.1)
+    params = SamplingParams(temperature=0, max_tokens=16, repetition_penalty=1.1)
     expected = [outputs_of(prompt, params) for prompt in PROMPTS]
     got = run_staggered(fast, PROMPTS, params)
     check_idle(fast)
@@ -82,7 +82,7 @@ def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast:
     if not served(fast, drafter, rule):
         return
     each = [
-        SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=24, n=1 + i % 2)
+        SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=16, n=1 + i % 2)
         for i in range(len(PROMPTS))
     ]
     learns = fast.engine.drafter.memory is not None

@@ -18,13 +18,7 @@ from outrider.core.tree import Draft
 from outrider.draft.draft_model import intersect
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.draft.draft_model.retokenize import Retokenized
-from outrider.testing import (
-    check_idle,
-    check_statistics,
-    random_prompts,
-    run_staggered,
-    visible_parts,
-)
+from outrider.testing import check_idle, check_statistics, random_prompts, run_staggered, visible_parts
 
 PROMPTS = random_prompts(7)
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}]
@@ -261,7 +255,7 @@ def test_little_memory(
     params = params_of(distribution, max_tokens=60)
     expected = [visible_parts(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     config = draft(twins(sentencepiece), mismatch)
-    slot = 2 * plain.engine.decoder.slot_bytes  # the draft is the target's network
+    slot = 2 * plain.engine.decoder.footprint.total()  # the draft is the target's network
     llm = LLM(
         llama,
         max_num_seqs=4,

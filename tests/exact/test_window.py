@@ -92,10 +92,14 @@ def by_definition(
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "recent"),
-    [("llama", "random_draft", 10), ("llama", "self", 10), ("mistral", "self", 5)],
+    ("backend", "target", "draft", "recent"),
+    [
+        ("", "llama", "random_draft", 10),
+        ("", "llama", "self", 10),
+        ("", "mistral", "self", 5),
+        ("torch", "mistral", "self", 5),
+    ],
 )
-@pytest.mark.parametrize("backend", ["", "torch"])
 def test_drafts_equal_the_masked_model(
     backend: str,
     target: str,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.backends.base import Backend
+from outrider.backends.base import Backend, LayerKV, Norms, Scores
 from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu.backend import CpuBackend
 from outrider.backends.torch.backend import TorchBackend
@@ -63,14 +63,16 @@ def test_pairs_equal_embedding_norms_and_concatenation(
     e = backend.embed(weight, step_input)
     normed = backend.rms_norm(e, token, EPS), backend.rms_norm(g, state, EPS)
     before = g.clone()
-    assert torch.equal(backend.pair(weight, step_input, g, None, None, EPS), torch.cat([e, g], dim=1))
+    assert torch.equal(backend.pair(weight, step_input, g, Norms(None, None, EPS)), torch.cat([e, g], dim=1))
     assert torch.equal(
-        backend.pair(weight, step_input, g, token, None, EPS), torch.cat([normed[0], g], dim=1)
+        backend.pair(weight, step_input, g, Norms(token, None, EPS)), torch.cat([normed[0], g], dim=1)
     )
     assert torch.equal(
-        backend.pair(weight, step_input, g, None, state, EPS), torch.cat([e, normed[1]], dim=1)
+        backend.pair(weight, step_input, g, Norms(None, state, EPS)), torch.cat([e, normed[1]], dim=1)
     )
-    assert torch.equal(backend.pair(weight, step_input, g, token, state, EPS), torch.cat(normed, dim=1))
+    assert torch.equal(
+        backend.pair(weight, step_input, g, Norms(token, state, EPS)), torch.cat(normed, dim=1)
+    )
     assert torch.equal(g, before)
 
 
@@ -97,12 +99,14 @@ def test_block_attends_over_its_given_input(kind: str, dtype: torch.dtype, reads
         step_input, x = plan_of([0] * count, first), torch.randn(count, H).to(backend.activations)
         u: Tensor | None = {"itself": x, "something wider": torch.randn(count, wide).to(x.dtype)}.get(reads)
         expected, seen = x.clone(), backend.rms_norm(x, layer.norm_in, EPS) if u is None else u.clone()
-        q = backend.rope_store(backend.linear(seen, layer.qkv), layer, turn, step_input, theirs, 2)
+        q = backend.rope_store(backend.linear(seen, layer.qkv), layer, turn, LayerKV(step_input, theirs, 2))
         backend.linear(
-            backend.attend(q, layer, step_input, theirs, 2, D**-0.5, layer.window), layer.o, expected
+            backend.attend(q, layer, LayerKV(step_input, theirs, 2), Scores(D**-0.5, layer.window)),
+            layer.o,
+            expected,
         )
         both = backend.linear(backend.rms_norm(expected, layer.norm_post, EPS), layer.gate_up)
-        found = backend.run_layers(stack, x, step_input, ours, u=u, layer=2)
+        found = backend.run_layers(stack, x, LayerKV(step_input, ours, 2), u=u)
         gate, up = both.chunk(2, dim=-1)
         inner = backend.linear((F.silu(gate.float()) * up.float()).to(x.dtype), layer.down, expected)
         loose = 2e-2 if x.dtype == torch.bfloat16 else 1e-5

@@ -141,7 +141,7 @@ def test_after_preemption(checkpoint: str, plain: LLM) -> None:
         random_prompts(5, seed=7, longest=40),
         [distribution(i, max_tokens=60) for i in range(5)],
     )
-    memory = 10 * 16 * (plain.engine.decoder.slot_bytes + Net.slot_bytes)
+    memory = 10 * 16 * (plain.engine.decoder.footprint.total() + Net.slot_bytes)
     llm, drafter = use_drafter(
         checkpoint, plain, prompts, params, kv_cache_memory_bytes=memory, max_model_len=128
     )

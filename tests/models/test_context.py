@@ -126,10 +126,7 @@ def greedy(llm: LLM, asked: list[list[int]], new: int) -> list[list[int]]:
 @pytest.mark.parametrize("family", ["Llama", "Olmo2"])
 @pytest.mark.parametrize(
     "config",
-    [
-        scaled("linear", factor=4.0),
-        scaled("yarn", factor=4.0, original_max_position_embeddings=BORDER),
-    ],
+    [scaled("linear", factor=4.0), scaled("yarn", factor=4.0, original_max_position_embeddings=BORDER)],
     ids=["linear", "yarn"],
 )
 def test_text_beyond_the_unscaled_positions_is_that_of_transformers(

@@ -23,7 +23,7 @@ from outrider.models.fallback import model as fallback_model
 from outrider.models.fallback.model import Fallback
 from outrider.testing import KnownTexts, Scripts, check_idle, run_staggered, visible_parts
 
-NEW, TIE = 32, 2e-3
+NEW, TIE = 20, 2e-3
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 
 
@@ -69,7 +69,7 @@ def test_greedy_text_is_that_of_transformers(case: Case) -> None:
     """Ragged, in chunks, three at a time."""
     assert isinstance(case.llm.engine.decoder, Fallback)
     expected = [text for length in sorted(set(LENGTHS)) for text in generated(case.model, length)]
-    assert sum(len(set(text)) for text in expected) > 5 * len(expected), (
+    assert sum(len(set(text)) for text in expected) > 4 * len(expected), (
         "texts that repeat a token are not worth comparing"
     )
     got = [output.outputs[0].token_ids for output in run_staggered(case.llm, prompts(), GREEDY)]
@@ -85,9 +85,10 @@ def test_greedy_text_is_that_of_transformers(case: Case) -> None:
 
 
 @needs_c
-@pytest.mark.parametrize(("kind", "temperature"), [("right", 0.8), ("hidden", 0.0)])
-def test_speculation_changes_nothing(case: Case, kind: str, temperature: float) -> None:
-    """A chain and a tree around the true tokens, in ragged batches, against each prompt alone."""
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_speculation_changes_nothing(case: Case, turn: int) -> None:
+    """A chain or a tree around the true tokens, in ragged batches, against each prompt alone; by turns."""
+    kind, temperature = (("right", 0.8), ("hidden", 0.0))[([*FAMILIES].index(case.name) + turn) % 2]
     llm, truth, expected = case.llm, KnownTexts(), []
     assert llm.engine.exact
     params = [
@@ -99,14 +100,8 @@ def test_speculation_changes_nothing(case: Case, kind: str, temperature: float) 
         outputs = answer(llm, prompt, p).outputs
         truth.learn(prompt, p.seed or 0, outputs)
         expected.append(visible_parts(outputs))
-    llm.use(
-        {
-            "method": "scripted",
-            "script": getattr(Scripts(truth), kind),
-            "nodes": 40,
-            "num_speculative_tokens": 6,
-        }
-    )
+    script = getattr(Scripts(truth), kind)
+    llm.use({"method": "scripted", "script": script, "nodes": 40, "num_speculative_tokens": 6})
     outputs = run_staggered(llm, prompts(), params)
     assert [visible_parts(output.outputs) for output in outputs] == expected
     assert sum(output.speculation.accepted for output in outputs) > 50
@@ -226,7 +221,7 @@ def test_a_model_that_we_would_get_wrong_is_refused(tmp_path: Path, monkeypatch:
 
     def wrong(*args: Any, **given: Any) -> Any:
         layer = right(*args, **given)
-        layer.scale *= 3
+        layer.scores = layer.scores._replace(scale=3 * layer.scores.scale)
         return layer
 
     monkeypatch.setattr(attention, "_layer_of", wrong)

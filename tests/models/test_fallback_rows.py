@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import parametrized
 from fallback_cases import chain, fallback, needs_c, prompts
 from families import write
 
@@ -20,25 +21,24 @@ from outrider.errors import ConfigError
 from outrider.models.fallback import row_invariant
 from outrider.models.fallback.model import Fallback
 
+NAMES = [
+    "gpt2",
+    "gemma2",
+    "gemma3",
+    "qwen2-moe",
+    "gpt-oss",
+    "deepseek-v3",
+    "llama-gelu",
+    "llama4",
+    "llama4-two-experts",
+    "stablelm-parallel",
+    "falcon-alibi",
+]
+DTYPES = [torch.float32, torch.bfloat16]
+
 
 @needs_c
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt2",
-        "gemma2",
-        "gemma3",
-        "qwen2-moe",
-        "gpt-oss",
-        "deepseek-v3",
-        "llama-gelu",
-        "llama4",
-        "llama4-two-experts",
-        "stablelm-parallel",
-        "falcon-alibi",
-    ],
-)
+@parametrized({"name": NAMES, "dtype": DTYPES}, {(name, DTYPES[i % 2]) for i, name in enumerate(NAMES)})
 def test_logits_are_bit_identical_in_any_batch(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """One hundred tokens at once, one by one, and in uneven chunks, on three threads."""
     threads = torch.get_num_threads()

@@ -17,7 +17,7 @@ from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
 
-NEW = 64
+NEW = 48
 LENGTHS = (1, 9, 30, 70)  # five prompts of each, so that transformers can batch them without padding
 
 

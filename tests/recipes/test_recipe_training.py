@@ -192,7 +192,9 @@ def test_teacher_draws_the_student_to_its_distribution(folder, tmp_path):
 
 def test_export_and_evaluation(folder, tmp_path, monkeypatch, capsys):
     export(build(SHAPE, 0), folder / "tokenizer.json", tmp_path / "target")
-    (tmp_path / "corpus").symlink_to(folder)
+    (tmp_path / "corpus").mkdir()
+    for held in folder.glob("val-*.npy"):
+        np.save(tmp_path / "corpus" / held.name, np.load(held)[:20])
     rows = {text: turn for _, turn, text in evaluate.questions(1, "values")}
     tokenizer = corpus.load_tokenizer(folder)
 

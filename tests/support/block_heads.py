@@ -143,6 +143,11 @@ def naive(case: Case, outer: TargetWeights, taps: Tensor, anchor: int, count: in
         u = norm(x, w[f"layers.{i}.input_layernorm.weight"])
         q = project("q", u)
         k, v = (torch.cat([project(name, context), project(name, u)]) for name in "kv")
+        key_norm = w[f"{at}.k_norm.weight"]
+        keys = [
+            [turned(norm(k[s, g * D : (g + 1) * D], key_norm), s) for s in range(end + count)]
+            for g in range(KV)
+        ]
         rows = []
         for b in range(count):
             p = end + b
@@ -155,8 +160,7 @@ def naive(case: Case, outer: TargetWeights, taps: Tensor, anchor: int, count: in
             for h in range(HEADS):
                 g = h // (HEADS // KV)
                 mine = turned(norm(q[b, h * D : (h + 1) * D], w[f"{at}.q_norm.weight"]), p)
-                keys = [turned(norm(k[s, g * D : (g + 1) * D], w[f"{at}.k_norm.weight"]), s) for s in sees]
-                weights = torch.stack([mine @ key / math.sqrt(D) for key in keys]).softmax(0)
+                weights = torch.stack([mine @ keys[g][s] / math.sqrt(D) for s in sees]).softmax(0)
                 parts.append(weights @ v[sees, g * D : (g + 1) * D])
             rows.append(torch.cat(parts))
         x = x + project("o", torch.stack(rows))

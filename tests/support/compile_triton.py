@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime import jit
 
-from outrider.backends.base import ScoreModifier
+from outrider.backends.base import LayerKV, ScoreModifier, Scores
 from outrider.backends.triton.backend import TritonBackend
 from outrider.cache.pool import Pool
 from outrider.core.params import DistributionParams
@@ -53,9 +53,9 @@ def main() -> None:
     modifier = ScoreModifier(3.0, torch.rand(8), torch.rand(8))
     for kv_dtype in (torch.bfloat16, torch.int8):
         pool = Pool(2, 2, 128, 160, kv_dtype, CPU)
-        q = backend.rope_store(qkv, spec, turn, step_input, pool, 1)
-        backend.attend(q, spec, step_input, pool, 1, 0.25, 0)
-        backend.attend(q, spec, step_input, pool, 1, 0.25, 5, modifier)
+        q = backend.rope_store(qkv, spec, turn, LayerKV(step_input, pool, 1))
+        backend.attend(q, spec, LayerKV(step_input, pool, 1), Scores(0.25, 0))
+        backend.attend(q, spec, LayerKV(step_input, pool, 1), Scores(0.25, 5, modifier))
     logits = torch.randn(3, 9000)
     queries: Any = backend.verifier.queries("match")
     tree = DraftTree([1, 2], [-1, 0], [0.5, 0.5])

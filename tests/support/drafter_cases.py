@@ -33,6 +33,11 @@ DRAFTERS = [
     *(f"draft_model:{kind}" for kind in DRAFT_MODELS),
     *(f"adaptive:{name}" for name in ADAPTIVE),
 ]
+# Those that draft every kind of tree; the trees of the others are of these kinds, too.
+KINDS = [
+    name for name in DRAFTERS if ":" in name or name in ("auto", "off", "draft_model", "eagle3", "union")
+]
+OTHERS = [name for name in DRAFTERS if name not in KINDS]
 
 
 def use_drafter(llm: LLM, drafter: str, known: KnownTexts, draft_model: str) -> None:

@@ -63,12 +63,10 @@ def random_network(*args: Any, **options: Any) -> Network:
 
 def rotated(x: Tensor, at: int, theta: float) -> Tensor:
     """A head [D] at position `at`."""
-    out, half = x.clone(), D // 2
-    for i in range(half):
-        angle = torch.tensor(at * theta ** (-2 * i / D), dtype=torch.float64)
-        out[i] = x[i] * angle.cos() - x[half + i] * angle.sin()
-        out[half + i] = x[half + i] * angle.cos() + x[i] * angle.sin()
-    return out
+    first, second = x.chunk(2)
+    angle = at * theta ** (-2 * torch.arange(D // 2, dtype=torch.float64) / D)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin])
 
 
 def naive(
@@ -95,8 +93,8 @@ def naive(
         kept.append((torch.stack([rotated(head, at, theta) for head in k]), v))
         out = []
         for i, head in enumerate(q):
-            g = i // (HEADS // KV)
-            scores = torch.stack([rotated(head, at, theta) @ keys[g] / D**0.5 for keys, _ in kept])
+            g, turned = i // (HEADS // KV), rotated(head, at, theta)
+            scores = torch.stack([turned @ keys[g] / D**0.5 for keys, _ in kept])
             out.append(sum(p * values[g] for p, (_, values) in zip(scores.softmax(0), kept)))
         return linear(torch.cat(out), f"{name}.self_attn.o_proj")
 

@@ -82,14 +82,13 @@ def naive(w: dict[str, Tensor], e: Tensor, f: Tensor, theta: float = 500000.0) -
             )
             for name in "qkv"
         )
+        keys = [[turned(k[s, g * D : (g + 1) * D], s, theta) for s in range(len(u))] for g in range(KV)]
         for t in range(len(u)):
             parts = []
             for h in range(HEADS):
                 g = h // (HEADS // KV)
                 mine = turned(q[t, h * D : (h + 1) * D], t, theta)
-                scores = torch.stack(
-                    [mine @ turned(k[s, g * D : (g + 1) * D], s, theta) / math.sqrt(D) for s in range(t + 1)]
-                )
+                scores = torch.stack([mine @ key / math.sqrt(D) for key in keys[g][: t + 1]])
                 parts.append(scores.softmax(0) @ v[: t + 1, g * D : (g + 1) * D])
             out.append(torch.cat(parts))
         x = x + torch.stack(out) @ w[f"{at}.self_attn.o_proj.weight"].T

@@ -18,10 +18,7 @@ from outrider import LLM, SamplingParams
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
-from outrider.testing import (
-    random_prompts,
-    tiny_tokenizer,
-)
+from outrider.testing import random_prompts, tiny_tokenizer
 
 Kind = gguf.GGMLQuantizationType
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -13,9 +13,7 @@ from outrider.core.step import Batch, Commit, Needs
 from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.draft.union import Union
 from outrider.drafting.base import Drafter, Storage, Target
-from outrider.testing import (
-    FakeTarget,
-)
+from outrider.testing import FakeTarget
 
 
 class Fixed(Drafter):

@@ -43,21 +43,22 @@ def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
     return Sample(torch.tensor(tokens), {which: states[which] for which in wanted}, logits)
 
 
-def texts(llm: LLM, count: int = 200, length: int = 48, seed: int = 0) -> list[list[int]]:
-    """Texts of the target, greedy and at a temperature, after random tokens."""
-    rng = random.Random(seed)
+def asked(count: int = 8, length: int = 48, **params: Any) -> tuple[list[Any], list[SamplingParams]]:
+    """Random prompts, and requests of sampled texts after them."""
+    rng = random.Random(99)
     prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(count)]
-    params = [
-        SamplingParams(temperature=i % 2 * 0.7, max_tokens=length, seed=i, ignore_eos=True)
-        for i in range(count)
-    ]
-    output = llm.generate(prompts, params, use_tqdm=False)
-    return [out.prompt_token_ids + list(out.outputs[0].token_ids) for out in output]
+    given = {"temperature": 0.7, "max_tokens": length, "ignore_eos": True, **params}
+    return prompts, [SamplingParams(**{"seed": i, **given}) for i in range(count)]
 
 
 def samples(llm: LLM, wanted: Sequence[int], **given: Any) -> list[Sample]:
+    """The texts of `acceptance`, unless others are asked for: a head learns to repeat them in few steps.
+
+    It is right only where states and tokens align.
+    """
     model: Model = llm.engine.decoder
-    return [read(model, text, wanted) for text in texts(llm, **given)]
+    output = llm.generate(*asked(**given), use_tqdm=False)
+    return [read(model, [*out.prompt_token_ids, *out.outputs[0].token_ids], wanted) for out in output]
 
 
 def teach(
@@ -100,15 +101,11 @@ def acceptance(
     target: str, speculation: dict[str, Any], count: int = 8, length: int = 48, **params: Any
 ) -> float:
     """Accepted / drafted tokens over some texts, which must equal plain decoding."""
-    rng = random.Random(99)
-    prompts = [{"prompt_token_ids": [rng.randrange(V) for _ in range(6)]} for _ in range(count)]
-    asked = [
-        SamplingParams(**{"temperature": 0.7, "max_tokens": length, "ignore_eos": True, "seed": i, **params})
-        for i in range(count)
-    ]
-    plain = LLM(target, dtype="float32", speculative_config=None).generate(prompts, asked, use_tqdm=False)
-    fast = LLM(target, dtype="float32", speculative_config=speculation).generate(
-        prompts, asked, use_tqdm=False
+    plain, fast = (
+        LLM(target, dtype="float32", speculative_config=config).generate(
+            *asked(count, length, **params), use_tqdm=False
+        )
+        for config in (None, speculation)
     )
     assert [out.outputs[0].token_ids for out in fast] == [out.outputs[0].token_ids for out in plain]
     told = [out.outputs[0].speculation for out in fast]

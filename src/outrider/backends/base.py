@@ -67,6 +67,14 @@ class DecoderLayer(AttentionShape, Protocol):
     window: int
 
 
+class LayerKV(NamedTuple):
+    """K/V of one layer of a pool, and the step that reads and writes it."""
+
+    step_input: StepInput
+    pool: Pool
+    layer: int = 0
+
+
 @dataclass(frozen=True)
 class ScoreModifier:
     """Changes to attention scores before the softmax.  0 and None mean no change.
@@ -81,6 +89,27 @@ class ScoreModifier:
     sinks: Tensor | None = None
 
 
+class Scores(NamedTuple):
+    """How attention scores are computed: scale · (q · k), modified, of the keys in a window.
+
+    window > 0: keys of the latest `window` positions
+    window < 0: keys of the row's own chunk, for positions cut into chunks of -window
+    window = 0: all keys
+    """
+
+    scale: float
+    window: int = 0
+    modifier: ScoreModifier | None = None
+
+
+class Norms(NamedTuple):
+    """Weights of the norms of embeddings and of states, None for the identity; and their epsilon."""
+
+    token: Tensor | None
+    state: Tensor | None
+    eps: float
+
+
 class LinearOps(Protocol):
     """Linear layers, embeddings and norms."""
 
@@ -93,19 +122,8 @@ class LinearOps(Protocol):
     def embed(self, weight: Any, step_input: StepInput) -> Tensor:
         """Embeddings [N, h] of the step's ids."""
 
-    def pair(
-        self,
-        weight: Any,
-        step_input: StepInput,
-        g: Tensor,
-        norm_token: Tensor | None,
-        norm_state: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        """Concatenation [norm(e); norm(g)], [N, 2h], of embeddings e of the ids and states g [N, h].
-
-        A norm that is None is left out.
-        """
+    def pair(self, weight: Any, step_input: StepInput, g: Tensor, norms: Norms) -> Tensor:
+        """Concatenation [norm(e); norm(g)], [N, 2h], of embeddings e of the ids and states g [N, h]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
@@ -120,38 +138,15 @@ class AttentionOps(Protocol):
         been called.  With CUDA graphs it runs before the replay.
         """
 
-    def rope_store(
-        self,
-        qkv: Tensor,
-        spec: AttentionShape,
-        rotations: Tensor,
-        step_input: StepInput,
-        pool: Pool,
-        layer: int,
-    ) -> Tensor:
+    def rope_store(self, qkv: Tensor, spec: AttentionShape, rotations: Tensor, kv: LayerKV) -> Tensor:
         """Rotate the heads of qkv [N, (H + 2k) D] and write K and V to the step's slots.
 
         rotations: float32 [positions, rot], cos then sin; no rotation if rot is 0.
         Returns q in the form that `attend` takes.
         """
 
-    def attend(
-        self,
-        q: Tensor,
-        spec: AttentionShape,
-        step_input: StepInput,
-        pool: Pool,
-        layer: int,
-        scale: float,
-        window: int,
-        modifier: ScoreModifier | None = None,
-    ) -> Tensor:
-        """Attention output [N, H·D] of every row over its visible keys.
-
-        window > 0: keys of the latest `window` positions
-        window < 0: keys of the row's own chunk, for positions cut into chunks of -window
-        window = 0: all keys
-        """
+    def attend(self, q: Tensor, spec: AttentionShape, kv: LayerKV, scores: Scores) -> Tensor:
+        """Attention output [N, H·D] of every row over its visible keys."""
 
 
 class LayerOps(Protocol):
@@ -171,21 +166,14 @@ class LayerOps(Protocol):
         """A LoRA adapter as `run_layers` takes it."""
 
     def run_layers(
-        self,
-        stack: Any,
-        x: Tensor,
-        step_input: StepInput,
-        pool: Pool,
-        runs: Runs = (),
-        u: Tensor | None = None,
-        layer: int = 0,
+        self, stack: Any, x: Tensor, kv: LayerKV, runs: Runs = (), u: Tensor | None = None
     ) -> Tensor:
         """Residual stream [N, h] after all blocks.  `x` [N, h] may be overwritten, and may be the result.
 
-        runs:  rows whose linears add the updates of an adapter
-        u:     [N, K], input of the first `qkv` in place of norm(x), or of the first `gate_up` if that
-               attention is skipped; it may be x
-        layer: layer of the pool that holds the K/V of the first block
+        kv:   of the first block; the others have the layers after it
+        runs: rows whose linears add the updates of an adapter
+        u:    [N, K], input of the first `qkv` in place of norm(x), or of the first `gate_up` if that
+              attention is skipped; it may be x
         """
 
 
@@ -246,6 +234,19 @@ class Chain(NamedTuple):
     first_node: int = 0
 
 
+class Chains(NamedTuple):
+    """Chains of draft tokens, the best of the first `vocabulary`, that are extended in one call.
+
+    A chain ends after `levels` tokens, by `stop_rule`, or if no token can be picked.
+    states: [chains, most levels, h], receives the residual stream that each token was picked from
+    """
+
+    chains: Sequence[Chain]
+    vocabulary: int
+    stop_rule: StopRule | None = None
+    states: Tensor | None = None
+
+
 class FusedModel(Protocol):
     """A whole model in one call.
 
@@ -256,14 +257,7 @@ class FusedModel(Protocol):
         """Pack the embedding, last norm and head of a model."""
 
     def forward(
-        self,
-        stack: Any,
-        ends: Any,
-        step_input: StepInput,
-        pool: Pool,
-        states: dict[int, Tensor],
-        queries: Any,
-        runs: Runs = (),
+        self, stack: Any, ends: Any, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
     ) -> Tensor:
         """Logits float32 [M, V] of the step's `logits_rows`.  The next call may overwrite them.
 
@@ -271,22 +265,8 @@ class FusedModel(Protocol):
         queries: trees from `Backend.verifier`, answered by this call; None for none
         """
 
-    def draft_chain(
-        self,
-        stack: Any,
-        ends: Any,
-        step_input: StepInput,
-        pool: Pool,
-        chains: Sequence[Chain],
-        vocabulary: int,
-        stop_rule: StopRule | None = None,
-        states: Tensor | None = None,
-    ) -> Chained:
-        """Run the blocks over the step, then extend chains by the best of the first `vocabulary` tokens.
-
-        A chain ends after `levels` tokens, by `stop_rule`, or if no token can be picked.
-        states: [chains, most levels, h], receives the residual stream that each token was picked from.
-        """
+    def draft_chain(self, stack: Any, ends: Any, kv: LayerKV, chains: Chains) -> Chained:
+        """Run the blocks over the step, then extend the chains."""
 
 
 class Backend(LinearOps, AttentionOps, LayerOps, TokenPicker, Protocol):

@@ -13,9 +13,8 @@ from outrider.core.params import DistributionParams
 TINY = 1e-30
 
 Picks = Callable[..., tuple[Tensor, Tensor]]
-Nodes = tuple[
-    list[int], list[int], list[float]
-]  # tokens, the nodes of their parents (-1 after the root), shares
+# tokens, the nodes of their parents (-1 after the root), shares
+Nodes = tuple[list[int], list[int], list[float]]
 
 
 class Found(NamedTuple):
@@ -32,18 +31,12 @@ class Found(NamedTuple):
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Tokens int64 [n, k], and confidences, 0 for padding."""
-        none = self.entries < 0
-        tokens = (
-            self.entries.long()
-            if self.ids is None
-            else self.ids[self.entries.clamp_min(0)].long().masked_fill(none, -1)
-        )
-        shares = (
-            self.shares
-            if self.ranked is None
-            else self.ranked[: self.entries.shape[1]].expand_as(self.shares)
-        )
-        return tokens, shares.masked_fill(none, 0.0)
+        none, tokens, shares = self.entries < 0, self.entries, self.shares
+        if self.ids is not None:
+            tokens = self.ids[tokens.clamp_min(0)].masked_fill(none, -1)
+        if self.ranked is not None:
+            shares = self.ranked[: tokens.shape[1]].expand_as(shares)
+        return tokens.long(), shares.masked_fill(none, 0.0)
 
 
 class Candidates(Protocol):

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from outrider.cache.pool import Pool
 from outrider.core.block_table import PAGE, ROOT, BlockTable
 
+Key = tuple[int, tuple[int, ...]]  # of an indexed page: the node before it, its tokens
+
 
 class Cache:
     """Allocator of `pages` pages.  Touches no tensor, except that `fork` copies a page in every pool."""
@@ -23,15 +25,11 @@ class Cache:
     def __init__(self, pages: int, capacity: int, prefix_caching: bool = True) -> None:
         self.pages, self.capacity, self.prefix_caching = pages, capacity, prefix_caching
         self.pools: list[Pool] = []
-        self.free = list(
-            range(pages - 1, -1, -1)
-        )  # a stack: fresh pages come out in ascending order, so neighbours
+        self.free = [*reversed(range(pages))]  # a stack: fresh pages come out in ascending order
         self.owners = [0] * pages
         self.tables: set[BlockTable] = set()
-        self.index: dict[
-            tuple[int, tuple[int, ...]], tuple[int, int]
-        ] = {}  # (node before, tokens) -> (node, page)
-        self.entry: dict[int, tuple[int, tuple[int, ...]]] = {}  # page -> its key in the index
+        self.index: dict[Key, tuple[int, int]] = {}  # -> node and page
+        self.entry: dict[int, Key] = {}  # page -> its key in the index
         self.idle: OrderedDict[int, None] = OrderedDict()  # indexed pages without owners, oldest first
         self.last_node = ROOT
 
@@ -126,7 +124,7 @@ class Cache:
         self.idle.clear()
         self.index.clear()
         self.entry.clear()
-        self.free = list(range(self.pages - 1, -1, -1))
+        self.free = [*reversed(range(self.pages))]
         self.owners = [0] * self.pages
 
     def check(self) -> None:

@@ -16,11 +16,8 @@ def kv_dtype(name: str, own: torch.dtype) -> torch.dtype:
         return own
     if name == "int8":
         return torch.int8
-    cure = (
-        "; 8-bit floats are not supported, and int8 takes no more memory"
-        if str(name).startswith("fp8")
-        else ""
-    )
+    fp8 = "; 8-bit floats are not supported, and int8 takes no more memory"
+    cure = fp8 if str(name).startswith("fp8") else ""
     raise ConfigError(f"kv_cache_dtype must be 'auto' (the model's dtype) or 'int8', got {name!r}{cure}.")
 
 
@@ -45,10 +42,8 @@ class Pool:
             layers, 2, kv_heads, slots, row
         )
         self.data: Tensor = planes.transpose(2, 3)
-        self.address, self.plane = (
-            planes.data_ptr(),
-            planes[0, 0].nbytes,
-        )  # K of layer i is plane 2i, V plane 2i + 1
+        # K of layer i is plane 2i, V plane 2i + 1
+        self.address, self.plane = planes.data_ptr(), planes[0, 0].nbytes
         self.head = self.plane // kv_heads
 
     @staticmethod
@@ -85,11 +80,9 @@ class Pool:
         """K and V of these slots, [2, m, kv_heads, head_dim]."""
         rows = self.data[layer, :, slots]
         values = rows[..., : self.head_dim].to(dtype)
-        return (
-            values * rows[..., self.width :].contiguous().view(torch.float32).to(dtype)
-            if self.dtype == torch.int8
-            else values
-        )
+        if self.dtype != torch.int8:
+            return values
+        return values * rows[..., self.width :].contiguous().view(torch.float32).to(dtype)
 
 
 class SplitPool(Pool):

@@ -160,11 +160,9 @@ def _chi_square_text(
     detectable = max(result.minimum_detectable for result in cases)
     return (
         f"{'distributions differ' if p < level else 'no difference'}: smallest p = {p:.2g} of "
-        f"{len(cases) + 1} "
-        f"chi-square tests (alarm below {level:.2g}). Largest deviation {worst.distance:.1%}, where chance "
-        "makes "
-        f"{worst.expected_distance:.1%}. Minimum detectable deviation (9 times of 10): "
-        f"{combined.minimum_detectable:.1%} if it is in all cases, "
+        f"{len(cases) + 1} chi-square tests (alarm below {level:.2g}). Largest deviation "
+        f"{worst.distance:.1%}, where chance makes {worst.expected_distance:.1%}. Minimum detectable "
+        f"deviation (9 times of 10): {combined.minimum_detectable:.1%} if it is in all cases, "
         f"{f'{detectable:.1%}' if detectable < 1 else 'none'} if it is in one"
     )
 

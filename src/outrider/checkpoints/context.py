@@ -18,13 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LENGTHS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "n_ctx",
-)  # names of the context length
+# names of the context length
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 PRESCALED = ("gemma3",)  # model types whose max_position_embeddings includes the scaling
 ALREADY = ("su", "longrope", "llama3")  # scalings for which max_position_embeddings always includes it
 

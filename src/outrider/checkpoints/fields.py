@@ -112,9 +112,8 @@ HEAD: dict[str, Kind | Section] = {
     **_alike(
         FLAG,
         "norm_before_residual norm_before_fc norm_output fc_norm use_aux_hidden_state is_causal causal "
-        "sliding_window_non_causal "
-        "sample_from_anchor use_swa is_neox_style prenorm tie_weights scale_input tie_lstm_embs "
-        "original_lm_head rnn shift_label",
+        "sliding_window_non_causal sample_from_anchor use_swa is_neox_style prenorm tie_weights scale_input "
+        "tie_lstm_embs original_lm_head rnn shift_label",
     ),
     **_alike(NAME, "speculators_model_type hydra_head_arch method markov_head_type projector_type"),
 }

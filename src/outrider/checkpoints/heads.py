@@ -192,9 +192,8 @@ class Head:
     def _as_float(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype not in FLOATS:
             raise ModelError(
-                f"{self._stored(name)} of {self.name!r} is {tensor.dtype}; "
-                "only float16, bfloat16, float32 and "
-                "float64 are supported."
+                f"{self._stored(name)} of {self.name!r} is {tensor.dtype}; only float16, bfloat16, float32 "
+                "and float64 are supported."
             )
         return tensor.detach()
 

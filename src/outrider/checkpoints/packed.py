@@ -120,10 +120,9 @@ class PackedWeights:
             for bits, group in sorted(self.scheme.sizes)
         )
         raise ModelError(
-            f"{name} of [{outputs}, {inputs}] is not quantised to {sizes}, "
-            "as quantization_config (num_bits, group_size) "
-            f"says: {self.layout.words} is {words.dtype} {tuple(words.shape)} "
-            f"and {self.layout.scales} {tuple(scales.shape)}, outputs first."
+            f"{name} of [{outputs}, {inputs}] is not quantised to {sizes}, as quantization_config (num_bits, "
+            f"group_size) says: {self.layout.words} is {words.dtype} {tuple(words.shape)} and "
+            f"{self.layout.scales} {tuple(scales.shape)}, outputs first."
         )
 
     def _unpack_values(self, words: Tensor, bits: int, outputs: int, inputs: int) -> Tensor:

@@ -35,13 +35,7 @@ REFUSED = {  # settings whose effect is not a low-rank update
     "alora_invocation_tokens": "an adapter works on all tokens of a request",
     "use_qalora": "its inputs are pooled",
 }
-REBASED = (
-    "pissa",
-    "olora",
-    "loftq",
-    "corda",
-    "lora_ga",
-)  # initialisations that change the weights of the base model
+REBASED = ("pissa", "olora", "loftq", "corda", "lora_ga")  # they change the weights of the base model
 
 
 @dataclass(frozen=True)
@@ -88,8 +82,7 @@ class PeftAdapter:
             if weights.shape(name) != shape:
                 raise ModelError(
                     f"{name} has shape {weights.shape(name)}, rank {part.rank} and this model ask for "
-                    f"{shape}: was the adapter made "
-                    f"for another base model?  It says {base!r}."
+                    f"{shape}: was the adapter made for another base model?  It says {base!r}."
                 )
         return found
 
@@ -136,8 +129,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
     if isinstance(start, str) and start.startswith(REBASED):
         raise ModelError(
             f"init_lora_weights = {start!r} is not supported: the adapter belongs to changed base weights; "
-            "save it with "
-            "path_initial_model_for_weight_conversion."
+            "save it with path_initial_model_for_weight_conversion."
         )
 
 

@@ -43,10 +43,8 @@ class PlainTokenizer:
         return self.load()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in (
-            "full",
-            "load",
-        ):  # asked by copies, which have nothing to load yet
+        # copies ask for the two, and have nothing to load yet
+        if name.startswith("__") or name in ("full", "load"):
             raise AttributeError(name)
         return getattr(self.full, name)
 

@@ -14,9 +14,8 @@ from outrider.errors import ConfigError
 
 GROUP = 32
 BITS = {"int8": 8, "int4": 4}
-SCALE_FACTORS = torch.linspace(
-    0.8, 1.15, 15
-).tolist()  # relative to the scale that just reaches the largest weight
+# relative to the scale that just reaches the largest weight
+SCALE_FACTORS = torch.linspace(0.8, 1.15, 15).tolist()
 
 
 def bits_of(quantization: str | None, option: str = "quantization") -> int | None:

@@ -29,20 +29,9 @@ SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
 BY_TYPE = ("MedusaModel", "StableLMEpoch")  # class name prefixes for which the model_type decides
 # Prefixes of the model types with a recurrent state.
 STATEFUL = (
-    "mamba",
-    "rwkv",
-    "jamba",
-    "recurrent_gemma",
-    "recurrentgemma",
-    "xlstm",
-    "zamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "bamba",
-    "nemotron_h",
-    "kimi_linear",
-    "zaya",
-)
+    "mamba", "rwkv", "jamba", "recurrent_gemma", "recurrentgemma", "xlstm", "zamba", "falcon_h1",
+    "falcon_mamba", "bamba", "nemotron_h", "kimi_linear", "zaya",
+)  # fmt: skip
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 VOCABULARY, INNER = whole(1, 1 << 26), whole(1, 1 << 24)
 
@@ -179,7 +168,7 @@ def refuse(config: Any) -> None:
         raise ModelError(
             f"{name} reads more than text (images or sound); Outrider runs text-only language models."
         )
-    if any(kind.startswith(prefix) for prefix in STATEFUL):
+    if kind.startswith(STATEFUL):
         raise ModelError(
             f"{name} keeps a recurrent state instead of K/V (a state-space model), "
             "which cannot be verified as a tree."
@@ -192,9 +181,8 @@ def refuse(config: Any) -> None:
         )
     if name not in FAMILIES and name not in causal(config):
         raise ModelError(
-            f"{name} is not supported: Outrider runs causal language models, "
-            f"and for model_type {kind!r} transformers has "
-            f"{' or '.join(causal(config)) or 'none'}."
+            f"{name} is not supported: Outrider runs causal language models, and for model_type {kind!r} "
+            f"transformers has {' or '.join(causal(config)) or 'none'}."
         )
 
 

@@ -115,9 +115,8 @@ class Weights:
         """The tensor as stored.  Raises ModelError if it is missing."""
         if name not in self.where:
             raise ModelError(
-                f"{self.folder} has no tensor {name!r}, which its config.json asks for; "
-                f"it has {len(self.where)}, "
-                f"e.g. {next(iter(self.where))!r}."
+                f"{self.folder} has no tensor {name!r}, which its config.json asks for; it has "
+                f"{len(self.where)}, e.g. {next(iter(self.where))!r}."
             )
         path = self.where[name]
         with _naming(path, name):

@@ -1,14 +1,25 @@
-"""Arguments by place that several commands have, beside the same thing by flag."""
+"""What commands share beside their flags: arguments by place, prompts, a bar over time, the last line."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Option
 
-from outrider.cli.flags import MODEL_DRAFT, Given
+from outrider.cli.flags import MODEL_DRAFT, Given, load
 from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.bench.measure import Prompts
+    from outrider.core.params import SamplingParams
+    from outrider.llm import LLM
 
 Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as -m.")]
 Draft = Annotated[str | None, Option(*MODEL_DRAFT, help="The model that drafts.")]
@@ -35,3 +46,33 @@ def named(engine: Given, model: str | None) -> Given:
         return engine
     by_flag = None if engine["model"] in (model, "builtin") else engine["model"]
     return {**engine, "model": one_of("model", model, by_flag)}
+
+
+def check_folder(out: Path, what: str) -> None:
+    """Raise ConfigError unless the folder of a result exists: before anything slow."""
+    if not out.expanduser().parent.is_dir():
+        raise ConfigError(f"there is no folder {str(out.parent)!r} for the {what}.")
+
+
+def with_prompts(engine: Given, asked: Given, params: SamplingParams, **more: Any) -> tuple[LLM, Prompts]:
+    """The model, and the prompts of --prompts, which are read before it is loaded, or our own."""
+    from outrider.bench.questions import prompts_for, read
+
+    questions = read(asked["file"], raw=asked["raw"]) if "file" in asked else None
+    llm = load(engine, **more)
+    return llm, prompts_for(llm, questions, params, asked["raw"])[0]
+
+
+@contextmanager
+def bar_over(minutes: float, what: str, console: Console) -> Iterator[Callable[[str], None]]:
+    """A bar over the time of a search.  Yields a function that is told what is done now."""
+    columns = (TextColumn("{task.description:40}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=60 * minutes)
+        yield lambda now: bar.update(task, completed=bar.tasks[0].elapsed or 0, description=now)
+
+
+def print_use(out: object, config: Mapping[str, Any], more: str = "") -> None:
+    """Print how a file that was written is used.  more: further options."""
+    text = f"{out}: use it with {more}--speculative-config '{json.dumps(config)}'"
+    Console().print(text, soft_wrap=True, markup=False)

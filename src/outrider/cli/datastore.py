@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
+from outrider.cli.arguments import print_use
 from outrider.cli.flags import MODEL, MODEL_HELP, OUT
 
 CORPORA = ".txt, .md, .py, .jsonl (one text or list of ids per line), .npy (ids), or folders of such."
@@ -31,9 +34,6 @@ def build(
     ] = "builtin",
 ) -> None:
     """Build a suffix array of a corpus."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from outrider.checkpoints.hub import Checkpoint
     from outrider.draft.datastore.corpus import build as run
 
@@ -47,11 +47,5 @@ def build(
             bar.update(tasks[what], completed=done, total=total)
 
         run(inputs, output, checkpoint.tokenizer, checkpoint.spec.vocabulary, tick)
-    Console().print(
-        f"{output}: {Path(output).expanduser().stat().st_size:,} bytes.  Use it: --method datastore with"
-    )
-    Console().print(
-        f'--speculative-config \'{{"method": "datastore", "datastore": "{output}"}}\'',
-        soft_wrap=True,
-        markup=False,
-    )
+    typer.echo(f"{output}: {Path(output).expanduser().stat().st_size:,} bytes")
+    print_use(output, {"method": "datastore", "datastore": output})

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from typer import Option
 
 from outrider.cli.arguments import Drafts, one_of
 from outrider.cli.flags import MAX_TOKENS, MODEL
+from outrider.errors import ConfigError
 
 
 def demo(
@@ -25,10 +27,7 @@ def demo(
     ] = 96,
 ) -> None:
     """See the same tokens arrive sooner: plain decoding and speculation side by side, then all methods."""
-    from rich.console import Console
-
     from outrider.bench.demo import demo as run
-    from outrider.errors import ConfigError
 
     own = one_of("model", target, model)
     if own is None and drafts:

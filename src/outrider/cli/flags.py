@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
     from outrider.llm import LLM
 
+METAVARS = {int: "N", float: "X", str: "TEXT"}
 Given = dict[str, Any]  # field -> value, for the flags of one group that were given
 
 MODEL = ("--model", "-m")
@@ -45,7 +46,10 @@ RAW_HELP = "Do not apply the chat template to the prompts."
 
 @dataclass(frozen=True)
 class Flag:
-    """names: on the command line, the first one is long.  read: typed value -> value of the field."""
+    """names: on the command line, the first one is long.  read: typed value -> value of the field.
+
+    variable: of the environment, for a value that is not given.
+    """
 
     field: str
     kind: Any
@@ -54,21 +58,25 @@ class Flag:
     default: Any = None
     read: Callable[[Any], Any] = lambda value: value
     hidden: bool = False
+    variable: str | None = None
 
     @property
     def word(self) -> str:
         """The name of the Python parameter."""
-        return self.names.split()[0].lstrip("-").replace("-", "_")
+        return re.split("[ /]", self.names)[0].lstrip("-").replace("-", "_")
 
     def parameter(self, panel: str) -> inspect.Parameter:
-        metavar = {int: "N", float: "X", str: "TEXT"}.get(self.kind)
+        kinds = (*get_args(self.kind), self.kind)
+        metavar = next((METAVARS[kind] for kind in kinds if kind in METAVARS), None)
         option = typer.Option(
             *self.names.split(),
             help=self.help,
             rich_help_panel=panel,
             metavar=metavar,
-            show_default=self.default is not None,
+            show_default=self.default not in (None, []),
             hidden=self.hidden,
+            envvar=self.variable,
+            show_envvar=False,
         )
         kind = self.kind if self.default is not None else self.kind | None
         return inspect.Parameter(
@@ -181,10 +189,7 @@ _LLAMA_CPP = (  # of llama.cpp, without effect here; `field` is the reason
     Flag("generate continues a text, chat talks", bool, "--no-conversation -no-cnv", "", False),
 )  # fmt: skip
 LLAMA_CPP = tuple(replace(flag, hidden=True) for flag in _LLAMA_CPP)
-ASKED = (
-    Flag("file", Path, _names(*PROMPTS), PROMPTS_HELP),
-    Flag("raw", bool, _names(*RAW), RAW_HELP, False),
-)
+ASKED = (Flag("file", Path, _names(*PROMPTS), PROMPTS_HELP), Flag("raw", bool, _names(*RAW), RAW_HELP, False))
 COMPARED = (
     Flag("methods", list[str], "--method", "Measure this method, or all; may be given several times."),
     Flag("configs", list[str], "--speculative-config",

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 from typer import Option
 
 from outrider.cli.flags import MODEL, Given, clipped, shared
 from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from outrider.inspect.card import Card
     from outrider.inspect.heads import HeadCard
     from outrider.inspect.stores import StoreCard
@@ -39,10 +39,8 @@ def models(
     Of a trained draft head: its method and the targets that it fits.  Of a datastore: its size and
     vocabulary.
     """
-    from rich.console import Console
-
     from outrider.config import EngineOptions
-    from outrider.inspect.card import Card, card_of, known
+    from outrider.inspect.card import card_of, known
     from outrider.inspect.heads import head_card
     from outrider.inspect.stores import store_card
 
@@ -68,57 +66,51 @@ def models(
             if as_json:
                 typer.echo(json.dumps(dataclasses.asdict(card)))
             else:
-                console.print(sheet(card) if isinstance(card, Card) else part_sheet(card))
+                console.print(sheet(card))
 
 
 def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> Table:
-    from rich.table import Table
+    from outrider.inspect.card import known
 
-    from outrider.inspect.card import Card, known
-    from outrider.inspect.stores import StoreCard
-
-    made = Table(
-        "model",
-        "architecture",
-        "weights",
-        "memory",
-        "runs on",
-        title="Models at hand",
-        title_justify="left",
-        title_style="bold",
-    )
+    columns = "model", "architecture", "weights", "memory", "runs on"
+    made = Table(*columns, title="Models at hand", title_justify="left", title_style="bold")
     for name in known():
         try:
             for card in cards(name):
-                if isinstance(card, Card):
-                    made.add_row(
-                        name,
-                        card.architecture,
-                        _count(card.parameters),
-                        _bytes(card.total_bytes),
-                        card.refused or card.runs_on,
-                    )
-                elif isinstance(card, StoreCard):
-                    made.add_row(
-                        name, "datastore", f"{_count(card.tokens)} tokens", _bytes(card.bytes), "its target"
-                    )
-                else:
-                    made.add_row(
-                        name,
-                        f"{card.method} head",
-                        _count(card.parameters),
-                        _bytes(card.bytes),
-                        card.refused or "its target",
-                    )
+                made.add_row(name, *_columns(card))
         except OutriderError as error:
             made.add_row(name, "", "", "", str(error))
     return made
 
 
-def sheet(card: Card) -> Table:
-    from rich.table import Table
+def _columns(card: Card | HeadCard | StoreCard) -> tuple[str, str, str, str]:
+    """Architecture, weights, memory and what runs it."""
+    from outrider.inspect.card import Card
+    from outrider.inspect.stores import StoreCard
+
+    if isinstance(card, StoreCard):
+        return "datastore", f"{_count(card.tokens)} tokens", _bytes(card.bytes), "its target"
+    weights = _count(card.parameters)
+    if isinstance(card, Card):
+        return card.architecture, weights, _bytes(card.total_bytes), card.refused or card.runs_on
+    return f"{card.method} head", weights, _bytes(card.bytes), card.refused or "its target"
+
+
+def sheet(card: Card | HeadCard | StoreCard) -> Table:
+    from outrider.inspect.card import Card
+    from outrider.inspect.stores import StoreCard
 
     made = Table(title=card.name, title_justify="left", title_style="bold", show_header=False)
+    if isinstance(card, Card):
+        rows = _model_rows(card)
+    else:
+        rows = _store_rows(card) if isinstance(card, StoreCard) else _head_rows(card)
+    for name, value in rows.items():
+        made.add_row(name, value)
+    return made
+
+
+def _model_rows(card: Card) -> dict[str, str]:
     rows = {
         "architecture": card.architecture,
         "runs on": f"[bold red]nothing: {card.refused}[/]"
@@ -140,20 +132,7 @@ def sheet(card: Card) -> Table:
             f"({_bytes(card.free_bytes)} at most)",
             "together": f"[bold]{_bytes(card.total_bytes)}[/]",
         }
-    for name, value in rows.items():
-        made.add_row(name, value)
-    return made
-
-
-def part_sheet(card: HeadCard | StoreCard) -> Table:
-    from rich.table import Table
-
-    from outrider.inspect.stores import StoreCard
-
-    made = Table(title=card.name, title_justify="left", title_style="bold", show_header=False)
-    for name, value in (_store_rows(card) if isinstance(card, StoreCard) else _head_rows(card)).items():
-        made.add_row(name, value)
-    return made
+    return rows
 
 
 def _store_rows(card: StoreCard) -> dict[str, str]:

@@ -9,16 +9,15 @@ import inspect
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from importlib.util import find_spec
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.cli.flags import AUTO, MODEL_HELP, config_of
+from outrider.cli.flags import AUTO, MODEL_HELP, Flag, config_of
 from outrider.errors import ConfigError
 
-METAVARS = {int: "N", float: "X", str: "TEXT"}
 ALIASES = {
     "model": "-m", "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "threads": "-t"
 }  # fmt: skip
@@ -70,11 +69,11 @@ def command() -> Callable[..., None]:
     argument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
     parameters = [
         inspect.Parameter("place", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=argument),
-        _parameter("speculative_config", str, None, "JSON, @FILE, or a method such as off.", "Speculation"),
-        _parameter("threads", int, None, "CPU threads; default: OMP_NUM_THREADS, or one per core.", "Model"),
+        _flag("speculative_config", str, "JSON, @FILE, or a method such as off.").parameter("Speculation"),
+        _flag("threads", int, "CPU threads; default: OMP_NUM_THREADS, or one per core.").parameter("Model"),
         *_parameters(EngineOptions, "Model"),
         *_parameters(ServerOptions, "Server"),
-        *(_parameter(name, str, None, NEW_SPELLING, "Speculation", hidden=True) for name in REFUSED),
+        *(replace(_flag(name, str, NEW_SPELLING), hidden=True).parameter("Speculation") for name in REFUSED),
     ]
     serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return serve
@@ -118,34 +117,14 @@ def _parameters(kind: type[Any], panel: str) -> list[inspect.Parameter]:
         if str(hint) == "tuple[str, ...]":
             hint, default = list[str], []
         default = None if default is MISSING else default
-        made.append(_parameter(field.name, hint, default, help.get(field.name, ""), panel))
+        made.append(_flag(field.name, hint, help.get(field.name, ""), default).parameter(panel))
     return made
 
 
-def _parameter(
-    name: str, hint: Any, default: Any, help: str, panel: str, hidden: bool = False
-) -> inspect.Parameter:
+def _flag(name: str, hint: Any, help: str, default: Any = None) -> Flag:
     flag = name.replace("_", "-")
-    names = [f"--{flag}/--no-{flag}" if hint is bool else f"--{flag}"]
-    if name in ALIASES:
-        names.append(ALIASES[name])
-    metavar = next((METAVARS[t] for t in (*get_args(hint), hint) if t in METAVARS), None)
-    option = typer.Option(
-        *names,
-        help=help,
-        rich_help_panel=panel,
-        metavar=metavar,
-        show_default=default not in (None, []),
-        envvar=ENVIRONMENT.get(name),
-        show_envvar=False,
-        hidden=hidden,
-    )
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[hint | None if default is None else hint, option],
-    )
+    names = f"--{flag}/--no-{flag}" if hint is bool else f"--{flag} {ALIASES.get(name, '')}"
+    return Flag(name, hint, names, help, default, variable=ENVIRONMENT.get(name))
 
 
 def documented(kind: type[Any]) -> dict[str, str]:

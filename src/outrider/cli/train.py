@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer import Option
 
-from outrider.cli.arguments import named
+from outrider.cli.arguments import check_folder, named
 from outrider.cli.flags import GROUPS, OUT, SEED, Flag, Given, load, parsed, shared
-from outrider.errors import ConfigError
 
 GROUPS["training"] = (
     (
@@ -51,8 +51,6 @@ def train(
     estimate: Annotated[bool, Option("--estimate", help="Tell time and size, and end.")] = False,
 ) -> None:
     """Train a draft head, or a small draft model, on the target's own answers."""
-    from rich.console import Console
-
     from outrider.checkpoints.hub import Checkpoint
     from outrider.config import options as checked
     from outrider.train import estimate as estimates
@@ -66,8 +64,7 @@ def train(
     if regenerate is not None:
         given["regenerate"] = regenerate
     settings = checked(kind.Options, given, "training option")
-    if not out.expanduser().parent.is_dir():
-        raise ConfigError(f"there is no folder {str(out.parent)!r} for the trained weights.")
+    check_folder(out, "trained weights")
     processes = Processes.joined()  # chooses the device, so before the model is there
     console = Console(quiet=not processes.first)
     engine = named(engine, target)

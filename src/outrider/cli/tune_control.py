@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from rich.console import Console
+from rich.progress import Progress
 from typer import Option
 
-from outrider.cli.arguments import Drafts, Target, named
-from outrider.cli.flags import MAX_TOKENS, OUT, SEED, Given, load, shared
-from outrider.errors import ConfigError
+from outrider.cli.arguments import Drafts, Target, check_folder, named, print_use, with_prompts
+from outrider.cli.flags import MAX_TOKENS, OUT, SEED, Given, shared
 
 
 @shared
@@ -27,19 +28,15 @@ def control(
     Every prompt is answered greedily and at temperature 0.8, with look-up, each draft, and both together.
     The file is written if the network predicts better than calibrated bins on held-out prompts.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from outrider.bench.questions import prompts_for, read
     from outrider.core.params import SamplingParams
     from outrider.tune.control import configs, fit, record
 
-    if not out.expanduser().parent.is_dir():
-        raise ConfigError(f"there is no folder {str(out.parent)!r} for the control module.")
-    questions = read(asked["file"], raw=asked["raw"]) if "file" in asked else None
-    llm, console = load(named(engine, target), max_num_seqs=1), Console()
-    params = [SamplingParams(temperature=t, max_tokens=tokens, seed=seed) for t in (0.0, 0.8)]
-    prompts, _ = prompts_for(llm, questions, params[0], asked["raw"])
+    check_folder(out, "control module")
+    params, console = (
+        [SamplingParams(temperature=t, max_tokens=tokens, seed=seed) for t in (0.0, 0.8)],
+        Console(),
+    )
+    llm, prompts = with_prompts(named(engine, target), asked, params[0], max_num_seqs=1)
     settings, answers = configs(drafts or []), []
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("Drafting", total=len(prompts) * len(params) * len(settings))
@@ -55,8 +52,4 @@ def control(
         console.print("It does not predict better: nothing is written, and bins stay in use.", style="bold")
         return
     found.network.save(out.expanduser())
-    console.print(
-        f'{out}: use it with --speculative-config \'{{"method": "auto", "control_module": "{out}"}}\'',
-        soft_wrap=True,
-        markup=False,
-    )
+    print_use(out, {"method": "auto", "control_module": str(out)})

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from typer import Option
 
-from outrider.cli.arguments import Drafts, Target, named
-from outrider.cli.flags import MAX_TOKENS, OUT, SEED, TEMPERATURE, Given, load, shared
+from outrider.cli.arguments import Drafts, Target, bar_over, check_folder, named, with_prompts
+from outrider.cli.flags import MAX_TOKENS, OUT, SEED, TEMPERATURE, Given, shared
 from outrider.errors import ConfigError
 
 
@@ -29,27 +30,15 @@ def search(
     seed: Annotated[int, Option(*SEED, min=0, help="Seed of every request.")] = 7,
 ) -> None:
     """Search methods and parameters on real runs, and write the best setting as a speculative_config."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from outrider.bench.questions import prompts_for, read
     from outrider.core.params import SamplingParams
     from outrider.tune.report import show_ranking
     from outrider.tune.search import Search, candidates
 
-    if not out.expanduser().parent.is_dir():
-        raise ConfigError(f"there is no folder {str(out.parent)!r} for the setting.")
-    settings = candidates(drafts or [])
-    questions = read(asked["file"], raw=asked["raw"]) if "file" in asked else None
-    llm, console = load(named(engine, target), max_num_seqs=1), Console()
+    check_folder(out, "setting")
+    settings, console = candidates(drafts or []), Console()
     params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed)
-    prompts, _ = prompts_for(llm, questions, params, asked["raw"])
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("Searching", total=60 * minutes)
-
-        def tick(what: str) -> None:
-            bar.update(task, completed=bar.tasks[0].elapsed or 0, description=what)
-
+    llm, prompts = with_prompts(named(engine, target), asked, params, max_num_seqs=1)
+    with bar_over(minutes, "Searching", console) as tick:
         outcome = Search(llm, prompts, params, minutes).run(settings, tick)
     try:
         out.expanduser().write_text(json.dumps(outcome.config, indent=1) + "\n")

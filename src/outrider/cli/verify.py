@@ -6,16 +6,16 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from typer import Option
 
+from outrider.cli.arguments import bar_over
 from outrider.cli.bench import LOG, opened
 from outrider.cli.flags import MAX_TOKENS, OUT, SEED, Given, config_of, load, shared
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rich.console import Console
 
     from outrider.bench.questions import Question
     from outrider.certify.certificate import Certificate
@@ -56,8 +56,6 @@ def verify(
 
     Example:  outrider verify --speculative-config '{"model": "builtin-draft", "verification": "rejection"}'
     """
-    from rich.console import Console
-
     from outrider.bench.questions import read
     from outrider.certify.prompts import PromptSource
     from outrider.certify.report import figures, panel
@@ -115,15 +113,7 @@ def first_prompts(
 def run(
     llm: LLM, fast: LLM, prompts: PromptSource, effort: Effort, expect_lossy: bool, console: Console
 ) -> Certificate:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     from outrider.certify.run import certify
 
-    columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("Verifying", total=60 * effort.minutes)
-
-        def tick(what: str) -> None:
-            bar.update(task, completed=bar.tasks[0].elapsed, description=f"Verifying: {what}")
-
-        return certify(llm, fast, prompts, effort, expect_lossy, tick)
+    with bar_over(effort.minutes, "Verifying", console) as tick:
+        return certify(llm, fast, prompts, effort, expect_lossy, lambda what: tick(f"Verifying: {what}"))

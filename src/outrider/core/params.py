@@ -6,12 +6,23 @@ import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from outrider.core.structured import StructuredOutputs
-from outrider.core.validate import FLAG, TEXT, Kind, check_fields, is_real, is_whole, optional, real, whole
+from outrider.core.validate import (
+    Count,
+    Flag,
+    Kind,
+    Text,
+    check_fields,
+    is_real,
+    is_whole,
+    optional,
+    real,
+    whole,
+)
 from outrider.errors import RequestError, shortened, unknown
 
 ALL = (1 << 31) - 1  # upper bound of top_k, above any vocabulary size
@@ -49,40 +60,18 @@ def _ids(values: Sequence[Any]) -> bool:
     return all(map(is_whole, values))
 
 
-FIELDS = {
-    "n": whole(1, MOST_SAMPLES),
-    "temperature": real(
-        "0 (greedy) or a finite number of at least 0.01", lambda t: t == 0 or 0.01 <= t <= LARGEST
-    ),
-    "top_p": real("in (0, 1]", lambda p: 0 < p <= 1),
-    "top_k": Kind("a positive whole number, or 0 or -1 for all tokens", whole(0).accepts),
-    "min_p": real("in [0, 1]", lambda p: 0 <= p <= 1),
-    "seed": optional(whole()),
-    "repetition_penalty": real("a finite number above 0", lambda factor: 0 < factor <= LARGEST),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), real("in [-2, 2]", lambda x: -2 <= x <= 2)),
-    "allowed_token_ids": Kind(
-        "a list of at least one token id", lambda ids: ids is None or (len(ids) > 0 and _ids(ids))
-    ),
-    "bad_words": Kind("a list of strings that are not empty", _texts),
-    "logits_processors": Kind("a list of functions", lambda functions: all(map(callable, functions))),
-    "stop": Kind("a string that is not empty, or a list of such", _texts),
-    "stop_token_ids": Kind("a list of token ids", _ids),
-    "prediction": Kind("a text or a list of token ids", lambda given: isinstance(given, str) or _ids(given)),
-    **dict.fromkeys(("max_tokens", "max_draft_tokens"), optional(whole(1))),
-    "draft_method": optional(TEXT),
-    "min_tokens": whole(0),
-    "truncate_prompt_tokens": Kind(
-        "at least 1, or -1 for what the context holds, or None",
-        lambda n: n is None or n == -1 or is_whole(n, 1),
-    ),
-    **dict.fromkeys(
-        ("logprobs", "prompt_logprobs"),
-        Kind("at least 0, or -1 for all tokens, or None", optional(whole(-1)).accepts),
-    ),
-    **dict.fromkeys(
-        ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "speculate"), FLAG
-    ),
-}
+ALLOWED = Kind("a list of at least one token id", lambda ids: ids is None or (len(ids) > 0 and _ids(ids)))
+TEMPERATURE = real("0 (greedy) or a finite number of at least 0.01", lambda t: t == 0 or 0.01 <= t <= LARGEST)
+FACTOR = real("a finite number above 0", lambda x: 0 < x <= LARGEST)
+Penalty = Annotated[float, real("in [-2, 2]", lambda x: -2 <= x <= 2)]
+Entries = Annotated[
+    int | None, Kind("at least 0, or -1 for all tokens, or None", optional(whole(-1)).accepts)
+]
+TRUNCATION = Kind(
+    "at least 1, or -1 for what the context holds, or None", lambda n: n is None or n == -1 or is_whole(n, 1)
+)
+FUNCTIONS = Kind("a list of functions", lambda functions: all(map(callable, functions)))
+PREDICTION = Kind("a text or a list of token ids", lambda given: isinstance(given, str) or _ids(given))
 
 
 class DistributionParams(NamedTuple):
@@ -99,35 +88,37 @@ class DistributionParams(NamedTuple):
 
 @dataclass(frozen=True)
 class _Fields:
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    n: Annotated[int, whole(1, MOST_SAMPLES)] = 1
+    temperature: Annotated[float, TEMPERATURE] = 1.0
+    top_p: Annotated[float, real("in (0, 1]", lambda p: 0 < p <= 1)] = 1.0
+    top_k: Annotated[int, Kind("a positive whole number, or 0 or -1 for all tokens", whole(0).accepts)] = 0
+    min_p: Annotated[float, real("in [0, 1]", lambda p: 0 <= p <= 1)] = 0.0
+    seed: Annotated[int, whole()] | None = None
+    repetition_penalty: Annotated[float, FACTOR] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    logits_processors: Sequence[Callable[..., Any]] | None = None
-    stop: Sequence[str] | str | None = None
-    stop_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    truncate_prompt_tokens: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    speculate: bool = True
+    allowed_token_ids: Annotated[Sequence[int] | None, ALLOWED] = None
+    bad_words: Annotated[Sequence[str] | None, Kind("a list of strings that are not empty", _texts)] = None
+    logits_processors: Annotated[Sequence[Callable[..., Any]] | None, FUNCTIONS] = None
+    stop: Annotated[
+        Sequence[str] | str | None, Kind("a string that is not empty, or a list of such", _texts)
+    ] = None
+    stop_token_ids: Annotated[Sequence[int] | None, Kind("a list of token ids", _ids)] = None
+    include_stop_str_in_output: Flag = False
+    ignore_eos: Flag = False
+    max_tokens: Count | None = 16
+    min_tokens: Annotated[int, whole(0)] = 0
+    truncate_prompt_tokens: Annotated[int | None, TRUNCATION] = None
+    logprobs: Entries = None
+    prompt_logprobs: Entries = None
+    detokenize: Flag = True
+    skip_special_tokens: Flag = True
+    speculate: Flag = True
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = field(default=None, hash=False)
-    max_draft_tokens: int | None = None
-    prediction: Sequence[int] | str | None = None
-    draft_method: str | None = None
+    max_draft_tokens: Count | None = None
+    prediction: Annotated[Sequence[int] | str | None, PREDICTION] = None
+    draft_method: Text | None = None
 
 
 class SamplingParams(_Fields):
@@ -209,7 +200,7 @@ class SamplingParams(_Fields):
         self._check()
 
     def _check(self) -> None:
-        check_fields(self, FIELDS, RequestError)
+        check_fields(self, error=RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             got = shortened(self.min_tokens)
             raise RequestError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {got}.")

@@ -14,7 +14,7 @@ from outrider.core.logprobs import Logprobs
 from outrider.core.params import DistributionParams, SamplingParams
 from outrider.core.processor import Grammar, Processor
 from outrider.core.tree import DraftTree
-from outrider.core.validate import TEXT, check_fields, whole
+from outrider.core.validate import Count, Text, check_fields
 from outrider.errors import RequestError
 
 
@@ -133,12 +133,12 @@ class LoRARequest:
     lora_name: used in messages.  lora_int_id: unique id, at least 1.  lora_path: a PEFT folder or hub id.
     """
 
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
+    lora_name: Text
+    lora_int_id: Count
+    lora_path: Text
 
     def __post_init__(self) -> None:
-        check_fields(self, {"lora_name": TEXT, "lora_int_id": whole(1), "lora_path": TEXT}, RequestError)
+        check_fields(self, error=RequestError)
 
 
 @dataclass(eq=False, slots=True)
@@ -183,9 +183,7 @@ class Row:
     logprobs: Logprobs | None = None  # None unless requested
     entered: float = field(default_factory=time.perf_counter)
     arrivals: list[float] = field(default_factory=list)  # of each output token, on the clock of `entered`
-    sources: list[str | None] = field(
-        default_factory=list
-    )  # of each output token: its drafter, or the target
+    sources: list[str | None] = field(default_factory=list)  # drafter of each output token; None: the target
     drafted_by: Counter[str] = field(default_factory=Counter)  # draft tokens by drafter, without probes
     last_draft: LastDraft | None = None
     # whether it has a grammar or a prediction, from which automatic drafters propose

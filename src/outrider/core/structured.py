@@ -5,9 +5,9 @@ from __future__ import annotations
 import json as jsonlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
-from outrider.core.validate import FLAG, TEXT, Kind, optional
+from outrider.core.validate import TEXT, Flag, Kind, kinds_of
 from outrider.errors import RequestError, shortened, unknown
 
 WHERE = "structured_outputs"
@@ -27,20 +27,13 @@ ELSEWHERE = {  # keys of vLLM or llama.cpp that are refused -> replacement
     "ebnf": "Did you mean 'grammar'?",
 }
 
-FIELDS = {
-    "json": optional(Kind("a JSON schema: a dict, or its text", lambda value: isinstance(value, Mapping))),
-    "regex": optional(Kind("a text that is not empty", TEXT.accepts)),
-    "choice": optional(
-        Kind(
-            "a list of texts that are not empty",
-            lambda value: isinstance(value, (list, tuple)) and bool(value) and all(map(TEXT.accepts, value)),
-        )
-    ),
-    "grammar": optional(Kind("a text that is not empty", TEXT.accepts)),
-    "json_object": Kind("True or False", lambda value: value is None or value is True),
-    "whitespace_pattern": optional(Kind("a regular expression", TEXT.accepts)),
-    "disable_any_whitespace": FLAG,
-}
+SCHEMA = Kind("a JSON schema: a dict, or its text", lambda value: isinstance(value, Mapping))
+CHOICE = Kind(
+    "a list of texts that are not empty",
+    lambda value: isinstance(value, (list, tuple)) and bool(value) and all(map(TEXT.accepts, value)),
+)
+TRUE = Kind("True or False", lambda value: value is None or value is True)
+Filled = Annotated[str, Kind("a text that is not empty", TEXT.accepts)]
 
 
 @dataclass(frozen=True)
@@ -59,13 +52,13 @@ class StructuredOutputs:
     Raises RequestError naming the field and its value.
     """
 
-    json: Mapping[str, Any] | str | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    whitespace_pattern: str | None = None
-    disable_any_whitespace: bool = False
+    json: Annotated[Mapping[str, Any] | str, SCHEMA] | None = None
+    regex: Filled | None = None
+    choice: Annotated[Sequence[str], CHOICE] | None = None
+    grammar: Filled | None = None
+    json_object: Annotated[bool | None, TRUE] = None
+    whitespace_pattern: Annotated[str, Kind("a regular expression", TEXT.accepts)] | None = None
+    disable_any_whitespace: Flag = False
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -75,7 +68,7 @@ class StructuredOutputs:
             found = " and ".join(given) or "none"
             raise RequestError(f"{WHERE} needs exactly one of {', '.join(FORMS)}, got {found}.")
         object.__setattr__(self, "json", _schema(self.json))
-        for name, kind in FIELDS.items():
+        for name, kind in kinds_of(StructuredOutputs).items():
             kind.check(getattr(self, name), f"{WHERE}: {name}", RequestError)
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise RequestError(f"{WHERE}: whitespace_pattern has no effect beside disable_any_whitespace.")

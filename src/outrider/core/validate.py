@@ -1,7 +1,8 @@
 """Declarative checks of values that come from outside: options, requests and files.
 
-OPTIONS = {"num_pages": whole(1), "share": real(0, 1), "device": optional(TEXT)}
-check_fields(self, OPTIONS)             # in __post_init__ of a frozen dataclass
+num_pages: Annotated[int, whole(1)] = 16        # a field of a frozen dataclass: its kind beside its type
+device: Text | None = None
+check_fields(self)                              # in __post_init__
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Annotated, Any, get_args, get_type_hints
 
 from outrider.errors import ConfigError, OutriderError, shortened
 
@@ -64,7 +66,32 @@ FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 TEXT = Kind("a string", lambda value: isinstance(value, str) and bool(value))
 
 
-def check_fields(options: Any, table: Mapping[str, Kind], error: type[OutriderError] = ConfigError) -> None:
-    """Check attributes of `options`.  Raises `error` naming the first bad one."""
-    for name, kind in table.items():
+Flag = Annotated[bool, FLAG]
+Text = Annotated[str, TEXT]
+Count = Annotated[int, whole(1)]
+Share = Annotated[float, SHARE]
+
+
+@lru_cache(maxsize=256)
+def kinds_of(options: type[Any]) -> dict[str, Kind]:
+    """The kinds in the annotations of a class, by field.  `X | None` also allows None."""
+    found = {}
+    for name, hint in get_type_hints(options, include_extras=True).items():
+        kind, parts = _kind_in(hint), get_args(hint)
+        if kind is None and type(None) in parts:
+            kind = next((optional(inner) for inner in map(_kind_in, parts) if inner is not None), None)
+        if kind is not None:
+            found[name] = kind
+    return found
+
+
+def _kind_in(hint: Any) -> Kind | None:
+    return next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Kind)), None)
+
+
+def check_fields(
+    options: Any, table: Mapping[str, Kind] | None = None, error: type[OutriderError] = ConfigError
+) -> None:
+    """Check attributes of `options`, by default those with a kind.  Raises `error` naming a bad one."""
+    for name, kind in (kinds_of(options.__class__) if table is None else table).items():
         kind.check(getattr(options, name), name, error)

@@ -11,12 +11,12 @@ import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
-from outrider.core.validate import SHARE, check_fields, optional, whole
+from outrider.core.validate import Share, check_fields, whole
 from outrider.drafting.base import Target, TextDrafter
 from outrider.drafting.trees.builder import TreeBuilder
 from outrider.heads.templates import Path, paths
@@ -70,11 +70,11 @@ class Recycle(TextDrafter):
         min_token_prob: minimum joint probability of a node.
         """
 
-        nodes: int | None = None
-        min_token_prob: float = 0.05
+        nodes: Annotated[int, whole(1, len(PATHS))] | None = None
+        min_token_prob: Share = 0.05
 
         def __post_init__(self) -> None:
-            check_fields(self, {"nodes": optional(whole(1, len(PATHS))), "min_token_prob": SHARE})
+            check_fields(self)
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)

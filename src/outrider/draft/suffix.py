@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from outrider.core.row import Row
 from outrider.core.step import Commit
 from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
-from outrider.core.validate import FLAG, SHARE, check_fields, real, whole
+from outrider.core.validate import Flag, Share, check_fields, real, whole
 from outrider.drafting.base import Target, TextDrafter
 from outrider.drafting.lookup.index import index_for
 from outrider.drafting.lookup.index_base import RUNS, Index
@@ -26,13 +26,7 @@ from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, freque
 SEGMENT = 1 << 18  # tokens of finished requests in one index
 SEPARATOR = -1  # token id between two requests
 ROUNDING = 1e-9
-LIMITS = {
-    "suffix_decoding_max_tree_depth": whole(2, 1024),
-    "suffix_decoding_max_cached_requests": whole(0),
-    "suffix_decoding_max_spec_factor": real("a number in (0, 64]", lambda value: 0 < value <= 64),
-    "suffix_decoding_min_token_prob": SHARE,
-    "suffix_decoding_use_tree_spec": FLAG,
-}
+FACTOR = real("a number in (0, 64]", lambda value: 0 < value <= 64)
 
 
 class FinishedTexts:
@@ -93,14 +87,14 @@ class Suffix(TextDrafter):
         use_tree_spec: propose trees instead of chains, with the same number of nodes.
         """
 
-        suffix_decoding_max_tree_depth: int = 24
-        suffix_decoding_max_cached_requests: int = 10000
-        suffix_decoding_max_spec_factor: float = 1.0
-        suffix_decoding_min_token_prob: float = 0.1
-        suffix_decoding_use_tree_spec: bool = False
+        suffix_decoding_max_tree_depth: Annotated[int, whole(2, 1024)] = 24
+        suffix_decoding_max_cached_requests: Annotated[int, whole(0)] = 10000
+        suffix_decoding_max_spec_factor: Annotated[float, FACTOR] = 1.0
+        suffix_decoding_min_token_prob: Share = 0.1
+        suffix_decoding_use_tree_spec: Flag = False
 
         def __post_init__(self) -> None:
-            check_fields(self, LIMITS)
+            check_fields(self)
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)

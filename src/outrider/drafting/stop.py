@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from outrider.core.row import Row
 from outrider.core.step import Commit, RowStep
 from outrider.core.stop_rule import NodeFeatures, StopRule
 from outrider.core.tree import ROOT, Budget, DraftTree
-from outrider.core.validate import SHARE, Kind, check_fields, optional, real, whole
+from outrider.core.validate import Kind, Share, check_fields, real, whole
 from outrider.drafting import disco
 from outrider.drafting.options import refuse_idle
 from outrider.drafting.threshold import adapted
@@ -31,15 +31,8 @@ LENGTH_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 THRESHOLD_SCHEDULES = ("constant", "refit")
 FIRST_DEPTH, MAX_DEPTH = 5, 20  # where a length schedule starts; the default maximum depth if a rule decides
 HISTORY = 256  # judged nodes that a threshold is fitted to
-STOP_OPTIONS = {
-    "num_assistant_tokens": optional(whole(1, 1024)),
-    "assistant_confidence_threshold": optional(SHARE),
-    "entropy_threshold": optional(SHARE),
-    "entropy_factor": real("a number above 0", lambda value: 0 < value < math.inf),
-    "entropy_target": SHARE,
-    "stop_classifier": optional(Kind("a file", lambda value: isinstance(value, str))),
-    "stop_classifier_threshold": SHARE,
-}
+FACTOR = real("a number above 0", lambda value: 0 < value < math.inf)
+FILE = Kind("a file", lambda value: isinstance(value, str))
 
 
 @dataclass(frozen=True)
@@ -60,15 +53,15 @@ class Options:
         stop_classifier_threshold.
     """
 
-    num_assistant_tokens: int | None = None
+    num_assistant_tokens: Annotated[int, whole(1, 1024)] | None = None
     num_assistant_tokens_schedule: str = "constant"
-    assistant_confidence_threshold: float | None = None
+    assistant_confidence_threshold: Share | None = None
     assistant_confidence_schedule: str = "constant"
-    entropy_threshold: float | None = None
-    entropy_factor: float = 0.2
-    entropy_target: float = 0.9
-    stop_classifier: str | None = None
-    stop_classifier_threshold: float = 0.5
+    entropy_threshold: Share | None = None
+    entropy_factor: Annotated[float, FACTOR] = 0.2
+    entropy_target: Share = 0.9
+    stop_classifier: Annotated[str, FILE] | None = None
+    stop_classifier_threshold: Share = 0.5
 
     @property
     def judges_nodes(self) -> bool:
@@ -82,7 +75,7 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_schedules()
-        check_fields(self, STOP_OPTIONS)
+        check_fields(self)
         classifier, entropy = self.stop_classifier, self.entropy_threshold is not None
         refuse_idle(self, entropy, "entropy_threshold", "entropy_factor", "entropy_target")
         refuse_idle(self, classifier is not None, "stop_classifier", "stop_classifier_threshold")

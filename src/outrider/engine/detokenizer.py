@@ -30,9 +30,8 @@ class Detokenizer:
         """Append a token.  Returns the new text, "" while a character is incomplete."""
         self.count += 1
         new = ""
-        if not (
-            self.skip and token in self.special
-        ):  # has no text, and hides the space before the next piece
+        # a skipped token has no text, and hides the space before the next piece
+        if not (self.skip and token in self.special):
             self.ids.append(token)
             new = self._pending()
             new = "" if new.endswith("\ufffd") else self._accept(new)

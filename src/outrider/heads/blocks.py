@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.backends.base import LayerKV
 from outrider.cache.catch_up import Cursor
 from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
@@ -92,9 +93,8 @@ class BlockDrafter(HeadDrafter):
         self.width = width = head.shape("fc.weight")[0]
         self.embedding = own_embedding(reader, target, width)
         self.fc = reader.linear("fc", width, len(layout.taps) * self.hidden)
-        self.hidden_norm, self.norm = (
-            reader.vector(f"{name}.weight", width) for name in ("hidden_norm", "norm")
-        )
+        self.hidden_norm = reader.vector("hidden_norm.weight", width)
+        self.norm = reader.vector("norm.weight", width)
         names = [f"layers.{i}" for i in range(len(layout.windows))]
         self.stack = Stack(reader, target, names, width, windows=layout.windows, more=layout.block)
         self.pooled, sizes = self.stack, self.stack.sizes
@@ -209,4 +209,4 @@ class BlockDrafter(HeadDrafter):
         g = run.linear(states.to(run.activations), self.fc)
         kv = run.linear(run.rms_norm(g, self.hidden_norm, self.stack.sizes.eps), self.kv)
         for i, (keys, part) in enumerate(zip(self.keys, kv.chunk(len(self.keys), dim=-1))):
-            run.rope_store(part.contiguous(), keys, keys.turn, step_input, self.pool, i)
+            run.rope_store(part.contiguous(), keys, keys.turn, LayerKV(step_input, self.pool, i))

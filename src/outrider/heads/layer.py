@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.backends.base import Backend, Weight
+from outrider.backends.base import Backend, LayerKV, Norms, Weight
 from outrider.backends.torch.backend import beside
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.heads import Head
@@ -132,7 +132,7 @@ class Block:
         """
         if u is None and self.norm_in is None:
             u = x
-        return self.backend.run_layers(self.stack, x, step_input, pool, u=u, layer=at)
+        return self.backend.run_layers(self.stack, x, LayerKV(step_input, pool, at), u=u)
 
 
 class Stack:
@@ -210,11 +210,11 @@ class Pairs:
         """embedding: the head's own; the target's unless given."""
         self.model, self.backend = model, model.backend
         self.embedding = model.embedding if embedding is None else embedding
-        self.norms = norm_token, norm_state, eps
+        self.norms = Norms(norm_token, norm_state, eps)
 
     def __call__(self, step_input: StepInput, g: Tensor) -> Tensor:
         """[n, 2h] of the step's tokens and the states g [n, h]."""
         if self.embedding is None:
             embedded = self.model.embed(step_input.input_ids).to(g.dtype)
-            return beside(self.backend, embedded, g, *self.norms)
-        return self.backend.pair(self.embedding, step_input, g, *self.norms)
+            return beside(self.backend, embedded, g, self.norms)
+        return self.backend.pair(self.embedding, step_input, g, self.norms)

@@ -9,13 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend, Chain
+from outrider.backends.base import Backend, Chains
 from outrider.backends.rules import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.checkpoints.spec import Facts
 from outrider.core.step_input import StepInput
-from outrider.core.stop_rule import Chained, StopRule
+from outrider.core.stop_rule import Chained
 from outrider.errors import EngineError
+
+Taps = dict[int, Tensor] | None  # layer -> receives the residual stream [N, hidden] before it
 
 
 class Model(Protocol):
@@ -38,10 +40,6 @@ class Model(Protocol):
     def footprint(self) -> Counter[torch.device]:
         """Bytes of K/V per token, by device."""
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of K/V per token on all devices."""
-
     def pool(self, slots: int) -> Pool: ...
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Any:
         """Blocks for `forward` and `draft_chain` without the attention, or the MLP, of some layers.
@@ -59,14 +57,13 @@ class Model(Protocol):
         pool: Pool,
         blocks: Any = None,
         x: Tensor | None = None,
-        taps: dict[int, Tensor] | None = None,
+        taps: Taps = None,
     ) -> Tensor:
         """Hidden states [N, hidden] of the rows of a step, as `logits` takes them.  Writes K/V to the pool.
 
         blocks: blocks to run, by default all
         x:      input of the first block, by default the embeddings; it may be overwritten
-        taps:   layer -> receives the residual stream [N, hidden] before that layer;
-                the number of layers: after the last
+        taps:   the number of layers receives the stream after the last
         """
 
     def embed(self, ids: Sequence[int]) -> Tensor:
@@ -99,17 +96,5 @@ class Model(Protocol):
     def fuses_chains(self) -> bool:
         """Whether `draft_chain` is supported."""
 
-    def draft_chain(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        chains: Sequence[Chain],
-        vocabulary: int,
-        stop_rule: StopRule | None = None,
-        blocks: Any = None,
-        states: Tensor | None = None,
-    ) -> Chained:
-        """Run `forward` over the step, then extend chains of the best tokens after some rows, in one call.
-
-        states: [chains, most levels, hidden], receives the hidden state that each token was picked from
-        """
+    def draft_chain(self, step_input: StepInput, pool: Pool, chains: Chains, blocks: Any = None) -> Chained:
+        """Run `forward` over the step, then extend chains of the best tokens after some rows, in one call."""

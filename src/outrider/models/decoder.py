@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend, Chain
+from outrider.backends.base import Backend, Chains, LayerKV
 from outrider.backends.rules import TreeQueries
 from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool, SplitPool, kv_dtype
@@ -29,8 +29,9 @@ from outrider.checkpoints.quantize import bits_of
 from outrider.checkpoints.spec import Spec
 from outrider.core.lora import Adapted, Runs
 from outrider.core.step_input import StepInput
-from outrider.core.stop_rule import Chained, StopRule
+from outrider.core.stop_rule import Chained
 from outrider.errors import CapacityError, ConfigError, ModelError, first_line
+from outrider.models.base import Taps
 from outrider.models.layers import LayerReader
 from outrider.models.placement import Placement, place
 from outrider.models.rope import rope_frequencies
@@ -109,10 +110,6 @@ class Decoder:
         return sizes
 
     @property
-    def slot_bytes(self) -> int:
-        return self.footprint.total()
-
-    @property
     def exact(self) -> bool:
         return all(backend.exact for backend in (self.backend, *(part.backend for part in self.parts)))
 
@@ -134,9 +131,9 @@ class Decoder:
         self,
         step_input: StepInput,
         pool: Pool,
-        blocks: Blocks | None = None,
+        blocks: Any = None,
         x: Tensor | None = None,
-        taps: dict[int, Tensor] | None = None,
+        taps: Taps = None,
     ) -> Tensor:
         """Residual stream [N, hidden] after the last layer."""
         if taps:
@@ -148,7 +145,7 @@ class Decoder:
                 continue
             if part.backend is not at:
                 at, x = part.backend, _moved(x, part.backend)
-            x = at.run_layers(part.stack, x, step_input, part_pool, _runs(step_input, i))
+            x = at.run_layers(part.stack, x, LayerKV(step_input, part_pool), _runs(step_input, i))
         return x if at is self.backend else _moved(x, self.backend)
 
     def _tapped(self, step_input: StepInput, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
@@ -166,7 +163,7 @@ class Decoder:
         if self.fused is None:
             return forward_parts(self, step_input, pool, states, queries)
         stack, runs = self.parts[0].stack, _runs(step_input, 0)
-        return self.fused.forward(stack, self.ends, step_input, pool, states, queries, runs)
+        return self.fused.forward(stack, self.ends, LayerKV(step_input, pool), states, queries, runs)
 
     def pack_adapter(self, layers: Adapted) -> list[Any]:
         """An adapter's weights as `StepInput.adapt` takes them: packed for each part."""
@@ -196,21 +193,10 @@ class Decoder:
     def fuses_chains(self) -> bool:
         return self.fused is not None
 
-    def draft_chain(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        chains: Sequence[Chain],
-        vocabulary: int,
-        stop_rule: StopRule | None = None,
-        blocks: Blocks | None = None,
-        states: Tensor | None = None,
-    ) -> Chained:
+    def draft_chain(self, step_input: StepInput, pool: Pool, chains: Chains, blocks: Any = None) -> Chained:
         assert self.fused is not None, "fuses_chains says whether chains are supported"
         stack = (blocks or self.parts)[0].stack
-        return self.fused.draft_chain(
-            stack, self.ends, step_input, pool, chains, vocabulary, stop_rule, states
-        )
+        return self.fused.draft_chain(stack, self.ends, LayerKV(step_input, pool), chains)
 
 
 def _runs(step_input: StepInput, part: int) -> Runs:
@@ -234,9 +220,8 @@ def rotations(config: Any, max_len: int, positions: int = 0) -> Tensor:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if (size := max(max_len, positions) * width) > MAX_ROTATIONS:
         raise CapacityError(
-            f"the rotations of {max(max_len, positions):,} positions (max_position_embeddings) are "
-            f"{size:,} numbers; at most {MAX_ROTATIONS:,} are held: "
-            "lower max_model_len."
+            f"the rotations of {max(max_len, positions):,} positions (max_position_embeddings) are {size:,} "
+            f"numbers; at most {MAX_ROTATIONS:,} are held: lower max_model_len."
         )
     try:
         frequencies, scale = rope_frequencies(config, width, max_len)

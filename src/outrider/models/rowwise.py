@@ -22,6 +22,5 @@ def by_rows(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -
     step = 1 if width % VECTOR else max(1, SERIAL_NUMEL // width)
     if len(rows) <= step:
         return func(x, *args, **kwargs)
-    return torch.cat([func(rows[i : i + step], *args, **kwargs) for i in range(0, len(rows), step)]).view(
-        x.shape
-    )
+    parts = [func(rows[i : i + step], *args, **kwargs) for i in range(0, len(rows), step)]
+    return torch.cat(parts).view(x.shape)

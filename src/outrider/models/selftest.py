@@ -33,9 +33,7 @@ def bit_exact(decoder: Model) -> bool:
     decoder.forward(_chain(table, start // 2, tokens[start // 2 : start]), together)
     step_input, root = StepInput(), start + 2
     step_input.chain(table, start, tokens[start:root])
-    step_input.node(
-        table, root, [root], 1
-    )  # a sibling, in the slot that the true token has in plain decoding
+    step_input.node(table, root, [root], 1)  # in the slot that the true token has in plain decoding
     path = [root + 1]
     step_input.node(table, root, path, tokens[root])
     step_input.node(table, root, [*path, root + 2], 2)

@@ -24,6 +24,7 @@ from outrider.core.lora import Adapted
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
 from outrider.errors import RankError
+from outrider.models.base import Taps
 from outrider.parallel.group import Group
 from outrider.parallel.layout import split
 from outrider.parallel.messages import Report
@@ -84,10 +85,6 @@ class ParallelModel:
                 sizes[report.device] += report.slot_bytes
         return sizes
 
-    @property
-    def slot_bytes(self) -> int:
-        return self.footprint.total()
-
     def pool(self, slots: int) -> Pool:
         number = next(self._numbers)
         self._call("add_pool", number, slots)
@@ -112,9 +109,9 @@ class ParallelModel:
         self,
         step_input: StepInput,
         pool: Pool,
-        blocks: Skips | None = None,
+        blocks: Any = None,
         x: Tensor | None = None,
-        taps: dict[int, Tensor] | None = None,
+        taps: Taps = None,
     ) -> Tensor:
         taps = {} if taps is None else taps
         found, _ = self._begin(step_input, pool, Wanted((*taps, LAST)), blocks, x)()

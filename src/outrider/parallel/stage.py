@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend
+from outrider.backends.base import Backend, LayerKV
 from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.quantize import bits_of
@@ -213,16 +213,16 @@ class Stage:
                 states[i] = x.clone()  # x is changed in place
             if skips[i] == ATTENTION | MLP:
                 continue
-            runs = self._runs(step_input, at)
+            runs, kv = self._runs(step_input, at), LayerKV(step_input, pool, at)
             if self.options.layout.tensor == 1:
-                x = self.backend.run_layers(block.stacks[skips[i]], x, step_input, pool, runs, layer=at)
+                x = self.backend.run_layers(block.stacks[skips[i]], x, kv, runs)
                 continue
             for sublayer, norm in ((ATTENTION, block.layer.norm_in), (MLP, block.layer.norm_post)):
                 if not skips[i] & sublayer:
                     stack = block.stacks[ATTENTION + MLP - sublayer]  # without the other one
                     normed = self.backend.rms_norm(x, norm, self.options.spec.eps)
                     part = torch.zeros_like(x)
-                    part = self.backend.run_layers(stack, part, step_input, pool, runs, normed, at)
+                    part = self.backend.run_layers(stack, part, kv, runs, normed)
                     x = add_parts(self.links, x, part)
         if self.last and (end := self.options.spec.layers) in wanted.states:
             states[end] = x.clone()

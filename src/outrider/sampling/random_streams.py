@@ -42,11 +42,9 @@ def index(distribution: Tensor, uniform: float) -> int:
     """Inverse transform sampling from `distribution`, float64 [V] of any positive sum."""
     sums = distribution.cumsum(0)
     token = int(torch.searchsorted(sums, sums[-1] * uniform, right=True))
-    return (
-        min(token, int(distribution.nonzero()[-1]))
-        if token >= len(distribution) or not distribution[token] > 0
-        else token
-    )
+    if token < len(distribution) and distribution[token] > 0:
+        return token
+    return min(token, int(distribution.nonzero()[-1]))
 
 
 def without(distribution: Tensor, token: int) -> Tensor:

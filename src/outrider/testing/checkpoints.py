@@ -56,9 +56,8 @@ def random_model(family: str, config: dict[str, Any], seed: int = 0, vector_nois
     import transformers
 
     settings = getattr(transformers, f"{family}Config")(**config)
-    attention = (
-        "sdpa" if config.get("alibi") else "eager"
-    )  # Falcon's eager attention adds its ALiBi biases twice
+    # Falcon's eager attention adds its ALiBi biases twice
+    attention = "sdpa" if config.get("alibi") else "eager"
     torch.manual_seed(seed)
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(settings, attn_implementation=attention).to(torch.float32).eval()

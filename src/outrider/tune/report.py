@@ -8,11 +8,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from outrider.bench.measure import PLAIN, Prompts, measure
+from outrider.bench.measure import PLAIN, Measured, Prompts, measure
 from outrider.bench.plot import lines
+from outrider.bench.report import table
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
 from outrider.tune.estimate import Costs, Estimate
+from outrider.tune.layerskip import Trial, Tuner
 from outrider.tune.search import LEVEL, OFF, Outcome
 
 BAR = 40  # blocks of the longest bar
@@ -94,3 +96,27 @@ def show_ranking(outcome: Outcome, out: Path, console: Console) -> None:
             style="bold",
         )
     console.print(f"{out}: use it with --speculative-config @{out}", soft_wrap=True, markup=False)
+
+
+def show_layers(
+    tuner: Tuner, best: Trial, results: Sequence[Measured], speed_up: float, out: Path, console: Console
+) -> None:
+    """Print the best set, its speed and whether it is faster than plain decoding."""
+    costs = tuner.costs
+    console.print(table(f"{len(tuner.prompts)} prompts, greedy", results), "")
+    console.print(
+        f"{len(tuner.trials)} sets tried.  A step takes {1e3 * costs.step:.2f} ms, {1e3 * costs.row:.2f} ms "
+        f"more a draft token; drafting one with all layers {1e3 * costs.full:.2f} ms, less "
+        f"{1e3 * costs.attention:.3f} for every attention and {1e3 * costs.mlp:.3f} for every MLP that is "
+        "skipped."
+    )
+    console.print(
+        f"Skipped: attention {list(best.skip.attention)}, MLP {list(best.skip.mlp)}; {best.depth} draft "
+        "tokens a step."
+    )
+    if speed_up <= 1:
+        console.print(
+            f"This set is slower than plain decoding: {speed_up:.2f}×. {out} was written and says so; using "
+            "it does not pay here. More --minutes or other --prompts may find a better one.",
+            style="bold red",
+        )

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
 from outrider.core.tree import ROOT, DraftTree
 from outrider.core.validate import check_fields, real
 from outrider.verify.base import RowPicker, Rule, below
+
+Part = Annotated[float, real("a number in (0, 1]", lambda value: 0 < value <= 1)]
 
 
 class Typical(Rule):
@@ -25,12 +28,11 @@ class Typical(Rule):
     class Options:
         """Epsilon (posterior_threshold) and delta (posterior_alpha), with Medusa's names and defaults."""
 
-        posterior_threshold: float = 0.09
-        posterior_alpha: float = 0.3
+        posterior_threshold: Part = 0.09
+        posterior_alpha: Part = 0.3
 
         def __post_init__(self) -> None:
-            share = real("a number in (0, 1]", lambda value: 0 < value <= 1)
-            check_fields(self, {"posterior_threshold": share, "posterior_alpha": share})
+            check_fields(self)
 
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         children = below(tree)

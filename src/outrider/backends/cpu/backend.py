@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.base import AttentionShape, DecoderLayer, ModelShape, ScoreModifier
+from outrider.backends.base import (
+    AttentionShape,
+    DecoderLayer,
+    LayerKV,
+    ModelShape,
+    Norms,
+    ScoreModifier,
+    Scores,
+)
 from outrider.backends.cpu import build, candidates, lora, structs, threads
 from outrider.backends.cpu.bindings import STRUCTS, declare
 from outrider.backends.cpu.fused import CpuFusedModel, Stack
@@ -70,29 +78,11 @@ class CpuBackend(Picking):
         self.lib.embed(weight.c, structs.view(step_input).input_ids, n, h, y.data_ptr())
         return y
 
-    def pair(
-        self,
-        weight: Packed,
-        step_input: StepInput,
-        g: Tensor,
-        norm_token: Tensor | None,
-        norm_state: Tensor | None,
-        eps: float,
-    ) -> Tensor:
+    def pair(self, weight: Packed, step_input: StepInput, g: Tensor, norms: Norms) -> Tensor:
         n, h = g.shape
-        y = torch.empty(n, weight.inputs + h)
-        self.lib.pair(
-            weight.c,
-            structs.view(step_input).input_ids,
-            n,
-            weight.inputs,
-            g.data_ptr(),
-            h,
-            address(norm_token),
-            address(norm_state),
-            eps,
-            y.data_ptr(),
-        )
+        y, ids = torch.empty(n, weight.inputs + h), structs.view(step_input).input_ids
+        given = address(norms.token), address(norms.state), norms.eps
+        self.lib.pair(weight.c, ids, n, weight.inputs, g.data_ptr(), h, *given, y.data_ptr())
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -103,36 +93,18 @@ class CpuBackend(Picking):
     def prepare(self, step_input: StepInput) -> StepView:
         return structs.view(step_input)
 
-    def rope_store(
-        self,
-        qkv: Tensor,
-        spec: AttentionShape,
-        rotations: Tensor,
-        step_input: StepInput,
-        pool: Pool,
-        layer: int,
-    ) -> Tensor:
-        q = torch.empty(qkv.shape[0], spec.heads, pool.width)
-        attention = _attention(spec, pool, layer)
+    def rope_store(self, qkv: Tensor, spec: AttentionShape, rotations: Tensor, kv: LayerKV) -> Tensor:
+        q = torch.empty(qkv.shape[0], spec.heads, kv.pool.width)
+        attention = _attention(spec, kv)
         attention.rotary, attention.rotary_dim = rotations.data_ptr(), rotations.shape[1]
-        self.lib.rope_store(attention, structs.view(step_input).rows, qkv.data_ptr(), q.data_ptr())
+        self.lib.rope_store(attention, structs.view(kv.step_input).rows, qkv.data_ptr(), q.data_ptr())
         return q
 
-    def attend(
-        self,
-        q: Tensor,
-        spec: AttentionShape,
-        step_input: StepInput,
-        pool: Pool,
-        layer: int,
-        scale: float,
-        window: int,
-        modifier: ScoreModifier | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, spec: AttentionShape, kv: LayerKV, scores: Scores) -> Tensor:
         out = torch.empty(q.shape[0], spec.heads * spec.head_dim)
-        attention, rows = _attention(spec, pool, layer), structs.view(step_input).rows
-        attention.scale, attention.window = scale, window
-        self.lib.attend(attention, rows, q.data_ptr(), _modifier(modifier), out.data_ptr())
+        attention, rows = _attention(spec, kv), structs.view(kv.step_input).rows
+        attention.scale, attention.window = scores.scale, scores.window
+        self.lib.attend(attention, rows, q.data_ptr(), _modifier(scores.modifier), out.data_ptr())
         return out
 
     def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Stack:
@@ -172,28 +144,14 @@ class CpuBackend(Picking):
         return lora.pack(spec, layers)
 
     def run_layers(
-        self,
-        stack: Stack,
-        x: Tensor,
-        step_input: StepInput,
-        pool: Pool,
-        runs: Runs = (),
-        u: Tensor | None = None,
-        layer: int = 0,
+        self, stack: Stack, x: Tensor, kv: LayerKV, runs: Runs = (), u: Tensor | None = None
     ) -> Tensor:
         threads.adopt()
-        stack.shape.kv_kind, adapters = KINDS[pool.dtype], lora.rows(runs)
-        self.lib.stack(
-            stack.shape,
-            stack.layers,
-            structs.view(step_input).with_adapters(adapters),
-            pool.address + 2 * layer * pool.plane,
-            pool.plane,
-            x.data_ptr(),
-            address(u),
-            0 if u is None else u.shape[1],
-            None,
-        )
+        (step_input, pool, layer), adapters = kv, lora.rows(runs)
+        stack.shape.kv_kind, keys = KINDS[pool.dtype], pool.address + 2 * layer * pool.plane
+        rows, width = structs.view(step_input).with_adapters(adapters), 0 if u is None else u.shape[1]
+        given = x.data_ptr(), address(u), width, None
+        self.lib.stack(stack.shape, stack.layers, rows, keys, pool.plane, *given)
         return x
 
     def candidates(self, k: int, wide: int, levels: int) -> candidates.Compiled:
@@ -206,8 +164,9 @@ def _modifier(modifier: ScoreModifier | None) -> Any:
     return STRUCTS["ScoreModifier"](address(modifier.slopes), address(modifier.sinks), modifier.cap)
 
 
-def _attention(spec: AttentionShape, pool: Pool, layer: int) -> Any:
+def _attention(spec: AttentionShape, kv: LayerKV) -> Any:
     """`Attention` of kernels.h, without the rotations, the scale and the window of a call."""
+    _, pool, layer = kv
     keys = pool.address + 2 * layer * pool.plane
     norms = address(spec.q_norm), address(spec.k_norm)
     sizes = pool.head, spec.heads, spec.kv_heads, spec.head_dim, pool.width, 0, 0

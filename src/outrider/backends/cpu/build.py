@@ -36,33 +36,12 @@ from typing import NamedTuple
 from outrider.core.limits import MAX_HEAD_DIM
 from outrider.errors import ConfigError, unknown
 
-SOURCES = (
-    "attention.c",
-    "attention_int8.c",
-    "decoder.c",
-    "distribution.c",
-    "elementwise.c",
-    "fused.c",
-    "linear.c",
-    "linear_int.c",
-    "lora.c",
-    "memory.c",
-    "rope.c",
-    "rules.c",
-    "runs.c",
-    "sample.c",
-    "stop.c",
-    "tree.c",
-)
+FOLDER = Path(__file__).parent / "csrc"
+SOURCES = sorted(FOLDER.glob("*.c"))
 FLAGS = (
-    "-O3",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-shared",
-    "-fPIC",
-    "-std=gnu11",
+    "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11",
     f"-DMAX_HEAD_DIM={MAX_HEAD_DIM}",
-)
+)  # fmt: skip
 THREADS = ("-fopenmp",)  # left out where the compiler has no OpenMP: the kernels then use one thread
 SERIAL = "the C kernels use one thread: %s has no OpenMP (install it and delete %s)"
 
@@ -151,13 +130,11 @@ def recipe(environment: Mapping[str, str]) -> Recipe:
         raise ConfigError(unknown("OUTRIDER_ISA", name, TARGETS))
     if lacking := TARGETS[name].needs - features:
         raise ConfigError(f"OUTRIDER_ISA={name} needs a processor with {', '.join(sorted(lacking))}.")
-    here = Path(__file__).parent / "csrc"
-    sources = tuple(here / source for source in SOURCES)
     own = environment.get("OUTRIDER_CFLAGS", "").split()
     flags = (*TARGETS[name].flags, *FLAGS, *own)
-    texts = [path.read_text() for path in (*sorted(here.glob("*.h")), *sources)]
+    texts = [path.read_text() for path in (*sorted(FOLDER.glob("*.h")), *SOURCES)]
     machine = [platform.machine(), *(sorted(features) if own else ())]  # -march=native: a processor's own
-    return Recipe(sources, flags, _hash("\0".join([*texts, *flags, *machine]).encode()))
+    return Recipe(tuple(SOURCES), flags, _hash("\0".join([*texts, *flags, *machine]).encode()))
 
 
 def available() -> list[str]:

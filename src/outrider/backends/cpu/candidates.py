@@ -26,14 +26,7 @@ class Compiled:
         self.front = array("i", bytes(4 * wide))
         self.front[0] = -1  # the root
         self.out = array("i", bytes(8 * wide))  # [2, wide]: parents, tokens
-        fields: tuple[array[Any], ...] = (
-            self.scores,
-            self.shares,
-            self.tokens,
-            self.above,
-            self.front,
-            self.order,
-        )
+        fields: list[array[Any]] = [self.scores, self.shares, self.tokens, self.above, self.front, self.order]
         self.tree = STRUCTS["CandidateTree"](wide, 0, 1, *map(_address, fields))
 
     def widen(self, found: Found) -> tuple[list[int], list[int]]:

@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends import base
+from outrider.backends.base import Chain, Chains, LayerKV
 from outrider.backends.cpu import lora, structs, threads
 from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.packing import KINDS, Packed
 from outrider.backends.cpu.rules import TreeQueries
 from outrider.backends.cpu.structs import address
-from outrider.cache.pool import Pool
 from outrider.core.lora import Runs
-from outrider.core.step_input import StepInput
-from outrider.core.stop_rule import NUM_FEATURES, Chained, NodeFeatures, StopRule
+from outrider.core.stop_rule import NUM_FEATURES, Chained, NodeFeatures
 
 KEPT_LOGITS = 1 << 24  # bytes
 
@@ -54,36 +52,19 @@ class CpuFusedModel:
         return Ends(c, (embedding, norm, head))
 
     def forward(
-        self,
-        stack: Stack,
-        ends: Ends,
-        step_input: StepInput,
-        pool: Pool,
-        states: dict[int, Tensor],
-        queries: TreeQueries | None,
-        runs: Runs = (),
+        self, stack: Stack, ends: Ends, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
     ) -> Tensor:
         threads.adopt()
+        step_input, pool, _ = kv
         stack.shape.kv_kind, adapters, view = KINDS[pool.dtype], lora.rows(runs), structs.view(step_input)
         rows = array("q", step_input.logits_rows)
         taps = _taps(stack.shape, step_input.length, states) if states else None
         queries = TreeQueries() if queries is None else queries
         logits = self._room(len(rows), ends.c.outputs)
         self.lib.read_model(
-            stack.shape,
-            stack.layers,
-            ends.c,
-            view.with_adapters(adapters),
-            view.input_ids,
-            pool.address,
-            pool.plane,
-            taps,
-            rows.buffer_info()[0],
-            len(rows),
-            logits.data_ptr(),
-            queries.queries,
-            len(queries.sizes),
-            queries.data.buffer_info()[0],
+            *(stack.shape, stack.layers, ends.c, view.with_adapters(adapters), view.input_ids),
+            *(pool.address, pool.plane, taps, rows.buffer_info()[0], len(rows), logits.data_ptr()),
+            *(queries.queries, len(queries.sizes), queries.data.buffer_info()[0]),
         )
         return logits
 
@@ -99,51 +80,27 @@ class CpuFusedModel:
             self._logits, self._shape = logits, (rows, outputs)
         return logits
 
-    def draft_chain(
-        self,
-        stack: Stack,
-        ends: Ends,
-        step_input: StepInput,
-        pool: Pool,
-        chains: Sequence[base.Chain],
-        vocabulary: int,
-        stop_rule: StopRule | None = None,
-        states: Tensor | None = None,
-    ) -> Chained:
+    def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
         threads.adopt()
+        (step_input, pool, _), (several, vocabulary, stop_rule, states) = kv, chains
         stack.shape.kv_kind, view = KINDS[pool.dtype], structs.view(step_input)
-        levels = max(chain.levels for chain in chains)
-        tokens = array("i", bytes(4 * levels * len(chains)))
+        levels = max(chain.levels for chain in several)
+        tokens = array("i", bytes(4 * levels * len(several)))
         features = array("f", bytes(0 if stop_rule is None else 4 * NUM_FEATURES * len(tokens)))
         self.lib.chain(
-            stack.shape,
-            stack.layers,
-            ends.c,
-            view.with_adapters(None),
-            view.input_ids,
-            pool.address,
-            pool.plane,
-            _chains(chains),
-            len(chains),
-            levels,
-            vocabulary,
-            structs.stop_rule(stop_rule),
-            tokens.buffer_info()[0],
-            features.buffer_info()[0],
+            *(stack.shape, stack.layers, ends.c, view.with_adapters(None), view.input_ids),
+            *(pool.address, pool.plane, _chains(several), len(several), levels, vocabulary),
+            *(structs.stop_rule(stop_rule), tokens.buffer_info()[0], features.buffer_info()[0]),
             address(states),
         )
         return _chained(tokens, features, levels)
 
 
-def _chains(chains: Sequence[base.Chain]) -> ctypes.Array[Any]:
+def _chains(chains: Sequence[Chain]) -> ctypes.Array[Any]:
     packed: ctypes.Array[Any] = (STRUCTS["Chain"] * len(chains))()
     for to, chain in zip(packed, chains):
-        to.first_row, to.max_tokens, to.stream, to.min_prob = (
-            chain.at,
-            chain.levels,
-            chain.stream,
-            chain.floor,
-        )
+        to.first_row, to.max_tokens = chain.at, chain.levels
+        to.stream, to.min_prob = chain.stream, chain.floor
         to.temperature, to.min_p, to.top_k, to.top_p = chain.distribution
         if chain.probs is not None:
             to.probs, to.width = chain.probs.data_ptr(), chain.probs.shape[1]

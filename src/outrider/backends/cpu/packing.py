@@ -11,15 +11,9 @@ from torch import Tensor
 from outrider.backends.cpu.bindings import STRUCTS
 from outrider.core.quantized import QuantizedWeight
 
-PANEL, WIDE = (
-    64,
-    32,
-)  # outputs side by side in a packed weight; the same constants as in linear.c and linear_int.c
-KINDS = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.int8: 2,
-}  # FLOAT32, BFLOAT16 and INT8 of kernels.h; INT4 is for weights only
+PANEL, WIDE = 64, 32  # outputs side by side in a packed weight, as in linear.c and linear_int.c
+# FLOAT32, BFLOAT16 and INT8 of kernels.h; INT4 is for weights only
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 @dataclass
@@ -90,25 +84,14 @@ def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:
         data = unsigned.permute(0, 2, 3, 1, 4).reshape(lines, groups, -1)
     else:
         halves = (values + 8).view(torch.uint8).view(lines, WIDE, groups, group // 16, 2, 2, 4)
-        data = (
-            (halves[:, :, :, :, 0] | halves[:, :, :, :, 1] << 4)
-            .permute(0, 2, 3, 4, 1, 5)
-            .reshape(lines, groups, -1)
-        )
+        pairs = halves[:, :, :, :, 0] | halves[:, :, :, :, 1] << 4
+        data = pairs.permute(0, 2, 3, 4, 1, 5).reshape(lines, groups, -1)
     rows = [part for part in (weight.scales, weight.offsets) if part is not None]
     most = max(float(part.abs().max()) for part in rows)
-    unit = (
-        2.0 ** (math.frexp(most)[1] - 15) if most > 0 and math.isfinite(most) else 1.0
-    )  # the largest is just below 2**15
-    small = [
-        torch.nn.functional.pad(part / unit, pad)
-        .half()
-        .view(lines, WIDE, groups)
-        .transpose(1, 2)
-        .contiguous()
-        for part in rows
-    ]
-    data = torch.cat([data, *(part.view(torch.uint8) for part in small)], dim=-1)
-    return Packed(
-        data, bias, inputs, outputs, 2 if weight.bits == 8 else 3, group, weight.offsets is not None, unit
-    )
+    # the largest is just below 2**15
+    unit = 2.0 ** (math.frexp(most)[1] - 15) if most > 0 and math.isfinite(most) else 1.0
+    for part in rows:
+        small = torch.nn.functional.pad(part / unit, pad).half().view(lines, WIDE, groups)
+        data = torch.cat([data, small.transpose(1, 2).contiguous().view(torch.uint8)], dim=-1)
+    kind = 2 if weight.bits == 8 else 3
+    return Packed(data, bias, inputs, outputs, kind, group, weight.offsets is not None, unit)

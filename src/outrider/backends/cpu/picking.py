@@ -46,17 +46,9 @@ class Picking:
         assert k <= MAX_K
         (n, vocabulary), keys, logits = logits.shape, array("Q", keys), logits.contiguous()
         entries, shares = torch.empty(n, k, dtype=torch.int32), torch.zeros(n, k)
-        self.lib.picks(
-            logits.data_ptr(),
-            n,
-            vocabulary,
-            *distribution,
-            keys.buffer_info()[0],
-            address(ids),
-            k,
-            entries.data_ptr(),
-            shares.data_ptr() if probs else None,
-        )
+        picked = entries.data_ptr(), shares.data_ptr() if probs else None
+        given = *distribution, keys.buffer_info()[0], address(ids), k
+        self.lib.picks(logits.data_ptr(), n, vocabulary, *given, *picked)
         return entries, shares
 
     def should_stop(

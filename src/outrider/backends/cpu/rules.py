@@ -83,16 +83,8 @@ class TreeVerifier:
         vocabulary = logits.shape[1]
         if wrong := [tuple(q.shape) for q in queries.distributions if q.shape != (vocabulary,)]:
             raise ValueError(f"a draft's sampling distribution has shape {wrong[0]}, not ({vocabulary},).")
-        self.lib.verify_trees(
-            logits.data_ptr(),
-            logits.stride(0),
-            logits.shape[1],
-            None,
-            0,
-            queries.queries,
-            len(queries.sizes),
-            queries.data.buffer_info()[0],
-        )
+        trees = queries.queries, len(queries.sizes), queries.data.buffer_info()[0]
+        self.lib.verify_trees(logits.data_ptr(), logits.stride(0), vocabulary, None, 0, *trees)
 
 
 class Distributions:

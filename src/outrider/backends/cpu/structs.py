@@ -45,11 +45,9 @@ class StepView:
 
     def with_adapters(self, runs: ctypes.Array[Any] | None) -> Any:
         """The rows, with these runs of LoRA adapters (see lora.py).  The caller keeps the runs alive."""
-        rows = self.rows
-        rows.num_lora_runs, rows.lora_runs = (
-            (0, None) if runs is None else (len(runs), ctypes.addressof(runs))
-        )
-        return rows
+        self.rows.num_lora_runs = 0 if runs is None else len(runs)
+        self.rows.lora_runs = None if runs is None else ctypes.addressof(runs)
+        return self.rows
 
 
 def view(step_input: StepInput) -> StepView:

@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.backends.base import AttentionShape, ScoreModifier
-from outrider.cache.pool import Pool
+from outrider.backends.base import AttentionShape, LayerKV, ScoreModifier, Scores
 from outrider.core.step_input import StepInput
 
 BLOCK = 128  # keys a product of weights and values
@@ -134,30 +133,24 @@ def _padded(slots: Sequence[int], size: int, slot: int) -> list[int]:
 
 
 def attend(
-    groups: list[Group],
-    q: Tensor,
-    spec: AttentionShape,
-    pool: Pool,
-    layer: int,
-    scale: float,
-    window: int,
-    modifier: ScoreModifier | None,
-    wide: torch.dtype,
+    groups: list[Group], q: Tensor, spec: AttentionShape, kv: LayerKV, asked: Scores, wide: torch.dtype
 ) -> Tensor:
     """`Backend.attend` of q [N, H, D] with sums in the dtype `wide`; [N, H·D]."""
-    n, d, kv = len(q), spec.head_dim, spec.kv_heads
+    n, d, kv_heads = len(q), spec.head_dim, spec.kv_heads
     padded = F.pad(q.view(n, spec.heads, d), (0, 0, 0, 0, 0, 1))
     out = torch.empty(n + 1, spec.heads, d, dtype=q.dtype, device=q.device)
     for group in groups:
         b, width = group.rows.shape
-        heads = padded[group.rows].to(wide).view(b, width, kv, -1, d).transpose(1, 2)  # [B, k, Q, G, D]
+        heads = padded[group.rows].to(wide).view(b, width, kv_heads, -1, d).transpose(1, 2)  # [B, k, Q, G, D]
         table, path = (
-            pool.read(layer, part.flatten(), wide) for part in (group.table_slots, group.path_slots)
+            kv.pool.read(kv.layer, part.flatten(), wide) for part in (group.table_slots, group.path_slots)
         )
-        table = table.reshape(2, *group.table_slots.shape, kv, d).transpose(2, 3)  # [2, B, k, S, D]
-        path = path.reshape(2, *group.path_slots.shape, kv, d).permute(0, 1, 4, 2, 3, 5)  # [2, B, k, Q, T, D]
-        scores = torch.cat([_scores(heads, table[0]), _own_scores(heads, path[0])], dim=-1) * scale
-        weights, extra = _weights(scores, group, window, modifier)
+        table = table.reshape(2, *group.table_slots.shape, kv_heads, d).transpose(2, 3)  # [2, B, k, S, D]
+        path = path.reshape(2, *group.path_slots.shape, kv_heads, d).permute(
+            0, 1, 4, 2, 3, 5
+        )  # [2, B, k, Q, T, D]
+        scores = torch.cat([_scores(heads, table[0]), _own_scores(heads, path[0])], dim=-1) * asked.scale
+        weights, extra = _weights(scores, group, asked.window, asked.modifier)
         split = table.shape[3]
         summed = _weighted(weights[..., :split], table[1])
         summed = _add_own(summed, weights[..., split:], path[1])

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.backends import candidates, rules
-from outrider.backends.base import AttentionShape, Backend, DecoderLayer, ModelShape, ScoreModifier
+from outrider.backends.base import AttentionShape, Backend, DecoderLayer, LayerKV, ModelShape, Norms, Scores
 from outrider.backends.torch import attention, sampling
 from outrider.backends.torch.attention import Group
 from outrider.backends.torch.verifier import TreeVerifier
-from outrider.cache.pool import Pool
 from outrider.core import lora
 from outrider.core import stop_rule as stop_rules
 from outrider.core.lora import Adapted, LayerSizes, Runs
@@ -112,16 +111,8 @@ class TorchBackend:
             return weight.data.mapped(lambda part: part[ids]).dense().to(self.dtype)
         return F.embedding(ids, weight.data)
 
-    def pair(
-        self,
-        weight: TorchWeight,
-        step_input: StepInput,
-        g: Tensor,
-        norm_token: Tensor | None,
-        norm_state: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        return beside(self, self.embed(weight, step_input).to(g.dtype), g, norm_token, norm_state, eps)
+    def pair(self, weight: TorchWeight, step_input: StepInput, g: Tensor, norms: Norms) -> Tensor:
+        return beside(self, self.embed(weight, step_input).to(g.dtype), g, norms)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -135,37 +126,18 @@ class TorchBackend:
         key = (attention.prepare, self.device)
         return step_input.derived(key, lambda step: attention.prepare(step, self.device))
 
-    def rope_store(
-        self,
-        qkv: Tensor,
-        spec: AttentionShape,
-        rotations: Tensor,
-        step_input: StepInput,
-        pool: Pool,
-        layer: int,
-    ) -> Tensor:
-        n, d, step = qkv.shape[0], spec.head_dim, step_input.on(self.device)
+    def rope_store(self, qkv: Tensor, spec: AttentionShape, rotations: Tensor, kv: LayerKV) -> Tensor:
+        n, d, step = qkv.shape[0], spec.head_dim, kv.step_input.on(self.device)
         q, k, v = torch.split(qkv.view(n, -1, d), [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         if spec.q_norm is not None and spec.k_norm is not None:
             q, k = self.rms_norm(q, spec.q_norm, spec.eps), self.rms_norm(k, spec.k_norm, spec.eps)
         cos, sin = rotations.to(self.device)[step.positions][:, None].chunk(2, dim=-1)
-        pool.write(layer, 0, step.slot_mapping, _rotate(k, cos, sin))
-        pool.write(layer, 1, step.slot_mapping, v)
+        kv.pool.write(kv.layer, 0, step.slot_mapping, _rotate(k, cos, sin))
+        kv.pool.write(kv.layer, 1, step.slot_mapping, v)
         return _rotate(q, cos, sin).to(qkv.dtype)
 
-    def attend(
-        self,
-        q: Tensor,
-        spec: AttentionShape,
-        step_input: StepInput,
-        pool: Pool,
-        layer: int,
-        scale: float,
-        window: int,
-        modifier: ScoreModifier | None = None,
-    ) -> Tensor:
-        groups = self.prepare(step_input)
-        return attention.attend(groups, q, spec, pool, layer, scale, window, modifier, self.wide)
+    def attend(self, q: Tensor, spec: AttentionShape, kv: LayerKV, scores: Scores) -> Tensor:
+        return attention.attend(self.prepare(kv.step_input), q, spec, kv, scores, self.wide)
 
     def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Stack:
         return Stack(layers, rotations, [0] * len(layers))
@@ -190,23 +162,15 @@ class TorchBackend:
         ]
 
     def run_layers(
-        self,
-        stack: Stack,
-        x: Tensor,
-        step_input: StepInput,
-        pool: Pool,
-        runs: Runs = (),
-        u: Tensor | None = None,
-        layer: int = 0,
+        self, stack: Stack, x: Tensor, kv: LayerKV, runs: Runs = (), u: Tensor | None = None
     ) -> Tensor:
         for i, (block, skip) in enumerate(zip(stack.layers, stack.skips)):
-            linear = _AdaptedLayer(self, block, i, runs)
+            linear, own = _AdaptedLayer(self, block, i, runs), kv._replace(layer=kv.layer + i)
             given = None if i else u
             if not skip & 1:
                 seen = self.rms_norm(x, block.norm_in, block.eps) if given is None else given
-                q = self.rope_store(linear("qkv", seen), block, stack.rotations, step_input, pool, layer + i)
-                scale = block.head_dim**-0.5
-                found = self.attend(q, block, step_input, pool, layer + i, scale, block.window)
+                q = self.rope_store(linear("qkv", seen), block, stack.rotations, own)
+                found = self.attend(q, block, own, Scores(block.head_dim**-0.5, block.window))
                 x, given = linear("o", found, add=x), None
             if not skip & 2:
                 seen = self.rms_norm(x, block.norm_post, block.eps) if given is None else given
@@ -264,12 +228,11 @@ class _AdaptedLayer:
         return y
 
 
-def beside(
-    backend: Backend, e: Tensor, g: Tensor, norm_token: Tensor | None, norm_state: Tensor | None, eps: float
-) -> Tensor:
+def beside(backend: Backend, e: Tensor, g: Tensor, norms: Norms) -> Tensor:
     """`Backend.pair` of embeddings e [N, h]."""
-    parts = ((e, norm_token), (g, norm_state))
-    return torch.cat([x if norm is None else backend.rms_norm(x, norm, eps) for x, norm in parts], dim=-1)
+    weights = norms.token, norms.state
+    parts = [x if w is None else backend.rms_norm(x, w, norms.eps) for x, w in zip((e, g), weights)]
+    return torch.cat(parts, dim=-1)
 
 
 def _row(logits: Tensor, row: int) -> Tensor:

@@ -25,12 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.backends.base import AttentionShape, ScoreModifier
+from outrider.backends.base import AttentionShape, LayerKV, ScoreModifier, Scores
 from outrider.backends.triton.dot import dot
 from outrider.backends.triton.elementwise import Planes
 from outrider.backends.triton.plan import PIECE, Plan
-from outrider.cache.pool import Pool
-from outrider.core.step_input import StepInput
 
 BLOCK, SPLIT = 64, 256  # keys
 TILE = 64  # query heads of all rows that a program computes, unless one row has more
@@ -210,48 +208,33 @@ def _parts(query_start: list[int], row_bytes: int) -> list[_Part]:
     return parts
 
 
-class Extent(NamedTuple):
-    """What a launch needs to know of a step on the host."""
-
-    query_start: list[int]
-    max_seq_len: int
-    max_path_len: int
-    pinned: int
-
-    @staticmethod
-    def of(step: StepInput) -> Extent:
-        return Extent(step.query_start, step.max_seq_len, step.max_path_len, step.pinned)
-
-
-def attend(
-    q: Tensor, spec: AttentionShape, plan: Plan, extent: Extent, pool: Pool, layer: int, scale: float,
-    window: int, modifier: ScoreModifier | None,
-) -> Tensor:  # fmt: skip
+def attend(q: Tensor, spec: AttentionShape, plan: Plan, kv: LayerKV, scores: Scores) -> Tensor:
     """`Backend.attend` of q [N, H, D]; [N, H·D]."""
+    step, pool, layer = kv
     n, heads, d = len(q), spec.heads, spec.head_dim
     q = q.reshape(n, heads, d).contiguous()
-    group, width, modifier = heads // spec.kv_heads, _width(d), modifier or ScoreModifier()
+    group, width, modifier = heads // spec.kv_heads, _width(d), scores.modifier or ScoreModifier()
     lanes = triton.next_power_of_2(group)
     rows = max(1, min(PIECE, TILE // lanes))
-    splits = triton.cdiv(extent.max_seq_len, SPLIT)
-    parts = _parts(extent.query_start, heads * splits * width * 4)
+    splits = triton.cdiv(step.max_seq_len, SPLIT)
+    parts = _parts(step.query_start, heads * splits * width * 4)
     most = max(part.rows for part in parts)
     sums = q.new_empty(most * heads * splits * width, dtype=torch.float32)
     ends = q.new_empty(most * heads * splits * 2, dtype=torch.float32)
     out = torch.empty_like(q)
-    kv = Planes.of(pool, layer)
+    planes = Planes.of(pool, layer)
     slopes, sinks = (sums if x is None else x.to(sums) for x in (modifier.slopes, modifier.sinks))
     for part in parts:
         _sum_split[(part.pieces * (PIECE // rows), spec.kv_heads, splits)](
-            q, kv, plan, slopes, sums, ends, part.first_piece, part.first_row, splits, scale, modifier.cap,
-            extent.pinned, extent.max_path_len,
+            q, planes, plan, slopes, sums, ends, part.first_piece, part.first_row, splits, scores.scale,
+            modifier.cap, step.pinned, step.max_path_len,
             HEADS=heads, GROUP=group, LANES=max(lanes, 16 // rows), ROWS=rows, PIECES=PIECE // rows, D=d,
-            WIDTH=width, WINDOW=window, CAP=modifier.cap > 0, SLOPES=modifier.slopes is not None,
+            WIDTH=width, WINDOW=scores.window, CAP=modifier.cap > 0, SLOPES=modifier.slopes is not None,
             INT8=pool.dtype == torch.int8, BLOCK=BLOCK, SPLIT=SPLIT,
         )  # fmt: skip
         _add_splits[(part.rows, heads)](
-            sums, ends, out, plan, sinks, part.first_row, splits, extent.pinned, HEADS=heads, D=d,
-            WIDTH=width, WINDOW=window, SINKS=modifier.sinks is not None, SPLIT=SPLIT,
+            sums, ends, out, plan, sinks, part.first_row, splits, step.pinned, HEADS=heads, D=d,
+            WIDTH=width, WINDOW=scores.window, SINKS=modifier.sinks is not None, SPLIT=SPLIT,
         )  # fmt: skip
     return out.view(n, heads * d)
 

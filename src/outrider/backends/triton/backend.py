@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.base import AttentionShape, ScoreModifier
+from outrider.backends.base import AttentionShape, LayerKV, Scores
 from outrider.backends.torch.backend import TorchBackend
 from outrider.backends.triton import attention, elementwise, linear, picking
 from outrider.backends.triton.linear import TritonWeight
 from outrider.backends.triton.plan import Plan, plan_of
 from outrider.backends.triton.verifier import TreeVerifier
-from outrider.cache.pool import Pool
 from outrider.core.params import DistributionParams
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
@@ -52,32 +51,12 @@ class TritonBackend(TorchBackend):
     def prepare(self, step_input: StepInput) -> Any:
         return plan_of(step_input, self.device)
 
-    def rope_store(
-        self,
-        qkv: Tensor,
-        spec: AttentionShape,
-        rotations: Tensor,
-        step_input: StepInput,
-        pool: Pool,
-        layer: int,
-    ) -> Tensor:
-        plan: Plan = self.prepare(step_input)
-        return elementwise.rope_store(qkv, spec, rotations, plan, pool, layer)
+    def rope_store(self, qkv: Tensor, spec: AttentionShape, rotations: Tensor, kv: LayerKV) -> Tensor:
+        plan: Plan = self.prepare(kv.step_input)
+        return elementwise.rope_store(qkv, spec, rotations, plan, kv.pool, kv.layer)
 
-    def attend(
-        self,
-        q: Tensor,
-        spec: AttentionShape,
-        step_input: StepInput,
-        pool: Pool,
-        layer: int,
-        scale: float,
-        window: int,
-        modifier: ScoreModifier | None = None,
-    ) -> Tensor:
-        extent = attention.Extent.of(step_input)
-        plan: Plan = self.prepare(step_input)
-        return attention.attend(q, spec, plan, extent, pool, layer, scale, window, modifier)
+    def attend(self, q: Tensor, spec: AttentionShape, kv: LayerKV, scores: Scores) -> Tensor:
+        return attention.attend(q, spec, self.prepare(kv.step_input), kv, scores)
 
     def pick(
         self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0

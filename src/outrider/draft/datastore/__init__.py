@@ -11,14 +11,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from outrider.core.row import Row
 from outrider.core.step import Commit
 from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
-from outrider.core.validate import SHARE, Kind, check_fields, optional, whole
+from outrider.core.validate import Kind, Share, check_fields, whole
 from outrider.draft.datastore.corpus import build
 from outrider.draft.datastore.store import SPAN, Store, fingerprint
 from outrider.drafting.base import Drafter, Target, TextDrafter
@@ -28,13 +28,8 @@ from outrider.errors import ConfigError
 # Places of a match that are looked at, evenly spaced.  REST looks at 5000, but a continuation with a share of
 # 0.1, the default minimum, is missing from 64 places in 0.1% of all cases only.
 PLACES = 64
-LIMITS = {
-    "datastore": optional(Kind("a file", lambda value: isinstance(value, str) and value != "")),
-    "max_token_span": whole(1, SPAN),
-    "min_token_span": whole(1, SPAN),
-    "num_draft": optional(whole(1, 1024)),
-    "min_token_prob": SHARE,
-}
+FILE = Kind("a file", lambda value: isinstance(value, str) and value != "")
+Span = Annotated[int, whole(1, SPAN)]
 
 
 class Datastore(TextDrafter):
@@ -51,14 +46,14 @@ class Datastore(TextDrafter):
         min_token_prob: minimum joint probability of a node.
         """
 
-        datastore: str | None = None
-        max_token_span: int = SPAN
-        min_token_span: int = 2
-        num_draft: int | None = None
-        min_token_prob: float = 0.1
+        datastore: Annotated[str, FILE] | None = None
+        max_token_span: Span = SPAN
+        min_token_span: Span = 2
+        num_draft: Annotated[int, whole(1, 1024)] | None = None
+        min_token_prob: Share = 0.1
 
         def __post_init__(self) -> None:
-            check_fields(self, LIMITS)
+            check_fields(self)
             shorter = Kind(f"at most max_token_span ({self.max_token_span})", self.max_token_span.__ge__)
             check_fields(self, {"min_token_span": shorter})
 

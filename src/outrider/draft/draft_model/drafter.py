@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Chain
+from outrider.backends.base import Chain, Chains
 from outrider.cache.catch_up import TokenCatchUp
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
@@ -217,7 +217,8 @@ class ModelDrafter(Drafter):
             )
         step_input = first.step_input.build()
         stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
-        tokens_of, found = self.decoder.draft_chain(step_input, self.pool, chains, self.vocabulary, stop_rule)
+        wanted = Chains(chains, self.vocabulary, stop_rule)
+        tokens_of, found = self.decoder.draft_chain(step_input, self.pool, wanted)
         trees, features_of = {}, found or [[]] * len(chains)
         for i, start in enumerate(first.starts):
             if self.stop.active and found:
@@ -237,7 +238,7 @@ class ModelDrafter(Drafter):
         for tree, at in tips:
             row, depth = tree.row, tree.budget.depth - len(tree.tokens)
             chains.append(Chain(at, depth, row.distribution, stream_of(row.seed, row.index)))
-        found, _ = self.decoder.draft_chain(step_input.build(), self.pool, chains, self.vocabulary)
+        found, _ = self.decoder.draft_chain(step_input.build(), self.pool, Chains(chains, self.vocabulary))
         for (tree, _), tokens in zip(tips, found):
             for token in tokens:
                 tree.choose([(tree.frontier[0], token, RANK_CONFIDENCE[0])])

@@ -97,7 +97,7 @@ class Translated:
         self.backend, self.dtype, self.device = model.backend, model.dtype, model.device
         self.max_len, self.kv_cache_dtype = model.max_len, model.kv_cache_dtype
         self.spec, self.exact = model.spec, model.exact
-        self.footprint, self.slot_bytes, self.pool = model.footprint, model.slot_bytes, model.pool
+        self.footprint, self.pool = model.footprint, model.pool
         self.skip_sublayers, self.layer_range = model.skip_sublayers, model.layer_range
 
     def forward(

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from outrider.checkpoints.quantize import bits_of
-from outrider.core.validate import Kind, check_fields, optional, whole
+from outrider.core.validate import Count, Kind, whole
 from outrider.drafting import stop, view
 from outrider.drafting.options import refuse_idle
 from outrider.drafting.vocab.mismatch import check_mismatch
 from outrider.errors import ConfigError
 from outrider.models.placement import check_gpu_layers
 
-KINDS = {
-    "model": Kind("a folder or a hub id", lambda value: isinstance(value, str) and value != ""),
-    "draft_tensor_parallel_size": whole(1),
-    "siblings": whole(1, 64),
-    "sibling_draws": Kind('"without" or "independent"', ("without", "independent").__contains__),
-    "target_lookbehind": whole(1),
-    "assistant_lookbehind": whole(1),
-    "drafter": optional(
-        Kind("a speculative_config such as {'method': …}", lambda value: isinstance(value, Mapping))
-    ),
-}
+MODEL = Kind("a folder or a hub id", lambda value: isinstance(value, str) and value != "")
+DRAWS = Kind('"without" or "independent"', ("without", "independent").__contains__)
+DRAFTER = Kind("a speculative_config such as {'method': …}", lambda value: isinstance(value, Mapping))
 
 
 @dataclass(frozen=True)
@@ -49,25 +41,24 @@ class DraftModelOptions(stop.Options):
     drafter: the speculative_config of a cheaper drafter that drafts for the draft model (staged.py).
     """
 
-    model: str = "builtin-draft"
+    model: Annotated[str, MODEL] = "builtin-draft"
     draft_dtype: str = "auto"
     quantization: str | None = None
-    siblings: int = 1
-    sibling_draws: str = "without"
+    siblings: Annotated[int, whole(1, 64)] = 1
+    sibling_draws: Annotated[str, DRAWS] = "without"
     vocab_mismatch: str = "refuse"
-    target_lookbehind: int = 10
-    assistant_lookbehind: int = 10
-    draft_tensor_parallel_size: int = 1
+    target_lookbehind: Count = 10
+    assistant_lookbehind: Count = 10
+    draft_tensor_parallel_size: Count = 1
     revision: str | None = None
     draft_device: str = "auto"
     draft_gpu_layers: int | None = None
     draft_kv_budget: int | None = None
     draft_kv_sink: int = 4
-    drafter: Mapping[str, Any] | None = None
+    drafter: Annotated[Mapping[str, Any], DRAFTER] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, KINDS)
         bits_of(self.quantization, "quantization of the draft")
         lookbehind = ("target_lookbehind", "assistant_lookbehind")
         refuse_idle(self, self.siblings > 1, "siblings > 1", "sibling_draws")

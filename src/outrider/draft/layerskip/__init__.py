@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Chain
+from outrider.backends.base import Chain, Chains
 from outrider.cache.pool import Pool
 from outrider.core.noise import stream_of
 from outrider.core.row import Row
@@ -179,9 +179,8 @@ class LayerSkip(Drafter):
             states = torch.empty(len(chains), depth, self.decoder.spec.hidden)
         measured = self.target.adaptive or any(chain.floor for chain in chains)
         stop_rule = StopRule() if measured else None
-        tokens_of, features_of = self.decoder.draft_chain(
-            step_input.build(), self.pool, chains, self.target.vocabulary, stop_rule, self.blocks, states
-        )
+        wanted = Chains(chains, self.target.vocabulary, stop_rule, states)
+        tokens_of, features_of = self.decoder.draft_chain(step_input.build(), self.pool, wanted, self.blocks)
         drafted = []
         for i, tokens in enumerate(tokens_of):
             nodes = list(range(ROOT, max(1, len(tokens)) - 1))  # no pass computed the last draft token

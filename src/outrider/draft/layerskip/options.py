@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from outrider.core.validate import FLAG, SHARE, TEXT, Kind, check_fields, either, optional, whole
+from outrider.core.validate import SHARE, Count, Flag, Kind, Share, Text, check_fields, either, whole
 from outrider.errors import ConfigError
 
-COUNT = whole(1)
-KINDS = {
-    "adapt_threshold": FLAG,
-    "search": FLAG,
-    "context_window": COUNT,
-    "opt_interval": COUNT,
-    "bayes_interval": COUNT,
-    "max_opt_iter": COUNT,
-    "max_tolerance_iter": COUNT,
-    "skip_ratio": SHARE,
-    "max_score": SHARE,
-    "exit_threshold": optional(either(SHARE, "auto")),
-    "siblings": either(whole(1, 64), "confidence"),
-    "exit_head": optional(TEXT),
-    "layers": optional(Kind("the name of a set or a file", lambda value: isinstance(value, str))),
-}
+NAME = Kind("the name of a set or a file", lambda value: isinstance(value, str))
+Threshold = Annotated[float | str, either(SHARE, "auto")]
+Siblings = Annotated[int | str, either(whole(1, 64), "confidence")]
 
 
 @dataclass(frozen=True)
@@ -55,24 +43,24 @@ class LayerSkipOptions:
 
     skip_attention: Sequence[int] | None = None
     skip_mlp: Sequence[int] | None = None
-    layers: str | None = None
+    layers: Annotated[str, NAME] | None = None
     early_exit: int | None = None
-    exit_head: str | None = None
-    exit_threshold: float | str | None = "auto"
-    adapt_threshold: bool = True
-    siblings: int | str = 1
-    search: bool = False
-    skip_ratio: float = 0.45
-    context_window: int = 32
-    opt_interval: int = 1
-    bayes_interval: int = 25
-    max_opt_iter: int = 1000
-    max_tolerance_iter: int = 300
-    max_score: float = 0.95
+    exit_head: Text | None = None
+    exit_threshold: Threshold | None = "auto"
+    adapt_threshold: Flag = True
+    siblings: Siblings = 1
+    search: Flag = False
+    skip_ratio: Share = 0.45
+    context_window: Count = 32
+    opt_interval: Count = 1
+    bayes_interval: Count = 25
+    max_opt_iter: Count = 1000
+    max_tolerance_iter: Count = 300
+    max_score: Share = 0.95
 
     def __post_init__(self) -> None:
         self._check_set()
-        check_fields(self, KINDS)
+        check_fields(self)
 
     def _check_set(self) -> None:
         given = {

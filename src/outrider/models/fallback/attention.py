@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from outrider.backends.base import Backend, ScoreModifier
+from outrider.backends.base import Backend, LayerKV, ScoreModifier, Scores
 from outrider.cache.pool import Pool
 from outrider.core.limits import check_attention
 from outrider.core.step_input import StepInput
@@ -45,9 +45,7 @@ class AttentionLayer:
     kv_heads: int
     head_dim: int
     out_dim: int
-    scale: float
-    window: int
-    modifier: ScoreModifier | None
+    scores: Scores
     module: nn.Module
     query_scales: Tensor | None = None
     wide_keys: bool = False
@@ -108,9 +106,9 @@ def attend(
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     rows = torch.cat([_pad_heads(x, layer.head_dim) for x in (query, key, value)], dim=1).flatten(1)
-    step_input, pool = call.step_input, call.pool
-    q = call.backend.rope_store(rows, layer, call.rope, step_input, pool, index)
-    out = call.backend.attend(q, layer, step_input, pool, index, layer.scale, layer.window, layer.modifier)
+    kv = LayerKV(call.step_input, call.pool, index)
+    q = call.backend.rope_store(rows, layer, call.rope, kv)
+    out = call.backend.attend(q, layer, kv, layer.scores)
     return out.view(1, len(rows), layer.heads, layer.head_dim)[..., : layer.out_dim], None
 
 
@@ -152,9 +150,11 @@ def _layer_of(
         kv_heads=k.shape[1],
         head_dim=max(k.shape[3], v.shape[3]),
         out_dim=v.shape[3],
-        scale=q.shape[3] ** -0.5 if scaling is None else scaling,
-        window=window or 0 if mask is None else int(mask),
-        modifier=None if modifier == ScoreModifier() else modifier,
+        scores=Scores(
+            q.shape[3] ** -0.5 if scaling is None else scaling,
+            window or 0 if mask is None else int(mask),
+            None if modifier == ScoreModifier() else modifier,
+        ),
         module=module,
         query_scales=getattr(module, "query_scales", None),
         wide_keys=wide_keys,

@@ -32,6 +32,7 @@ from outrider.checkpoints.spec import FAMILIES
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
 from outrider.errors import ConfigError, ModelError, first_line
+from outrider.models.base import Taps
 from outrider.models.fallback import row_invariant, tempered, unrouted
 from outrider.models.fallback.attention import (
     ATTENTION,
@@ -126,14 +127,9 @@ class Fallback:
 
     @property
     def footprint(self) -> Counter[torch.device]:
-        return Counter({self.device: self.slot_bytes})
-
-    @property
-    def slot_bytes(self) -> int:
-        layer = self.layers[0]
-        return Pool.bytes_per_slot(
-            len(self.layers), layer.kv_heads, layer.head_dim, kv_dtype(self.kv_cache_dtype, self.dtype)
-        )
+        layer, dtype = self.layers[0], kv_dtype(self.kv_cache_dtype, self.dtype)
+        size = Pool.bytes_per_slot(len(self.layers), layer.kv_heads, layer.head_dim, dtype)
+        return Counter({self.device: size})
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> None:
         raise ConfigError(
@@ -150,7 +146,7 @@ class Fallback:
         pool: Pool,
         blocks: Any = None,
         x: Tensor | None = None,
-        taps: dict[int, Tensor] | None = None,
+        taps: Taps = None,
     ) -> Tensor:
         """[n, hidden] after the last norm; K/V of these rows is in the pool."""
         assert blocks is None and x is None, "all layers run"
@@ -237,8 +233,7 @@ class Fallback:
         if error > MAX_LOGIT_ERROR:
             raise ModelError(
                 f"through the cache its logits are not those of transformers (off by {error:.2f} of their "
-                "spread): "
-                "its attention does something that Outrider does not know."
+                "spread): its attention does something that Outrider does not know."
             )
 
     def _check_input(self, start: int, end: int) -> StepInput:

@@ -27,8 +27,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     if checkpoint.spec.layers > len(where):
         raise ModelError(
             f"the config.json of {checkpoint.name!r} asks for {checkpoint.spec.layers:,} layers "
-            "(num_hidden_layers), and the files hold "
-            f"{len(where):,} tensors."
+            f"(num_hidden_layers), and the files hold {len(where):,} tensors."
         )
     try:
         with torch.device("meta"):
@@ -42,6 +41,5 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     if (wanted := sum(parameter.numel() for parameter in model.parameters())) > held + SLACK:
         raise ModelError(
             f"the config.json of {checkpoint.name!r} asks for {wanted:,} weights, and the files have "
-            f"{held:,} bytes: one of its sizes "
-            "is wrong."
+            f"{held:,} bytes: one of its sizes is wrong."
         )

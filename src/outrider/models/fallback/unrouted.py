@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Attend = Callable[
-    ..., tuple[Tensor, None]
-]  # (module, q, k, v, mask, scaling=…, window=…, slopes=…) -> ([1,n,H,D], None)
-
-
+# (module, q, k, v, mask, scaling=…, window=…, slopes=…) -> ([1,n,H,D], None)
+Attend = Callable[..., tuple[Tensor, None]]
 SHORTEST = 64  # minimum positions of a table: loading runs a few tokens, however short the context
 
 

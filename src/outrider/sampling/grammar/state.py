@@ -102,9 +102,8 @@ class GrammarState:
         if token in self.ending:
             good = self.consumed < len(self.tokens) or self.matcher.is_accepting()
         else:
-            known = 0 <= token < self.vocabulary and self.consumed == len(
-                self.tokens
-            )  # a draft may be any id
+            # a draft may be any id
+            known = 0 <= token < self.vocabulary and self.consumed == len(self.tokens)
             good = known and self.matcher.try_consume_tokens([token]) == 1
             self.consumed += good
         if good:
