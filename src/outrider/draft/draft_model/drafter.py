@@ -215,10 +215,9 @@ class ModelDrafter(Drafter):
             chains.append(
                 Chain(start.at, depth, row.distribution, stream, probs=q, first_node=self.target.stream_id)
             )
-        step_input = first.step_input.build()
         stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
         wanted = Chains(chains, self.vocabulary, stop_rule)
-        tokens_of, found = self.decoder.draft_chain(step_input, self.pool, wanted)
+        tokens_of, found = self.decoder.draft_chain(first.step_input.build(), self.pool, wanted)
         trees, features_of = {}, found or [[]] * len(chains)
         for i, start in enumerate(first.starts):
             if self.stop.active and found:
