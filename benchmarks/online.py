@@ -43,7 +43,7 @@ def serve(llm: LLM, batch: list[dict[str, Any]]) -> tuple[list[list[int]], dict[
     total = Speculation()
     for output in outputs:
         total = total + output.outputs[0].speculation
-    first = total.accepted_at[0] / total.drafts if total.drafts else 0.0
+    first = 1 - total.accepted_lengths[0] / total.drafts if total.drafts else 0.0
     found = {"first": first, "tokens_per_step": total.tokens_per_step, "drafts": total.drafts}
     found |= {"drafting": total.drafts / max(1, total.steps), "drafted": total.drafted}
     found |= {"seconds": time.process_time() - began}
