@@ -27,7 +27,7 @@ from outrider.core.row import Speculation
 from outrider.engine.chat_template import render
 from recipes.builtin import tasks
 
-BATCH, NEW = 24, 64
+NEW = 64
 
 
 def prompts(llm: LLM, kind: str, count: int) -> list[dict[str, Any]]:
@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--kind", default="problem", choices=sorted(tasks.KINDS))
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--requests", type=int, default=720)
+    parser.add_argument("--batch", type=int, default=24, help="requests at once; few, where drafts pay")
     parser.add_argument("--minutes", type=float, default=5.0, help="begin no batch after this time")
     parser.add_argument("--adaptive", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -66,19 +67,19 @@ def main() -> None:
     config = {"model": given.drafter, "num_speculative_tokens": 3, "adaptive": given.adaptive}
     if draft.detect(given.drafter) in draft.head_methods():
         config["tree"] = "chain"
-    fixed = LLM("builtin", max_num_seqs=BATCH, max_model_len=512, speculative_config=config)
+    fixed = LLM("builtin", max_num_seqs=given.batch, max_model_len=512, speculative_config=config)
     rows = []
     with tempfile.TemporaryDirectory() as path:
         learning = LLM(
-            "builtin", max_num_seqs=BATCH, max_model_len=512,
+            "builtin", max_num_seqs=given.batch, max_model_len=512,
             speculative_config={**config, "online": {"path": path, "share": given.share}},
         )  # fmt: skip
         stream = prompts(fixed, given.kind, given.requests)
-        for at in range(0, len(stream), BATCH):
+        for at in range(0, len(stream), given.batch):
             if time.perf_counter() > ends:
                 break
             (texts, before), (same, after) = (
-                serve(llm, stream[at : at + BATCH]) for llm in (fixed, learning)
+                serve(llm, stream[at : at + given.batch]) for llm in (fixed, learning)
             )
             assert texts == same, "learning changed a text"
             rows.append({"requests": at + len(texts), "fixed": before, "learning": after})
