@@ -54,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--target", default="builtin", help="or builtin-100m, where a draft pays")
     parser.add_argument("--drafter", default="builtin-eagle")
     parser.add_argument("--kind", default="problem", choices=sorted(tasks.KINDS))
     parser.add_argument("--share", type=float, default=0.5)
@@ -67,11 +68,11 @@ def main() -> None:
     config = {"model": given.drafter, "num_speculative_tokens": 3, "adaptive": given.adaptive}
     if draft.detect(given.drafter) in draft.head_methods():
         config["tree"] = "chain"
-    fixed = LLM("builtin", max_num_seqs=given.batch, max_model_len=512, speculative_config=config)
+    fixed = LLM(given.target, max_num_seqs=given.batch, max_model_len=512, speculative_config=config)
     rows = []
     with tempfile.TemporaryDirectory() as path:
         learning = LLM(
-            "builtin", max_num_seqs=given.batch, max_model_len=512,
+            given.target, max_num_seqs=given.batch, max_model_len=512,
             speculative_config={**config, "online": {"path": path, "share": given.share}},
         )  # fmt: skip
         stream = prompts(fixed, given.kind, given.requests)
