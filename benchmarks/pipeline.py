@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from outrider import LLM, SamplingParams
+from outrider.bench.conditions import conditions
 
 CONFIGS: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -68,7 +69,7 @@ def main() -> None:
     for row in rows:
         print(*(f"{value:.3f}" if isinstance(value, float) else value for value in row.values()), sep="  ")
     if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+        given.json.write_text(json.dumps({"conditions": conditions(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -95,12 +95,15 @@ class Reader:
         except Exception as error:  # raised by a template or a tokenizer
             raise RequestError(f"the messages cannot be read: {type(error).__name__}: {error}") from error
 
-    def encode(self, text: str, name: str, special: bool = True) -> list[int]:
-        """Token ids of a text, for callers that hold the lock.  name: of its field, for messages."""
+    def encode(
+        self, text: str, name: str, special: bool = True, instead: str = "pass token ids"
+    ) -> list[int]:
+        """Token ids of a text, for callers that hold the lock.
+
+        name: of its field, and instead: what could be given, for messages.
+        """
         if self.tokenizer is None:
-            raise RequestError(
-                f"{name}: the checkpoint has no tokenizer: pass token ids, or LLM(tokenizer=…)."
-            )
+            raise RequestError(f"{name}: the checkpoint has no tokenizer: {instead}, or LLM(tokenizer=…).")
         try:  # `_truncated` checks the length, so `verbose` need not
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special, verbose=False)
         except Exception as error:  # tokenizers raise any type, for a lone surrogate for instance
@@ -271,7 +274,8 @@ class Reader:
         for word in params.bad_words or ():
             with self.lock:
                 plain, spaced = (
-                    self.encode(space + word.lstrip(), "bad_words", False) for space in ("", " ")
+                    self.encode(space + word.lstrip(), "bad_words", False, "use logit_bias")
+                    for space in ("", " ")
                 )
             if not plain:
                 raise RequestError(f"bad_words: {word!r} has no token.")

@@ -162,6 +162,14 @@ def test_heads_that_correct_their_logits_are_for_methods_of_their_own(
     assert detect(plain) == "dflash"
 
 
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
+def test_a_block_without_normed_attention_heads_is_known_by_its_config(kind: str, tmp_path: Path) -> None:
+    config, w = dspark() if kind == "dspark" else (zlab(), tensors())
+    w = {name: tensor for name, tensor in w.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))}
+    assert detect(save_head(tmp_path / "named", {**config, "architectures": ["DFlashDraftModel"]}, w)) == kind
+    assert detect(save_head(tmp_path / "bare", {**config, "architectures": []}, w)) == kind
+
+
 def test_depth_is_bounded_by_the_block(toy: LLM, tmp_path: Path) -> None:
     drafter = opened(toy, tmp_path, zlab(), tensors())
     assert (drafter.size(0), drafter.size(3), drafter.size(50)) == (0, 3, BLOCK - 1)

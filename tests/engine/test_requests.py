@@ -47,7 +47,7 @@ def explode(output: list[int], logits: Any) -> Any:
         ({"stop_token_ids": [-1]}, "stop_token_ids: token id -1"),
         ({"logit_bias": {300: 1}}, "logit_bias: token id 300"),
         ({"logit_bias": {-1: 1}}, "logit_bias: token id -1"),
-        ({"bad_words": ["a"]}, "bad_words: the checkpoint has no tokenizer"),
+        ({"bad_words": ["a"]}, "bad_words: the checkpoint has no tokenizer: use logit_bias"),
         (
             {"allowed_token_ids": [5], "logits_processors": [lambda output, logits: logits - float("inf")]},
             "forbids every token",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from helpers import answer
 from threads import METHODS, PARAMS, PROMPTS, caller, config, params_of, together
 from torch import Tensor
 
-from outrider import LLM, ConfigError, EngineError, RequestError, SamplingParams
+from outrider import LLM, ConfigError, EngineError, RequestError, RequestOutput, SamplingParams
 from outrider.core.row import Row
 from outrider.engine.loop import EngineLoop
 from outrider.errors import OutriderError
@@ -174,8 +175,41 @@ def test_a_processor_that_waits_for_a_caller_of_its_engine_fails(
         bad = params_of(3, logits_processors=[calling(wait)])
         outputs = shared.generate([{"prompt_token_ids": PROMPTS[i]} for i in (0, 3)], [PARAMS[0], bad])
     assert outputs[0].outputs[0].token_ids == texts[0]
-    assert isinstance(outputs[1].error, RequestError) and "may wait for this call" in str(outputs[1].error)
+    assert isinstance(outputs[1].error, RequestError) and "may wait for it" in str(outputs[1].error)
     assert len(outputs[1].outputs[0].token_ids) == 2
+    check_idle(shared)
+
+
+def test_a_slow_processor_fails_no_call_that_came_before_it(
+    shared: LLM, monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]
+) -> None:
+    monkeypatch.setattr("outrider.engine.loop.STALL", 0.1)
+    monkeypatch.setattr("outrider.engine.loop.MAX_WAIT", 0.05)
+    shared.use(None)
+    with ThreadPoolExecutor(1) as pool:
+        waiting: list[Future[RequestOutput]] = []
+
+        def slow(output: list[int], logits: Tensor) -> Tensor:
+            if not output:
+                waiting.append(pool.submit(answer, shared, PROMPTS[1], PARAMS[1]))
+                while len(shared.loop.tickets) < 2:
+                    time.sleep(0.001)
+            elif len(output) == 2:
+                time.sleep(0.5)
+            return logits
+
+        assert answer(shared, PROMPTS[3], params_of(3, logits_processors=[slow])).error is None
+        assert waiting[0].result().outputs[0].token_ids == texts[1]
+    check_idle(shared)
+
+
+def test_a_processor_may_use_another_engine(shared: LLM, llama: str, texts: list[list[int]]) -> None:
+    shared.use(None)
+    other = LLM(llama, dtype="float32", seed=0)
+    inner = params_of(1, logits_processors=[lambda output, logits: logits])
+    outer = params_of(3, logits_processors=[calling(lambda: answer(other, PROMPTS[1], inner))])
+    outputs = shared.generate([{"prompt_token_ids": PROMPTS[i]} for i in (0, 3)], [PARAMS[0], outer])
+    assert [output.outputs[0].token_ids for output in outputs] == [texts[0], texts[3]]
     check_idle(shared)
 
 

@@ -160,13 +160,13 @@ def test_time_is_bounded_and_charged(llm: LLM, use: Use) -> None:
     assert learner.charged(Times(1.0, 3.0, 4.0)) == Times(3.0, 3.0, 4.0), "a fifth of the whole is earned"
     assert learner.earned == pytest.approx(2.0)
     learner.train()
-    spent = learner.spent
-    assert 0 < spent < 2
-    times = learner.charged(Times(1.0 + spent, 3.0, 4.0))
+    spent = learner.taken()
+    assert 0 < spent < 2 and learner.taken() == 0.0
+    times = learner.charged(Times(1.0, 3.0, 4.0))
     assert sum(times) == pytest.approx(10.0) and learner.earned == pytest.approx(4.0 - spent)
     learner.earned = 0.0
     learner.train()
-    assert learner.spent < spent / 2, "nothing is left to spend"
+    assert learner.taken() < spent / 2, "nothing is left to spend"
 
 
 def test_chance_is_no_fall() -> None:

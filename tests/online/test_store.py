@@ -73,14 +73,14 @@ def broken(*args: object, **options: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("part", ["save_file", "hashed", "synced"])
+@pytest.mark.parametrize("part", ["save_file", "hashed", "synced", "write_text"])
 def test_an_error_while_writing_leaves_the_last_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     Store(tmp_path, "t", "b").save({}, WEIGHTS, {"number": 1})
     again = Store(tmp_path, "t", "b")  # as after a restart
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(store, part, broken)
+        patch.setattr(Path if part == "write_text" else store, part, broken)
         again.save({}, WEIGHTS, {"number": 2})
     assert number(tmp_path) == 1 and len(list(tmp_path.iterdir())) == 3, "nothing is left of the new ones"
 
@@ -97,7 +97,21 @@ def test_the_files_and_their_names_are_flushed(tmp_path: Path, monkeypatch: pyte
     flushed: list[Path] = []
     monkeypatch.setattr(store, "synced", flushed.append)
     Store(tmp_path, "t", "b").save({}, WEIGHTS, {})
-    assert flushed == [tmp_path / store.TEMPORARY[0], tmp_path, tmp_path / store.TEMPORARY[1], tmp_path]
+    assert flushed == [*(tmp_path / name for name in store.TEMPORARY), tmp_path]
+
+
+def test_a_folder_whose_first_weights_are_missing_is_used_and_deleted(tmp_path: Path) -> None:
+    """A kill between the two names, or a user who removes a damaged file, leaves such a folder."""
+    Store(tmp_path, "t", "b").save({}, WEIGHTS, {"number": 1})
+    (tmp_path / store.WEIGHTS).unlink()
+    assert number(tmp_path) is None
+    assert store.delete(tmp_path) > 0 and not tmp_path.exists()
+
+
+def test_metadata_nested_without_end_is_refused(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / store.WEIGHTS, {store.KEY: "[" * 200_000})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Store(tmp_path, "t", "b")
 
 
 def with_other_files(path: Path) -> None:

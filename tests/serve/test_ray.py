@@ -155,6 +155,11 @@ def test_replicas_follow_requests_and_kv_use() -> None:
     assert replicas_for(1, {}) == 1 and replicas_for(0, {}) == 0
 
 
+def test_a_bundle_has_all_that_an_actor_asks_for() -> None:
+    asked = {"num_cpus": 0.5, "memory": 10**9, "resources": {"disk": 1}}
+    assert ray_server._bundle(asked) == {"CPU": 0.5, "memory": 10**9, "disk": 1}
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -162,6 +167,7 @@ def test_replicas_follow_requests_and_kv_use() -> None:
         ({"speculative_config": {"method": "nothing"}}, "nothing"),
         ({"server": ServerOptions(allow_lora_loading=True)}, "allow_lora_loading"),
         ({"server": ServerOptions(replicas=2)}, "replicas"),
+        ({"placement": "PACK", "actor": {"num_cpus": 0}}, "give each rank num_cpus"),
         ({"server": ServerOptions(api_key=(" ",))}, "api_key"),
     ],
 )

@@ -126,6 +126,29 @@ def test_a_run_that_ends_in_time_goes_on(target: LLM, run_options: Any, tmp_path
         train(target, "medusa", run_options("medusa", tmp_path, steps=6, seed=1, batch=3), Report())
 
 
+def test_a_checkpoint_with_parameters_in_another_order_is_refused(
+    target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adam's state is kept by their order."""
+    options = run_options("medusa", tmp_path, steps=2, checkpoint_every=1)
+    advance, done = Trainer.advance, iter([False, True])
+
+    def killing(self: Trainer) -> float:
+        if next(done):
+            raise Killed
+        return advance(self)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Trainer, "advance", killing)
+        train(target, "medusa", options, Report())
+    path = options.work / "checkpoint.pt"
+    state = torch.load(path)
+    state["network"] = dict(reversed(state["network"].items()))
+    torch.save(state, path)
+    with pytest.raises(ConfigError, match="another version of this method"):
+        train(target, "medusa", options, Report())
+
+
 def test_answers_and_features_are_computed_once(
     target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

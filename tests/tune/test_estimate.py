@@ -73,6 +73,12 @@ def test_all_costs_are_measured(target: LLM) -> None:
     assert found[2].tokens_per_step > found[1].tokens_per_step > 1 and told[0] == "plain decoding"
 
 
+def test_a_context_without_room_for_the_steps_is_refused() -> None:
+    small = LLM("builtin", max_model_len=40, seed=0)
+    with pytest.raises(ConfigError, match="a context of 40 tokens is too short"):
+        estimate(small, "builtin-draft", [("sql", {"prompt_token_ids": [5, 6, 7]})], GREEDY, 4, print)
+
+
 def test_a_head_is_refused(target: LLM) -> None:
     with pytest.raises(ConfigError, match="only draft models"):
         _variant(target, "builtin-eagle", 1, 2)

@@ -32,10 +32,8 @@ def control(
     from outrider.tune.control import configs, fit, record
 
     check_folder(out, "control module")
-    params, console = (
-        [SamplingParams(temperature=t, max_tokens=tokens, seed=seed) for t in (0.0, 0.8)],
-        Console(),
-    )
+    params = [SamplingParams(temperature=t, max_tokens=tokens, seed=seed) for t in (0.0, 0.8)]
+    console = Console()
     llm, prompts = with_prompts(named(engine, target), asked, params[0], max_num_seqs=1)
     settings, answers = configs(drafts or []), []
     with Progress(console=Console(stderr=True), transient=True) as bar:

@@ -27,7 +27,7 @@ class Network(BlockNetwork):
 
 
 class DFlash(BlockDrafter):
-    FORMAT = block_format(f"{TYPE}|{ARCHITECTURE}")
+    FORMAT = block_format(TYPE)
     demo: ClassVar = {"DFlash": {"model": "builtin-dflash", "num_speculative_tokens": 2}}
 
     Options = BlockOptions

@@ -51,11 +51,8 @@ class Network(BlockNetwork):
     def __init__(self, *block: Any, width: int, **options: Any) -> None:
         """block, options: as of `BlockNetwork`.  width: of the recurrent state."""
         super().__init__(*block, **options)
-        hidden, self.width, narrow = (
-            self.sizes.hidden,
-            width,
-            max(1, width // 4),
-        )  # as published: 1024 and 256
+        hidden, narrow = self.sizes.hidden, max(1, width // 4)  # as published: 256 of a width of 1024
+        self.width = width
         self.prefix_gru = nn.GRU(hidden, width, batch_first=True, bias=False)
         down = nn.Linear(hidden + width, narrow, bias=False)
         up = nn.Linear(narrow, self.outputs, bias=False)

@@ -184,8 +184,11 @@ class Engine:
         """A scheduler for the drafter, controller and pacer in use."""
         drafter, options = self.drafter, self.options
         limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, drafter.needs.lookbehind)
-        hooks = Hooks(self.controller.likely, self.pacer.budget, drafter.filled, self.proposer.forget)
+        hooks = Hooks(self._likely, self.pacer.budget, drafter.filled, self.proposer.forget)
         return Scheduler(self.cache, limits, hooks, self.adapters)
+
+    def _likely(self, rows: int) -> int:
+        return max(each.likely(rows) for each in (self.controller, *self.adaptive))
 
     def _adapters(self) -> Adapters:
         if not isinstance(self.decoder, (Decoder, ParallelModel)):
@@ -226,7 +229,8 @@ class Engine:
         controller.trim(batch)
         forward = time.perf_counter()
         complete = self.runner.begin(batch, self.drafter.needs)
-        times = Times(forward - propose, time.perf_counter() - forward, propose - began)
+        drafting = forward - propose - self.proposer.taken()
+        times = Times(drafting, time.perf_counter() - forward, propose - began)
         return Flight(batch, controller, complete, times)
 
     def _complete(self, flight: Flight) -> list[Row]:

@@ -26,7 +26,7 @@ from outrider.errors import ConfigError, EngineError, RankError, RequestError
 from outrider.sampling.processors import running_since
 
 MAX_WAIT = 1.0  # timeout of a waiting thread, in seconds: an interrupt in another thread can lose its wake-up
-STALL = 30.0  # seconds of one call of a logits processor after which a waiting thread gives up
+STALL = 60.0  # seconds of one call of a logits processor after which a caller that came during it gives up
 log = logging.getLogger("outrider")
 
 
@@ -139,6 +139,7 @@ class EngineLoop:
             yield
 
     def _run(self, done: Callable[[], bool], me: int) -> None:
+        came = time.monotonic()
         while True:
             with self._lock:
                 if done():
@@ -147,7 +148,7 @@ class EngineLoop:
             if waiter is None:
                 self._step()
             elif not waiter.acquire(timeout=MAX_WAIT):
-                self._check_stall()
+                self._refuse_to_wait(came)
 
     def _leave(self, me: int) -> None:
         """Release the role of driver."""
@@ -188,12 +189,17 @@ class EngineLoop:
             grown = [self.tickets.get(id) for id in dict.fromkeys([row.id for row in rows])]
             self._report([ticket for ticket in grown if ticket is not None], grown=True)
 
-    def _check_stall(self) -> None:
-        """Raise RequestError if a logits processor takes long: it may wait for this thread, and never end."""
-        if time.monotonic() - running_since.get(self._driver or 0, math.inf) > STALL:
+    def _refuse_to_wait(self, came: float) -> None:
+        """Raise RequestError if a logits processor takes long that was running when this call came.
+
+        It may have started this thread and wait for it, and then neither would end.
+        """
+        began = running_since.get(self._driver or 0, math.inf)
+        if began < came and time.monotonic() - began > STALL:
             raise RequestError(
-                f"a logits processor of another request has run for more than {STALL:g} s, and may wait for "
-                "this call, which waits for its step: a processor cannot use the engine that calls it."
+                f"a logits processor that was running before this call has taken more than {STALL:g} s, and "
+                "may wait for it, while the call waits for its step: a processor cannot use the engine that "
+                "calls it."
             )
 
     def _between_steps(self) -> None:

@@ -119,7 +119,7 @@ class BlockDrafter(HeadDrafter):
         ours = cls.FORMAT.renamed(head)
         if all(name in ours for name in SIGNS) and "layers.0.hidden_norm.weight" not in ours:
             return 2 if cls.marked(head) else 0
-        return int(cls.FORMAT.named_in(head.config))
+        return int(cls.FORMAT.named_in(head.config) and cls.marked(head))
 
     @classmethod
     def marked(cls, head: Head) -> bool:

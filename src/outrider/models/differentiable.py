@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -22,17 +22,25 @@ def new_module(config: Any, **sizes: Any) -> Any:
     return auto.from_config(transformers.AutoConfig.for_model(kind, **given)).float()
 
 
-def load_weights(module: Any, checkpoint: Checkpoint, layers: Sequence[int] | None = None) -> None:
+def load_weights(
+    module: Any,
+    checkpoint: Checkpoint,
+    layers: Sequence[int] | None = None,
+    known: Mapping[str, Tensor] | None = None,
+) -> None:
     """Give a module the weights of a checkpoint of its family.
 
-    layers: those of the checkpoint that the module has; None: all.
+    layers: those of the checkpoint that the module has; None: all.  known: weights by the module's name that
+    are not looked up, as files may have other names for them.
     """
     source = checkpoint.tensors()
     for name, own in module.named_parameters():
         parts = name.split(".")
         if layers is not None and parts[:2] == ["model", "layers"]:
             name = ".".join(["model.layers", str(layers[int(parts[2])]), *parts[3:]])
-        if own.dim() == 2:
+        if known and name in known:
+            own.data.copy_(known[name])
+        elif own.dim() == 2:
             weight = source.linear(name.removesuffix(".weight"), *own.shape)
             own.data.copy_(weight.dense() if isinstance(weight, QuantizedWeight) else weight)
         else:

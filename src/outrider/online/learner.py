@@ -2,7 +2,8 @@
 
     observe   the states of the step's tokens, and whether drafts were accepted
     train     one unit of work, if time was earned: forward and backward of one text, or its loss for judging
-    charged   a step's times, with the time earned for training in place of the time spent
+    taken     the time spent, which is not the step's
+    charged   a step's times, with the time earned for training
 
 Time is earned in every step, `share` of the whole, and spent in units that are longer than a step.  Counting
 it as earned spreads the cost evenly, so that an adaptive controller sees it in every step's drafting time.
@@ -101,7 +102,7 @@ class Learner:
         self.random, self.units, self.rest = random.Random(0), 0, 0
         self.now, self.before = Acceptance(), Acceptance()
         self.old: Weights | None = None  # while new weights are on trial
-        self.earned = self.spent = 0.0  # seconds left to spend; spent in this step
+        self.earned = self.spent = 0.0  # seconds left to spend; spent by the last `train`
         self._resume()
         self._begin()
 
@@ -175,12 +176,18 @@ class Learner:
     def forget(self, row: Row) -> None:
         self.texts.close(row)
 
+    def taken(self) -> float:
+        """Seconds of the last `train`, which are then paid."""
+        spent, self.spent = self.spent, 0.0
+        self.earned -= spent
+        return spent
+
     def charged(self, times: Times) -> Times:
-        """The times of a step with training as earned, not as spent.  They include what `train` took."""
-        share, spent = self.options.share, self.spent
-        earned = share / (1 - share) * (sum(times) - spent) if self.active else 0.0
-        self.earned, self.spent = self.earned + earned - spent, 0.0
-        return times._replace(propose=times.propose - spent + earned)
+        """The times of a step without training, with what it earns for training as drafting."""
+        share = self.options.share
+        earned = share / (1 - share) * sum(times) if self.active else 0.0
+        self.earned += earned
+        return times._replace(propose=times.propose + earned)
 
     # ---- units of work
 

@@ -4,8 +4,8 @@
     config.json         with it the folder is a head or draft model as any other
     lock                locked by the process that writes
 
-A file is written beside the old one, flushed, and then takes its name.  Files of other names are left alone.
-Texts are never written.
+Both files are written beside the old ones, flushed, and then take their names, the weights last.  Files
+of other names are left alone.  Texts are never written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet, WeakValueDictionary, ref
@@ -119,24 +119,24 @@ class Store:
     def save(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], about: Mapping[str, Any]
     ) -> None:
-        """Raises OSError if they cannot be written; the folder then holds what it held before."""
+        """Raises OSError if they cannot be written; the weights are then those of before."""
         kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
         state = json.dumps({**self.key, "weights": hashed(kept), "statistics": dict(about)})
         with self.lock.writing:
-            self._replace(WEIGHTS, lambda path: save_file(kept, path, {"format": "pt", KEY: state}))
-            self._replace(CONFIG, lambda path: path.write_text(json.dumps(dict(config), indent=1) + "\n"))
-
-    def _replace(self, name: str, write: Callable[[Path], object]) -> None:
-        new = self.path / f"{name}.new"
-        try:
-            write(new)
-            synced(new)
-            new.replace(self.path / name)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-        finally:
-            new.unlink(missing_ok=True)
-        synced(self.path)
+            new_weights, new_config = files = [self.path / name for name in TEMPORARY]
+            try:
+                save_file(kept, new_weights, {"format": "pt", KEY: state})
+                new_config.write_text(json.dumps(dict(config), indent=1) + "\n")
+                for file in files:
+                    synced(file)
+                new_config.replace(self.path / CONFIG)  # the same every time, and nothing without weights
+                new_weights.replace(self.path / WEIGHTS)
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
+            finally:
+                for file in files:
+                    file.unlink(missing_ok=True)
+            synced(self.path)
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -146,7 +146,9 @@ def read(path: Path) -> dict[str, Any] | None:
     """
     file = path / WEIGHTS
     if not file.exists():
-        if path.is_dir() and (other := {each.name for each in path.iterdir()} - {LOCK, *TEMPORARY}):
+        found = {each.name for each in path.iterdir()} if path.is_dir() else set()
+        own = {LOCK, *TEMPORARY, CONFIG} if LOCK in found else {*TEMPORARY}  # a kill may leave no weights
+        if other := found - own:
             raise ConfigError(
                 f"online: {str(path)!r} holds other files, as {min(other)!r}: give a folder of its own."
             )
@@ -154,7 +156,7 @@ def read(path: Path) -> dict[str, Any] | None:
     try:
         with safe_open(file, "pt") as opened:
             state = json.loads((opened.metadata() or {}).get(KEY, "null"))
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise ConfigError(
             f"online: {str(file)!r} cannot be read ({error}): give another path, or remove the file."
         ) from error
@@ -175,7 +177,8 @@ def delete(path: Path) -> int:
 
     Raises ConfigError while a process learns there.
     """
-    lock, size = Lock.of(path), usage(path)
+    size = usage(path)  # before a lock is made in a folder of others
+    lock = Lock.of(path)
     with lock.writing:
         for file in ours(path):
             file.unlink()

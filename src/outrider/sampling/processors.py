@@ -113,7 +113,9 @@ class LogitBias:
         return logits.index_add(0, *self.bias.at(logits))
 
 
-running_since: dict[int, float] = {}  # thread -> when the function of the user that it runs was called
+running_since: dict[
+    int, float
+] = {}  # thread -> when the user's function that it runs was called, the outermost
 
 
 class UserProcessor:
@@ -138,13 +140,15 @@ class UserProcessor:
             (ids.tokens[: self.prompt], ids.since(self.prompt)) if self.whole else (ids.since(self.prompt),)
         )
         name, thread = getattr(self.function, "__name__", repr(self.function)), get_ident()
-        running_since[thread] = time.monotonic()
+        inner = thread in running_since  # of another engine, which an outer function uses
+        running_since.setdefault(thread, time.monotonic())
         try:
             edited = self.function(*given, logits.clone())
         except Exception as error:
             raise RequestError(f"logits_processors: {name} raised {type(error).__name__}: {error}") from error
         finally:
-            del running_since[thread]
+            if not inner:
+                del running_since[thread]
         try:
             return _edited(edited, logits)
         except Exception as error:  # some tensors raise on inspection

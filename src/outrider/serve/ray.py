@@ -104,9 +104,16 @@ def deployment(
 
 
 def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:
-    """The resources of an actor, as those of a placement group."""
-    named = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus", 0), **actor.get("resources", {})}
-    return {name: amount for name, amount in named.items() if amount}
+    """The resources of an actor, as those of a placement group.  Raises ConfigError for none."""
+    known = {
+        "CPU": actor.get("num_cpus", 1),
+        "GPU": actor.get("num_gpus", 0),
+        "memory": actor.get("memory", 0),
+    }
+    bundle = {name: amount for name, amount in {**known, **actor.get("resources", {})}.items() if amount}
+    if not bundle:
+        raise ConfigError("placement: give each rank num_cpus, num_gpus or resources in `actor`.")
+    return bundle
 
 
 def _rank(environment: Mapping[str, str]) -> None:

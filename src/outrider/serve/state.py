@@ -235,7 +235,8 @@ class Server:
             self.traces.finished(output)
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Token ids of a text.  Raises RequestError."""
+        """Token ids of a text.  Raises ApiError without a tokenizer, and RequestError."""
+        assert self.tokenizer is not None, "it has raised"
         with self.reader.lock:
             return self.reader.encode(text, "prompt", special)
 

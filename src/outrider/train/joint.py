@@ -49,7 +49,7 @@ class Joint(nn.Module):
         super().__init__()
         module = new_module(target.checkpoint.config)
         load_weights(module, target.checkpoint)
-        module.requires_grad_(False).to(target.decoder.device)
+        module.eval().requires_grad_(False).to(target.decoder.device)
         self.heads, self.rank = heads, rank
         self.target: tuple[Any] = (module,)  # hidden: its weights are neither trained nor saved
         self.updates = nn.ModuleDict()

@@ -132,6 +132,11 @@ class Trainer:
                 f"{self.options.out!r} holds a run with other values of {', '.join(changed)}: give the same, "
                 "or another folder as out."
             )
+        if list(state["network"]) != list(self.method.network.state_dict()):  # Adam's state is in this order
+            raise ConfigError(
+                f"{self.options.out!r} holds a run of another version of this method: give another folder as "
+                "out."
+            )
         self.method.network.load_state_dict(state["network"])
         self.adam.load_state_dict(state["adam"])
         self.step, self.losses, self.records = state["step"], state["losses"], state["records"]

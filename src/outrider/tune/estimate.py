@@ -165,8 +165,15 @@ def _step_times(
     shapes = [(siblings, levels) for siblings in variants for levels in range(1, depth + 1)]
     propose: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
     verify: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
-    most = min((WARM + STEPS + 1) * (depth + 1), llm.engine.max_len - len(ids))
-    params, plain = replace(params, max_tokens=most, ignore_eos=True), llm.variant(None)
+    most = (WARM + STEPS + 1) * (depth + 1)
+    if most >= llm.engine.max_len:
+        raise ConfigError(
+            f"a context of {llm.engine.max_len} tokens is too short to measure drafts of {depth} (that takes "
+            f"{most}): give a smaller --draft or a larger context."
+        )
+    ids = ids[: llm.engine.max_len - most]
+    params = replace(params, max_tokens=most, ignore_eos=True, stop=None, stop_token_ids=None)
+    plain = llm.variant(None)
     for _ in range(REPEATS):
         base = _times(plain, ids, params)
         for siblings, levels in shapes:
@@ -190,6 +197,8 @@ def _times(llm: LLM, ids: list[int], params: SamplingParams) -> Times:
             llm.engine.reset()
         if number == WARM + STEPS:
             break
+    else:
+        raise ConfigError("the model cannot be measured: its answer ends, or fails, after a few tokens.")
     work = llm.engine.decode
     return Times(*(seconds / max(1, work.steps) for seconds in work.times))
 

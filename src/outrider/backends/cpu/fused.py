@@ -62,9 +62,20 @@ class CpuFusedModel:
         queries = TreeQueries() if queries is None else queries
         logits = self._room(len(rows), ends.c.outputs)
         self.lib.read_model(
-            *(stack.shape, stack.layers, ends.c, view.with_adapters(adapters), view.input_ids),
-            *(pool.address, pool.plane, taps, rows.buffer_info()[0], len(rows), logits.data_ptr()),
-            *(queries.queries, len(queries.sizes), queries.data.buffer_info()[0]),
+            stack.shape,
+            stack.layers,
+            ends.c,
+            view.with_adapters(adapters),
+            view.input_ids,
+            pool.address,
+            pool.plane,
+            taps,
+            rows.buffer_info()[0],
+            len(rows),
+            logits.data_ptr(),
+            queries.queries,
+            len(queries.sizes),
+            queries.data.buffer_info()[0],
         )
         return logits
 
@@ -88,9 +99,20 @@ class CpuFusedModel:
         tokens = array("i", bytes(4 * levels * len(several)))
         features = array("f", bytes(0 if stop_rule is None else 4 * NUM_FEATURES * len(tokens)))
         self.lib.chain(
-            *(stack.shape, stack.layers, ends.c, view.with_adapters(None), view.input_ids),
-            *(pool.address, pool.plane, _chains(several), len(several), levels, vocabulary),
-            *(structs.stop_rule(stop_rule), tokens.buffer_info()[0], features.buffer_info()[0]),
+            stack.shape,
+            stack.layers,
+            ends.c,
+            view.with_adapters(None),
+            view.input_ids,
+            pool.address,
+            pool.plane,
+            _chains(several),
+            len(several),
+            levels,
+            vocabulary,
+            structs.stop_rule(stop_rule),
+            tokens.buffer_info()[0],
+            features.buffer_info()[0],
             address(states),
         )
         return _chained(tokens, features, levels)

@@ -146,9 +146,8 @@ def attend(
             kv.pool.read(kv.layer, part.flatten(), wide) for part in (group.table_slots, group.path_slots)
         )
         table = table.reshape(2, *group.table_slots.shape, kv_heads, d).transpose(2, 3)  # [2, B, k, S, D]
-        path = path.reshape(2, *group.path_slots.shape, kv_heads, d).permute(
-            0, 1, 4, 2, 3, 5
-        )  # [2, B, k, Q, T, D]
+        path = path.reshape(2, *group.path_slots.shape, kv_heads, d)
+        path = path.permute(0, 1, 4, 2, 3, 5)  # [2, B, k, Q, T, D]
         scores = torch.cat([_scores(heads, table[0]), _own_scores(heads, path[0])], dim=-1) * asked.scale
         weights, extra = _weights(scores, group, asked.window, asked.modifier)
         split = table.shape[3]

@@ -56,6 +56,7 @@ class Learner(Protocol):
     def train(self) -> None: ...
     def observe(self, commit: Commit) -> None: ...
     def forget(self, row: Row) -> None: ...
+    def taken(self) -> float: ...
     def charged(self, times: Times) -> Times: ...
 
 
@@ -160,8 +161,12 @@ class Joined:
         if self.learner is not None:
             self.learner.forget(row)
 
+    def taken(self) -> float:
+        """Seconds of `propose` that learning took."""
+        return 0.0 if self.learner is None else self.learner.taken()
+
     def charged(self, times: Times) -> Times:
-        """The times of a step, with the cost of learning spread over steps."""
+        """The times of a step without learning, with a share of its cost."""
         return times if self.learner is None else self.learner.charged(times)
 
 

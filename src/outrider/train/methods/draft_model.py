@@ -63,7 +63,11 @@ class DraftModel(Method):
             given["layer_types"] = [types[i] for i in self._chosen()]
         network = new_module(theirs, **given)
         if options.cut:
-            load_weights(network, self.target.checkpoint, self._chosen())
+            outer = {
+                "model.embed_tokens.weight": self.outer.embedding,
+                "lm_head.weight": self.outer.lm_head,
+            }
+            load_weights(network, self.target.checkpoint, self._chosen(), outer)
         return network
 
     def _chosen(self) -> list[int]:
