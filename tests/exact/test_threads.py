@@ -160,12 +160,16 @@ def test_a_processor_cannot_call_the_engine(
         check_idle(twin)
 
 
-def test_a_processor_that_waits_for_a_caller_of_its_engine_fails(
-    shared: LLM, monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]
-) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads wait for a processor for a moment only."""
+    monkeypatch.setattr("outrider.engine.loop.STALL", 0.1)
+    monkeypatch.setattr("outrider.engine.loop.MAX_WAIT", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_processor_that_waits_for_a_caller_of_its_engine_fails(shared: LLM, texts: list[list[int]]) -> None:
     """The caller gives up, and the processor gets its error; without that neither would end."""
-    monkeypatch.setattr("outrider.engine.loop.STALL", 0.2)
-    monkeypatch.setattr("outrider.engine.loop.MAX_WAIT", 0.1)
     shared.use(None)
     with ThreadPoolExecutor(1) as pool:
 
@@ -180,11 +184,8 @@ def test_a_processor_that_waits_for_a_caller_of_its_engine_fails(
     check_idle(shared)
 
 
-def test_a_slow_processor_fails_no_call_that_came_before_it(
-    shared: LLM, monkeypatch: pytest.MonkeyPatch, texts: list[list[int]]
-) -> None:
-    monkeypatch.setattr("outrider.engine.loop.STALL", 0.1)
-    monkeypatch.setattr("outrider.engine.loop.MAX_WAIT", 0.05)
+@pytest.mark.usefixtures("impatient")
+def test_a_slow_processor_fails_no_call_that_came_before_it(shared: LLM, texts: list[list[int]]) -> None:
     shared.use(None)
     with ThreadPoolExecutor(1) as pool:
         waiting: list[Future[RequestOutput]] = []

@@ -89,8 +89,9 @@ class Evidence:
             reach = [Reach(above) for above in self.reach]
             above, module, count = self.calibration, self.module, len(self.arms)
             calibration = Corrected(above, module, row) if module else Calibration(above)
-            parts = calibration, reach, Ledger(), row.drafting
-            found = self.states[row] = RowState(*parts, [0] * count, [0.0] * count)
+            found = self.states[row] = RowState(
+                calibration, reach, Ledger(), row.drafting, retry=[0] * count, earned=[0.0] * count
+            )
         return found
 
     def learn(self, records: Sequence[StepRecord]) -> None:

@@ -256,8 +256,12 @@ class Planner:
         rows = max(1.0, self.evidence.asking[k] * load.batch)
         fixed, per_level = self.evidence.drafting.line(k, round(rows))
         share, overhead, added = load.pace / rows, self.evidence.overhead / rows, load.verify
-        line = share * fixed + overhead, share * per_level
-        return Price(*line, reach.per_level, lambda nodes: added(round(rows * nodes)) / rows)
+        return Price(
+            fixed=share * fixed + overhead,
+            per_level=share * per_level,
+            nodes_per_level=reach.per_level,
+            verify=lambda nodes: added(round(rows * nodes)) / rows,
+        )
 
 
 def _is_new(step: RowStep) -> bool:

@@ -113,9 +113,8 @@ class LogitBias:
         return logits.index_add(0, *self.bias.at(logits))
 
 
-running_since: dict[
-    int, float
-] = {}  # thread -> when the user's function that it runs was called, the outermost
+# thread -> when the user's function that it runs was called, the outermost
+running_since: dict[int, float] = {}
 
 
 class UserProcessor:

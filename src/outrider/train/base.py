@@ -36,12 +36,14 @@ class Method:
     most: draft tokens of the network in one step, at most.
     base_rate: peak learning rate for a hidden size of `WIDTH`, that of the publication if it names one.
     drafts: speculative_config of evaluations, besides the model and its depth.
+    variants: other method that drafts with such a network -> the option that makes one for it.
     """
 
     Options: ClassVar[type[TrainOptions]] = TrainOptions
     base_rate: ClassVar[float] = 1e-4
     logits: bool = True
     drafts: ClassVar[Mapping[str, Any]] = {"tree": "chain"}
+    variants: ClassVar[Mapping[str, str]] = {}
     wanted: tuple[int, ...] = (FINAL,)
     most: int = MOST_DEPTH
 

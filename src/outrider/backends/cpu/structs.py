@@ -38,9 +38,16 @@ class StepView:
         self.input_ids = at = step.columns.buffer_info()[0]
         n, size = step.length, 8 * step.length
         self.rows = ROWS(
-            *(n, step.max_path_len, step.max_seq_len, step.pinned),
-            *(at + size, at + 2 * size, at + 3 * size, at + 4 * size),
-            *(self.tables.buffer_info()[0], step.path_slots.buffer_info()[0]),
+            n,
+            step.max_path_len,
+            step.max_seq_len,
+            step.pinned,
+            at + size,
+            at + 2 * size,
+            at + 3 * size,
+            at + 4 * size,
+            self.tables.buffer_info()[0],
+            step.path_slots.buffer_info()[0],
         )
 
     def with_adapters(self, runs: ctypes.Array[Any] | None) -> Any:

@@ -56,11 +56,16 @@ def _make(step: StepInput, device: torch.device) -> Plan:
         table_slots += table[: max(step.context_lens[first:end])]
     pieces = array("i", [number for piece in _pieces(step) for number in piece])
     arrays = [
-        *(array("i", column) for column in (step.input_ids, step.positions, step.slot_mapping)),
+        array("i", step.input_ids),
+        array("i", step.positions),
+        array("i", step.slot_mapping),
         array("i", step.context_lens),
         array("i", map(operator.add, step.context_lens, step.path_lens)),
         array("i", map(step.key_shift, range(step.length))),
-        *(tables, table_slots, step.path_slots, pieces),
+        tables,
+        table_slots,
+        step.path_slots,
+        pieces,
     ]
     flat, starts = array("i"), []
     for numbers in arrays:

@@ -1,7 +1,7 @@
 """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one layer on the inputs of three layers of the target.
 
-It predicts x_t+2 from the states at t and the token x_t+1, over a vocabulary of its own.  Its output
-stands for the next state, and so continues from its own drafts.  Network: heads/tapped.py; K/V:
+It predicts x_t+2 from the states at t and the token x_t+1, over a vocabulary of its own.  For the
+next draft token its own output takes the place of the state.  Network: heads/tapped.py; K/V:
 heads/recurrent.py; trees: heads/trees.py.
 """
 

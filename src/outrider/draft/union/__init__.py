@@ -222,7 +222,11 @@ def part(step: RowStep, tree: DraftTree, verified: Mapping[int, int], topk: int)
     own_number = {verified[i]: place for place, i in enumerate(kept)}
     nodes = [ROOT, *(verified[i] for i in kept)] if step.topk and topk else []
     return RowStep(
-        *(step.row, step.start, step.known, step.emits, step.budget),
+        step.row,
+        step.start,
+        step.known,
+        step.emits,
+        step.budget,
         tree=tree if len(kept) == len(tree.tokens) else tree.only(kept),
         kept=kept,
         accepted=[own_number[node] for node in step.accepted if node in own_number],

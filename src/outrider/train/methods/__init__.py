@@ -9,7 +9,6 @@ from outrider.errors import ConfigError, unknown
 from outrider.train.base import Method
 
 ALIASES = {"eagle1": "eagle", "eagle2": "eagle", "medusa1": "medusa", "early_exit": "layerskip"}
-VARIANTS = {"dspark": "markov", "domino": "domino"}  # head -> the option of dflash that makes one
 
 
 @lru_cache(maxsize=1)
@@ -22,8 +21,9 @@ def method(name: str) -> type[Method]:
     """Raise ConfigError for a method that cannot be trained."""
     name = name.replace("-", "_")
     name = ALIASES.get(name, name)
-    if name in VARIANTS:
-        raise ConfigError(f"{name!r} is trained by 'dflash' with the option {VARIANTS[name]!r}.")
+    for own, made in methods().items():
+        if name in made.variants:
+            raise ConfigError(f"{name!r} is trained by {own!r} with the option {made.variants[name]!r}.")
     if name not in methods():
         raise ConfigError(unknown("method to train", name, sorted(methods())))
     return methods()[name]

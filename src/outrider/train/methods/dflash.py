@@ -34,6 +34,8 @@ OUTER = (  # keys of z-lab's configs beside those of a layer
 
 
 class DFlash(Method):
+    variants: ClassVar = {"dspark": "markov", "domino": "domino"}
+
     @dataclass(frozen=True)
     class Options(TrainOptions):
         """layers, inner: of the network.  block: tokens of a block, the pending one included.  mask_token:
