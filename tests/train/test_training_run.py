@@ -280,15 +280,15 @@ def test_mistakes_are_refused_by_name(run_options: Any, tmp_path: Path) -> None:
     assert method("eagle2") is method("eagle")
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [("eagle3", {"taps": [99]}), ("dflash", {"mask_token": 10**6}), ("medusa", {"format": "nothing"})],
-)
 def test_a_head_that_another_method_makes_is_named() -> None:
     with pytest.raises(ConfigError, match="'dspark' is trained by 'dflash' with the option 'markov'"):
         method("dspark")
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("eagle3", {"taps": [99]}), ("dflash", {"mask_token": 10**6}), ("medusa", {"format": "nothing"})],
+)
 def test_what_does_not_fit_the_target_is_refused_before_its_answers(
     name: str, wrong: Any, target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
