@@ -4,7 +4,8 @@
     python benchmarks/serve.py --url http://127.0.0.1:8000 --clients 1 4 16 64
     python benchmarks/serve.py --url http://127.0.0.1:8000 --rate 2 8 --requests 200
 
-The server may be any that streams /v1/completions: outrider, llama-server, vLLM.  Each prompt has two of the
+The server may be any that streams /v1/completions: outrider, llama-server, vLLM.  With `--pid`, its process,
+figures have its CPU time a token, which other programs on the machine hardly change.  Each prompt has two of the
 questions of `--questions` behind its number: no request repeats another.  Requests ask for half to three
 halves of `--max-tokens` tokens, as answers differ in length, and do not end earlier where ignore_eos is
 known.
@@ -26,6 +27,7 @@ from typing import Any
 
 import httpx
 from client import Answer, Connections
+from cpu_time import first_thread_seconds, process_seconds
 
 QUESTIONS = Path(__file__).parent / "questions.jsonl"
 WARM_UP = range(1_000_000, 1_000_002)  # numbers of requests
@@ -106,10 +108,17 @@ async def opened(load: Load, one: Callable[[int], Awaitable[Answer]]) -> list[An
 
 @dataclass
 class Sent:
-    """Answers of one load, of several runs of it, too."""
+    """Answers of one load, of several runs of it, too.
 
+    pid: of the server, on this machine; None: its CPU time is not measured.
+    cpu_seconds: CPU time of its process and children; http_seconds: of the thread with the event loop.
+    """
+
+    pid: int | None = None
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    http_seconds: float = 0.0
 
     async def run(self, load: Load) -> None:
         """Send the requests of a load, after two that warm up."""
@@ -120,14 +129,26 @@ class Sent:
 
         for i in WARM_UP:
             await one(i)
-        began = time.perf_counter()
+        self._count(-1)
         self.answers += await (opened if load.rate else closed)(load, one)
-        self.seconds += time.perf_counter() - began
+        self._count(1)
         connections.close()
+
+    def _count(self, sign: int) -> None:
+        """Add the clocks' times, or take them off."""
+        self.seconds += sign * time.perf_counter()
+        if self.pid is not None:
+            self.cpu_seconds += sign * process_seconds(self.pid)
+            self.http_seconds += sign * first_thread_seconds(self.pid)
+
+    def microseconds(self, seconds: float) -> float | None:
+        """Of the server, per emitted token; None without its process."""
+        tokens = sum(answer.tokens for answer in self.answers)
+        return 1e6 * seconds / tokens if self.pid is not None and tokens else None
 
 
 def figures(sent: Sent) -> dict[str, Any]:
-    """Throughput, and percentiles in milliseconds: to the first token, and mean time between tokens."""
+    """Throughput, percentiles in milliseconds (to the first token, mean time between tokens), and CPU time."""
     good = [answer for answer in sent.answers if answer.error is None and answer.tokens > 1]
     firsts = [1000 * answer.first for answer in good]
     gaps = [1000 * (answer.ended - answer.first) / (answer.tokens - 1) for answer in good]
@@ -139,6 +160,8 @@ def figures(sent: Sent) -> dict[str, Any]:
         **{f"ttft_p{p}": percentile(firsts, p) for p in (50, 95, 99)},
         **{f"tpot_p{p}": percentile(gaps, p) for p in (50, 95, 99)},
         "tpot_mean": mean(gaps) if gaps else None,
+        "cpu_us_per_token": sent.microseconds(sent.cpu_seconds),
+        "http_us_per_token": sent.microseconds(sent.http_seconds),
     }
 
 
@@ -159,6 +182,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--questions", type=Path, default=QUESTIONS)
     parser.add_argument("--extra", type=json.loads, default={}, help="more fields of each body, as JSON")
+    parser.add_argument("--pid", type=int, help="process of the server, for its CPU time")
     parser.add_argument("--label", default="", help="name of the server in the results")
     parser.add_argument("--out", type=Path, help="append the results to this file, one JSON object a line")
     given = parser.parse_args()
@@ -168,14 +192,14 @@ def main() -> None:
         (n, None) for n in given.clients or ([] if given.rate else [1])
     ]
     loads += [(None, rate) for rate in given.rate]
-    print("     load   req/s  tokens/s   TTFT p50/p95/p99 ms      TPOT p50/p95/p99 ms   errors")
+    print(HEADER)
     for clients, rate in loads:
         count = given.requests or (8 * clients if clients else 100)
         load = Load(
             given.url, model, questions, count, given.max_tokens, given.temperature, 0, clients, rate,
             given.extra,
         )  # fmt: skip
-        sent = Sent()
+        sent = Sent(given.pid)
         asyncio.run(sent.run(load))
         found = {"clients": clients, "rate": rate, **figures(sent)}
         print(line(found), flush=True)
@@ -185,14 +209,19 @@ def main() -> None:
                 file.write(json.dumps({"label": given.label, **settings, **found}) + "\n")
 
 
+HEADER = "       load   req/s  tokens/s    TTFT p50/p95/p99 ms        TPOT p50/p95/p99 ms      errors   CPU  HTTP us"
+
+
 def line(found: dict[str, Any]) -> str:
+    """Figures as a row below HEADER.  CPU and HTTP: microseconds of the server a token."""
     name = f"{found['clients']} clients" if found["clients"] else f"{found['rate']}/s"
 
     def three(kind: str) -> str:
         return " / ".join(f"{found[f'{kind}_p{p}'] or 0:6.1f}" for p in (50, 95, 99))
 
     speed = f"{found['requests_per_second']:7.2f} {found['tokens_per_second']:9.1f}"
-    return f"{name:>11} {speed}   {three('ttft')}   {three('tpot')}   {found['errors']}"
+    spent = " ".join(f"{found[f'{kind}_us_per_token'] or math.nan:5.0f}" for kind in ("cpu", "http"))
+    return f"{name:>11} {speed}   {three('ttft')}   {three('tpot')}   {found['errors']:6} {spent}"
 
 
 if __name__ == "__main__":

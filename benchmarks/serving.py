@@ -8,9 +8,12 @@
                                    OUTRIDER_LLAMA_CPP_PYTHON, an interpreter with the wheel xllamacpp
 
 All servers run at once, each round of a load takes them in turn, and idle ones take no processor.  Rates of
-the open loop (Poisson arrivals) are parts of what the plain server completes with 16 clients.  The CPU time
-of HTTP is that of the thread with the event loop.  At the end, plain serving of 16 clients takes turns with
-the offline API on the same requests.
+the open loop (Poisson arrivals) are parts of what the plain server completes with 16 clients.  At the end,
+plain serving of 16 clients takes turns with the offline API on the same requests.
+
+Our own servers also have their CPU time a token, of all processes and threads, and how much of it plain
+serving takes ("of plain": above 1 is better than plain): compare by it on a busy machine, with
+OMP_NUM_THREADS=1, since threads that wait for each other spin.  HTTP is the thread with the event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import math
 import os
 import socket
 import subprocess
@@ -35,11 +37,11 @@ from typing import Any
 import httpx
 import torch
 from core import conditions
-from serve import QUESTIONS, Load, Sent, figures, length_of, line, prompt_of
+from serve import HEADER, QUESTIONS, Load, Sent, figures, length_of, line, prompt_of
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
-from served import Served, served
+from served import served
 
 from outrider import LLM, SamplingParams
 
@@ -88,24 +90,13 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def http_seconds(server: Served | None) -> float:
-    """CPU time of a server's event loop, which runs in the first thread; nan where /proc does not tell."""
-    try:
-        assert server is not None
-        path = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/stat")
-        fields = path.read_text().rpartition(")")[2].split()
-    except (AssertionError, OSError):
-        return math.nan
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 @dataclass
 class Bench:
-    """Servers under load.  servers: None for a foreign one."""
+    """Servers under load.  pids: label -> process, of our own servers."""
 
     given: argparse.Namespace
     urls: dict[str, str]
-    servers: dict[str, Served]
+    pids: dict[str, int]
     questions: list[str]
     results: list[dict[str, Any]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(0, MANY))  # of first requests
@@ -120,20 +111,22 @@ class Bench:
 
     def one(self, **load: Any) -> None:
         """One load: in each round on every server in turn, with the same requests."""
-        sent, http = {label: Sent() for label in self.urls}, dict.fromkeys(self.urls, 0.0)
+        sent = {label: Sent(self.pids.get(label)) for label in self.urls}
         for _ in range(self.given.rounds):
             first = next(self.numbers)
             for label in self.urls:
-                before = http_seconds(self.servers.get(label))
                 asyncio.run(sent[label].run(self.load(label, first, **load)))
-                http[label] += http_seconds(self.servers.get(label)) - before
-        for label in self.urls:
-            found = {"label": label, "clients": None, "rate": None, **load, **figures(sent[label])}
-            found["http_us_per_token"] = 1e6 * http[label] / max(1, found["tokens"])
+        made = {label: figures(each) for label, each in sent.items()}
+        for label, found in made.items():
+            own, plain = found["cpu_us_per_token"], made["plain"]["cpu_us_per_token"]
+            found = {"label": label, "clients": None, "rate": None, **load, **found}
+            found["of_plain_by_cpu"] = plain / own if own and plain else None
             self.results.append(found)
-            print(f"{label:>12} {line(found)}  {found['http_us_per_token']:5.0f} us HTTP a token", flush=True)
+            ratio = f"{found['of_plain_by_cpu']:.3f} of plain" if found["of_plain_by_cpu"] else ""
+            print(f"{label:>12} {line(found)}  {ratio}", flush=True)
 
     def run(self) -> None:
+        print(" " * 12, HEADER)
         for clients in self.given.clients:
             self.one(clients=clients)
         plain = [each for each in self.results if each["label"] == "plain"]
@@ -142,32 +135,34 @@ class Bench:
             self.one(rate=round(part * most, 2))
 
     def offline(self, threads: int) -> dict[str, Any]:
-        """Tokens/s of the plain server with BATCH clients, and of the offline API on the same requests."""
+        """The plain server with BATCH clients beside the offline API on the same requests, by both clocks."""
         given, count = self.given, 6 * BATCH
         torch.set_num_threads(threads)
         llm = LLM(given.model, speculative_config={"method": "off"}, max_num_seqs=BATCH, max_model_len=LENGTH)
-        served, offline = list[float](), list[float]()
+        rates: dict[str, list[float]] = {"served": [], "offline": [], "ratio": [], "ratio_by_cpu": []}
         for _ in range(1 + ROUNDS):
-            sent, first = Sent(), next(self.numbers)
+            sent, first = Sent(self.pids["plain"]), next(self.numbers)
             asyncio.run(sent.run(self.load("plain", first, clients=BATCH, requests=count, seconds=None)))
-            served.append(figures(sent)["tokens_per_second"])
-            offline.append(self.generated(llm, range(first, first + count)))
-        ratio = median(a / b for a, b in zip(served[1:], offline[1:]))
-        print(
-            f"{median(served[1:]):.0f} tokens/s of {BATCH} clients, {ratio:.3f} of the offline API",
-            flush=True,
-        )
-        return {"served": served[1:], "offline": offline[1:], "ratio": ratio}
+            found = figures(sent)
+            rate, cpu_rate = self.generated(llm, range(first, first + count))
+            ratios = found["tokens_per_second"] / rate, 1e6 / found["cpu_us_per_token"] / cpu_rate
+            for name, value in zip(rates, (found["tokens_per_second"], rate, *ratios)):
+                rates[name].append(value)
+        middle = {name: median(values[1:]) for name, values in rates.items()}
+        ratio = f"{middle['ratio']:.3f} of the offline API, {middle['ratio_by_cpu']:.3f} by CPU time"
+        print(f"{middle['served']:.0f} tokens/s of {BATCH} clients, {ratio}", flush=True)
+        return {"median": middle, **{name: values[1:] for name, values in rates.items()}}
 
-    def generated(self, llm: LLM, numbers: Sequence[int]) -> float:
-        """Tokens/s of the offline API on these requests."""
+    def generated(self, llm: LLM, numbers: Sequence[int]) -> tuple[float, float]:
+        """Tokens of the offline API on these requests, by second and by second of CPU time."""
         prompts = [prompt_of(self.questions, i) for i in numbers]
         mean, own = self.given.max_tokens, {"temperature": self.given.temperature, "ignore_eos": True}
         params = [SamplingParams(seed=i, max_tokens=length_of(mean, i), **own) for i in numbers]
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         outputs = llm.generate(prompts, params)
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        return tokens / (time.perf_counter() - began)
+        return tokens / seconds, tokens / cpu_seconds
 
 
 def main() -> None:
@@ -196,9 +191,8 @@ def main() -> None:
     with ExitStack() as stack:
         for label in given.ways:
             config = ["--speculative-config", json.dumps(WAYS[label])]
-            server = served(*options, *config, environment={"OMP_NUM_THREADS": threads})
-            bench.servers[label] = stack.enter_context(server)
-            bench.urls[label] = bench.servers[label].url
+            server = stack.enter_context(served(*options, *config, environment={"OMP_NUM_THREADS": threads}))
+            bench.urls[label], bench.pids[label] = server.url, server.process.pid
         bench.urls |= dict(each.split("=", 1) for each in given.beside)
         if given.gguf:
             bench.urls["llama-server"] = stack.enter_context(llama_server(given.gguf, slots))

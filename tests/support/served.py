@@ -25,7 +25,9 @@ CONTEXT.set_forkserver_preload(["outrider.serve.replicas.child", "transformers"]
 
 
 class Process(Protocol):
-    """The methods of `Popen` that tests use."""
+    """What tests use of `Popen`."""
+
+    pid: int
 
     def poll(self) -> int | None: ...
     def send_signal(self, number: int) -> None: ...
@@ -39,13 +41,14 @@ class Fork:
     def __init__(self, options: tuple[str, ...], log: Path, environment: dict[str, str]) -> None:
         self.process = CONTEXT.Process(target=serve, args=(options, log, environment), daemon=True)
         self.process.start()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
 
     def poll(self) -> int | None:
         return self.process.exitcode
 
     def send_signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        os.kill(self.pid, number)
 
     def wait(self, seconds: float | None = None) -> int:
         self.process.join(seconds)
