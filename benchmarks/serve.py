@@ -5,8 +5,8 @@
     python benchmarks/serve.py --url http://127.0.0.1:8000 --rate 2 8 --requests 200
 
 The server may be any that streams /v1/completions: outrider, llama-server, vLLM.  With `--pid`, its process,
-figures have its CPU time a token, which other programs on the machine hardly change.  Each prompt has two of the
-questions of `--questions` behind its number: no request repeats another.  Requests ask for half to three
+figures have its CPU time a token, which other programs on the machine hardly change.  Each prompt has two of
+the questions of `--questions` behind its number: no request repeats another.  Requests ask for half to three
 halves of `--max-tokens` tokens, as answers differ in length, and do not end earlier where ignore_eos is
 known.
 """
@@ -148,7 +148,7 @@ class Sent:
 
 
 def figures(sent: Sent) -> dict[str, Any]:
-    """Throughput, percentiles in milliseconds (to the first token, mean time between tokens), and CPU time."""
+    """Throughput, CPU time, and percentiles in milliseconds: to the first token, mean time between tokens."""
     good = [answer for answer in sent.answers if answer.error is None and answer.tokens > 1]
     firsts = [1000 * answer.first for answer in good]
     gaps = [1000 * (answer.ended - answer.first) / (answer.tokens - 1) for answer in good]
@@ -209,7 +209,9 @@ def main() -> None:
                 file.write(json.dumps({"label": given.label, **settings, **found}) + "\n")
 
 
-HEADER = "       load   req/s  tokens/s    TTFT p50/p95/p99 ms        TPOT p50/p95/p99 ms      errors   CPU  HTTP us"
+HEADER = (
+    "       load   req/s  tokens/s    TTFT p50/p95/p99 ms        TPOT p50/p95/p99 ms    errors   CPU  HTTP"
+)
 
 
 def line(found: dict[str, Any]) -> str:
@@ -221,7 +223,7 @@ def line(found: dict[str, Any]) -> str:
 
     speed = f"{found['requests_per_second']:7.2f} {found['tokens_per_second']:9.1f}"
     spent = " ".join(f"{found[f'{kind}_us_per_token'] or math.nan:5.0f}" for kind in ("cpu", "http"))
-    return f"{name:>11} {speed}   {three('ttft')}   {three('tpot')}   {found['errors']:6} {spent}"
+    return f"{name:>11} {speed}   {three('ttft')}   {three('tpot')}   {found['errors']:4} {spent}"
 
 
 if __name__ == "__main__":

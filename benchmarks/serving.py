@@ -52,7 +52,7 @@ WAYS: dict[str, Any] = {
     "auto": {"method": "auto", "model": "builtin-draft"},
 }
 CLIENTS, PARTS = (1, 4, 16, 64), (0.3, 0.7)  # clients of the closed loop, parts of the rate of the open one
-BATCH, ROUNDS = 16, 4  # clients beside the offline API, and rounds after one that warms up
+BATCH, ROUNDS = 16, 3  # clients beside the offline API, and rounds after one that warms up
 LENGTH = 1024  # tokens of a request at most
 MANY = 1000  # more requests than a round sends
 
@@ -136,7 +136,7 @@ class Bench:
 
     def offline(self, threads: int) -> dict[str, Any]:
         """The plain server with BATCH clients beside the offline API on the same requests, by both clocks."""
-        given, count = self.given, 6 * BATCH
+        given, count = self.given, 4 * BATCH
         torch.set_num_threads(threads)
         llm = LLM(given.model, speculative_config={"method": "off"}, max_num_seqs=BATCH, max_model_len=LENGTH)
         rates: dict[str, list[float]] = {"served": [], "offline": [], "ratio": [], "ratio_by_cpu": []}
