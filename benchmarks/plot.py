@@ -10,10 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
+from outrider.bench.plot import pyplot, save
 
 Rates = dict[str, float | None]  # engine -> decode tokens/s
 ENGINES = ("Outrider", "llama.cpp", "OpenVINO GenAI", "vLLM", "transformers")
@@ -32,7 +29,7 @@ def rates(rows: dict[str, Any], kind: str) -> Rates:
 
 
 def draw(rows: dict[str, Any], title: str, out: Path) -> None:
-    figure, axes = plt.subplots(figsize=(7.2, 3.4))
+    figure, axes = pyplot().subplots(figsize=(7.2, 3.4), layout="constrained")
     height = 0.26
     for place, (kind, color) in enumerate(COLORS.items()):
         values = rates(rows, kind)
@@ -44,12 +41,9 @@ def draw(rows: dict[str, Any], title: str, out: Path) -> None:
     axes.set_yticks(range(len(ENGINES)), ENGINES)
     axes.invert_yaxis()
     axes.set_xlabel("decode tokens/s")
-    axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, metadata={"Date": None})
+    save(figure, title, out)
 
 
 def main() -> None:

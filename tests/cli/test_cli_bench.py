@@ -13,10 +13,11 @@ from commands import Run
 from rich.console import Console
 
 from outrider import LLM, ConfigError, RequestError, SamplingParams
+from outrider.bench import plot
 from outrider.bench.measure import PLAIN, Measured, demonstrations, grouped, measure, too_short
 from outrider.bench.measure import Run as Group
 from outrider.bench.peers import peer
-from outrider.bench.plot import check_plot, heat_map
+from outrider.bench.plot import Gain, check_plot
 from outrider.bench.questions import MT_BENCH, prompts_of, read
 from outrider.bench.report import figures, matrix, remarks, speed_ups, table, within_noise
 from outrider.cli.bench import configs_of
@@ -327,7 +328,7 @@ def test_tasks_are_columns_and_other_engines_are_ratios() -> None:
     assert "÷ rival" in lines[1]
     (row,) = [line for line in lines if "fast" in line]
     assert [cell.strip() for cell in row.split("│")] == ["fast", "2.00×", "4.00×", "3.00×", "4.00×"]
-    assert speed_ups([plain, fast]) == {"fast": [2.0, 4.0, 3.0]}
+    assert speed_ups([plain, fast]) == {"fast": [Gain(gain, gain, gain) for gain in (2.0, 4.0, 3.0)]}
 
 
 def test_the_categories_of_mt_bench_are_one_task_of_spec_bench(tmp_path: Path) -> None:
@@ -346,11 +347,38 @@ def test_a_plot_without_its_folder_is_refused_before_measuring(tmp_path: Path) -
         check_plot(tmp_path / "nowhere" / "x.png")
 
 
-def test_plot_shows_tasks_and_methods(tmp_path: Path) -> None:
+def test_a_plot_of_an_unknown_kind_is_refused_before_measuring(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    out = tmp_path / "x.png"
-    heat_map({"ngram": [1.5, None, 0.8], "off": [1.0, 1.0, 1.0]}, ["qa", "math", "all"], "title", out)
-    assert out.read_bytes()[1:4] == b"PNG"
+    with pytest.raises(ConfigError, match=r"'x\.jpg' must end in one of \.png, \.svg"):
+        check_plot(tmp_path / "x.jpg")
+
+
+def test_plot_has_a_panel_for_each_task_and_the_fastest_method_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[Any] = []
+    save = plot.save
+    monkeypatch.setattr(plot, "save", lambda figure, *more: (drawn.append(figure), save(figure, *more)))
+    slow, fast = Gain(0.8, 0.7, 0.9), Gain(2.0, 1.9, 2.1)
+    gains = {
+        "slow": [fast, slow],
+        "busy": [fast, None],
+        "fast": [slow, fast],
+        "even": [slow, Gain(1, 0.9, 2)],
+    }
+    for name, head in (("x.png", b"\x89PNG"), ("x.svg", b"<?xml"), ("again.svg", b"<?xml")):
+        plot.speed_ups(gains, ["qa", "all"], "title", tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(head)
+    assert (tmp_path / "x.svg").read_bytes() == (tmp_path / "again.svg").read_bytes(), "the same every time"
+    qa, total = drawn[0].axes
+    assert [axes.get_title() for axes in (qa, total)] == ["qa", "all"]
+    assert [label.get_text() for label in qa.get_yticklabels()] == ["fast", "even", "slow", "busy"]
+    assert [text.get_text() for text in total.texts] == ["2.00×", "1.00×", "0.80×", "–"]
+    spans = [line for line in total.lines if len(line.get_xdata()) == 2 and line.get_xdata()[0] != 1]
+    assert [(*line.get_xdata(), line.get_color()) for line in spans] == [
+        (1.9, 2.1, plot.BLUE), (0.9, 2, plot.GREY), (0.7, 0.9, plot.RED),
+    ]  # fmt: skip
 
 
 def test_lines_of_text_go_through_the_chat_template_unless_raw(tmp_path: Path, mute: str) -> None:

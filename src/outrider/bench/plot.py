@@ -5,20 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.control.evidence import Moment
 from outrider.errors import ConfigError
 
+FORMATS = (".png", ".svg", ".pdf")
+BLUE, RED, GREY = "#0072b2", "#d55e00", "#7a7a7a"  # of Okabe and Ito, whom colour-blind readers can follow
+TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20)
+
+
+class Gain(NamedTuple):
+    """Speed-up over plain decoding in the median of the repeats, the least and the most of one."""
+
+    median: float
+    low: float
+    high: float
+
 
 def check_plot(out: Path) -> None:
     """Raise ConfigError unless a plot can be written to `out`: before anything is measured."""
-    _pyplot()
+    pyplot()
+    if out.suffix not in FORMATS:
+        raise ConfigError(f"the plot {out.name!r} must end in one of {', '.join(FORMATS)}.")
     if not out.expanduser().parent.is_dir():
         raise ConfigError(f"there is no folder {str(out.parent)!r} for the plot {out.name!r}.")
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Matplotlib's pyplot.  Raises ConfigError if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -26,39 +41,58 @@ def _pyplot() -> Any:
             "a plot needs matplotlib: install it with  pip install 'outrider[plot]'."
         ) from error
     matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "outrider"  # the same file for the same figures
     import matplotlib.pyplot as plt
 
     return plt
 
 
-def heat_map(
-    rows: Mapping[str, Sequence[float | None]], columns: Sequence[str], title: str, out: Path
+def speed_ups(
+    methods: Mapping[str, Sequence[Gain | None]], tasks: Sequence[str], title: str, out: Path
 ) -> None:
-    """Speed-ups by method (rows) and task (columns), 1 in white."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(2.4 + 0.95 * len(columns), 1.2 + 0.3 * len(rows)))
-    values = [[float("nan") if value is None else value for value in row] for row in rows.values()]
-    most = max([2.0, *(value for row in values for value in row if value == value)])
-    colours = plt.matplotlib.colors.TwoSlopeNorm(1.0, min(0.0, 2 - most), most)
-    axes.imshow(values, cmap="RdYlGn", norm=colours, aspect="auto")
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            axes.text(x, y, "–" if value != value else f"{value:.2f}", ha="center", va="center", fontsize=8)
-    axes.set_xticks(range(len(columns)), columns, rotation=30, ha="right", fontsize=8)
-    axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
-    _save(figure, axes, title, out)
+    """Speed-ups, a panel for each task and a row for each method: medians with the range of the repeats.
+
+    methods: name -> its gain in each task; an impossible one (None) is not drawn.  Rows are sorted by the
+    last task, whose medians are written out.  Grey ones are not shown to differ from 1.
+    """
+    order = sorted(methods, key=lambda name: -(gain.median if (gain := methods[name][-1]) else 0.0))
+    size = (max(6.0, 2.2 + 1.4 * len(tasks)), 1.4 + 0.25 * len(order))
+    figure, panels = pyplot().subplots(
+        1, len(tasks), sharex=True, sharey=True, squeeze=False, figsize=size, layout="constrained"
+    )
+    for task, axes, gains in zip(tasks, panels[0], zip(*(methods[name] for name in order))):
+        axes.set(xscale="log", axisbelow=True)
+        axes.set_title(task, fontsize=9)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.grid(color="#e4e4e4", linewidth=0.6)
+        axes.tick_params(labelsize=8, length=0)
+        for y, gain in enumerate(gains):
+            if gain is not None:
+                colour = GREY if gain.low <= 1 <= gain.high else BLUE if gain.low > 1 else RED
+                axes.plot((gain.low, gain.high), (y, y), color=colour, linewidth=2)
+                axes.plot(gain.median, y, "ov"[gain.median < 1], color=colour, markersize=4.5)
+    for y, gain in enumerate(gains):
+        text = f"{gain.median:.2f}×" if gain is not None else "–"
+        axes.text(1.04, y, text, fontsize=8, va="center", transform=axes.get_yaxis_transform())
+    low, high = axes.get_xlim()
+    ticks = [x for x in TICKS if min(low, 0.65) <= x <= max(high, 1.55)]
+    axes.set(xlim=(min(low, ticks[0]), max(high, ticks[-1])), ylim=(len(order) - 0.5, -0.5))
+    axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_yticks(range(len(order)), order)
+    save(figure, title, out)
 
 
 def lines(series: Mapping[str, Sequence[float]], x: str, y: str, title: str, out: Path) -> None:
     """One line a name, over 0, 1, 2, …"""
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(6, 3.4))
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
     for name, values in series.items():
         axes.plot(range(len(values)), values, marker="o", markersize=3, label=name)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.legend(frameon=False, fontsize=8)
-    _save(figure, axes, title, out)
+    save(figure, title, out)
 
 
 def reliability(points: Mapping[str, Sequence[tuple[float, float, int]]], title: str, out: Path) -> None:
@@ -66,7 +100,7 @@ def reliability(points: Mapping[str, Sequence[tuple[float, float, int]]], title:
 
     points: name -> (predicted, observed, observations).
     """
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(4.4, 4.2))
     axes.plot([0, 1], [0, 1], color="#b8c4ce", linewidth=1)
     most = max([n for found in points.values() for *_, n in found], default=1)
@@ -77,7 +111,7 @@ def reliability(points: Mapping[str, Sequence[tuple[float, float, int]]], title:
     axes.set_xlabel("predicted probability")
     axes.set_ylabel("share accepted")
     axes.legend(frameon=False, fontsize=8)
-    _save(figure, axes, title, out)
+    save(figure, title, out)
 
 
 def choices(history: Sequence[Moment], title: str, out: Path) -> None:
@@ -87,8 +121,8 @@ def choices(history: Sequence[Moment], title: str, out: Path) -> None:
     """
     if len(history) < 2:
         raise ConfigError("there is nothing to draw: few steps, or no adaptive controller.")
-    plt = _pyplot()
-    figure, (top, middle, bottom) = plt.subplots(3, sharex=True, figsize=(7, 6))
+    plt = pyplot()
+    figure, (top, middle, bottom) = plt.subplots(3, sharex=True, figsize=(7, 6), layout="constrained")
     spans = list(pairwise(history))
     at = [after.seconds for _, after in spans]
     names = list(history[-1].steps)
@@ -112,15 +146,15 @@ def choices(history: Sequence[Moment], title: str, out: Path) -> None:
     bottom.set_ylabel("ms")
     bottom.set_xlabel("seconds")
     bottom.legend(frameon=False, fontsize=7)
-    _save(figure, top, title, out)
+    save(figure, title, out)
 
 
-def _save(figure: Any, axes: Any, title: str, out: Path) -> None:
-    axes.set_title(title, fontsize=10, loc="left")
-    figure.tight_layout()
+def save(figure: Any, title: str, out: Path) -> None:
+    """Write a figure, with its title, in the form that the name of the file ends in."""
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     try:
-        figure.savefig(out.expanduser(), dpi=150)
+        figure.savefig(out.expanduser(), dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the plot cannot be written to {str(out)!r}: {error}") from error
     finally:
-        _pyplot().close(figure)
+        pyplot().close(figure)

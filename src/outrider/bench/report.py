@@ -10,6 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from outrider.bench.measure import Measured
+from outrider.bench.plot import Gain
 
 PERCENTILES = (50, 95, 99)
 ALL = "all"
@@ -55,12 +56,13 @@ def matrix(results: Sequence[Measured], peers: Sequence[Measured] = ()) -> Table
     return made
 
 
-def speed_ups(results: Sequence[Measured]) -> dict[str, list[float | None]]:
+def speed_ups(results: Sequence[Measured]) -> dict[str, list[Gain | None]]:
     """Method -> its speed-up in each category, then in all; None for an impossible one."""
     plain = results[0]
 
-    def gain(ours: Measured, theirs: Measured) -> float | None:
-        return None if ours.impossible(theirs) else ours.speed_up(theirs)
+    def gain(ours: Measured, theirs: Measured) -> Gain | None:
+        each = ours.speed_ups(theirs)
+        return None if ours.impossible(theirs) else Gain(ours.speed_up(theirs), min(each), max(each))
 
     return {
         result.method: [

@@ -43,7 +43,8 @@ def bench(
     ] = 3,
     out: Annotated[str | None, Option(*OUT, "--json", help=LOG)] = None,
     plot: Annotated[
-        Path | None, Option("--plot", help="Write the speed-ups by method and task as a picture.")
+        Path | None,
+        Option("--plot", help="Draw the speed-ups by method and task: a .svg, .png or .pdf file."),
     ] = None,
 ) -> None:
     """Measure methods against plain decoding, by category, with the same prompts and seeds.
@@ -160,8 +161,9 @@ def run(
 def show(results: Sequence[Measured], left_out: int, short: int, console: Console) -> None:
     from outrider.bench.report import latencies, matrix, remarks, table
 
-    kinds = results[0].kinds
+    kinds, (plain, *others) = results[0].kinds, results
     if kinds:
+        results = [plain, *sorted(others, key=lambda other: -other.speed_up(plain))]
         ours, peers = ([r for r in results if bool(r.promise) == own] for own in (True, False))
         if len(kinds) > 1 or peers:
             console.print(matrix(ours, peers), "")
@@ -181,11 +183,13 @@ def show(results: Sequence[Measured], left_out: int, short: int, console: Consol
 
 def draw(results: Sequence[Measured], out: Path) -> None:
     """Write the speed-ups of our methods, and of other engines, as a picture."""
-    from outrider.bench.plot import heat_map
+    from outrider.bench.plot import speed_ups as panels
     from outrider.bench.report import ALL, speed_ups
 
-    title = f"speed-up over {results[0].method}, {len(results[0].answers)} prompts"
-    heat_map(speed_ups(results), [*results[0].kinds, ALL], title, out)
+    plain = results[0]
+    rounds, prompts = len(plain.runs[0].turns), len(plain.answers)
+    title = f"speed-up over {plain.method}, {prompts} prompts: median and range of {rounds} rounds"
+    panels(speed_ups(results), [*plain.kinds, ALL], title, out)
 
 
 def opened(out: str | None) -> IO[str] | None:
