@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from pathlib import Path
@@ -10,16 +9,13 @@ from typing import Any
 
 import pytest
 from commands import Run
-from rich.console import Console
 
 from outrider import LLM, ConfigError, RequestError, SamplingParams
-from outrider.bench import plot
 from outrider.bench.measure import PLAIN, Measured, demonstrations, grouped, measure, too_short
 from outrider.bench.measure import Run as Group
 from outrider.bench.peers import peer
-from outrider.bench.plot import Gain, check_plot
 from outrider.bench.questions import MT_BENCH, prompts_of, read
-from outrider.bench.report import figures, matrix, remarks, speed_ups, table, within_noise
+from outrider.bench.report import figures, remarks, within_noise
 from outrider.cli.bench import configs_of
 from outrider.core.clock import Times
 from outrider.core.row import Speculation
@@ -289,46 +285,12 @@ def test_measurement_noise_is_distinguished_from_a_difference() -> None:
     assert figures([plain, faster])["faster"]["all"]["speed-up"] == 2
 
 
-def test_an_impossible_speed_up_is_not_shown() -> None:
-    """A step takes at least as long as one of plain decoding: 1.02 tokens a step give no 1.22 times."""
-
-    def steps(method: str, count: int, seconds: float) -> Measured:
-        spoken = CompletionOutput(0, "", [1] * 102, speculation=Speculation(count, 0, 0, 102))
-        return Measured(method, [Group("chat", seconds, Times(), [spoken], [seconds] * 3)])
-
-    plain, busy, real = steps(PLAIN, 102, 1.22), steps("busy", 100, 1.0), steps("real", 60, 1.0)
-    assert busy.limit(plain) == pytest.approx(1.02) and busy.impossible(plain)
-    assert not real.impossible(plain) and not plain.impossible(plain)
-    console = Console(width=160, file=io.StringIO())
-    console.print(table("title", [plain, busy, real]), *remarks([plain, busy, real]))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "≤ 1.02×" in text and text.count("1.22") == 1 and "busy" in text.split("measured for")[1]
-    found = figures([plain, busy, real])
-    assert found["busy"]["all"]["speed-up"] is None and found["real"]["all"]["speed-up"] == 1.22
-
-
 def test_repeats_end_when_the_time_is_over() -> None:
     llm = LLM("builtin", max_num_seqs=1, max_model_len=64)
     params, prompts = SamplingParams(temperature=0, max_tokens=2), [("a", "The sun")]
     for seconds, expected in ((0.0, 1), (math.inf, 3)):
         (result,) = measure(llm, {PLAIN: None}, prompts, params, 3, runs=1, seconds=seconds)
         assert len(result.runs[0].turns) == expected
-
-
-def test_tasks_are_columns_and_other_engines_are_ratios() -> None:
-    def run(method: str, promise: str, *seconds: float) -> Measured:
-        answers = [CompletionOutput(0, "", [1] * 10, speculation=Speculation()) for _ in seconds]
-        pairs = zip(("qa", "math"), seconds, answers)
-        return Measured(method, [Group(kind, s, Times(), [a], [s]) for kind, s, a in pairs], promise)
-
-    plain, fast, rival = run(PLAIN, "tokens", 2, 4), run("fast", "tokens", 1, 1), run("rival", "", 4, 4)
-    console = Console(width=160, file=io.StringIO())
-    console.print(matrix([plain, fast], [rival]))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert "÷ rival" in lines[1]
-    (row,) = [line for line in lines if "fast" in line]
-    assert [cell.strip() for cell in row.split("│")] == ["fast", "2.00×", "4.00×", "3.00×", "4.00×"]
-    assert speed_ups([plain, fast]) == {"fast": [Gain(gain, gain, gain) for gain in (2.0, 4.0, 3.0)]}
 
 
 def test_the_categories_of_mt_bench_are_one_task_of_spec_bench(tmp_path: Path) -> None:
@@ -340,45 +302,6 @@ def test_the_categories_of_mt_bench_are_one_task_of_spec_bench(tmp_path: Path) -
 
 def test_methods_all_selects_every_method() -> None:
     assert list(configs_of(["all"], [], None, None)) == list(demonstrations())
-
-
-def test_a_plot_without_its_folder_is_refused_before_measuring(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere|matplotlib"):
-        check_plot(tmp_path / "nowhere" / "x.png")
-
-
-def test_a_plot_of_an_unknown_kind_is_refused_before_measuring(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ConfigError, match=r"'x\.jpg' must end in one of \.png, \.svg"):
-        check_plot(tmp_path / "x.jpg")
-
-
-def test_plot_has_a_panel_for_each_task_and_the_fastest_method_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    drawn: list[Any] = []
-    save = plot.save
-    monkeypatch.setattr(plot, "save", lambda figure, *more: (drawn.append(figure), save(figure, *more)))
-    slow, fast = Gain(0.8, 0.7, 0.9), Gain(2.0, 1.9, 2.1)
-    gains = {
-        "slow": [fast, slow],
-        "busy": [fast, None],
-        "fast": [slow, fast],
-        "even": [slow, Gain(1, 0.9, 2)],
-    }
-    for name, head in (("x.png", b"\x89PNG"), ("x.svg", b"<?xml"), ("again.svg", b"<?xml")):
-        plot.speed_ups(gains, ["qa", "all"], "title", tmp_path / name)
-        assert (tmp_path / name).read_bytes().startswith(head)
-    assert (tmp_path / "x.svg").read_bytes() == (tmp_path / "again.svg").read_bytes(), "the same every time"
-    qa, total = drawn[0].axes
-    assert [axes.get_title() for axes in (qa, total)] == ["qa", "all"]
-    assert [label.get_text() for label in qa.get_yticklabels()] == ["fast", "even", "slow", "busy"]
-    assert [text.get_text() for text in total.texts] == ["2.00×", "1.00×", "0.80×", "–"]
-    spans = [line for line in total.lines if len(line.get_xdata()) == 2 and line.get_xdata()[0] != 1]
-    assert [(*line.get_xdata(), line.get_color()) for line in spans] == [
-        (1.9, 2.1, plot.BLUE), (0.9, 2, plot.GREY), (0.7, 0.9, plot.RED),
-    ]  # fmt: skip
 
 
 def test_lines_of_text_go_through_the_chat_template_unless_raw(tmp_path: Path, mute: str) -> None:
