@@ -47,12 +47,15 @@ def train_heads(out: Path, count: int, steps: int, seconds: float) -> bool:
 
     folder, ends = out / "heads", time.perf_counter() + seconds
     folder.mkdir(exist_ok=True)
-    if not (folder / "prompts.jsonl").exists():
-        write_prompts(folder / "prompts.jsonl", count)
+    asked = folder / f"prompts-{count}.jsonl"
+    if others := [path for path in folder.glob("prompts-*.jsonl") if path != asked]:
+        raise SystemExit(f"the heads learn from {others[0]}, not from {count} prompts: give another --out")
+    if not asked.exists():
+        write_prompts(asked, count)
     llm = LLM(str(out / "target"), max_num_seqs=32, max_model_len=LENGTH, speculative_config=None)
     given = {
         **SHARED,
-        "data": [str(folder / "prompts.jsonl")],
+        "data": [str(asked)],
         "cache": str(folder / "cache"),
         "steps": steps,
     }

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import copy_context
@@ -16,7 +17,8 @@ from uuid import uuid4
 
 from outrider.core.params import SamplingParams
 from outrider.core.row import LoRARequest
-from outrider.errors import EngineError, RankError
+from outrider.engine import turn
+from outrider.errors import EngineError, RankError, RequestError
 from outrider.llm import LLM
 from outrider.outputs import RequestOutput
 from outrider.progress import Request, RowState
@@ -36,18 +38,18 @@ class _Inbox:
         self.loop, self.event = asyncio.get_running_loop(), asyncio.Event()
         self.context = copy_context()
         self.news: dict[int, _Reader] = {}  # by index, what the task has not read
-        self.expired = False
+        self.error: Exception | None = None
 
-    def expire(self) -> None:
-        self.expired = True
+    def fail(self, error: Exception) -> None:
+        self.error = error
         self.event.set()
 
     async def wait(self) -> list[_Reader]:
-        """The readers with news, at least one.  Raises TimeoutError once expired."""
+        """The readers with news, at least one.  Raises the error of `fail`."""
         await self.event.wait()
         self.event.clear()
-        if self.expired:
-            raise TimeoutError
+        if self.error is not None:
+            raise self.error
         news, self.news = self.news, {}
         return list(news.values())
 
@@ -195,10 +197,13 @@ class AsyncLLM:
         final: yield only the last output of each.  Otherwise all outputs of a request are one object, whose
         lists grow.  on_end: called in the event loop when a request has ended, also while nothing is read.
         interval: least seconds between two outputs of a request, but for the last one.
-        Raises EngineError, and TimeoutError after `timeout` seconds.  Closing it ends the requests.
+        Raises EngineError, TimeoutError after `timeout` seconds, and RequestError if a logits processor may
+        wait for this call.  Closing it ends the requests.
         """
         inbox = _Inbox()
-        timer = None if timeout is None else inbox.loop.call_later(timeout, inbox.expire)
+        timers = [inbox.loop.call_later(turn.STALL, self._refuse_to_wait, inbox, time.monotonic())]
+        if timeout is not None:
+            timers.append(inbox.loop.call_later(timeout, inbox.fail, TimeoutError()))
         readers: list[_Reader] = []
         left = len(requests)
         try:
@@ -214,12 +219,18 @@ class AsyncLLM:
                     left -= output.finished
                     yield reader.index, output
         finally:
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
             for reader in readers:
                 reader.on_end = None
                 reader.cancel()
                 self.llm.abort(reader.request.id)
+
+    def _refuse_to_wait(self, inbox: _Inbox, came: float) -> None:
+        try:
+            self.llm.engine.turn.refuse_to_wait(came)
+        except RequestError as error:
+            inbox.fail(error)
 
     async def abort(self, request_id: str) -> None:
         """End a request before the next step.  Its last output has finish_reason "abort"."""

@@ -300,6 +300,26 @@ def test_the_step_fits_on_a_screen() -> None:
     assert line_count(step) <= LONGEST_STEP
 
 
+def test_text_files_name_their_encoding() -> None:
+    """Python 3.11 takes that of the locale otherwise."""
+    wrong = [f"{named(path)}:{node.lineno}" for path in FILES for node in unencoded(parsed(path))]
+    assert not wrong, "\n".join(wrong)
+
+
+PATH_CALLS = (("read_text", 0), ("write_text", 1))  # with so many arguments none is an encoding
+
+
+def unencoded(tree: ast.AST) -> Iterator[ast.Call]:
+    """Calls that read or write text by the locale's encoding."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or any(word.arg == "encoding" for word in node.keywords):
+            continue
+        name, texts = ast.unparse(node.func).split(".")[-1], [ast.unparse(given) for given in node.args]
+        of_path = isinstance(node.func, ast.Attribute) and (name, len(texts)) in PATH_CALLS
+        if of_path or (name in ("open", "NamedTemporaryFile") and {"'r'", "'w'", "'a'"} & {*texts}):
+            yield node
+
+
 # ---- what users see
 
 

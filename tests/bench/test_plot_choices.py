@@ -17,7 +17,7 @@ def test_choices_over_time_are_drawn(tiny: Path, tmp_path: Path) -> None:
     llm = LLM(str(tiny), speculative_config={"method": "ngram", "adaptive": True})
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     (output,) = llm.generate({"prompt_token_ids": [5, 6, 7] * 4}, params)
-    history = llm.engine.controller.report()["history"]
+    history = llm.engine.report()["history"]
     sums = [sum(moment.steps.values()) for moment in history]
     assert len(sums) > 1 and sums == sorted(sums) and sums[-1] == output.speculation.steps
     choices(history, "tiny", tmp_path / "choices.png")
@@ -25,6 +25,6 @@ def test_choices_over_time_are_drawn(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_without_an_adaptive_controller_there_is_nothing_to_draw(tiny: Path, tmp_path: Path) -> None:
-    history = LLM(str(tiny)).engine.controller.report().get("history", ())
+    history = LLM(str(tiny)).engine.report().get("history", ())
     with pytest.raises(ConfigError, match="nothing to draw"):
         choices(history, "tiny", tmp_path / "choices.png")

@@ -92,6 +92,26 @@ def test_what_needs_transformers_is_not_plain(given: dict[str, Any]) -> None:
         assert plain_config({k: v for k, v in settings.items() if k != key}) is None
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", -1e-6),
+        ("rope_theta", 0.5),
+        ("attention_bias", "yes"),
+        ("mlp_bias", 3),
+        ("head_dim", 7),
+        ("intermediate_size", 0),
+    ],
+)
+def test_a_config_with_nonsense_is_refused_by_name(key: str, value: Any, tmp_path: Path) -> None:
+    folder = Path(tiny_checkpoint(tmp_path))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, key: value}))
+    with pytest.raises(ModelError, match=key):
+        Checkpoint.open(str(folder))
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(locate("builtin")), tiny_checkpoint(tmp_path_factory.mktemp("tiny"))]

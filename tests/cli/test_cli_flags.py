@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -52,6 +53,15 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 
 COMMANDS = dict(commands())
+
+
+def test_a_file_of_an_option_is_utf_8_in_every_locale(tmp_path: Path) -> None:
+    file = tmp_path / "options.json"
+    file.write_text('{"path": "naïve"}', encoding="utf-8")
+    code = f"from outrider.cli.flags import parsed; print(ascii(parsed({f'@{file}'!r})))"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **locale}, capture_output=True)
+    assert done.stdout.decode().strip() == r"{'path': 'na\xefve'}", done.stderr.decode()
 
 
 @pytest.mark.parametrize("line", LLAMA_CPP, ids=["plain", "quicksort", "dijkstra-cpp", "dijkstra-python"])

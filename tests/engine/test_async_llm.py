@@ -106,6 +106,27 @@ def test_tokens_that_exist_are_not_held_back_by_a_long_step(engine: AsyncLLM) ->
     running(engine, task)
 
 
+def test_a_processor_that_waits_for_a_task_of_its_engine_fails(
+    engine: AsyncLLM, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task gives up, and the processor gets its error; without that neither would end."""
+    monkeypatch.setattr("outrider.engine.turn.STALL", 0.1)
+
+    async def task() -> None:
+        loop = asyncio.get_running_loop()
+
+        def wait(ids: list[int], logits: Any) -> Any:
+            if len(ids) == 2:
+                asyncio.run_coroutine_threadsafe(engine.complete(PROMPTS[1], params_of(1)), loop).result()
+            return logits
+
+        with pytest.raises(RequestError, match="may wait for it"):
+            await engine.complete(PROMPTS[0], params_of(0, logits_processors=[wait]))
+        assert await ids_of(engine, 1) == texts[1]
+
+    running(engine, task)
+
+
 @pytest.mark.parametrize("how", ["abort", "close", "cancel"])
 def test_an_ended_request_leaves_before_the_next_step(how: str, engine: AsyncLLM) -> None:
     async def read(started: asyncio.Event) -> str | None:

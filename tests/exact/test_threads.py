@@ -163,7 +163,7 @@ def test_a_processor_cannot_call_the_engine(
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads wait for a processor for a moment only."""
-    monkeypatch.setattr("outrider.engine.loop.STALL", 0.1)
+    monkeypatch.setattr("outrider.engine.turn.STALL", 0.1)
     monkeypatch.setattr("outrider.engine.loop.MAX_WAIT", 0.05)
 
 
@@ -182,6 +182,30 @@ def test_a_processor_that_waits_for_a_caller_of_its_engine_fails(shared: LLM, te
     assert isinstance(outputs[1].error, RequestError) and "may wait for it" in str(outputs[1].error)
     assert len(outputs[1].outputs[0].token_ids) == 2
     check_idle(shared)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("call", ["variant", "generate on a variant"])
+def test_a_processor_that_waits_for_a_variant_of_its_engine_fails(
+    call: str, shared: LLM, texts: list[list[int]]
+) -> None:
+    shared.use(None)
+    twin = shared.variant(None)
+    with ThreadPoolExecutor(1) as pool:
+
+        def wait() -> None:
+            if call == "variant":
+                pool.submit(shared.variant, None).result()
+            else:
+                pool.submit(answer, twin, PROMPTS[1], PARAMS[1]).result()
+
+        bad = params_of(3, logits_processors=[calling(wait)])
+        outputs = shared.generate([{"prompt_token_ids": PROMPTS[i]} for i in (0, 3)], [PARAMS[0], bad])
+    assert outputs[0].outputs[0].token_ids == texts[0]
+    assert isinstance(outputs[1].error, RequestError) and "may wait for it" in str(outputs[1].error)
+    assert answer(twin, PROMPTS[1], PARAMS[1]).outputs[0].token_ids == texts[1]
+    check_idle(shared)
+    check_idle(twin)
 
 
 @pytest.mark.usefixtures("impatient")

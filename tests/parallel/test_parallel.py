@@ -239,6 +239,8 @@ def test_adaptive_controllers_of_a_pipeline_exchange_rows(ranks: Ranks) -> None:
         driver.step()
         flying = [flight.controller for flight in llm.engine.flights]
         assert len({*map(id, flying)}) == len(flying), "a controller has one step in flight"
+    report = llm.engine.report()
+    assert len(report["resting"]) == 2 and len(report["drafters"]["ngram"]["outlook"]) == 2
     for request in requests:
         (sample,) = driver.finish(request).outputs
         assert sample.drafting is not None or not sample.speculation.drafted

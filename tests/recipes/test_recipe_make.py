@@ -56,6 +56,8 @@ def test_stages_make_a_pair_and_resume(small, monkeypatch, tmp_path):
     call(monkeypatch, tmp_path, *train)
     for name in ("medusa", "eagle"):
         assert json.loads((tmp_path / f"heads/{name}/training.json").read_text())["steps"] == 2
+    with pytest.raises(SystemExit, match=r"prompts-24\.jsonl, not from 25 prompts"):
+        call(monkeypatch, tmp_path, "--prompts", "25", "heads")
     assert len([*(tmp_path / "heads/cache").glob("answers-*")]) == 1, "all heads share the answers"
 
 

@@ -74,6 +74,12 @@ def test_the_served_target_is_the_trained_one(llm: LLM, tmp_path: Path) -> None:
     assert changed.outputs[0].token_ids != plain.outputs[0].token_ids
 
 
+def test_a_rank_without_joint_training_is_refused(run_options: Any, tmp_path: Path) -> None:
+    assert run_options("medusa", tmp_path, joint=True, rank=4).engine["max_lora_rank"] == 4
+    with pytest.raises(ConfigError, match=r'rank \(4\) is of the adapter that "joint": true trains'):
+        run_options("medusa", tmp_path, rank=4)
+
+
 def test_an_engine_without_adapters_is_refused(target: LLM, run_options: Any, tmp_path: Path) -> None:
     options = run_options("medusa", tmp_path, joint=True)
     with pytest.raises(ConfigError, match="needs enable_lora=True as an option of the engine"):

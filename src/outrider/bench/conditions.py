@@ -21,7 +21,7 @@ def conditions() -> dict[str, Any]:
 
     name = Path(sys.argv[0]).name
     try:
-        info = Path("/proc/cpuinfo").read_text()
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         info = ""
     cpu = next(

@@ -117,7 +117,7 @@ def reliability(points: Mapping[str, Sequence[tuple[float, float, int]]], title:
 def choices(history: Sequence[Moment], title: str, out: Path) -> None:
     """What an adaptive controller chose over time: steps by drafters, gain, and the ledger of losses.
 
-    history: of `llm.engine.controller.report()["history"]`.
+    history: of `llm.engine.report()["history"]`.
     """
     if len(history) < 2:
         raise ConfigError("there is nothing to draw: few steps, or no adaptive controller.")

@@ -32,7 +32,7 @@ def read(path: Path, limit: int | None = None, raw: bool = False) -> list[Questi
     raw: without a chat template.  Raises RequestError naming file and line.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"the prompts {str(path)!r} cannot be read: {error}") from error
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]

@@ -16,7 +16,7 @@ MOST_STEPS = 256  # heads of a drafter, layers of a head, draft steps
 INT32 = (1 << 31) - 1
 NAME = text(4096)
 LAYER_COUNT, WIDTH, HEAD_COUNT = whole(1, MOST_LAYERS), whole(1, 1 << 20), whole(1, 1 << 16)
-LENGTH, EPSILON = whole(1, 1 << 24), real(0, 1)
+LENGTH, EPSILON = whole(1, 1 << 24), real(0, 1, above=True)
 WINDOW = whole(0, INT32)
 POSITIVE, SHARE, SCALE = real(0, 1e6, above=True), real(0, 1), real(-1e9, 1e9)
 TOKEN = whole(-1, INT32)  # -1: none
@@ -32,7 +32,7 @@ ROPE: dict[str, Kind | Section] = {
     **_alike(POSITIVE, "factor attention_factor beta_fast beta_slow low_freq_factor high_freq_factor"),
     **_alike(SCALE, "mscale mscale_all_dim"),
     **_alike(each(POSITIVE, 1 << 16), "short_factor long_factor"),
-    "rope_theta": real(0, 1e15, above=True),
+    "rope_theta": real(1, 1e15),
     "partial_rotary_factor": SHARE,
     "original_max_position_embeddings": real(1, 1 << 24),
 }
@@ -82,7 +82,7 @@ CONFIG: dict[str, Kind | Section] = {
         whole(0, 1 << 16),
         "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok num_labels",
     ),
-    **_alike(FLAG, "tie_word_embeddings is_encoder_decoder use_sliding_window"),
+    **_alike(FLAG, "tie_word_embeddings is_encoder_decoder use_sliding_window attention_bias mlp_bias"),
     **_alike(NAME, "model_type hidden_act hidden_activation dtype torch_dtype transformers_version"),
     "architectures": each(NAME, 16),
     "layer_types": each(NAME, MOST_LAYERS),

@@ -89,7 +89,7 @@ class Spec(Facts):
     def extending(facts: Facts, config: Any) -> Spec:
         """The spec of a model with these facts."""
         name, heads = facts.architecture, _size(config, "num_attention_heads", HEAD_COUNT)
-        check_attention(name, heads, facts.kv_heads, facts.head_dim)
+        check_attention(name, heads, facts.kv_heads, facts.head_dim, rotated=facts.head_dim)
         window = 0 if config.model_type == "llama" else getattr(config, "sliding_window", None) or 0
         WINDOW.check(window, f"sliding_window of {name}", ModelError)
         default = "sliding_attention" if window else "full_attention"

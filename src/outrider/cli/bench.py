@@ -198,6 +198,6 @@ def opened(out: str | None) -> IO[str] | None:
     Raises ConfigError if it cannot be written.
     """
     try:
-        return None if out is None else sys.stdout if out == "-" else open(out, "a")
+        return None if out is None else sys.stdout if out == "-" else open(out, "a", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the results cannot be written to {out!r}: {error}") from error

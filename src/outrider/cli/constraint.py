@@ -46,6 +46,6 @@ def constraint(
 
 def _read(file: str, what: str) -> str:
     try:
-        return Path(file).expanduser().read_text()
+        return Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"the {what} file {file!r} cannot be read: {error}") from error

@@ -321,7 +321,7 @@ def parsed(text: str, what: str = "speculative_config") -> dict[str, Any]:
     if text.startswith("@"):
         where = f"file {text[1:]!r}"
         try:
-            text = Path(text[1:]).expanduser().read_text()
+            text = Path(text[1:]).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{what}: the {where} cannot be read: {error}") from error
     try:

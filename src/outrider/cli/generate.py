@@ -67,7 +67,7 @@ def generate(
     began = time.perf_counter()
     llm = load(engine, config_of(speculation, AUTO))
     loaded = time.perf_counter()
-    if plot_choices is not None and "history" not in llm.engine.controller.report():
+    if plot_choices is not None and "history" not in llm.engine.report():
         raise ConfigError("--plot-choices draws what an adaptive controller chose: take --method auto.")
     llm.engine.reset()
     last, interrupted = print_answer(llm, text, params, "" if no_display_prompt else text)
@@ -75,7 +75,7 @@ def generate(
         total = time.perf_counter() - began
         typer.echo(f"\n{figures(llm.engine, last, loaded - began, total)}", err=True)
     if plot_choices is not None:
-        choices(llm.engine.controller.report()["history"], llm.engine.options.model, plot_choices)
+        choices(llm.engine.report()["history"], llm.engine.options.model, plot_choices)
     if interrupted:
         raise typer.Exit(130)
 

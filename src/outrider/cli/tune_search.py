@@ -41,7 +41,7 @@ def search(
     with bar_over(minutes, "Searching", console) as tick:
         outcome = Search(llm, prompts, params, minutes).run(settings, tick)
     try:
-        out.expanduser().write_text(json.dumps(outcome.config, indent=1) + "\n")
+        out.expanduser().write_text(json.dumps(outcome.config, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the setting cannot be written to {str(out)!r}: {error}") from error
     show_ranking(outcome, out, console)

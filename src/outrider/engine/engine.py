@@ -30,7 +30,7 @@ from outrider.draft.union.joined import Joined
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.calibrate import forward_cost
-from outrider.engine.flights import Flight, controller_of
+from outrider.engine.flights import Flight, controller_of, report_of
 from outrider.engine.memory import plan_pages
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
@@ -303,6 +303,10 @@ class Engine:
         """Empty the prefix index, so that a measurement starts cold."""
         for cache in self.caches:
             cache.forget()
+
+    def report(self) -> dict[str, Any]:
+        """What the controllers chose and why, for people; empty if nothing is chosen."""
+        return report_of(self.adaptive or [self.controller])
 
     @property
     def busy(self) -> bool:

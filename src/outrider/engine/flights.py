@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.control import Controller
 from outrider.control.auto import AutoController
@@ -35,3 +35,17 @@ def controller_of(
     for other in others:
         other.release(batch.rows)
     return chosen
+
+
+def report_of(controllers: Sequence[Controller]) -> dict[str, Any]:
+    """The reports of the controllers of an engine as one.
+
+    They share what steps have shown.  What each decides by itself is a list, one for each step in flight:
+    resting, and the outlook of a drafter under the load of that controller's rows.
+    """
+    report, *others = reports = [controller.report() for controller in controllers]
+    if others:
+        report["resting"] = [each["resting"] for each in reports]
+        for name, drafter in report["drafters"].items():
+            drafter["outlook"] = [each["drafters"][name]["outlook"] for each in reports]
+    return report

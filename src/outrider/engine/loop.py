@@ -14,7 +14,6 @@ arrives through the `on_news` callback of `submit`.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +22,8 @@ from contextlib import contextmanager
 from outrider.core.row import Row
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, EngineError, RankError, RequestError
-from outrider.sampling.processors import running_since
 
 MAX_WAIT = 1.0  # timeout of a waiting thread, in seconds: an interrupt in another thread can lose its wake-up
-STALL = 60.0  # seconds of one call of a logits processor after which a caller that came during it gives up
 log = logging.getLogger("outrider")
 
 
@@ -146,9 +143,10 @@ class EngineLoop:
                     return
                 waiter = self._drive_or_wait(me)
             if waiter is None:
+                self.engine.turn.wait_for_processor(came)  # of another engine on the same weights
                 self._step()
             elif not waiter.acquire(timeout=MAX_WAIT):
-                self._refuse_to_wait(came)
+                self.engine.turn.refuse_to_wait(came)
 
     def _leave(self, me: int) -> None:
         """Release the role of driver."""
@@ -188,19 +186,6 @@ class EngineLoop:
         with self._lock:
             grown = [self.tickets.get(id) for id in dict.fromkeys([row.id for row in rows])]
             self._report([ticket for ticket in grown if ticket is not None], grown=True)
-
-    def _refuse_to_wait(self, came: float) -> None:
-        """Raise RequestError if a logits processor takes long that was running when this call came.
-
-        It may have started this thread and wait for it, and then neither would end.
-        """
-        began = running_since.get(self._driver or 0, math.inf)
-        if began < came and time.monotonic() - began > STALL:
-            raise RequestError(
-                f"a logits processor that was running before this call has taken more than {STALL:g} s, and "
-                "may wait for it, while the call waits for its step: a processor cannot use the engine that "
-                "calls it."
-            )
 
     def _between_steps(self) -> None:
         """Settle now if no thread drives; otherwise leave it to the driver."""

@@ -51,7 +51,9 @@ def free_memory(device: torch.device, share: float) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1 - share) * total))
     try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        lines = dict(
+            line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        )
         return int(lines["MemAvailable"].split()[0]) * 1024 // 4
     except (OSError, KeyError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8

@@ -37,14 +37,16 @@ class StoredJson:
     def read(self) -> Any:
         """None if there is nothing."""
         with suppress(OSError, ValueError, RecursionError):
-            return json.loads(self.path.read_text()) if self.path is not None else None
+            return json.loads(self.path.read_text(encoding="utf-8")) if self.path is not None else None
         return None
 
     def write(self, value: Any) -> None:
         if self.path is None:
             return
         try:
-            with NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.stem, delete=False) as made:
+            with NamedTemporaryFile(
+                "w", dir=self.path.parent, prefix=self.path.stem, delete=False, encoding="utf-8"
+            ) as made:
                 json.dump(value, made)
             os.replace(made.name, self.path)
         except OSError as error:

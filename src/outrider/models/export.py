@@ -54,7 +54,7 @@ def write(source: str, folder: Path, bits: int, revision: str | None = None) -> 
         config["dtype"] = str(PLAIN[bits]).removeprefix("torch.")
     else:
         config["quantization_config"] = scheme(bits, [name for name in weights if _plain(weights, name)])
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _copy_rest(checkpoint, folder)
     return _write_weights(weights, checkpoint, folder, bits)
 
@@ -98,7 +98,7 @@ def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits:
         size += target.stat().st_size
     if len(files) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": where}
-        (folder / f"model{SAFE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (folder / f"model{SAFE}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return size
 
 

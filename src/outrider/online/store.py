@@ -46,7 +46,7 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self.writing, self.stores = threading.Lock(), WeakSet[Store]()
-        self.file = (path / LOCK).open("a")
+        self.file = (path / LOCK).open("a", encoding="utf-8")
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -126,7 +126,7 @@ class Store:
             new_weights, new_config = files = [self.path / name for name in TEMPORARY]
             try:
                 save_file(kept, new_weights, {"format": "pt", KEY: state})
-                new_config.write_text(json.dumps(dict(config), indent=1) + "\n")
+                new_config.write_text(json.dumps(dict(config), indent=1) + "\n", encoding="utf-8")
                 for file in files:
                     synced(file)
                 new_config.replace(self.path / CONFIG)  # the same every time, and nothing without weights

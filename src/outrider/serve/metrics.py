@@ -13,7 +13,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from outrider.async_llm import AsyncLLM
-from outrider.control.auto import AutoController
 from outrider.core.block_table import PAGE
 from outrider.engine.engine import Engine
 from outrider.errors import EngineError
@@ -152,20 +151,20 @@ class EngineMetrics(Collector):
         yield found
 
     def _adaptive(self) -> Iterator[Metric]:
-        """What an adaptive controller has chosen, and its ledger."""
-        controller = self.core.controller
-        if not isinstance(controller, AutoController):
+        """What adaptive controllers have chosen, and their ledger."""
+        if not (controllers := self.core.adaptive):
             return
+        evidence = controllers[0].evidence  # of all
         chosen = CounterMetricFamily(
             f"{PREFIX}spec_decode_chosen", "Steps of samples by the drafters asked.", labels=("drafters",)
         )
-        for names, count in dict(controller.evidence.total.steps).items():  # the engine changes it
+        for names, count in dict(evidence.total.steps).items():  # the engine changes it
             chosen.add_metric((names,), count)
         yield chosen
-        yield _gauge(
-            "spec_decode_gain", "Time of plain decoding over the time taken.", controller.evidence.total.gain
-        )
-        ledger = controller.evidence.ledger
+        yield _gauge("spec_decode_gain", "Time of plain decoding over the time taken.", evidence.total.gain)
+        resting = sum(each.rest is not None for each in controllers) / len(controllers)
+        yield _gauge("spec_decode_resting", "Part of the controllers that consider no drafter.", resting)
+        ledger = evidence.ledger
         yield _gauge("spec_decode_ledger_loss_seconds", "Time lost to drafts, less that saved.", ledger.loss)
         yield _gauge("spec_decode_ledger_room_seconds", "Time that drafts may still lose.", ledger.room)
 

@@ -68,7 +68,7 @@ def regenerated(
             raise OutOfTime
         new = answered(llm, {i: items[i] for i in todo[first : first + size]}, options, failed)
         answers.update(new)
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps([i, ids]) + "\n" for i, ids in new.items())
             file.flush()
             os.fsync(file.fileno())
@@ -110,8 +110,8 @@ def _read(path: Path) -> dict[int, list[int]]:
     """The answers in the file.  A line that a kill has cut is removed."""
     if not path.exists():
         return {}
-    content = path.read_text()
+    content = path.read_text(encoding="utf-8")
     whole = content[: content.rfind("\n") + 1]
     if whole != content:
-        path.write_text(whole)
+        path.write_text(whole, encoding="utf-8")
     return dict(map(json.loads, whole.splitlines()))

@@ -169,7 +169,7 @@ def _half(tensor: Tensor) -> Tensor:
 def replace_text(path: Path, text: str) -> None:
     """Write a file beside the old one, then replace it."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 

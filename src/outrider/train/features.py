@@ -68,7 +68,11 @@ class Features:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         progress = self.folder / "done.json"
-        done = min(json.loads(progress.read_text())["texts"], self.cached) if progress.exists() else 0
+        done = (
+            min(json.loads(progress.read_text(encoding="utf-8"))["texts"], self.cached)
+            if progress.exists()
+            else 0
+        )
         size = self.width * self.starts[self.cached]
         shape = (self.starts[self.cached], self.width)
         path = self.folder / "states.bin"

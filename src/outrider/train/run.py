@@ -73,7 +73,7 @@ def cache_folder(options: TrainOptions) -> Path:
 def only_writer(folder: Path) -> Iterator[None]:
     """Keep other runs from writing answers and features to a folder.  Raises ConfigError if one does."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
+    with (folder / "lock").open("w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -234,6 +234,6 @@ def save(best: Trial, layers: int, model: str, tried: int, measured: float, to: 
         "measured speed-up": round(measured, 3),
     }
     try:
-        to.write_text(json.dumps(found, indent=1) + "\n")
+        to.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the set cannot be written to {str(to)!r}: {error}") from error

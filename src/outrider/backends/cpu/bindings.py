@@ -53,7 +53,7 @@ def _parse(text: str) -> tuple[dict[str, Any], dict[str, tuple[Any, dict[str, An
     return {name: made for name, made in types.items() if name not in NUMBERS}, functions
 
 
-STRUCTS, FUNCTIONS = _parse(HEADER.read_text())
+STRUCTS, FUNCTIONS = _parse(HEADER.read_text(encoding="utf-8"))
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -132,7 +132,7 @@ def recipe(environment: Mapping[str, str]) -> Recipe:
         raise ConfigError(f"OUTRIDER_ISA={name} needs a processor with {', '.join(sorted(lacking))}.")
     own = environment.get("OUTRIDER_CFLAGS", "").split()
     flags = (*TARGETS[name].flags, *FLAGS, *own)
-    texts = [path.read_text() for path in (*sorted(FOLDER.glob("*.h")), *SOURCES)]
+    texts = [path.read_text(encoding="utf-8") for path in (*sorted(FOLDER.glob("*.h")), *SOURCES)]
     machine = [platform.machine(), *(sorted(features) if own else ())]  # -march=native: a processor's own
     return Recipe(tuple(SOURCES), flags, _hash("\0".join([*texts, *flags, *machine]).encode()))
 
@@ -148,7 +148,7 @@ def processor() -> frozenset[str]:
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return frozenset(("asimddp",))  # in every one of Apple's
     with suppress(OSError):
-        for line in CPUINFO.read_text().splitlines():
+        for line in CPUINFO.read_text(encoding="utf-8").splitlines():
             if line.startswith(("flags", "Features")):  # of x86-64, of arm64
                 return frozenset(line.split())
     return frozenset()

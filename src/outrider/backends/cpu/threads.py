@@ -49,7 +49,7 @@ def quota(groups: Path, own: Path) -> float | None:
 
 def _quotas(groups: Path, own: Path) -> Iterator[float]:
     with suppress(OSError):
-        for line in own.read_text().splitlines():
+        for line in own.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
                 mounts, read = [groups], _version_2
@@ -65,10 +65,14 @@ def _quotas(groups: Path, own: Path) -> Iterator[float]:
 
 
 def _version_2(folder: Path) -> float:
-    most, period = (folder / "cpu.max").read_text().split()  # "max 100000": no quota, a ValueError
+    most, period = (
+        (folder / "cpu.max").read_text(encoding="utf-8").split()
+    )  # "max 100000": no quota, a ValueError
     return int(most) / int(period)
 
 
 def _version_1(folder: Path) -> float:
-    most, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+    most, period = (
+        (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period")
+    )
     return int(most) / int(period)  # -1: no quota

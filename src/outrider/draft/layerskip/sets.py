@@ -139,7 +139,7 @@ def named(name: str, layers: int, model: str) -> Skip:
             unknown("set of layers (neither a published one nor a file)", name, [*PUBLISHED, *TUNED])
         )
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         keys = ("layers", "skip_attention", "skip_mlp", "num_speculative_tokens")
         size, attention, mlp, depth = (found[key] for key in keys)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -23,6 +23,7 @@ from outrider.train.options import TrainOptions
 
 ADAPTER = "adapter"  # folder beside the heads
 NUMBER = 1 << 30  # of the adapter in evaluations
+RANK = 16
 
 
 class Medusa(Method):
@@ -30,18 +31,23 @@ class Medusa(Method):
     class Options(TrainOptions):
         """heads: number of future tokens.  blocks: residual blocks of each.  own: each head has an lm_head,
         as in the reference; otherwise all use the target's.  joint: the target learns too, by a LoRA adapter
-        of this rank in the folder "adapter": its texts change.
+        in the folder "adapter": its texts change.  rank: of that adapter; None: 16.
         """
 
         heads: int = 4
         blocks: int = 1
         own: bool = True
         joint: bool = False
-        rank: int = 16
+        rank: int | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.rank is not None and not self.joint:
+                raise ConfigError(f'rank ({self.rank}) is of the adapter that "joint": true trains: add it.')
 
         @property
         def engine(self) -> dict[str, Any]:
-            return {"enable_lora": True, "max_lora_rank": self.rank} if self.joint else {}
+            return {"enable_lora": True, "max_lora_rank": self.rank or RANK} if self.joint else {}
 
     base_rate = 1e-3
     logits = False
@@ -50,7 +56,7 @@ class Medusa(Method):
         options = self.options
         self.most, self.logits = options.heads, options.joint
         heads = Network.beside(self.outer, options.heads, options.blocks, options.own)
-        return Joint(heads, self.target, options.rank) if options.joint else heads
+        return Joint(heads, self.target, options.rank or RANK) if options.joint else heads
 
     @property
     def head(self) -> Any:
