@@ -3,11 +3,11 @@
  * Computed: y[r][o] = sum over k of x[r][k] * w[o][k], in one float32 accumulator, k = 0, 1, 2 ...; then the
  * bias, then the old y.  With `rounds_inputs`, x is rounded to bfloat16 once a linear, for one row as for
  * many, and k runs over pairs in the order 1, 0, 3, 2 ... (pairs.h).
- * Order: panels of 64 outputs (shared by threads) > register tiles of outputs > tiles of up to TILE_ROWS
- * rows > k.
- * Exact: lanes are outputs, so no sum crosses lanes, and the tile sizes never split a sum over k.  How many
- * rows share a tile decides how often a weight is loaded, not what is added.  bfloat16 is widened to float32
- * without loss. */
+ * Order: panels of 64 outputs (shared by threads) > groups of rows > chunks of k > tiles of up to TILE_ROWS
+ * rows > register tiles of outputs > k within the chunk.  So memory is read in one stream, and a chunk is
+ * used by all rows while it is in the first cache.
+ * Exact: lanes are outputs, so no sum crosses lanes, and every sum takes its k one after the other; between
+ * chunks it waits in memory as the float32 that it is.  bfloat16 is widened to float32 without loss. */
 #include "linear.h"
 #include "blocks.h"
 #include "memory.h"
@@ -15,60 +15,72 @@
 
 _Static_assert((int)PANEL == (int)BLOCK, "a panel's maximum is the maximum of a block of logits");
 
-enum { PREFETCH_BYTES = 4096 }; /* a page ahead: the hardware stops at its border (+15 %) */
+/* A line is what one step over k reads of a panel: 64 outputs of one input, or of a pair in bfloat16. */
+enum { LINE_BYTES = PANEL * 4, CHUNK_LINES = 32, CHUNK_BYTES = CHUNK_LINES * LINE_BYTES };
+enum { GROUP_ROWS = 48 };
+enum { STREAM_ROWS = PANEL == TILE_VECTORS * LANES ? TILE_ROWS : 1 }; /* rows of a tile with all outputs */
 
-INLINE void prefetch_weights(const void *weights) {
-    for (int c = 0; c < TILE_VECTORS * LANES * 4; c += 64)
-        __builtin_prefetch((const char *)weights + c + PREFETCH_BYTES);
+/* The next chunk: the hardware stops at the border of a page. */
+INLINE void prefetch_weights(const int vectors, const void *weights) {
+    for (int c = 0; c < vectors * LANES * 4; c += 64)
+        __builtin_prefetch((const char *)weights + c + CHUNK_BYTES);
 }
 
-typedef vfloat Tile[MAX_TILE_ROWS][TILE_VECTORS];
+typedef vfloat Tile[MAX_TILE_ROWS][PANEL / LANES];
 
-/* sums = x [rows,inputs] * TILE_VECTORS vectors of outputs in a float32 panel. */
-INLINE void multiply_float32(const int rows, const float *weights, const float *x, int64_t inputs,
-                             Tile sums) {
-    for (int64_t k = 0; k < inputs; k++, weights += PANEL) {
-        prefetch_weights(weights);
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < TILE_VECTORS; c++)
-                sums[r][c] += load(weights + c * LANES) * x[r * inputs + k];
+/* One register tile: a few outputs of a few rows in one chunk. */
+typedef struct {
+    const char *weights; /* first output of the tile in the first line of the chunk */
+    const char *x;       /* first input of the chunk in the first row */
+    int64_t row_bytes;   /* from one row of x to the next */
+    int64_t inputs;      /* of the chunk */
+    float *sums;         /* [rows,PANEL], of the first output */
+} TileTask;
+
+/* sums += x [rows,inputs] * `vectors` vectors of outputs in a float32 panel. */
+INLINE void multiply_float32(const int rows, const int vectors, TileTask t, Tile sums) {
+    for (int64_t k = 0; k < t.inputs; k++, t.weights += LINE_BYTES) {
+        prefetch_weights(vectors, t.weights);
+        for (int r = 0; r < rows; r++) {
+            const float x = ((const float *)(t.x + r * t.row_bytes))[k];
+            for (int c = 0; c < vectors; c++) sums[r][c] += load((const float *)t.weights + c * LANES) * x;
+        }
+    }
+}
+
+/* sums += x * the even inputs of a line, or the odd ones. */
+INLINE void add_line(const int rows, const int vectors, const int odd, TileTask t, int64_t k, Tile sums) {
+    vfloat weights[PANEL / LANES];
+    for (int c = 0; c < vectors; c++) {
+        const vuint pairs = *(const vuint *)(t.weights + c * LANES * 4);
+        weights[c] = odd ? odd_bfloat16(pairs) : even_bfloat16(pairs);
+    }
+    for (int r = 0; r < rows; r++) {
+        const float x = ((const float *)(t.x + r * t.row_bytes))[k + odd];
+        for (int c = 0; c < vectors; c++) sums[r][c] += weights[c] * x;
     }
 }
 
 /* The same in a bfloat16 panel, two inputs a step. */
-INLINE void multiply_bfloat16(const int rows, const uint32_t *weights, const float *x, int64_t inputs,
-                              Tile sums) {
-    for (int64_t k = 0; k + 1 < inputs; k += 2, weights += PANEL) {
-        vfloat even[TILE_VECTORS], odd[TILE_VECTORS];
-        prefetch_weights(weights);
-        for (int c = 0; c < TILE_VECTORS; c++) {
-            const vuint pairs = *(const vuint *)(weights + c * LANES);
-            even[c] = even_bfloat16(pairs);
-            odd[c] = odd_bfloat16(pairs);
-        }
-        for (int r = 0; r < rows; r++) {
-            const float *at = x + r * inputs + k;
-            for (int c = 0; c < TILE_VECTORS; c++) sums[r][c] += even[c] * at[0];
-            for (int c = 0; c < TILE_VECTORS; c++) sums[r][c] += odd[c] * at[1];
-        }
+INLINE void multiply_bfloat16(const int rows, const int vectors, TileTask t, Tile sums) {
+    int64_t k = 0;
+    for (; k + 1 < t.inputs; k += 2, t.weights += LINE_BYTES) {
+        prefetch_weights(vectors, t.weights);
+        add_line(rows, vectors, 0, t, k, sums);
+        add_line(rows, vectors, 1, t, k, sums);
     }
-    if (inputs & 1)
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < TILE_VECTORS; c++)
-                sums[r][c] +=
-                    even_bfloat16(*(const vuint *)(weights + c * LANES)) * x[r * inputs + inputs - 1];
+    if (k < t.inputs) add_line(rows, vectors, 0, t, k, sums);
 }
 
 /* The same for rounded inputs x [rows,pairs]. */
-INLINE void multiply_pairs(const int rows, const uint32_t *weights, const bfloat16_pair *x, int64_t pairs,
-                           Tile sums) {
-    for (int64_t k = 0; k < pairs; k++, weights += PANEL) {
-        vuint w[TILE_VECTORS];
-        prefetch_weights(weights);
-        for (int c = 0; c < TILE_VECTORS; c++) w[c] = *(const vuint *)(weights + c * LANES);
+INLINE void multiply_pairs(const int rows, const int vectors, TileTask t, Tile sums) {
+    for (int64_t k = 0; k < t.inputs; k += 2, t.weights += LINE_BYTES) {
+        vuint w[PANEL / LANES];
+        prefetch_weights(vectors, t.weights);
+        for (int c = 0; c < vectors; c++) w[c] = *(const vuint *)(t.weights + c * LANES * 4);
         for (int r = 0; r < rows; r++) {
-            const vuint both = (vuint){0} + x[r * pairs + k];
-            for (int c = 0; c < TILE_VECTORS; c++) sums[r][c] = dot_pairs(sums[r][c], w[c], both);
+            const vuint both = (vuint){0} + ((const bfloat16_pair *)(t.x + r * t.row_bytes))[k / 2];
+            for (int c = 0; c < vectors; c++) sums[r][c] = dot_pairs(sums[r][c], w[c], both);
         }
     }
 }
@@ -79,27 +91,24 @@ INLINE int form_of(const Weight *weight) {
     return weight->kind == FLOAT32 ? WIDE : weight->rounds_inputs ? PAIRS : HALF;
 }
 
-/* One tile of outputs for a few rows. */
-typedef struct {
-    const void *weights, *x;        /* first output of the tile in its panel; first row */
-    const float *bias;              /* of the first output, or null */
-    float *y;                       /* of the first row and output */
-    int64_t inputs, outputs, space; /* space: outputs from the first one to the end of a row */
-    int add;
-} TileTask;
-
+/* All outputs of the panel for a few rows, `vectors` of them at a time: few rows have registers for many. */
 INLINE void multiply_rows(const int rows, const int form, TileTask t) {
-    Tile sums;
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < TILE_VECTORS; c++) sums[r][c] = (vfloat){0};
-    if (form == WIDE)
-        multiply_float32(rows, t.weights, t.x, t.inputs, sums);
-    else if (form == HALF)
-        multiply_bfloat16(rows, t.weights, t.x, t.inputs, sums);
-    else
-        multiply_pairs(rows, t.weights, t.x, (t.inputs + 1) / 2, sums);
-    for (int r = 0; r < rows; r++)
-        store_outputs(sums[r], TILE_VECTORS, t.bias, t.y + r * t.outputs, t.space, t.add);
+    const int vectors = rows == 1 ? PANEL / LANES : rows == 2 ? 4 : TILE_VECTORS;
+    for (int first = 0; first < PANEL / LANES; first += vectors) {
+        Tile sums;
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < vectors; c++) sums[r][c] = load(t.sums + r * PANEL + c * LANES);
+        if (form == WIDE)
+            multiply_float32(rows, vectors, t, sums);
+        else if (form == HALF)
+            multiply_bfloat16(rows, vectors, t, sums);
+        else
+            multiply_pairs(rows, vectors, t, sums);
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < vectors; c++) store(t.sums + r * PANEL + c * LANES, sums[r][c]);
+        t.weights += vectors * LANES * 4;
+        t.sums += vectors * LANES;
+    }
 }
 
 /* A constant number of rows keeps the sums in registers. */
@@ -137,30 +146,45 @@ INLINE int64_t input_bytes(const Weight *weight, int64_t inputs) {
     return form_of(weight) == PAIRS ? (inputs + 1) / 2 * 4 : inputs * 4;
 }
 
-/* All rows of one panel; x as its form holds it.  Tiles of rows have equal sizes: 8 rows are 4 + 4, not
- * 6 + 2. */
+/* One chunk of k for all rows of a group.  Tiles of rows have equal sizes: 8 rows are 4 + 4, not 6 + 2. */
+static void multiply_chunk(const int form, int64_t rows, TileTask t) {
+    const int64_t tiles = divide_up(rows, TILE_ROWS);
+    for (int64_t i = 0; i < tiles; i++) {
+        const int64_t r = i * rows / tiles, count = (i + 1) * rows / tiles - r;
+        TileTask tile = t;
+        tile.x += r * t.row_bytes;
+        tile.sums += r * PANEL;
+        if (form == WIDE)
+            multiply_tile(count, WIDE, tile);
+        else if (form == HALF)
+            multiply_tile(count, HALF, tile);
+        else
+            multiply_tile(count, PAIRS, tile);
+    }
+}
+
+/* All rows of one panel; x as its form holds it. */
 static void multiply_panel(const Weight *weight, int64_t panel, const char *x, int64_t rows, int64_t inputs,
                            float *y, int64_t outputs, int add) {
-    const int64_t row_bytes = input_bytes(weight, inputs);
     const int form = form_of(weight);
-    const char *weights = (const char *)weight->data + panel * panel_bytes(weight, inputs);
-    const int64_t tiles = divide_up(rows, TILE_ROWS);
-    for (int64_t c = 0; c < PANEL && panel * PANEL + c < outputs; c += TILE_VECTORS * LANES) {
-        const int64_t first = panel * PANEL + c;
-        const float *bias = weight->bias ? weight->bias + first : 0;
-        for (int64_t i = 0; i < tiles; i++) {
-            const int64_t r = i * rows / tiles, count = (i + 1) * rows / tiles - r;
-            const TileTask t = {
-                weights + c * 4, x + r * row_bytes, bias, y + r * outputs + first,
-                inputs,          outputs,           outputs - first, add,
-            };
-            if (form == WIDE)
-                multiply_tile(count, WIDE, t);
-            else if (form == HALF)
-                multiply_tile(count, HALF, t);
-            else
-                multiply_tile(count, PAIRS, t);
+    const int64_t row_bytes = input_bytes(weight, inputs), first = panel * PANEL;
+    const int64_t most = rows <= STREAM_ROWS ? inputs : form == WIDE ? CHUNK_LINES : 2 * CHUNK_LINES;
+    const float *bias = weight->bias ? weight->bias + first : 0;
+    float sums[GROUP_ROWS * PANEL];
+    for (int64_t r = 0; r < rows; r += GROUP_ROWS) {
+        const int64_t group = min64(rows - r, GROUP_ROWS);
+        TileTask t = {(const char *)weight->data + panel * panel_bytes(weight, inputs), x + r * row_bytes,
+                      row_bytes, 0, sums};
+        memset(sums, 0, (size_t)group * PANEL * 4);
+        for (int64_t k = 0; k < inputs; k += t.inputs) {
+            t.inputs = min64(most, inputs - k);
+            multiply_chunk(form, group, t);
+            t.weights += CHUNK_BYTES;
+            t.x += form == HALF ? t.inputs * 4 : CHUNK_LINES * 4;
         }
+        for (int64_t i = 0; i < group; i++)
+            store_outputs((vfloat *)(sums + i * PANEL), PANEL / LANES, bias, y + (r + i) * outputs + first,
+                          outputs - first, add);
     }
 }
 

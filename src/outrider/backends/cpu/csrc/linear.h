@@ -5,7 +5,7 @@
 #ifdef __AVX512F__
 enum { TILE_VECTORS = 4, TILE_ROWS = 6 }; /* vectors and rows of a register tile: 24 of 32 registers */
 #else
-enum { TILE_VECTORS = 2, TILE_ROWS = 4 };
+enum { TILE_VECTORS = 2, TILE_ROWS = 5 };
 #endif
 enum { PANEL = 64, MAX_TILE_ROWS = 6 }; /* PANEL: outputs of a packed weight panel */
 
@@ -13,7 +13,7 @@ enum { PANEL = 64, MAX_TILE_ROWS = 6 }; /* PANEL: outputs of a packed weight pan
  * y has left. */
 INLINE void store_outputs(const vfloat *sums, const int vectors, const float *bias, float *y, int64_t space,
                           int add) {
-    float padded_y[TILE_VECTORS * LANES], padded_bias[TILE_VECTORS * LANES], *to = y;
+    float padded_y[PANEL], padded_bias[PANEL], *to = y;
     const size_t left = (size_t)space * 4;
     if (space < vectors * LANES) { /* the last outputs go through full-sized copies */
         memset(padded_y, 0, sizeof padded_y);
