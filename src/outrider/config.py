@@ -18,7 +18,7 @@ from outrider.cache.pool import kv_dtype
 from outrider.checkpoints.quantize import bits_of
 from outrider.control import fixed
 from outrider.core.logprobs import MODES
-from outrider.core.validate import FLAG, TEXT, Count, Flag, Kind, Text, check_fields, optional, real, whole
+from outrider.core.validate import FLAG, TEXT, Checked, Count, Flag, Kind, Text, optional, real, whole
 from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError, unknown
 from outrider.models.placement import check_gpu_layers
@@ -45,7 +45,7 @@ SLOWDOWN = real("a number above 1", lambda value: value > 1)
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineOptions(Checked):
     """Options of `LLM`, each with its unit and the meaning of None.
 
     dtype                   auto, float32, bfloat16 or float16
@@ -101,7 +101,7 @@ class EngineOptions:
     max_lora_rank: Count = 16
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -237,5 +237,7 @@ def test_draft_tensor_parallel_size_above_one_is_refused(method: str) -> None:
         "draft_tensor_parallel_size": 1,
     }
     assert SpeculativeOptions.of(config).options.draft_tensor_parallel_size == 1
-    with pytest.raises(ConfigError, match="draft_tensor_parallel_size must be 1, got 2"):
+    with pytest.raises(
+        ConfigError, match="draft_tensor_parallel_size must be 1, because one rank runs a head, got 2"
+    ):
         SpeculativeOptions.of({**config, "draft_tensor_parallel_size": 2})

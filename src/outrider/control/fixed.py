@@ -6,23 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 from outrider.core.clock import Times
 from outrider.core.step import Batch, Commit
 from outrider.core.tree import NO_BUDGET, ROOT, Budget, DraftTree
-from outrider.core.validate import check_fields, is_whole, optional, whole
+from outrider.core.validate import Checked, is_whole, whole
 from outrider.errors import ConfigError
 
 MAX_DEPTH = 1024
-OPTIONS = {
-    "num_speculative_tokens": optional(whole(0, MAX_DEPTH)),
-    "disable_by_batch_size": optional(whole(1, MAX_DEPTH)),
-}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Checked):
     """Keys of speculative_config for the number of draft tokens.
 
     num_speculative_tokens                 depth of the tree; None: the method's default
@@ -30,12 +26,12 @@ class Options:
     num_speculative_tokens_per_batch_size  [[smallest, largest, depth], ...]; overrides the other two
     """
 
-    num_speculative_tokens: int | None = None
-    disable_by_batch_size: int | None = None
+    num_speculative_tokens: Annotated[int, whole(0, MAX_DEPTH)] | None = None
+    disable_by_batch_size: Annotated[int, whole(1, MAX_DEPTH)] | None = None
     num_speculative_tokens_per_batch_size: list[list[int]] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, OPTIONS)
+        super().__post_init__()
         table = self.num_speculative_tokens_per_batch_size
         for entry in table if isinstance(table, (list, tuple)) else [] if table is None else [table]:
             triple = isinstance(entry, (list, tuple)) and len(entry) == 3

@@ -1,14 +1,15 @@
 """Declarative checks of values that come from outside: options, requests and files.
 
-num_pages: Annotated[int, whole(1)] = 16        # a field of a frozen dataclass: its kind beside its type
-device: Text | None = None
-check_fields(self)                              # in __post_init__
+@dataclass(frozen=True)
+class Options(Checked):
+    num_pages: Annotated[int, whole(1)] = 16    # its kind beside its type
+    device: Text | None = None
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, get_args, get_type_hints
@@ -61,7 +62,13 @@ def either(kind: Kind, *words: str) -> Kind:
     return Kind(text, lambda value: value in words if isinstance(value, str) else kind.accepts(value))
 
 
+def one_of(*words: str) -> Kind:
+    """One of some words."""
+    return Kind(" or ".join(words), lambda value: value in words)
+
+
 SHARE = real("a number in [0, 1]", lambda value: 0 <= value <= 1)
+POSITIVE = real("a number above 0", lambda value: 0 < value < math.inf)
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 TEXT = Kind("a string", lambda value: isinstance(value, str) and bool(value))
 
@@ -69,7 +76,9 @@ TEXT = Kind("a string", lambda value: isinstance(value, str) and bool(value))
 Flag = Annotated[bool, FLAG]
 Text = Annotated[str, TEXT]
 Count = Annotated[int, whole(1)]
+Natural = Annotated[int, whole(0)]
 Share = Annotated[float, SHARE]
+Positive = Annotated[float, POSITIVE]
 
 
 @lru_cache(maxsize=256)
@@ -89,9 +98,14 @@ def _kind_in(hint: Any) -> Kind | None:
     return next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Kind)), None)
 
 
-def check_fields(
-    options: Any, table: Mapping[str, Kind] | None = None, error: type[OutriderError] = ConfigError
-) -> None:
-    """Check attributes of `options`, by default those with a kind.  Raises `error` naming a bad one."""
-    for name, kind in (kinds_of(options.__class__) if table is None else table).items():
+def check_fields(options: Any, error: type[OutriderError] = ConfigError) -> None:
+    """Check the attributes of `options` that have a kind.  Raises `error` naming a bad one."""
+    for name, kind in kinds_of(options.__class__).items():
         kind.check(getattr(options, name), name, error)
+
+
+class Checked:
+    """Base of dataclasses whose fields are checked when one is made.  Raises ConfigError."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from outrider.core.validate import TEXT, check_fields, optional
+from outrider.core.validate import Text
 from outrider.draft.suffix import Suffix
 from outrider.draft.union import Factory, Union, parse
 from outrider.drafting.base import Drafter, Target
@@ -28,12 +28,11 @@ class Auto(Union):
         model: a draft model or head: folder, .gguf file or hub id.
         """
 
-        model: str | None = None
-        revision: str | None = None
+        model: Text | None = None
+        revision: Text | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            check_fields(self, {"model": optional(TEXT), "revision": optional(TEXT)})
             if self.drafters and self.model is not None:
                 raise ConfigError("give either 'drafters' or a 'model': a model is a drafter, too.")
 

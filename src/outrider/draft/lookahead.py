@@ -23,13 +23,13 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from outrider.core.noise import stream_of
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
-from outrider.core.validate import FLAG, check_fields, optional, whole
+from outrider.core.validate import Checked, Flag, whole
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.lookup.matches import MatchAcceptance
 from outrider.drafting.trees.builder import TreeBuilder
@@ -129,7 +129,7 @@ class Lookahead(Drafter):
     needs = Needs(topk=1)
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Checked):
         """window_size, level, guess_set_size: W, N and G of the paper.  pool_from_prompt: also pool n-grams
         of the text.
 
@@ -137,15 +137,10 @@ class Lookahead(Drafter):
         CPU, where every node costs time.
         """
 
-        window_size: int | None = None
-        level: int | None = None
-        guess_set_size: int | None = None
-        pool_from_prompt: bool = True
-
-        def __post_init__(self) -> None:
-            sizes = {"window_size": whole(1, 64), "level": whole(2, 64), "guess_set_size": whole(1, 64)}
-            kinds = {name: optional(kind) for name, kind in sizes.items()}
-            check_fields(self, {**kinds, "pool_from_prompt": FLAG})
+        window_size: Annotated[int, whole(1, 64)] | None = None
+        level: Annotated[int, whole(2, 64)] | None = None
+        guess_set_size: Annotated[int, whole(1, 64)] | None = None
+        pool_from_prompt: Flag = True
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)

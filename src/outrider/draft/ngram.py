@@ -23,7 +23,7 @@ from typing import ClassVar
 from outrider.core.row import Row
 from outrider.core.step import Commit
 from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
-from outrider.core.validate import check_fields, optional, whole
+from outrider.core.validate import Checked, Count
 from outrider.drafting.base import TextDrafter
 from outrider.errors import ConfigError
 
@@ -69,17 +69,17 @@ class Ngram(TextDrafter):
     demo: ClassVar = {"n-gram look-up": {}}
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Checked):
         """prompt_lookup_max, prompt_lookup_min: length of the longest and the shortest n-gram (vLLM's names).
 
         A minimum of None means 2, or the maximum if that is shorter.
         """
 
-        prompt_lookup_max: int = 4
-        prompt_lookup_min: int | None = None
+        prompt_lookup_max: Count = 4
+        prompt_lookup_min: Count | None = None
 
         def __post_init__(self) -> None:
-            check_fields(self, {"prompt_lookup_max": whole(1), "prompt_lookup_min": optional(whole(1))})
+            super().__post_init__()
             if self.shortest > self.prompt_lookup_max:
                 raise ConfigError(
                     f"prompt_lookup_min must be in 1 … prompt_lookup_max ({self.prompt_lookup_max}), "

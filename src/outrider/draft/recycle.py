@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
-from outrider.core.validate import Share, check_fields, whole
+from outrider.core.validate import Checked, Share, whole
 from outrider.drafting.base import Target, TextDrafter
 from outrider.drafting.trees.builder import TreeBuilder
 from outrider.heads.templates import Path, paths
@@ -64,7 +64,7 @@ class Recycle(TextDrafter):
     needs = Needs(topk=RANKS)
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Checked):
         """nodes: maximum size of a tree; None means the published 80, or 8 on a CPU, where every node costs
             time.
         min_token_prob: minimum joint probability of a node.
@@ -72,9 +72,6 @@ class Recycle(TextDrafter):
 
         nodes: Annotated[int, whole(1, len(PATHS))] | None = None
         min_token_prob: Share = 0.05
-
-        def __post_init__(self) -> None:
-            check_fields(self)
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 from outrider.core.row import Row
 from outrider.core.step import Batch
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
-from outrider.core.validate import Kind, check_fields, whole
+from outrider.core.validate import Checked, Count, Kind
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.trees.builder import TreeBuilder
 from outrider.errors import ConfigError
@@ -30,15 +31,11 @@ def tree(row: Row, budget: Budget) -> DraftTree:
 
 class Scripted(Drafter):
     @dataclass(frozen=True)
-    class Options:
+    class Options(Checked):
         """script: (row, budget) -> DraftTree.  nodes: maximum size of a tree of any depth."""
 
-        script: Script = silent
-        nodes: int = 64
-
-        def __post_init__(self) -> None:
-            script = Kind("a function (row, budget) -> DraftTree", callable)
-            check_fields(self, {"script": script, "nodes": whole(1)})
+        script: Annotated[Script, Kind("a function (row, budget) -> DraftTree", callable)] = silent
+        nodes: Count = 64
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, NamedTuple
 from outrider.core.row import Row
 from outrider.core.step import Commit
 from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
-from outrider.core.validate import Flag, Share, check_fields, real, whole
+from outrider.core.validate import Checked, Flag, Share, real, whole
 from outrider.drafting.base import Target, TextDrafter
 from outrider.drafting.lookup.index import index_for
 from outrider.drafting.lookup.index_base import RUNS, Index
@@ -77,7 +77,7 @@ class Suffix(TextDrafter):
     demo: ClassVar = {"suffix decoding": {}}
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Checked):
         """Options under the names of vLLM and Arctic Inference, each after suffix_decoding_.
 
         max_tree_depth: tokens of a match and of the draft after it, together.
@@ -92,9 +92,6 @@ class Suffix(TextDrafter):
         suffix_decoding_max_spec_factor: Annotated[float, FACTOR] = 1.0
         suffix_decoding_min_token_prob: Share = 0.1
         suffix_decoding_use_tree_spec: Flag = False
-
-        def __post_init__(self) -> None:
-            check_fields(self)
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)

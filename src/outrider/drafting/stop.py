@@ -19,7 +19,7 @@ from outrider.core.row import Row
 from outrider.core.step import Commit, RowStep
 from outrider.core.stop_rule import NodeFeatures, StopRule
 from outrider.core.tree import ROOT, Budget, DraftTree
-from outrider.core.validate import Kind, Share, check_fields, real, whole
+from outrider.core.validate import Checked, Kind, Positive, Share, whole
 from outrider.drafting import disco
 from outrider.drafting.options import refuse_idle
 from outrider.drafting.threshold import adapted
@@ -31,12 +31,11 @@ LENGTH_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 THRESHOLD_SCHEDULES = ("constant", "refit")
 FIRST_DEPTH, MAX_DEPTH = 5, 20  # where a length schedule starts; the default maximum depth if a rule decides
 HISTORY = 256  # judged nodes that a threshold is fitted to
-FACTOR = real("a number above 0", lambda value: 0 < value < math.inf)
 FILE = Kind("a file", lambda value: isinstance(value, str))
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Checked):
     """Options for stopping a draft early.  Names and rules are those of transformers, unless a paper is
     given.
 
@@ -58,7 +57,7 @@ class Options:
     assistant_confidence_threshold: Share | None = None
     assistant_confidence_schedule: str = "constant"
     entropy_threshold: Share | None = None
-    entropy_factor: Annotated[float, FACTOR] = 0.2
+    entropy_factor: Positive = 0.2
     entropy_target: Share = 0.9
     stop_classifier: Annotated[str, FILE] | None = None
     stop_classifier_threshold: Share = 0.5
@@ -75,7 +74,7 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_schedules()
-        check_fields(self)
+        super().__post_init__()
         classifier, entropy = self.stop_classifier, self.entropy_threshold is not None
         refuse_idle(self, entropy, "entropy_threshold", "entropy_factor", "entropy_target")
         refuse_idle(self, classifier is not None, "stop_classifier", "stop_classifier_threshold")

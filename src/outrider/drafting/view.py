@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from outrider.core.step_input import StepInput
-from outrider.core.validate import check_fields, is_whole, whole
+from outrider.core.validate import is_whole
 from outrider.errors import ConfigError
 
 SELF = "self"
@@ -114,7 +114,6 @@ OWN_WEIGHTS = (
 def check(options: Any) -> None:
     """Raise ConfigError for a KV budget without room, and, for "self", for options of a model's weights."""
     budget, sink = options.draft_kv_budget, options.draft_kv_sink
-    check_fields(options, {"draft_kv_sink": whole(0)})
     if budget is not None and not is_whole(budget, sink + 1):
         raise ConfigError(
             f"draft_kv_budget must be a whole number of at least draft_kv_sink + 1 = {sink + 1} "

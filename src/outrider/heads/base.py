@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
+from outrider.core.validate import Checked, Kind, Text, is_whole
 from outrider.drafting.base import Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
@@ -48,21 +49,22 @@ log = logging.getLogger("outrider")
 QUANTIZED = re.compile(r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$")
 
 
+MODEL = Kind("the folder or hub id of a head", lambda value: isinstance(value, str))
+ONE = Kind("1, because one rank runs a head", lambda value: is_whole(value, 1, 1))
+
+
 @dataclass(frozen=True)
-class HeadOptions:
+class HeadOptions(Checked):
     """model: folder or hub id of the head.  quantization: of its weights while loading, int8 or int4."""
 
-    model: str = ""
-    revision: str | None = None
+    model: Annotated[str, MODEL] = ""
+    revision: Text | None = None
     quantization: str | None = None
-    draft_tensor_parallel_size: int = 1
+    draft_tensor_parallel_size: Annotated[int, ONE] = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str):
-            raise ConfigError(f"model must be the folder or hub id of a head, got {self.model!r}.")
+        super().__post_init__()
         bits_of(self.quantization, "quantization of the head")
-        if (size := self.draft_tensor_parallel_size) != 1:
-            raise ConfigError(f"draft_tensor_parallel_size must be 1, got {size!r}: one rank runs a head.")
 
 
 def random_head(make: Callable[..., Any], *args: Any, **options: Any) -> Head:

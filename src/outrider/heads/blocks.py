@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Draft, DraftTree
-from outrider.core.validate import Kind, check_fields, is_whole, optional, whole
+from outrider.core.validate import Kind, is_whole, whole
 from outrider.drafting.base import Target
 from outrider.errors import ModelError
 from outrider.heads.base import HeadDrafter, HeadOptions
@@ -47,6 +47,7 @@ from outrider.heads.trees import BlockTree
 from outrider.heads.vocabulary import target_ids
 
 RANKS, MAX_NODES = 8, 1024
+SIDE = Kind("0 (the input of a layer) or 1 (its output)", lambda value: is_whole(value, 0, 1))
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,8 @@ class BlockOptions(HeadOptions):
     the file's block, as in vLLM, and never extends it.
     """
 
-    nodes: int | None = None
-    tap_offset: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        side = Kind("0 (the input of a layer) or 1 (its output)", lambda value: is_whole(value, 0, 1))
-        check_fields(self, {"nodes": optional(whole(1, MAX_NODES)), "tap_offset": optional(side)})
+    nodes: Annotated[int, whole(1, MAX_NODES)] | None = None
+    tap_offset: Annotated[int, SIDE] | None = None
 
 
 def without_queries(block: Block) -> Block:

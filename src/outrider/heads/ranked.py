@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from outrider.core.step import Commit
 from outrider.core.tree import Budget
-from outrider.core.validate import check_fields, is_whole, optional, whole
+from outrider.core.validate import is_whole, whole
 from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError, unknown
 from outrider.heads.base import HeadOptions, StateDrafter
@@ -32,12 +32,11 @@ class RankedOptions(HeadOptions):
     """
 
     tree: str | Sequence[Sequence[int]] = OWN
-    nodes: int | None = None
+    nodes: Annotated[int, whole(1, 1024)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_tree(self.tree)
-        check_fields(self, {"nodes": optional(whole(1, 1024))})
         refuse_idle(self, self.tree != CHAIN, "a tree", "nodes")
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Budget, Draft
-from outrider.core.validate import check_fields, optional, whole
+from outrider.core.validate import whole
 from outrider.drafting.base import Target
 from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError, unknown
@@ -102,14 +102,13 @@ class RecurrentOptions(HeadOptions):
     """
 
     tree: str = DYNAMIC
-    top_k: int = 10
-    nodes: int | None = None
+    top_k: Annotated[int, whole(1, 64)] = 10
+    nodes: Annotated[int, whole(1, 1 << 20)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tree not in (DYNAMIC, CHAIN, *EAGLE):
             raise ConfigError(unknown("tree", self.tree, (DYNAMIC, CHAIN, *EAGLE)))
-        check_fields(self, {"top_k": whole(1, 64), "nodes": optional(whole(1, 1 << 20))})
         refuse_idle(self, self.tree != CHAIN, "a tree", "nodes")
         refuse_idle(self, self.tree == DYNAMIC, 'tree "dynamic"', "top_k")
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
 from outrider.core.step import RowStep
 from outrider.core.tree import ROOT, DraftTree
-from outrider.core.validate import check_fields, is_whole, optional, whole
+from outrider.core.validate import is_whole, whole
 from outrider.drafting.base import Target
 from outrider.drafting.options import refuse_idle
 from outrider.drafting.trees.builder import RANK_CONFIDENCE, SAMPLE_CONFIDENCE
@@ -38,6 +38,7 @@ KINDS = ("emb", "proj", "ln", "head")  # weights of a step
 PREFIX = "speculator."  # of names, in some files
 EPS = 1e-6
 MAX_NODES = 1024  # of a product
+Nodes = Annotated[int, whole(1, MAX_NODES)]
 
 
 def steps_of(head: Head, kinds: Sequence[str] = KINDS, shared: bool = False) -> dict[str, list[int]]:
@@ -109,15 +110,14 @@ class SpeculatorOptions(HeadOptions):
     """
 
     top_k_tokens_per_head: Sequence[int] | str | None = None
-    n_candidates: int | None = None
-    nodes: int | None = None
+    n_candidates: Nodes | None = None
+    nodes: Nodes | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.top_k_tokens_per_head not in (None, "config"):
             check_branches(self.top_k_tokens_per_head)
-        count, branching = optional(whole(1, MAX_NODES)), self.top_k_tokens_per_head is not None
-        check_fields(self, {"n_candidates": count, "nodes": count})
+        branching = self.top_k_tokens_per_head is not None
         refuse_idle(self, branching, "top_k_tokens_per_head", "n_candidates", "nodes")
 
 

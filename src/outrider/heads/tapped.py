@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.core.validate import Kind, check_fields, is_whole, optional, whole
+from outrider.core.validate import Kind, is_whole, whole
 from outrider.drafting.base import Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadOptions
@@ -44,12 +45,11 @@ class TapOptions(HeadOptions):
     None for both: as the file's producer numbers them; check this first if acceptance is low.
     """
 
-    eagle_aux_hidden_state_layer_ids: Sequence[int] | None = None
-    tap_offset: int | None = None
+    eagle_aux_hidden_state_layer_ids: Annotated[Sequence[int], LAYERS] | None = None
+    tap_offset: Annotated[int, whole()] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, {TAPS: optional(LAYERS), "tap_offset": optional(whole())})
         if None not in (self.eagle_aux_hidden_state_layer_ids, self.tap_offset):
             raise ConfigError(
                 f"tap_offset moves what the file says, and {TAPS} replaces it: leave one of them out."

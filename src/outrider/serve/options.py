@@ -6,52 +6,25 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from outrider.core.validate import FLAG, TEXT, Kind, check_fields, optional, real, whole
+from outrider.core.validate import TEXT, Checked, Count, Flag, Kind, Text, one_of, real, whole
 from outrider.errors import ConfigError
 from outrider.serve.tools import PARSERS
 
-TEXTS = Kind(
-    "a list of strings",
-    lambda value: isinstance(value, tuple) and all(isinstance(v, str) and v for v in value),
-)
+TEXTS = Kind("a list of strings", lambda value: isinstance(value, tuple) and all(map(TEXT.accepts, value)))
 KEY_VARIABLE = "OUTRIDER_API_KEY"
-SECONDS = real("a number of seconds above 0", lambda value: value > 0)
+Texts = Annotated[tuple[str, ...], TEXTS]
+Seconds = Annotated[float, real("a number of seconds above 0", lambda value: value > 0)]
+INTERVAL = real("a number of seconds, at least 0", lambda value: value >= 0)
 ROOT = Kind(
     'empty or a path such as "/llm", without "/" at its end',
     lambda value: isinstance(value, str) and re.fullmatch(r"(/[\w~-][\w.~-]*)*", value, re.ASCII) is not None,
 )
-SERVER_OPTIONS = {
-    "host": TEXT,
-    "port": whole(0, 65535),
-    "served_model_name": TEXTS,
-    "api_key": TEXTS,
-    "api_key_file": optional(TEXT),
-    "max_requests": whole(1),
-    "max_body_bytes": whole(1),
-    "body_timeout": SECONDS,
-    "request_timeout": SECONDS,
-    "shutdown_timeout": SECONDS,
-    "stream_interval": real("a number of seconds, at least 0", lambda value: value >= 0),
-    "log_interval": SECONDS,
-    "allowed_origins": TEXTS,
-    "lora_modules": TEXTS,
-    "allow_lora_loading": FLAG,
-    "restart_engine": FLAG,
-    "log_requests": FLAG,
-    "ssl_certfile": optional(TEXT),
-    "ssl_keyfile": optional(TEXT),
-    "chat_template": optional(TEXT),
-    "trust_request_chat_template": FLAG,
-    "otlp_traces_endpoint": optional(TEXT),
-    "root_path": ROOT,
-    "replicas": whole(1),
-    "replica_timeout": SECONDS,
-}
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(Checked):
     """Options of the server, each with its unit and the meaning of its default.
 
     port                 0: any free port
@@ -80,39 +53,35 @@ class ServerOptions:
     replica_timeout      seconds without an answer after which a replica counts as frozen and is restarted
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: tuple[str, ...] = ()
-    api_key: tuple[str, ...] = ()
-    api_key_file: str | None = None
-    max_requests: int = 256
-    max_body_bytes: int = 8 << 20
-    body_timeout: float = 30.0
-    request_timeout: float = 600.0
-    shutdown_timeout: float = 30.0
-    stream_interval: float = 0.05
-    log_interval: float = 10.0
-    allowed_origins: tuple[str, ...] = ()
-    lora_modules: tuple[str, ...] = ()
-    allow_lora_loading: bool = False
-    restart_engine: bool = False
-    log_requests: bool = False
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    chat_template: str | None = None
-    trust_request_chat_template: bool = False
-    tool_call_parser: str = "auto"
-    otlp_traces_endpoint: str | None = None
-    root_path: str = ""
-    replicas: int = 1
-    replica_timeout: float = 10.0
+    host: Text = "127.0.0.1"
+    port: Annotated[int, whole(0, 65535)] = 8000
+    served_model_name: Texts = ()
+    api_key: Texts = ()
+    api_key_file: Text | None = None
+    max_requests: Count = 256
+    max_body_bytes: Count = 8 << 20
+    body_timeout: Seconds = 30.0
+    request_timeout: Seconds = 600.0
+    shutdown_timeout: Seconds = 30.0
+    stream_interval: Annotated[float, INTERVAL] = 0.05
+    log_interval: Seconds = 10.0
+    allowed_origins: Texts = ()
+    lora_modules: Texts = ()
+    allow_lora_loading: Flag = False
+    restart_engine: Flag = False
+    log_requests: Flag = False
+    ssl_certfile: Text | None = None
+    ssl_keyfile: Text | None = None
+    chat_template: Text | None = None
+    trust_request_chat_template: Flag = False
+    tool_call_parser: Annotated[str, one_of("auto", *PARSERS)] = "auto"
+    otlp_traces_endpoint: Text | None = None
+    root_path: Annotated[str, ROOT] = ""
+    replicas: Count = 1
+    replica_timeout: Seconds = 10.0
 
     def __post_init__(self) -> None:
-        check_fields(self, SERVER_OPTIONS)
-        if self.tool_call_parser not in ("auto", *PARSERS):
-            raise ConfigError(
-                f"tool_call_parser must be one of auto, {', '.join(PARSERS)}, got {self.tool_call_parser!r}."
-            )
+        super().__post_init__()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("TLS needs both ssl_certfile and ssl_keyfile.")
         for module in self.lora_modules:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 from outrider.checkpoints.quantize import bits_of
 from outrider.core.validate import (
-    FLAG,
-    TEXT,
+    Checked,
+    Count,
+    Flag,
     Kind,
-    check_fields,
-    either,
+    Natural,
+    Positive,
+    Text,
     is_real,
     is_whole,
-    optional,
+    one_of,
     real,
     whole,
 )
@@ -29,36 +31,16 @@ def is_list(value: Any) -> bool:
 
 
 MOST_DEPTH = 64  # draft tokens of a step
-COUNT, FRACTION = whole(1), real("a number in [0, 1)", lambda value: 0 <= value < 1)
-POSITIVE = real("a number above 0", lambda value: value > 0)
 TEMPERATURES = Kind(
     "a list of temperatures of at least 0",
     lambda value: is_list(value) and len(value) > 0 and all(is_real(one) and one >= 0 for one in value),
 )
 FILES = Kind("a list of files", lambda value: is_list(value) and all(isinstance(one, str) for one in value))
 TAPS = Kind("a list of layers", lambda value: is_list(value) and len(value) > 0 and all(map(is_whole, value)))
-BY_TYPE = {  # annotation of an option -> what is accepted; KINDS names the exceptions
-    "int": COUNT,
-    "int | None": optional(COUNT),
-    "float": POSITIVE,
-    "float | None": optional(POSITIVE),
-    "bool": FLAG,
-    "str | None": optional(TEXT),
-    "Sequence[int] | None": optional(TAPS),
-}
-SHARED = {
-    "data": FILES,
-    "out": Kind("a folder", lambda value: isinstance(value, str)),
-    "temperatures": TEMPERATURES,
-    "length": whole(8),
-    "warmup": FRACTION,
-    "weight_decay": FRACTION,
-    "dtype": either(Kind('"float32"', lambda value: False), "float32", "bfloat16"),
-    "seed": whole(0),
-    "depth": whole(1, MOST_DEPTH),
-    "evaluate_tokens": whole(2),
-    "cache_gb": real("a number of at least 0", lambda value: value >= 0),
-}
+FOLDER = Kind("a folder", lambda value: isinstance(value, str))
+GIGABYTES = real("a number of at least 0", lambda value: value >= 0)
+Fraction = Annotated[float, real("a number in [0, 1)", lambda value: 0 <= value < 1)]
+Taps = Annotated[Sequence[int], TAPS]
 # Options that a resumed run may change: none has an effect on the weights.
 CHANGEABLE = (
     "data", "out", "cache", "cache_gb", "checkpoint_every", "minutes", "evaluate_every", "evaluate_prompts",
@@ -67,7 +49,7 @@ CHANGEABLE = (
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(Checked):
     """Options of a training run.
 
     data              files with texts or conversations (data.py)
@@ -96,41 +78,38 @@ class TrainOptions:
     format            published layout; None: the reference's
     """
 
-    KINDS: ClassVar[Mapping[str, Kind]] = {}  # of a method's options that BY_TYPE does not describe
-
-    data: Sequence[str] = ()
-    out: str = ""
-    regenerate: bool = True
-    temperatures: Sequence[float] = (0.0, 0.8)
-    prompt_tokens: int = 32
-    answer_tokens: int = 256
-    length: int = 1024
-    limit: int | None = None
-    held_out: int = 64
-    steps: int | None = None
-    epochs: float = 3.0
-    batch: int = 8
-    rate: float | None = None
-    warmup: float = 0.03
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    dtype: str = "float32"
-    seed: int = 0
-    depth: int = 3
-    evaluate_every: int = 250
-    evaluate_prompts: int = 24
-    evaluate_tokens: int = 64
-    checkpoint_every: int = 100
-    minutes: float | None = None
-    init: str | None = None
-    cache: str | None = None
-    cache_gb: float = 8.0
-    quantization: str | None = None
-    format: str | None = None
+    data: Annotated[Sequence[str], FILES] = ()
+    out: Annotated[str, FOLDER] = ""
+    regenerate: Flag = True
+    temperatures: Annotated[Sequence[float], TEMPERATURES] = (0.0, 0.8)
+    prompt_tokens: Count = 32
+    answer_tokens: Count = 256
+    length: Annotated[int, whole(8)] = 1024
+    limit: Count | None = None
+    held_out: Count = 64
+    steps: Count | None = None
+    epochs: Positive = 3.0
+    batch: Count = 8
+    rate: Positive | None = None
+    warmup: Fraction = 0.03
+    weight_decay: Fraction = 0.0
+    clip: Positive = 1.0
+    dtype: Annotated[str, one_of("float32", "bfloat16")] = "float32"
+    seed: Natural = 0
+    depth: Annotated[int, whole(1, MOST_DEPTH)] = 3
+    evaluate_every: Count = 250
+    evaluate_prompts: Count = 24
+    evaluate_tokens: Annotated[int, whole(2)] = 64
+    checkpoint_every: Count = 100
+    minutes: Positive | None = None
+    init: Text | None = None
+    cache: Text | None = None
+    cache_gb: Annotated[float, GIGABYTES] = 8.0
+    quantization: Text | None = None
+    format: Text | None = None
 
     def __post_init__(self) -> None:
-        named = {**SHARED, **self.KINDS}
-        check_fields(self, {f.name: named.get(f.name) or BY_TYPE[str(f.type)] for f in fields(self)})
+        super().__post_init__()
         bits_of(self.quantization, "quantization of the trained weights")
         if not self.data:
             raise ConfigError("training needs data: files with texts or conversations, .jsonl or .txt.")

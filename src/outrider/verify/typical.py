@@ -14,7 +14,7 @@ from typing import Annotated
 from torch import Tensor
 
 from outrider.core.tree import ROOT, DraftTree
-from outrider.core.validate import check_fields, real
+from outrider.core.validate import Checked, real
 from outrider.verify.base import RowPicker, Rule, below
 
 Part = Annotated[float, real("a number in (0, 1]", lambda value: 0 < value <= 1)]
@@ -25,14 +25,11 @@ class Typical(Rule):
     drawn = False
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Checked):
         """Epsilon (posterior_threshold) and delta (posterior_alpha), with Medusa's names and defaults."""
 
         posterior_threshold: Part = 0.09
         posterior_alpha: Part = 0.3
-
-        def __post_init__(self) -> None:
-            check_fields(self)
 
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         children = below(tree)

@@ -18,7 +18,7 @@ import numpy as np
 from outrider.core.row import Row
 from outrider.core.step import Commit
 from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
-from outrider.core.validate import Kind, Share, check_fields, whole
+from outrider.core.validate import Checked, Kind, Share, whole
 from outrider.draft.datastore.corpus import build
 from outrider.draft.datastore.store import SPAN, Store, fingerprint
 from outrider.drafting.base import Drafter, Target, TextDrafter
@@ -37,7 +37,7 @@ class Datastore(TextDrafter):
     demo: ClassVar = {"REST": {"datastore": "builtin-datastore"}}
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Checked):
         """Options under REST's names.
 
         datastore: a file, or "builtin-datastore".
@@ -53,9 +53,9 @@ class Datastore(TextDrafter):
         min_token_prob: Share = 0.1
 
         def __post_init__(self) -> None:
-            check_fields(self)
+            super().__post_init__()
             shorter = Kind(f"at most max_token_span ({self.max_token_span})", self.max_token_span.__ge__)
-            check_fields(self, {"min_token_span": shorter})
+            shorter.check(self.min_token_span, "min_token_span")
 
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from outrider.checkpoints.quantize import bits_of
-from outrider.core.validate import Count, Kind, whole
+from outrider.core.validate import Count, Kind, Natural, whole
 from outrider.drafting import stop, view
 from outrider.drafting.options import refuse_idle
 from outrider.drafting.vocab.mismatch import check_mismatch
@@ -54,7 +54,7 @@ class DraftModelOptions(stop.Options):
     draft_device: str = "auto"
     draft_gpu_layers: int | None = None
     draft_kv_budget: int | None = None
-    draft_kv_sink: int = 4
+    draft_kv_sink: Natural = 4
     drafter: Annotated[Mapping[str, Any], DRAFTER] | None = None
 
     def __post_init__(self) -> None:

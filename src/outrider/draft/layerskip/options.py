@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from outrider.core.validate import SHARE, Count, Flag, Kind, Share, Text, check_fields, either, whole
+from outrider.core.validate import SHARE, Checked, Count, Flag, Kind, Share, Text, either, whole
 from outrider.errors import ConfigError
 
 NAME = Kind("the name of a set or a file", lambda value: isinstance(value, str))
@@ -15,7 +15,7 @@ Siblings = Annotated[int | str, either(whole(1, 64), "confidence")]
 
 
 @dataclass(frozen=True)
-class LayerSkipOptions:
+class LayerSkipOptions(Checked):
     """Options of layer skipping.
 
     At most one of these says what to skip.  Without any, it is the published set of this very model if there
@@ -60,7 +60,7 @@ class LayerSkipOptions:
 
     def __post_init__(self) -> None:
         self._check_set()
-        check_fields(self)
+        super().__post_init__()
 
     def _check_set(self) -> None:
         given = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from outrider.checkpoints.heads import Head
-from outrider.core.validate import FLAG, check_fields, optional
+from outrider.core.validate import Flag
 from outrider.draft.mtp.layouts import FORMAT
 from outrider.draft.mtp.network import Network
 from outrider.drafting.base import Drafter, Target
@@ -37,11 +37,7 @@ class Mtp(Recurrent):
         """model: the target's own layers unless given.  prenorm: whether the layers read states before the
         last norm (None: as the file's producer does)."""
 
-        prenorm: bool | None = None
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            check_fields(self, {"prenorm": optional(FLAG)})
+        prenorm: Flag | None = None
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, _own(target) if head is None and not options.model else head)

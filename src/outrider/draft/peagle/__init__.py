@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Budget
-from outrider.core.validate import check_fields, is_whole, optional, whole
+from outrider.core.validate import is_whole, whole
 from outrider.draft.peagle.layouts import FORMAT, MASKS
 from outrider.draft.peagle.network import Network
 from outrider.drafting.base import Drafter, Target
@@ -87,11 +87,7 @@ class PEagle(Recurrent):
 
         tree: ClassVar[str] = CHAIN
 
-        nodes: int | None = None
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            check_fields(self, {"nodes": optional(whole(1, MAX_NODES))})
+        nodes: Annotated[int, whole(1, MAX_NODES)] | None = None
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
 from outrider.core.step import RowStep
 from outrider.core.tree import Budget, DraftTree
-from outrider.core.validate import check_fields, optional, whole
+from outrider.core.validate import whole
 from outrider.draft.redrafter.layouts import FORMAT, blocks
 from outrider.draft.redrafter.network import Network
 from outrider.drafting.base import Drafter, Target
@@ -98,14 +98,9 @@ class ReDrafter(StateDrafter):
         beams, but 8 on a CPU, where every node costs time).
         """
 
-        beam_width: int = 10
-        beam_length: int = 4
-        nodes: int | None = None
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            kinds = {"beam_width": whole(1, MAX_WIDTH), "beam_length": whole(2, MAX_LENGTH)}
-            check_fields(self, {**kinds, "nodes": optional(whole(1, MAX_WIDTH * MAX_LENGTH))})
+        beam_width: Annotated[int, whole(1, MAX_WIDTH)] = 10
+        beam_length: Annotated[int, whole(2, MAX_LENGTH)] = 4
+        nodes: Annotated[int, whole(1, MAX_WIDTH * MAX_LENGTH)] | None = None
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)

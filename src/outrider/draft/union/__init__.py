@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from operator import or_
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from outrider.core.noise import mix
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Draft, DraftTree
-from outrider.core.validate import Kind, check_fields, optional, whole
+from outrider.core.validate import Checked, Count, Kind, optional, whole
 from outrider.draft.union.merge import Merged, merge
 from outrider.drafting.base import Drafter, Storage, Target
 from outrider.errors import ConfigError, unknown
@@ -65,23 +65,25 @@ def parse(config: Any) -> Member:
     return Member(method, method.Options(**rest), depth)
 
 
+LISTED = Kind("a list of dicts with a 'method'", lambda value: isinstance(value, (list, tuple)))
+
+
 class Union(Drafter):
     demo: ClassVar = {
         "n-gram with recycling": {"drafters": [{"method": "ngram"}, {"method": "recycle"}], "nodes": 8}
     }
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Checked):
         """drafters: dicts with "method", "num_speculative_tokens" and the method's own keys.
         nodes: maximum size of the merged tree; None means no limit but those of the drafters.
         """
 
-        drafters: Sequence[Mapping[str, Any]] = ()
-        nodes: int | None = None
+        drafters: Annotated[Sequence[Mapping[str, Any]], LISTED] = ()
+        nodes: Count | None = None
 
         def __post_init__(self) -> None:
-            listed = Kind("a list of dicts with a 'method'", lambda value: isinstance(value, (list, tuple)))
-            check_fields(self, {"drafters": listed, "nodes": optional(whole(1))})
+            super().__post_init__()
             for config in self.drafters:
                 parse(config)
 

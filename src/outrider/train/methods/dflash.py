@@ -4,14 +4,14 @@ depth.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.validate import Kind, optional, whole
+from outrider.core.validate import Count, Flag, Natural, one_of, whole
 from outrider.draft import dflash, domino, dspark
 from outrider.draft.dspark.layouts import MARKOV, VANILLA
 from outrider.draft.dspark.network import Network as DSparkNetwork
@@ -24,7 +24,7 @@ from outrider.heads.layouts import speculators_config
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain, refuse
 from outrider.train.methods.eagle3 import frequent, within
-from outrider.train.options import TrainOptions
+from outrider.train.options import Taps, TrainOptions
 
 OUTER = (  # keys of z-lab's configs beside those of a layer
     "target_layer_ids", "causal", "is_causal", "architectures", "projector_type", "markov_head_type",
@@ -46,24 +46,16 @@ class DFlash(Method):
         state; 0 without one.
         """
 
-        KINDS: ClassVar = {
-            "block": whole(2),
-            "mask_token": optional(whole(0)),
-            "markov": whole(0),
-            "markov_kind": Kind(" or ".join(MARKOV), lambda value: value in MARKOV),
-            "domino": whole(0),
-        }
-
-        layers: int = 2
-        inner: int | None = None
-        block: int = 8
-        mask_token: int | None = None
-        taps: Sequence[int] | None = None
-        draft_vocab_size: int | None = None
-        markov: int = 0
-        markov_kind: str = VANILLA
-        confidence: bool = False
-        domino: int = 0
+        layers: Count = 2
+        inner: Count | None = None
+        block: Annotated[int, whole(2)] = 8
+        mask_token: Natural | None = None
+        taps: Taps | None = None
+        draft_vocab_size: Count | None = None
+        markov: Natural = 0
+        markov_kind: Annotated[str, one_of(*MARKOV)] = VANILLA
+        confidence: Flag = False
+        domino: Natural = 0
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
-from outrider.core.validate import Kind
+from outrider.core.validate import Count, one_of
 from outrider.heads.parts import acceptance_loss
 from outrider.heads.sample import Sample, mean_loss
 from outrider.models.differentiable import load_weights, new_module, text_logits
 from outrider.train.base import Files, Method, replace_text
 from outrider.train.options import TrainOptions
 
-DIVERGENCES = ("forward", "reverse", "tvd", "acceptance")
-DIVERGENCE = Kind(" or ".join(DIVERGENCES), lambda value: value in DIVERGENCES)
+DIVERGENCE = one_of("forward", "reverse", "tvd", "acceptance")
 
 
 class DraftModel(Method):
@@ -32,14 +31,12 @@ class DraftModel(Method):
         acceptance of rejection sampling, or "acceptance": -log of that (LK losses, arXiv 2602.23881).
         """
 
-        KINDS: ClassVar = {"divergence": DIVERGENCE}
-
-        layers: int = 2
-        hidden: int | None = None
-        inner: int | None = None
-        heads: int | None = None
-        kv_heads: int | None = None
-        divergence: str = "forward"
+        layers: Count = 2
+        hidden: Count | None = None
+        inner: Count | None = None
+        heads: Count | None = None
+        kv_heads: Count | None = None
+        divergence: Annotated[str, DIVERGENCE] = "forward"
 
         @property
         def cut(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.checkpoints.heads import Head
+from outrider.core.validate import Count, Flag
 from outrider.draft.eagle.layouts import FORMAT, SPECULATORS
 from outrider.draft.eagle.network import Network
 from outrider.errors import ConfigError
@@ -21,8 +22,8 @@ class Eagle(Method):
     class Options(TrainOptions):
         """inner: of the MLP; None: the target's.  bias: of fc; vLLM reads none."""
 
-        inner: int | None = None
-        bias: bool = False
+        inner: Count | None = None
+        bias: Flag = False
 
     base_rate = 3e-5
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from outrider.checkpoints.heads import Head
-from outrider.core.validate import Kind
+from outrider.core.validate import Count, Positive, one_of
 from outrider.draft.eagle3.layouts import FORMAT, SGLANG, VLLM
 from outrider.draft.eagle3.network import Network
 from outrider.errors import ConfigError
@@ -19,10 +19,9 @@ from outrider.heads.layouts import speculators_config
 from outrider.heads.tapped import default_taps
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain, refuse
-from outrider.train.options import TrainOptions
+from outrider.train.options import Taps, TrainOptions
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
-OBJECTIVE = Kind("kl or acceptance", lambda value: value in ("kl", "acceptance"))
 
 
 class Eagle3(Method):
@@ -35,14 +34,12 @@ class Eagle3(Method):
         target's.
         """
 
-        KINDS: ClassVar = {"objective": OBJECTIVE}
-
-        draft_vocab_size: int = 32000
-        test_steps: int = 7
-        decay: float = 0.8
-        objective: str = "kl"
-        taps: Sequence[int] | None = None
-        inner: int | None = None
+        draft_vocab_size: Count = 32000
+        test_steps: Count = 7
+        decay: Positive = 0.8
+        objective: Annotated[str, one_of("kl", "acceptance")] = "kl"
+        taps: Taps | None = None
+        inner: Count | None = None
 
     base_rate = 1e-4
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
+from outrider.core.validate import Count, Flag
 from outrider.draft.hydra.network import Network
 from outrider.train.base import Method
-from outrider.train.options import FRACTION, TrainOptions
+from outrider.train.options import Fraction, TrainOptions
 
 
 class Hydra(Method):
@@ -18,14 +18,12 @@ class Hydra(Method):
         target's.  inner: of the prefix layer; None: the target's.
         """
 
-        KINDS: ClassVar = {"dropout": FRACTION}
-
-        heads: int = 4
-        layers: int = 4
-        prefix: bool = True
-        own: bool = True
-        dropout: float = 0.2
-        inner: int | None = None
+        heads: Count = 4
+        layers: Count = 4
+        prefix: Flag = True
+        own: Flag = True
+        dropout: Fraction = 0.2
+        inner: Count | None = None
 
     base_rate = 5e-4
 

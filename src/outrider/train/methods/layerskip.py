@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.core.validate import Count
 from outrider.draft.layerskip.exit_head import Network
 from outrider.errors import ConfigError
 from outrider.train.base import Method
@@ -17,7 +18,7 @@ class LayerSkip(Method):
     class Options(TrainOptions):
         """early_exit: number of the target's layers that draft; None: a third of them."""
 
-        early_exit: int | None = None
+        early_exit: Count | None = None
 
     base_rate = 3e-4
 

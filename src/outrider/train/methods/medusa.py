@@ -13,6 +13,7 @@ from torch import nn
 
 from outrider.checkpoints.heads import Head
 from outrider.core.row import LoRARequest
+from outrider.core.validate import Count, Flag
 from outrider.draft.medusa.layouts import FORMAT, REFERENCE, VLLM, counts
 from outrider.draft.medusa.network import Network
 from outrider.errors import ConfigError
@@ -34,11 +35,11 @@ class Medusa(Method):
         in the folder "adapter": its texts change.  rank: of that adapter; None: 16.
         """
 
-        heads: int = 4
-        blocks: int = 1
-        own: bool = True
-        joint: bool = False
-        rank: int | None = None
+        heads: Count = 4
+        blocks: Count = 1
+        own: Flag = True
+        joint: Flag = False
+        rank: Count | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()

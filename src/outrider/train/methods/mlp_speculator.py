@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.checkpoints.heads import Head
+from outrider.core.validate import Count, Flag
 from outrider.draft.lstm_speculator import LstmSpeculator
 from outrider.draft.mlp_speculator.layouts import FORMAT
 from outrider.draft.mlp_speculator.network import Network
@@ -27,10 +28,10 @@ class MlpSpeculator(Method):
         tie_weights: all steps share their weights.  scale_input: the state is normalized first.
         """
 
-        n_predict: int = 3
-        inner: int | None = None
-        tie_weights: bool = True
-        scale_input: bool = True
+        n_predict: Count = 3
+        inner: Count | None = None
+        tie_weights: Flag = True
+        scale_input: Flag = True
 
     base_rate = 1e-3
     logits = False

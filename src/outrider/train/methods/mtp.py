@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
+from outrider.core.validate import Count, Flag
 from outrider.draft.mtp.layouts import FORMAT, LAYOUTS, swap_inputs
 from outrider.draft.mtp.network import Network
 from outrider.errors import ConfigError
@@ -24,10 +25,10 @@ class Mtp(Method):
         prenorm: they read states before the target's last norm.  inner: of the MLP; None: the target's.
         """
 
-        layers: int = 1
-        test_steps: int = 3
-        prenorm: bool = False
-        inner: int | None = None
+        layers: Count = 1
+        test_steps: Count = 3
+        prenorm: Flag = False
+        inner: Count | None = None
 
     base_rate = 1e-4
 

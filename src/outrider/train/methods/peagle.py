@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from outrider.core.validate import optional, whole
+from outrider.core.validate import Count, Natural, whole
 from outrider.draft.peagle.network import Network
 from outrider.errors import ConfigError
 from outrider.heads.tapped import default_taps
 from outrider.train.base import Method
 from outrider.train.methods.eagle3 import frequent, within
-from outrider.train.options import MOST_DEPTH, TrainOptions
+from outrider.train.options import MOST_DEPTH, Taps, TrainOptions
 
 
 class PEagle(Method):
@@ -23,14 +22,12 @@ class PEagle(Method):
         None: the last one.  taps: the layers whose inputs are read; None: EAGLE-3's.
         """
 
-        KINDS: ClassVar = {"depths": whole(2, MOST_DEPTH), "mask_token": optional(whole(0))}
-
-        layers: int = 4
-        inner: int | None = None
-        depths: int = 8
-        draft_vocab_size: int = 32000
-        mask_token: int | None = None
-        taps: Sequence[int] | None = None
+        layers: Count = 4
+        inner: Count | None = None
+        depths: Annotated[int, whole(2, MOST_DEPTH)] = 8
+        draft_vocab_size: Count = 32000
+        mask_token: Natural | None = None
+        taps: Taps | None = None
 
     base_rate = 1e-4
     drafts: ClassVar = {}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.checkpoints.heads import Head
+from outrider.core.validate import Count, Flag
 from outrider.draft.redrafter.layouts import CONVERTED, FORMAT, blocks
 from outrider.draft.redrafter.network import Network
 from outrider.train.base import Files, Method
@@ -20,9 +21,9 @@ class ReDrafter(Method):
         are sums of embeddings.
         """
 
-        layers: int = 2
-        exit_dim: int | None = None
-        rnn: bool = True
+        layers: Count = 2
+        exit_dim: Count | None = None
+        rnn: Flag = True
 
     base_rate = 1e-3
     logits = False
