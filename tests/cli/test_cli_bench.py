@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from commands import Run
 
-from outrider import LLM, ConfigError, RequestError, SamplingParams
+from outrider import LLM, RequestError, SamplingParams
 from outrider.bench.measure import PLAIN, Measured, demonstrations, grouped, measure, too_short
 from outrider.bench.measure import Run as Group
-from outrider.bench.peers import peer
 from outrider.bench.questions import MT_BENCH, prompts_of, read
 from outrider.bench.report import figures, remarks, within_noise
 from outrider.cli.bench import configs_of
@@ -134,15 +133,6 @@ def test_what_is_wrong(run: Run, questions: Path, arguments: tuple[Any, ...], me
     result = run("bench", *file, *arguments)
     assert result.status == 2 and message in result.err
     assert "│" not in result.out, "nothing half-done"
-
-
-def test_an_engine_that_is_not_installed_or_reads_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.peers.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install xllamacpp"):
-        peer("llama.cpp", "target.gguf")
-    monkeypatch.setattr("outrider.bench.peers.find_spec", lambda name: name)
-    with pytest.raises(ConfigError, match="'draft' is none"):
-        peer("llama.cpp", "target.gguf", "draft")
 
 
 @pytest.mark.parametrize(

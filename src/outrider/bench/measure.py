@@ -22,6 +22,7 @@ PLAIN = "plain decoding"
 TOLERANCE = 1.01  # of a speed-up above the limit
 Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config
 Prompts = Sequence[tuple[str, Any]]  # (kind, prompt for LLM.generate)
+Attempt = Callable[[str, list[Any]], "Run"]  # answers a group of a kind once
 
 
 @dataclass
@@ -215,8 +216,11 @@ def measure(
     runs: int = 2,
     seconds: float = math.inf,
     fresh: bool = True,
+    others: Mapping[str, Attempt] | None = None,
 ) -> list[Measured]:
     """Run every config over every (kind, prompt), `batch_size` prompts of a kind at once.
+
+    others: other engines by label, which take turns with the configs.
 
     Returns the best of `repeats`, and the seconds of each.
     - Methods alternate within each group, in rotating order.  So a temporary slowdown affects all of them.
@@ -232,6 +236,9 @@ def measure(
     rounds: list[dict[tuple[str, int], Run]] = []
     variants: dict[str, LLM] = {}
     memories: dict[str, Any] = {}
+    others = others or {}
+    for attempt in others.values():
+        attempt(*groups[0])  # warm up
     while len(rounds) < repeats:
         spent = time.monotonic() - began
         next_round = spent / len(rounds) if len(rounds) > 1 else 0.0
@@ -242,13 +249,19 @@ def measure(
             memories = _warm_up(variants, groups[0], params)
         for label, variant in variants.items():
             variant.engine.drafter.memory = memories[label]
-        rounds.append(_round(variants, groups, params, len(rounds), tick, runs))
+        rounds.append(_round(variants, others, groups, params, len(rounds), tick, runs))
+    promises = {label: variant.engine.rule.promise for label, variant in variants.items()}
+    return _results(rounds, {**promises, **dict.fromkeys(others, "")})
+
+
+def _results(rounds: Sequence[dict[tuple[str, int], Run]], promises: Mapping[str, str]) -> list[Measured]:
+    """The best run of each group, with the seconds of every round."""
     best = {place: min((found[place] for found in rounds), key=_seconds) for place in rounds[0]}
     for place, run in best.items():
         run.turns = [found[place].seconds for found in rounds]
     return [
-        Measured(label, [best[label, i] for i in range(len(groups))], variants[label].engine.rule.promise)
-        for label in configs
+        Measured(label, [run for (own, _), run in best.items() if own == label], promise)
+        for label, promise in promises.items()
     ]
 
 
@@ -264,6 +277,7 @@ def _warm_up(
 
 def _round(
     variants: Mapping[str, LLM],
+    others: Mapping[str, Attempt],
     groups: Sequence[tuple[str, list[Any]]],
     params: SamplingParams,
     number: int,
@@ -273,17 +287,21 @@ def _round(
     """(label, group) -> its best run."""
     best: dict[tuple[str, int], Run] = {}
     for i, (kind, group) in enumerate(groups):
-        order = list(variants.items())
+        order = [*variants, *others]
         first = (i + number) % len(order)
-        for label, variant in order[first:] + order[:first]:
-            memory = variant.engine.drafter.memory
-            best[label, i] = min(
-                (once(variant, kind, group, params, memory) for _ in range(runs)), key=_seconds
-            )
+        for label in order[first:] + order[:first]:
+            attempt = others.get(label) or _attempt(variants[label], params)
+            best[label, i] = min((attempt(kind, group) for _ in range(runs)), key=_seconds)
             tick(label)
     for variant in variants.values():
         variant.engine.check()
     return best
+
+
+def _attempt(variant: LLM, params: SamplingParams) -> Attempt:
+    """Runs that all start from what the drafter knows now."""
+    memory = variant.engine.drafter.memory
+    return lambda kind, group: once(variant, kind, group, params, memory)
 
 
 def _seconds(run: Run) -> float:

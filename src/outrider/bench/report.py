@@ -19,7 +19,7 @@ ALL = "all"
 def table(title: str, results: Sequence[Measured], plain: Measured | None = None) -> Table:
     """Speed-ups as a table, over the first result by default: medians of the repeats ± half their range.
 
-    Tokens of another engine are not compared: its rounding differs.
+    Of another engine, whose rounding differs, the answers with the same tokens are counted.
     """
     plain = plain or results[0]
     made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
@@ -117,7 +117,14 @@ def remarks(results: Sequence[Measured]) -> list[str]:
 def _kept(result: Measured, plain: Measured) -> str:
     if result.promise == "tokens":
         return "[bold red]✗[/]" if result.differs(plain) else "[green]✓[/]"
-    return {"law": "dist.", "lossy": "[bold red]lossy[/]"}.get(result.promise, "–")
+    if not result.promise:
+        return f"{_same(result, plain)}/{len(plain.tokens)}"
+    return {"law": "dist.", "lossy": "[bold red]lossy[/]"}[result.promise]
+
+
+def _same(result: Measured, plain: Measured) -> int:
+    """Number of answers that have the tokens of plain decoding."""
+    return sum(map(list.__eq__, result.tokens, plain.tokens))
 
 
 def latencies(results: Sequence[Measured]) -> Table:
@@ -168,6 +175,7 @@ def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:
         "repeated 4-grams": round(ours.repeated, 4),
         "promise": ours.promise or None,
         "same tokens": ours.tokens == plain.tokens if ours.promise == "tokens" else None,
+        "answers with the same tokens": _same(ours, plain),
     }
     for name, values in _latencies(ours).items():
         made[f"{name} ms"] = {f"p{p}": round(1e3 * x, 3) for p, x in zip(PERCENTILES, _percentiles(values))}

@@ -54,7 +54,7 @@ def bench(
     """
     from rich.console import Console
 
-    from outrider.bench.peers import peer
+    from outrider.bench.peers import check
     from outrider.bench.plot import check_plot
     from outrider.bench.questions import prompts_for, read
     from outrider.core.params import SamplingParams
@@ -65,7 +65,7 @@ def bench(
     file, raw = one_of("file of prompts", file, asked.get("file")), asked["raw"]
     peers, draft, levels = compared.get("peers") or [], compared.get("draft"), compared.get("levels")
     for name in peers:
-        peer(name, engine["model"], draft)
+        check(name, engine["model"], draft)
     if plot is not None:
         check_plot(plot)
     sink, console = opened(out), Console(stderr=out == "-")
@@ -135,27 +135,24 @@ def run(
     """Results, and the number of groups of prompts left out because their answers have one token."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from outrider.bench.measure import grouped, measure, too_short
-    from outrider.bench.peers import measure_peer
+    from outrider.bench.measure import Attempt, grouped, measure, too_short
+    from outrider.bench.peers import attempts
+    from outrider.bench.peers.base import Job
 
+    groups, others = len(grouped(prompts, batch_size)), dict[str, Attempt]()
+    for name in peers:
+        with console.status(f"Loading {name}"):
+            others |= attempts(name, Job(llm, params, draft, depth))
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    groups = grouped(prompts, batch_size)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("Measuring", total=len(configs) * len(groups) * repeats)
+        task = bar.add_task("Measuring", total=(len(configs) + len(others)) * groups * repeats)
 
         def tick(label: str) -> None:
             bar.update(task, advance=1, description=label)
 
-        results = measure(llm, configs, prompts, params, repeats, tick, batch_size)
-        short = too_short(results)
-        results = [result.without(short) for result in results]
-        asked = [
-            (kind, prompt) for i, (kind, group) in enumerate(groups) if i not in short for prompt in group
-        ]
-        for name in peers if asked else ():
-            task = bar.add_task(name, total=None)
-            results += measure_peer(name, llm, asked, params, draft, depth, repeats, tick)
-    return results, len(short)
+        results = measure(llm, configs, prompts, params, repeats, tick, batch_size, others=others)
+    short = too_short(results)
+    return [result.without(short) for result in results], len(short)
 
 
 def show(results: Sequence[Measured], left_out: int, short: int, console: Console) -> None:
@@ -165,8 +162,9 @@ def show(results: Sequence[Measured], left_out: int, short: int, console: Consol
     if kinds:
         results = [plain, *sorted(others, key=lambda other: -other.speed_up(plain))]
         ours, peers = ([r for r in results if bool(r.promise) == own] for own in (True, False))
+        best = {peer.method.split()[0]: peer for peer in sorted(peers, key=lambda peer: peer.speed)}
         if len(kinds) > 1 or peers:
-            console.print(matrix(ours, peers), "")
+            console.print(matrix(ours, [*best.values()]), "")
         console.print(table(f"all {len(results[0].answers)} prompts", results), "")
         console.print(latencies(results))
         for remark in remarks(results):

@@ -196,7 +196,7 @@ COMPARED = (
          "Measure this JSON or @FILE, or LABEL=JSON or LABEL=@FILE; may be given several times."),
     Flag("draft", str, _names(*MODEL_DRAFT), "Measure this model as the draft."),
     Flag("levels", int, _names(*LEVELS), "Draft tokens per step of --method and -md."),
-    Flag("peers", list[str], "--peer", "Also measure transformers or llama.cpp, one request at a time."),
+    Flag("peers", list[str], "--peer", "Also measure transformers, llama.cpp, openvino or vllm."),
 )  # fmt: skip
 MEASURED = (
     Flag("max_tokens", int, _names(*MAX_TOKENS), "Maximum new tokens per prompt.", 128),

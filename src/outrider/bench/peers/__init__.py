@@ -1,0 +1,54 @@
+"""Other installed engines on the same prompts, one request at a time, for comparison."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from outrider.bench.measure import Attempt, Run
+from outrider.bench.peers import llama_cpp, openvino, transformers, vllm
+from outrider.bench.peers.base import Answer, Job, Peer
+from outrider.core.clock import Times
+from outrider.errors import ConfigError, unknown
+
+PEERS: Mapping[str, Peer] = {
+    "transformers": transformers.PEER,
+    "llama.cpp": llama_cpp.PEER,
+    "openvino": openvino.PEER,
+    "vllm": vllm.PEER,
+}
+
+
+def check(name: str, *models: str | None) -> None:
+    """Raise ConfigError for an engine that is unknown or not installed, or cannot read these checkpoints."""
+    if name not in PEERS:
+        raise ConfigError(unknown("peer", name, PEERS))
+    peer = PEERS[name]
+    if find_spec(peer.module) is None:
+        raise ConfigError(f"{name} is not installed here: pip install {peer.package}.")
+    for model in models:
+        if model is not None:
+            peer.check(model)
+
+
+def attempts(name: str, job: Job) -> dict[str, Attempt]:
+    """Label -> what answers a group of prompts, for every mode of an engine.
+
+    Raises ConfigError with its message if the engine cannot run the models.
+    """
+    try:
+        return {label: _timed(answer) for label, answer in PEERS[name].modes(job).items()}
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise ConfigError(f"{name} cannot run {job.model!r}: {reason}") from error
+
+
+def _timed(answer: Answer) -> Attempt:
+    def attempt(kind: str, group: list[Any]) -> Run:
+        began = time.perf_counter()
+        answers = [answer(prompt["prompt_token_ids"]) for prompt in group]
+        return Run(kind, time.perf_counter() - began, Times(), answers)
+
+    return attempt
