@@ -231,13 +231,15 @@ def test_the_reference_attention_is_the_definition() -> None:
 def test_linear_rows_are_independent(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     backend = c_backend(dtype)
     weight = backend.pack(torch.randn(outputs, inputs), torch.randn(outputs))
-    x = torch.randn(40, inputs)
-    alone = torch.cat([backend.linear(x[i : i + 1], weight) for i in range(40)])
-    for n in range(1, 41):
+    most = 101
+    x = torch.randn(most, inputs)
+    alone = torch.cat([backend.linear(x[i : i + 1], weight) for i in range(most)])
+    counts = [*range(1, 41), 48, 49, 53, 97, most]
+    for n in counts:
         assert torch.equal(backend.linear(x[:n], weight), alone[:n]), n
-        assert torch.equal(backend.linear(x[40 - n :], weight), alone[40 - n :]), n
+        assert torch.equal(backend.linear(x[most - n :], weight), alone[most - n :]), n
     with two_threads():
-        for n in range(1, 41):
+        for n in counts:
             assert torch.equal(backend.linear(x[:n], weight), alone[:n]), n
 
 

@@ -154,6 +154,22 @@ def test_linear_rows_are_independent(bits: int, offsets: bool, group: int) -> No
 
 
 @needs_c
+@pytest.mark.parametrize(("bits", "least", "most"), [(8, -128, 127), (4, -8, 7)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+def test_no_sum_of_products_overflows(rows: int, bits: int, least: int, most: int) -> None:
+    """Weights and inputs of the largest magnitude, with every sign."""
+    backend = c_backend(torch.float32)
+    values = torch.full((8, 64), least, dtype=torch.int8)
+    values[1::2] = most
+    values[4:, ::2] = -most
+    weight = QuantizedWeight(values, torch.ones(8, 2), None, bits, 32)
+    x = torch.ones(rows, 64)
+    x[1::2] = -1.0
+    x[:, 1::2] *= 1 - 2 * (torch.arange(rows)[:, None] % 3 == 2).float()
+    assert torch.equal(backend.linear(x, backend.pack(weight)), x @ values.float().T)
+
+
+@needs_c
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_row_that_is_not_finite_stays_alone(bits: int) -> None:
     backend = c_backend(torch.float32)

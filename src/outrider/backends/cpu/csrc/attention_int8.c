@@ -60,7 +60,7 @@ INLINE void quantize_queries(const int64_t padded_dim, const int group, const He
     for (int g = 0; g < group; g++) {
         const float *x = t->q + g * padded_dim, magnitude = max_magnitude(x, padded_dim);
         memset(q->bytes[g] + padded_dim, 0, 4 * LANES);
-        q->start[g] = -128 * quantize(x, padded_dim, magnitude, q->bytes[g]);
+        q->start[g] = BYTE_START * quantize(x, padded_dim, magnitude, q->bytes[g]);
         q->step[g] = magnitude / 127.0f * t->scale;
     }
 }

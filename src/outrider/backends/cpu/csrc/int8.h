@@ -1,24 +1,27 @@
 /* 8-bit arithmetic of linear_int.c and attention_int8.c. */
 #pragma once
 #include "simd.h"
-#ifdef __x86_64__
-#include <immintrin.h>
-#elif defined __ARM_FEATURE_DOTPROD
-#include <arm_neon.h>
-#endif
 
 typedef int8_t vbytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* sum + the four products, unsigned by signed byte, of every lane. */
+#if defined __AVX2__ && !defined __AVX512F__
+enum { SIGNED_BYTES = 1 };
+#else
+enum { SIGNED_BYTES = 0 };
+#endif
+enum { BYTE_START = SIGNED_BYTES ? 0 : -128 }; /* times the sum of all s: a sum's beginning */
+
+/* sum + the four products of every lane: unsigned bytes u, which stand for u - 128, by signed bytes s.  With
+ * SIGNED_BYTES u - 128 is multiplied, otherwise u.  Not more than 127 in magnitude: s. */
 INLINE vint dot_bytes(vint sum, vuint u, vint s) {
 #ifdef __AVX512VNNI__
     return (vint)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
 #elif defined __AVX2__ && !defined __AVX512F__
-    const __m256i a = (__m256i)u, b = (__m256i)s, low_bytes = _mm256_set1_epi16(255);
-    const __m256i even_of_b = _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8);
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low_bytes), even_of_b);
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
-    return sum + (vint)even + (vint)odd;
+    const __m256i centred = (__m256i)(u ^ 0x80808080u);
+    const __m256i s_by_sign = _mm256_sign_epi8((__m256i)s, centred);
+    /* 16 bits hold 2 * 128 * 127 */
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(centred), s_by_sign);
+    return sum + (vint)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #elif defined __ARM_FEATURE_DOTPROD
     int32x4_t sums[LANES / 4]; /* u * s = (u - 128) * s + 128 * s: sdot takes signed bytes only */
     int8x16_t shifted[LANES / 4], by[LANES / 4];
@@ -35,6 +38,24 @@ INLINE vint dot_bytes(vint sum, vuint u, vint s) {
 #else
     for (int bit = 0; bit < 32; bit += 8) sum += (vint)(u >> bit & 255) * (s << (24 - bit) >> 24);
     return sum;
+#endif
+}
+
+/* The same for bytes u below 16 which stand for u - 8, whose sums over up to 32 inputs fit into 16 bits: with
+ * SIGNED_BYTES a lane holds two of them until sum_nibbles. */
+INLINE vint dot_nibbles(vint sums, vuint u, vint s) {
+#if defined __AVX2__ && !defined __AVX512F__
+    return (vint)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)u, (__m256i)s));
+#else
+    return dot_bytes(sums, u, s);
+#endif
+}
+
+INLINE vint sum_nibbles(vint sums) {
+#if defined __AVX2__ && !defined __AVX512F__
+    return (vint)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+#else
+    return sums;
 #endif
 }
 

@@ -3,7 +3,8 @@
  * Computed: activations are rounded to 8 bits, each row and group of inputs by itself.  The products of a
  * group are summed as integers; then y += group sum * (weight scale * activation scale) [+ offset * sum of
  * the activations] in float32.
- * Order: panels of 32 outputs (shared by threads) > tiles of rows > groups in ascending order.
+ * Order: panels of 32 outputs (shared by threads) > groups of rows > chunks of blocks > tiles of rows >
+ * register tiles of outputs > groups of inputs, in ascending order.
  * Exact: integer sums do not depend on their order, and the float sum takes one group after the other.
  *
  * A weight [outputs,inputs] is packed as [outputs/32][inputs/group] blocks of
@@ -17,12 +18,10 @@
 #include "linear.h"
 #include "memory.h"
 
-enum {
-    OUTPUTS = 32,
-    INT_VECTORS = 2,
-    INT_ROWS = LANES == 16 ? 6 : 2
-}; /* outputs of a block; vectors and rows of a tile */
-enum { NEXT_PAGE = 4096 };
+enum { OUTPUTS = 32, PANEL_VECTORS = OUTPUTS / LANES };      /* of a block */
+enum { INT_VECTORS = 2, INT_ROWS = LANES == 16 ? 6 : 4 }; /* of a register tile */
+enum { CHUNK_BLOCKS = 8, INT_GROUP_ROWS = 48 };
+enum { INT_STREAM_ROWS = INT_VECTORS == PANEL_VECTORS ? INT_ROWS : 1 }; /* rows of a tile with all outputs */
 
 /* LANES numbers in half precision. */
 INLINE vfloat load_half(const char *from) {
@@ -62,121 +61,120 @@ INLINE int64_t rounded_bytes(const Weight *w, int64_t inputs) { return inputs + 
 
 static void round_row(const float *x, int64_t inputs, const Weight *w, int8_t *to) {
     const int64_t groups = inputs / w->group;
-    const int32_t zero_point = w->kind == INT8 ? 128 : 8;
-    float *scale = (float *)(to + inputs), *start = scale + groups, *mass = start + groups;
+    const int32_t start = w->kind == INT8 ? BYTE_START : -8;
+    float *scale = (float *)(to + inputs), *starts = scale + groups, *mass = starts + groups;
     for (int64_t g = 0; g < groups; g++) {
         const float *from = x + g * w->group, magnitude = max_magnitude(from, w->group);
         const int32_t sum = quantize(from, w->group, magnitude, to + g * w->group),
-                      group_start = -sum * zero_point;
+                      group_start = sum * start;
         scale[g] = magnitude / 127.0f;
         mass[g] = scale[g] * (float)sum;
-        memcpy(start + g, &group_start, 4);
+        memcpy(starts + g, &group_start, 4);
     }
 }
 
-/* ---- a register tile: INT_VECTORS vectors of outputs for a few rows */
+/* ---- a register tile: a few vectors of outputs for a few rows */
 
 typedef struct {
     const Weight *weight;
-    const char *blocks; /* the panel's blocks, of all groups */
-    const int8_t *x;    /* rounded rows */
-    const float *bias;  /* of the first output, or null */
-    float *y;           /* of the first row and output */
-    int64_t inputs, outputs, first_output,
-        space; /* first_output: within the panel; space: as in store_outputs */
-    int64_t prefetch_distance, prefetch_turn,
-        prefetch_turns; /* every prefetch_turns-th block is fetched, from turn on */
-    int add;
+    const char *blocks;   /* of the chunk */
+    const int8_t *x;      /* rounded rows */
+    int64_t inputs;       /* of a whole row */
+    int64_t group, count; /* first group of the chunk, and groups in it */
+    float *sums;          /* [rows,OUTPUTS], of the first row */
+    int fetches;          /* whether it fetches the next chunk */
 } IntTask;
 
-typedef vint IntSums[INT_ROWS][INT_VECTORS];
-typedef vfloat IntTile[INT_ROWS][INT_VECTORS];
+typedef vint IntSums[INT_ROWS][PANEL_VECTORS];
+typedef vfloat IntTile[INT_ROWS][PANEL_VECTORS];
 
 /* sums += four inputs x of every row * the weights u of these inputs. */
-INLINE void multiply_four(const int rows, const vuint *u, const int8_t *x, int64_t row_bytes, IntSums sums) {
+INLINE void multiply_four(const int rows, const int vectors, const int bits, const vuint *u, const int8_t *x,
+                          int64_t row_bytes, IntSums sums) {
     for (int r = 0; r < rows; r++) {
         int32_t four;
         memcpy(&four, x + r * row_bytes, 4);
-        for (int c = 0; c < INT_VECTORS; c++) sums[r][c] = dot_bytes(sums[r][c], u[c], (vint){0} + four);
+        const vint s = (vint){0} + four;
+        for (int c = 0; c < vectors; c++)
+            sums[r][c] = bits == 8 ? dot_bytes(sums[r][c], u[c], s) : dot_nibbles(sums[r][c], u[c], s);
     }
 }
 
-/* sums += one group. */
-INLINE void multiply_group(const int rows, const int bits, const char *values, const int8_t *x, int64_t group,
-                           int64_t row_bytes, IntSums sums) {
+/* sums = one group. */
+INLINE void multiply_group(const int rows, const int vectors, const int bits, const char *values,
+                           const int8_t *x, int64_t group, int64_t row_bytes, IntSums sums) {
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < vectors; c++) sums[r][c] = (vint){0};
     for (int64_t chunk = 0; chunk < group / 16; chunk++, x += 16) {
         #pragma GCC unroll 4
         for (int s = 0; s < bits / 2; s++, values += OUTPUTS * 4) {
-            vuint u[INT_VECTORS], low[INT_VECTORS], high[INT_VECTORS];
-            for (int c = 0; c < INT_VECTORS; c++) u[c] = *(const vuint *)(values + c * LANES * 4);
+            vuint u[PANEL_VECTORS], half[PANEL_VECTORS];
+            for (int c = 0; c < vectors; c++) u[c] = *(const vuint *)(values + c * LANES * 4);
             if (bits == 8) {
-                multiply_four(rows, u, x + 4 * s, row_bytes, sums);
+                multiply_four(rows, vectors, bits, u, x + 4 * s, row_bytes, sums);
                 continue;
             }
-            for (int c = 0; c < INT_VECTORS; c++) {
-                low[c] = u[c] & 0x0f0f0f0f;
-                high[c] = u[c] >> 4 & 0x0f0f0f0f;
-            }
-            multiply_four(rows, low, x + 4 * s, row_bytes, sums);
-            multiply_four(rows, high, x + 4 * s + 8, row_bytes, sums);
+            for (int c = 0; c < vectors; c++) half[c] = u[c] & 0x0f0f0f0f;
+            multiply_four(rows, vectors, bits, half, x + 4 * s, row_bytes, sums);
+            for (int c = 0; c < vectors; c++) half[c] = u[c] >> 4 & 0x0f0f0f0f;
+            multiply_four(rows, vectors, bits, half, x + 4 * s + 8, row_bytes, sums);
+        }
+    }
+    if (bits == 4)
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < vectors; c++) sums[r][c] = sum_nibbles(sums[r][c]);
+}
+
+/* tile += the group's integer sums, scaled.  meta: the scale of the group in the first row. */
+INLINE void add_group(const int rows, const int vectors, const int bits, const char *scales, int has_offsets,
+                      const int8_t *meta, int64_t groups, int64_t row_bytes, IntSums sums, IntTile tile) {
+    vfloat weight_scale[PANEL_VECTORS], offset[PANEL_VECTORS];
+    for (int c = 0; c < vectors; c++) {
+        weight_scale[c] = load_half(scales + c * LANES * 2);
+        if (has_offsets) offset[c] = load_half(scales + OUTPUTS * 2 + c * LANES * 2);
+    }
+    for (int r = 0; r < rows; r++, meta += row_bytes) {
+        float scale, mass;
+        int32_t start;
+        memcpy(&scale, meta, 4);
+        memcpy(&start, meta + 4 * groups, 4);
+        memcpy(&mass, meta + 8 * groups, 4);
+        for (int c = 0; c < vectors; c++) {
+            vint sum = sums[r][c];
+            if (bits == 4 || BYTE_START) sum += start;
+            const vfloat by = weight_scale[c] * scale;
+            tile[r][c] = multiply_add(__builtin_convertvector(sum, vfloat), by, tile[r][c]);
+            if (has_offsets) tile[r][c] = multiply_add(offset[c], broadcast(mass), tile[r][c]);
         }
     }
 }
 
-/* tile += the group's integer sums, scaled.  meta: the scale of the group in the first rounded row. */
-INLINE void add_group(const int rows, const char *scales, int has_offsets, const int8_t *meta, int64_t groups,
-                      int64_t row_bytes, IntSums sums, IntTile tile) {
-    for (int c = 0; c < INT_VECTORS; c++) {
-        const vfloat weight_scale = load_half(scales + c * LANES * 2);
-        for (int r = 0; r < rows; r++) {
-            float scale;
-            memcpy(&scale, meta + r * row_bytes, 4);
-            tile[r][c] += __builtin_convertvector(sums[r][c], vfloat) * (weight_scale * scale);
-        }
-        if (!has_offsets) continue;
-        const vfloat offset = load_half(scales + OUTPUTS * 2 + c * LANES * 2);
-        for (int r = 0; r < rows; r++) {
-            float mass;
-            memcpy(&mass, meta + r * row_bytes + 8 * groups, 4);
-            tile[r][c] += offset * mass;
-        }
-    }
-}
-
-INLINE void multiply_blocks(const int rows, const int bits, const IntTask *t, IntTile tile) {
-    const Weight *w = t->weight;
-    const int64_t group = w->group, groups = t->inputs / group, row_bytes = rounded_bytes(w, t->inputs),
-                  bytes = block_bytes(w);
-    const int64_t values = group * OUTPUTS * bits / 8;
-    const char *block = t->blocks;
-    int64_t turn = t->prefetch_turn;
-    for (int64_t g = 0; g < groups; g++, block += bytes) {
-        const int8_t *x = t->x + g * group, *meta = t->x + t->inputs + 4 * g;
+/* `vectors` of the outputs in all blocks of a chunk. */
+INLINE void multiply_blocks(const int rows, const int vectors, const int bits, int64_t first, IntTask t) {
+    const Weight *w = t.weight;
+    const int64_t bytes = block_bytes(w), values = values_bytes(w), row_bytes = rounded_bytes(w, t.inputs);
+    float *to = t.sums + first;
+    IntTile tile;
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < vectors; c++) tile[r][c] = load(to + r * OUTPUTS + c * LANES);
+    for (int64_t g = t.group; g < t.group + t.count; g++, t.blocks += bytes) {
+        const int8_t *x = t.x + g * w->group, *meta = t.x + t.inputs + 4 * g;
+        const char *scales = t.blocks + values + first * 2;
         IntSums sums;
-        if (turn-- == 0) {
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + t->prefetch_distance + i);
-            turn = t->prefetch_turns - 1;
-        }
-        for (int r = 0; r < rows; r++) {
-            int32_t start;
-            memcpy(&start, meta + r * row_bytes + 4 * groups, 4);
-            for (int c = 0; c < INT_VECTORS; c++) sums[r][c] = (vint){0} + start;
-        }
-        multiply_group(rows, bits, block + t->first_output * 4, x, group, row_bytes, sums);
-        add_group(rows, block + values + t->first_output * 2, w->has_offsets, meta, groups, row_bytes, sums,
+        if (t.fetches && !first)
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(t.blocks + CHUNK_BLOCKS * bytes + i);
+        multiply_group(rows, vectors, bits, t.blocks + first * 4, x, w->group, row_bytes, sums);
+        add_group(rows, vectors, bits, scales, w->has_offsets, meta, t.inputs / w->group, row_bytes, sums,
                   tile);
     }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < vectors; c++) store(to + r * OUTPUTS + c * LANES, tile[r][c]);
 }
 
 INLINE void multiply_rows(const int rows, const int bits, IntTask t) {
-    IntTile tile;
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < INT_VECTORS; c++) tile[r][c] = (vfloat){0};
-    multiply_blocks(rows, bits, &t, tile);
-    for (int r = 0; r < rows; r++) {
-        for (int c = 0; c < INT_VECTORS; c++) tile[r][c] *= t.weight->unit;
-        store_outputs(tile[r], INT_VECTORS, t.bias, t.y + r * t.outputs, t.space, t.add);
-    }
+    const int vectors = rows == 1 ? PANEL_VECTORS : INT_VECTORS;
+    for (int first = 0; first < OUTPUTS; first += vectors * LANES)
+        multiply_blocks(rows, vectors, bits, first, t);
 }
 
 /* A constant number of rows keeps the sums in registers. */
@@ -184,44 +182,52 @@ INLINE void multiply_tile(int64_t rows, const int bits, IntTask t) {
     switch (rows) {
         case 1: multiply_rows(1, bits, t); break;
         case 2: multiply_rows(2, bits, t); break;
-#ifdef __AVX512F__
         case 3: multiply_rows(3, bits, t); break;
         case 4: multiply_rows(4, bits, t); break;
+#ifdef __AVX512F__
         case 5: multiply_rows(5, bits, t); break;
         case 6: multiply_rows(6, bits, t); break;
 #endif
     }
 }
 
-/* All rows of one panel.  While one tile of rows is computed, every tile fetches its share of the next
- * panel's blocks; a single tile fetches the next page. */
+/* One chunk of groups for some rows. */
+static void multiply_chunk(int64_t rows, IntTask t) {
+    const int64_t tiles = divide_up(rows, INT_ROWS);
+    for (int64_t i = 0; i < tiles; i++) {
+        const int64_t r = i * rows / tiles, count = (i + 1) * rows / tiles - r;
+        IntTask tile = t;
+        tile.x += r * rounded_bytes(t.weight, t.inputs);
+        tile.sums += r * OUTPUTS;
+        tile.fetches = !i;
+        if (t.weight->kind == INT8)
+            multiply_tile(count, 8, tile);
+        else
+            multiply_tile(count, 4, tile);
+    }
+}
+
+/* All rows of one panel. */
 static void multiply_panel(const Weight *w, int64_t panel, const int8_t *x, int64_t rows, int64_t inputs,
                            float *y, int64_t outputs, int add) {
-    const int64_t bytes = inputs / w->group * block_bytes(w), row_bytes = rounded_bytes(w, inputs);
-    const int64_t tiles = divide_up(rows, INT_ROWS);
-    for (int64_t c = 0; c < OUTPUTS && panel * OUTPUTS + c < outputs; c += INT_VECTORS * LANES) {
-        const int64_t first = panel * OUTPUTS + c;
-        for (int64_t i = 0; i < tiles; i++) {
-            const int64_t r = i * rows / tiles, count = (i + 1) * rows / tiles - r;
-            const IntTask t = {
-                .weight = w,
-                .blocks = (const char *)w->data + panel * bytes,
-                .x = x + r * row_bytes,
-                .bias = w->bias ? w->bias + first : 0,
-                .y = y + r * outputs + first,
-                .inputs = inputs,
-                .outputs = outputs,
-                .first_output = c,
-                .space = outputs - first,
-                .prefetch_distance = tiles > 1 ? bytes : NEXT_PAGE,
-                .prefetch_turn = i,
-                .prefetch_turns = tiles,
-                .add = add,
-            };
-            if (w->kind == INT8)
-                multiply_tile(count, 8, t);
-            else
-                multiply_tile(count, 4, t);
+    const int64_t groups = inputs / w->group, first = panel * OUTPUTS;
+    const int64_t most = rows <= INT_STREAM_ROWS ? groups : CHUNK_BLOCKS;
+    const float *bias = w->bias ? w->bias + first : 0;
+    float sums[INT_GROUP_ROWS * OUTPUTS];
+    for (int64_t r = 0; r < rows; r += INT_GROUP_ROWS) {
+        const int64_t some = min64(rows - r, INT_GROUP_ROWS);
+        IntTask t = {.weight = w, .x = x + r * rounded_bytes(w, inputs), .inputs = inputs, .sums = sums};
+        memset(sums, 0, (size_t)some * OUTPUTS * 4);
+        for (; t.group < groups; t.group += t.count) {
+            t.blocks = (const char *)w->data + (panel * groups + t.group) * block_bytes(w);
+            t.count = min64(most, groups - t.group);
+            multiply_chunk(some, t);
+        }
+        for (int64_t i = 0; i < some; i++) {
+            float *row = sums + i * OUTPUTS;
+            for (int64_t c = 0; c < OUTPUTS; c++) row[c] *= w->unit;
+            store_outputs((const vfloat *)row, PANEL_VECTORS, bias, y + (r + i) * outputs + first,
+                          outputs - first, add);
         }
     }
 }

@@ -5,6 +5,11 @@
 #include <stdint.h>
 #include <string.h>
 #include "kernels.h"
+#ifdef __x86_64__
+#include <immintrin.h>
+#elif defined __ARM_NEON
+#include <arm_neon.h>
+#endif
 
 #ifdef __AVX512F__
 enum { LANES = 16 };
@@ -54,6 +59,26 @@ INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE vfloat broadcast(float x) { return (vfloat){0} + x; }
 INLINE vfloat load(const float *from) { return *(const vfloat *)from; }
 INLINE void store(float *to, vfloat v) { *(vfloat *)to = v; }
+
+/* a * b + c with one rounding where the processor can.  Compilers may fuse the same expression in one place
+ * and not in another. */
+INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) {
+#ifdef __AVX512F__
+    return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined __FMA__
+    return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined __ARM_FEATURE_FMA && defined __aarch64__
+    float32x4_t parts[3][LANES / 4];
+    memcpy(parts[0], &a, sizeof a);
+    memcpy(parts[1], &b, sizeof b);
+    memcpy(parts[2], &c, sizeof c);
+    for (int i = 0; i < LANES / 4; i++) parts[2][i] = vfmaq_f32(parts[2][i], parts[0][i], parts[1][i]);
+    memcpy(&c, parts[2], sizeof c);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
 
 /* The first `count` < LANES floats, then zeros. */
 INLINE vfloat load_part(const float *from, int64_t count) {
