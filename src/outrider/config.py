@@ -15,13 +15,26 @@ import torch
 from outrider import draft, verify
 from outrider.backends.select import ACTIVATIONS
 from outrider.cache.pool import kv_dtype
-from outrider.checkpoints.quantize import bits_of
+from outrider.checkpoints.quantize import Quantization
 from outrider.control import fixed
 from outrider.core.logprobs import MODES
-from outrider.core.validate import FLAG, TEXT, Checked, Count, Flag, Kind, Text, optional, real, whole
+from outrider.core.validate import (
+    FLAG,
+    TEXT,
+    Checked,
+    Count,
+    Flag,
+    Kind,
+    Natural,
+    Text,
+    made_of,
+    one_of,
+    optional,
+    real,
+    whole,
+)
 from outrider.drafting.base import Drafter
-from outrider.errors import ConfigError, unknown
-from outrider.models.placement import check_gpu_layers
+from outrider.errors import ConfigError, refuse_unknown
 from outrider.online.options import Online
 from outrider.parallel.layout import Layout
 from outrider.verify.base import Rule
@@ -40,6 +53,7 @@ RENAMED = {  # keys of other programs or of earlier versions of vLLM -> hint
 }  # fmt: skip
 
 
+OTHERS = ("method", "verification", "lossless", "adaptive", "online", "control_module")
 MODEL = Kind("a folder, a .gguf file, a hub id or a built-in name", TEXT.accepts)
 SLOWDOWN = real("a number above 1", lambda value: value > 1)
 
@@ -78,11 +92,11 @@ class EngineOptions(Checked):
     model: Annotated[str, MODEL]
     tokenizer: Text | None = None
     dtype: str = "auto"
-    activations: str = "float32"
-    quantization: str | None = None
+    activations: Annotated[str, one_of(*ACTIVATIONS)] = "float32"
+    quantization: Quantization | None = None
     kv_cache_dtype: str = "auto"
     device: str = "auto"
-    gpu_layers: int | None = None
+    gpu_layers: Natural | None = None
     revision: Text | None = None
     trust_remote_code: Flag = False
     max_model_len: Count | None = None
@@ -95,7 +109,7 @@ class EngineOptions(Checked):
     tensor_parallel_size: Count = 1
     pipeline_parallel_size: Count = 1
     seed: Annotated[int, whole()] | None = None
-    logprobs_mode: str = "raw_logprobs"
+    logprobs_mode: Annotated[str, one_of(*MODES)] = "raw_logprobs"
     enable_lora: Flag = False
     max_loras: Count = 1
     max_lora_rank: Count = 16
@@ -107,13 +121,7 @@ class EngineOptions(Checked):
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request needs one token a step."
             )
-        bits_of(self.quantization)
-        if self.activations not in ACTIVATIONS:
-            raise ConfigError(unknown("activations", self.activations, ACTIVATIONS))
         kv_dtype(self.kv_cache_dtype, torch.float32)
-        if self.logprobs_mode not in MODES:
-            raise ConfigError(unknown("logprobs_mode", self.logprobs_mode, MODES))
-        check_gpu_layers(self.gpu_layers, "gpu_layers")
         if self.gpu_layers is not None and self.layout.size > 1:
             raise ConfigError(
                 "gpu_layers is for a model in one process: leave it out, or the parallel sizes."
@@ -166,25 +174,9 @@ class SpeculativeOptions:
         FLAG.check(adaptive, "adaptive")
         online = _online(given.pop("online", None), name, method)
         module = _control_module(given.pop("control_module", None), adaptive)
-        parts = [
-            {key: given.pop(key) for key in list(given) if key in _names(kind)}
-            for kind in (fixed.Options, rule.Options, method.Options)
-        ]
-        for key in given:
-            known = {"method", "verification", "lossless", "adaptive", "online", "control_module"}.union(
-                *map(_names, (method.Options, fixed.Options, rule.Options))
-            )
-            raise ConfigError(unknown("key", key, known, f"speculative_config of method {name!r}", RENAMED))
-        control, rule_options, own = parts
-        return SpeculativeOptions(
-            method,
-            method.Options(**own),
-            fixed.Options(**control),
-            rule(rule.Options(**rule_options)),
-            adaptive,
-            online,
-            module,
-        )
+        kinds, where = (fixed.Options, rule.Options, method.Options), f"speculative_config of method {name!r}"
+        control, rule_options, own = made_of(given, kinds, where, OTHERS, RENAMED)
+        return SpeculativeOptions(method, own, control, rule(rule_options), adaptive, online, module)
 
 
 def _detected(given: Mapping[str, Any]) -> str:
@@ -218,17 +210,10 @@ def _control_module(given: Any, adaptive: bool) -> str | None:
     return None if given is None else str(given)
 
 
-def _names(kind: Any) -> set[str]:
-    return {f.name for f in fields(kind)}
-
-
 def options(kind: type[T], given: Mapping[str, Any], what: str) -> T:
     """Construct `kind(**given)`.
 
     Raises ConfigError for an unknown name, suggesting the nearest valid one.
     """
-    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    for name in given:
-        if name not in names:
-            raise ConfigError(unknown(what, name, names))
+    refuse_unknown(given, [f.name for f in fields(kind)], what)  # type: ignore[arg-type]
     return kind(**given)

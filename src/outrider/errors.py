@@ -60,6 +60,21 @@ def unknown(
     return f"unknown {kind} {name!r}{f' in {where}' if where else ''}.{cure} Valid: {', '.join(valid)}."
 
 
+def refuse_unknown(
+    given: Iterable[str],
+    valid: Iterable[str],
+    kind: str,
+    where: str = "",
+    elsewhere: Mapping[str, str] | None = None,
+    error: type[OutriderError] = ConfigError,
+) -> None:
+    """Raise `error` with the message of `unknown` for the first given name that is not valid."""
+    valid = list(valid)
+    for name in given:
+        if name not in valid:
+            raise error(unknown(kind, name, valid, where, elsewhere))
+
+
 def shortened(value: object, most: int = 200) -> str:
     """repr of a value for an error message, truncated to `most` characters."""
     try:

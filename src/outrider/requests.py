@@ -16,7 +16,7 @@ from outrider.core.structured import StructuredOutputs
 from outrider.engine.chat_template import render
 from outrider.engine.detokenizer import Detokenizer
 from outrider.engine.engine import Engine
-from outrider.errors import RequestError, shortened, unknown
+from outrider.errors import RequestError, refuse_unknown, shortened
 from outrider.outputs import RequestOutput
 from outrider.progress import Request
 from outrider.sampling.grammar.compiler import GrammarCompiler
@@ -119,9 +119,8 @@ class Reader:
 
     def _ids(self, prompt: Prompt, text: str | None) -> list[int]:
         """Token ids of a prompt: at least one, and all within the vocabulary."""
-        for name in prompt if isinstance(prompt, Mapping) else ():
-            if name not in KEYS:
-                raise RequestError(unknown("key of a prompt", name, KEYS))
+        if isinstance(prompt, Mapping):
+            refuse_unknown(prompt, KEYS, "key of a prompt", error=RequestError)
         ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
         if isinstance(prompt, (list, tuple)):
             ids = prompt

@@ -6,28 +6,26 @@ both: they decide the tokens, and a tied one is both.  Norms and biases stay wha
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from outrider.core.quantized import QuantizedWeight
-from outrider.errors import ConfigError
+from outrider.core.validate import one_of, optional
 
 GROUP = 32
 BITS = {"int8": 8, "int4": 4}
+KIND = one_of(*BITS)
+Quantization = Annotated[str, KIND]  # without: the weights as they are
 # relative to the scale that just reaches the largest weight
 SCALE_FACTORS = torch.linspace(0.8, 1.15, 15).tolist()
 
 
-def bits_of(quantization: str | None, option: str = "quantization") -> int | None:
+def bits_of(quantization: str | None) -> int | None:
     """Bits per weight, or None for unquantised weights.  Raises ConfigError for an unknown value."""
-    if quantization is None:
-        return None
-    if quantization not in BITS:
-        raise ConfigError(
-            f"{option} must be {' or '.join(map(repr, BITS))}, or None for the weights as they are, got "
-            f"{quantization!r}."
-        )
-    return BITS[quantization]
+    optional(KIND).check(quantization, "quantization")
+    return None if quantization is None else BITS[quantization]
 
 
 def reduced(weight: Tensor | QuantizedWeight, bits: int | None) -> Tensor | QuantizedWeight:

@@ -23,7 +23,7 @@ from outrider.core.validate import (
     real,
     whole,
 )
-from outrider.errors import RequestError, shortened, unknown
+from outrider.errors import RequestError, refuse_unknown, shortened
 
 ALL = (1 << 31) - 1  # upper bound of top_k, above any vocabulary size
 MOST_SAMPLES = 16384  # samples per prompt, as in vLLM
@@ -169,12 +169,11 @@ class SamplingParams(_Fields):
                 f"{', '.join(map(shortened, unnamed))} without a name."
             )
         names = [f.name for f in fields(_Fields)]
-        for name, value in given.items():
-            if name not in names:
-                raise RequestError(unknown("sampling parameter", name, names, elsewhere=ELSEWHERE))
-            if isinstance(value, np.generic):
-                given[name] = value.item()
-        super().__init__(**given)
+        refuse_unknown(given, names, "sampling parameter", elsewhere=ELSEWHERE, error=RequestError)
+        plain = {
+            key: value.item() if isinstance(value, np.generic) else value for key, value in given.items()
+        }
+        super().__init__(**plain)
         for name in LISTS:
             value = getattr(self, name)
             if isinstance(value, str) and name == "stop":

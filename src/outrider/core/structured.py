@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from outrider.core.validate import TEXT, Flag, Kind, kinds_of
-from outrider.errors import RequestError, shortened, unknown
+from outrider.core.validate import TEXT, Flag, Kind, kinds_of, list_of
+from outrider.errors import RequestError, refuse_unknown, shortened
 
 WHERE = "structured_outputs"
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
@@ -28,10 +28,7 @@ ELSEWHERE = {  # keys of vLLM or llama.cpp that are refused -> replacement
 }
 
 SCHEMA = Kind("a JSON schema: a dict, or its text", lambda value: isinstance(value, Mapping))
-CHOICE = Kind(
-    "a list of texts that are not empty",
-    lambda value: isinstance(value, (list, tuple)) and bool(value) and all(map(TEXT.accepts, value)),
-)
+CHOICE = list_of("texts that are not empty", TEXT)
 TRUE = Kind("True or False", lambda value: value is None or value is True)
 Filled = Annotated[str, Kind("a text that is not empty", TEXT.accepts)]
 
@@ -84,9 +81,7 @@ class StructuredOutputs:
                 f"{shortened(given)}."
             )
         names = [field.name for field in fields(StructuredOutputs)]
-        for name in given:
-            if name not in names:
-                raise RequestError(unknown("key", name, names, WHERE, ELSEWHERE))
+        refuse_unknown(given, names, "key", WHERE, ELSEWHERE, RequestError)
         return StructuredOutputs(**given)
 
 

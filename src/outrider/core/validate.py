@@ -9,23 +9,26 @@ class Options(Checked):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Annotated, Any, get_args, get_type_hints
 
-from outrider.errors import ConfigError, OutriderError, shortened
+from outrider.errors import ConfigError, OutriderError, refuse_unknown, shortened, unknown
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The values that are allowed.  `text` completes the sentence "must be ..."."""
+    """The values that are allowed.  `text` completes the sentence "must be ...".  words: the only ones."""
 
     text: str
     accepts: Callable[[Any], bool]
+    words: Sequence[str] = ()
 
     def check(self, value: Any, name: str, error: type[OutriderError] = ConfigError) -> None:
         if not self.accepts(value):
+            if self.words:
+                raise error(unknown(name, value, self.words))
             raise error(f"{name} must be {self.text}, got {shortened(value)}.")
 
 
@@ -53,7 +56,7 @@ def real(text: str, accepts: Callable[[float], bool]) -> Kind:
 
 def optional(kind: Kind) -> Kind:
     """None, or a value of a kind."""
-    return Kind(f"{kind.text} or None", lambda value: value is None or kind.accepts(value))
+    return Kind(f"{kind.text} or None", lambda value: value is None or kind.accepts(value), kind.words)
 
 
 def either(kind: Kind, *words: str) -> Kind:
@@ -64,7 +67,33 @@ def either(kind: Kind, *words: str) -> Kind:
 
 def one_of(*words: str) -> Kind:
     """One of some words."""
-    return Kind(" or ".join(words), lambda value: value in words)
+    return Kind(" or ".join(words), lambda value: value in words, words)
+
+
+def list_of(what: str, kind: Kind, least: int = 1) -> Kind:
+    """A list of at least so many values of a kind; `what`: their name in the plural."""
+
+    def accepts(values: Any) -> bool:
+        return isinstance(values, (list, tuple)) and len(values) >= least and all(map(kind.accepts, values))
+
+    return Kind(f"a list of {what}", accepts)
+
+
+def made_of(
+    given: Mapping[str, Any],
+    kinds: Sequence[type[Any]],
+    where: str,
+    others: Iterable[str] = (),
+    elsewhere: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Options of several classes, each of its own keys in `given`.
+
+    others: keys that are read elsewhere.  elsewhere: hints for keys of other programs.
+    Raises ConfigError for a key of no class, suggesting the nearest valid one.
+    """
+    names = [{field.name for field in fields(kind)} for kind in kinds]
+    refuse_unknown(given, {*others}.union(*names), "key", where, elsewhere)
+    return [kind(**{key: given[key] for key in given if key in own}) for kind, own in zip(kinds, names)]
 
 
 SHARE = real("a number in [0, 1]", lambda value: 0 <= value <= 1)

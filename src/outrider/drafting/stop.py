@@ -19,16 +19,16 @@ from outrider.core.row import Row
 from outrider.core.step import Commit, RowStep
 from outrider.core.stop_rule import NodeFeatures, StopRule
 from outrider.core.tree import ROOT, Budget, DraftTree
-from outrider.core.validate import Checked, Kind, Positive, Share, whole
+from outrider.core.validate import Checked, Kind, Positive, Share, one_of, whole
 from outrider.drafting import disco
 from outrider.drafting.options import refuse_idle
 from outrider.drafting.threshold import adapted
 from outrider.drafting.trees.sampled import Tree
-from outrider.errors import ConfigError, unknown
+from outrider.errors import ConfigError
 from outrider.sampling.sampler import Sampler
 
-LENGTH_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-THRESHOLD_SCHEDULES = ("constant", "refit")
+LENGTH_SCHEDULES = one_of("constant", "heuristic", "heuristic_transient")
+THRESHOLD_SCHEDULES = one_of("constant", "refit")
 FIRST_DEPTH, MAX_DEPTH = 5, 20  # where a length schedule starts; the default maximum depth if a rule decides
 HISTORY = 256  # judged nodes that a threshold is fitted to
 FILE = Kind("a file", lambda value: isinstance(value, str))
@@ -53,9 +53,9 @@ class Options(Checked):
     """
 
     num_assistant_tokens: Annotated[int, whole(1, 1024)] | None = None
-    num_assistant_tokens_schedule: str = "constant"
+    num_assistant_tokens_schedule: Annotated[str, LENGTH_SCHEDULES] = "constant"
     assistant_confidence_threshold: Share | None = None
-    assistant_confidence_schedule: str = "constant"
+    assistant_confidence_schedule: Annotated[str, THRESHOLD_SCHEDULES] = "constant"
     entropy_threshold: Share | None = None
     entropy_factor: Positive = 0.2
     entropy_target: Share = 0.9
@@ -73,19 +73,13 @@ class Options(Checked):
         return self.judges_nodes or self.num_assistant_tokens_schedule != "constant"
 
     def __post_init__(self) -> None:
-        self._check_schedules()
         super().__post_init__()
+        self._check_schedules()
         classifier, entropy = self.stop_classifier, self.entropy_threshold is not None
         refuse_idle(self, entropy, "entropy_threshold", "entropy_factor", "entropy_target")
         refuse_idle(self, classifier is not None, "stop_classifier", "stop_classifier_threshold")
 
     def _check_schedules(self) -> None:
-        for name, valid in (
-            ("num_assistant_tokens_schedule", LENGTH_SCHEDULES),
-            ("assistant_confidence_schedule", THRESHOLD_SCHEDULES),
-        ):
-            if getattr(self, name) not in valid:
-                raise ConfigError(unknown(name, getattr(self, name), valid))
         first = self.num_assistant_tokens
         if first is not None and self.num_assistant_tokens_schedule == "constant":
             raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from outrider.errors import RequestError, unknown
+from outrider.errors import RequestError, refuse_unknown
 
 Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "…"}, …]
 
@@ -41,9 +41,7 @@ def render(tokenizer: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
     Raises RequestError if the tokenizer has no template, or the template rejects the messages.
     """
     names = [f.name for f in fields(Conversation)]
-    for name in prompt:
-        if name not in names:
-            raise RequestError(unknown("key of a conversation", name, names))
+    refuse_unknown(prompt, names, "key of a conversation", error=RequestError)
     given = Conversation(**prompt)
     if tokenizer is None:
         raise RequestError("messages need a tokenizer, and the checkpoint has none: pass LLM(tokenizer=…).")

@@ -23,7 +23,7 @@ from torch import Tensor
 from outrider.cache.catch_up import CatchUp, Cursor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head, PackedTensors
-from outrider.checkpoints.quantize import bits_of
+from outrider.checkpoints.quantize import Quantization, bits_of
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
@@ -59,12 +59,8 @@ class HeadOptions(Checked):
 
     model: Annotated[str, MODEL] = ""
     revision: Text | None = None
-    quantization: str | None = None
+    quantization: Quantization | None = None
     draft_tensor_parallel_size: Annotated[int, ONE] = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        bits_of(self.quantization, "quantization of the head")
 
 
 def random_head(make: Callable[..., Any], *args: Any, **options: Any) -> Head:

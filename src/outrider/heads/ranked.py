@@ -13,7 +13,7 @@ from outrider.core.step import Commit
 from outrider.core.tree import Budget
 from outrider.core.validate import is_whole, whole
 from outrider.drafting.options import refuse_idle
-from outrider.errors import ConfigError, unknown
+from outrider.errors import ConfigError, refuse_unknown
 from outrider.heads.base import HeadOptions, StateDrafter
 from outrider.heads.ranks import RankAccuracy
 from outrider.heads.templates import MEDUSA, Path, chain_paths, paths
@@ -75,8 +75,7 @@ class RankedDrafter(StateDrafter):
 def check_tree(tree: Any) -> None:
     """Raise ConfigError for an unknown name, and for paths that are not a tree."""
     if isinstance(tree, str):
-        if tree not in (OWN, CHAIN, *MEDUSA):
-            raise ConfigError(unknown("tree", tree, (OWN, CHAIN, *MEDUSA)))
+        refuse_unknown([tree], (OWN, CHAIN, *MEDUSA), "tree")
         return
     if not isinstance(tree, (list, tuple)) or not tree or not all(map(_is_path, tree)):
         raise ConfigError(

@@ -35,10 +35,9 @@ from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Budget, Draft
-from outrider.core.validate import whole
+from outrider.core.validate import one_of, whole
 from outrider.drafting.base import Target
 from outrider.drafting.options import refuse_idle
-from outrider.errors import ConfigError, unknown
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import Stack
@@ -101,14 +100,12 @@ class RecurrentOptions(HeadOptions):
     CPU, where every node costs time, for published trees too).
     """
 
-    tree: str = DYNAMIC
+    tree: Annotated[str, one_of(DYNAMIC, CHAIN, *EAGLE)] = DYNAMIC
     top_k: Annotated[int, whole(1, 64)] = 10
     nodes: Annotated[int, whole(1, 1 << 20)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tree not in (DYNAMIC, CHAIN, *EAGLE):
-            raise ConfigError(unknown("tree", self.tree, (DYNAMIC, CHAIN, *EAGLE)))
         refuse_idle(self, self.tree != CHAIN, "a tree", "nodes")
         refuse_idle(self, self.tree == DYNAMIC, 'tree "dynamic"', "top_k")
 

@@ -18,7 +18,7 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.core.validate import Kind, is_whole, whole
+from outrider.core.validate import list_of, whole
 from outrider.drafting.base import Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadOptions
@@ -31,10 +31,7 @@ from outrider.heads.vocabulary import target_ids
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # of SpecForge's and SGLang's files
 TAPS = "eagle_aux_hidden_state_layer_ids"
-LAYERS = Kind(
-    "a list of layer numbers",
-    lambda value: isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_whole, value)),
-)
+LAYERS = list_of("layer numbers", whole())
 
 
 @dataclass(frozen=True)

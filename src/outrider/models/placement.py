@@ -58,11 +58,3 @@ def pick_dtype(
     if not isinstance(name, str) or name not in DTYPES:
         raise ConfigError(f"{option} must be auto or one of {', '.join(DTYPES)}, got {name!r}.")
     return DTYPES[name]
-
-
-def check_gpu_layers(value: object, option: str) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ConfigError(
-            f"{option} must be a whole number of at least 0, or None for all layers on one device, "
-            f"got {value!r}."
-        )

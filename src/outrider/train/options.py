@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from outrider.checkpoints.quantize import bits_of
+from outrider.checkpoints.quantize import Quantization
 from outrider.core.validate import (
+    TEXT,
     Checked,
     Count,
     Flag,
@@ -16,31 +17,19 @@ from outrider.core.validate import (
     Natural,
     Positive,
     Text,
-    is_real,
-    is_whole,
+    list_of,
     one_of,
     real,
     whole,
 )
 from outrider.errors import ConfigError
 
-
-def is_list(value: Any) -> bool:
-    """Whether this is a list or tuple."""
-    return isinstance(value, (list, tuple))
-
-
 MOST_DEPTH = 64  # draft tokens of a step
-TEMPERATURES = Kind(
-    "a list of temperatures of at least 0",
-    lambda value: is_list(value) and len(value) > 0 and all(is_real(one) and one >= 0 for one in value),
-)
-FILES = Kind("a list of files", lambda value: is_list(value) and all(isinstance(one, str) for one in value))
-TAPS = Kind("a list of layers", lambda value: is_list(value) and len(value) > 0 and all(map(is_whole, value)))
+LEAST_0 = real("a number of at least 0", lambda value: value >= 0)
+TEMPERATURES = list_of("temperatures of at least 0", LEAST_0)
 FOLDER = Kind("a folder", lambda value: isinstance(value, str))
-GIGABYTES = real("a number of at least 0", lambda value: value >= 0)
 Fraction = Annotated[float, real("a number in [0, 1)", lambda value: 0 <= value < 1)]
-Taps = Annotated[Sequence[int], TAPS]
+Taps = Annotated[Sequence[int], list_of("layers", whole())]
 # Options that a resumed run may change: none has an effect on the weights.
 CHANGEABLE = (
     "data", "out", "cache", "cache_gb", "checkpoint_every", "minutes", "evaluate_every", "evaluate_prompts",
@@ -78,7 +67,7 @@ class TrainOptions(Checked):
     format            published layout; None: the reference's
     """
 
-    data: Annotated[Sequence[str], FILES] = ()
+    data: Annotated[Sequence[str], list_of("files", TEXT, least=0)] = ()
     out: Annotated[str, FOLDER] = ""
     regenerate: Flag = True
     temperatures: Annotated[Sequence[float], TEMPERATURES] = (0.0, 0.8)
@@ -104,13 +93,12 @@ class TrainOptions(Checked):
     minutes: Positive | None = None
     init: Text | None = None
     cache: Text | None = None
-    cache_gb: Annotated[float, GIGABYTES] = 8.0
-    quantization: Text | None = None
+    cache_gb: Annotated[float, LEAST_0] = 8.0
+    quantization: Quantization | None = None
     format: Text | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bits_of(self.quantization, "quantization of the trained weights")
         if not self.data:
             raise ConfigError("training needs data: files with texts or conversations, .jsonl or .txt.")
         if not self.out:

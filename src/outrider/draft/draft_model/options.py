@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from outrider.checkpoints.quantize import bits_of
-from outrider.core.validate import Count, Kind, Natural, whole
+from outrider.checkpoints.quantize import Quantization
+from outrider.core.validate import Count, Kind, Natural, Text, one_of, whole
 from outrider.drafting import stop, view
 from outrider.drafting.options import refuse_idle
-from outrider.drafting.vocab.mismatch import check_mismatch
+from outrider.drafting.vocab.mismatch import MISMATCH, check_mismatch
 from outrider.errors import ConfigError
-from outrider.models.placement import check_gpu_layers
 
 MODEL = Kind("a folder or a hub id", lambda value: isinstance(value, str) and value != "")
-DRAWS = Kind('"without" or "independent"', ("without", "independent").__contains__)
 DRAFTER = Kind("a speculative_config such as {'method': …}", lambda value: isinstance(value, Mapping))
 
 
@@ -43,38 +41,34 @@ class DraftModelOptions(stop.Options):
 
     model: Annotated[str, MODEL] = "builtin-draft"
     draft_dtype: str = "auto"
-    quantization: str | None = None
+    quantization: Quantization | None = None
     siblings: Annotated[int, whole(1, 64)] = 1
-    sibling_draws: Annotated[str, DRAWS] = "without"
-    vocab_mismatch: str = "refuse"
+    sibling_draws: Annotated[str, one_of("without", "independent")] = "without"
+    vocab_mismatch: Annotated[str, one_of(*MISMATCH)] = "refuse"
     target_lookbehind: Count = 10
     assistant_lookbehind: Count = 10
     draft_tensor_parallel_size: Count = 1
-    revision: str | None = None
+    revision: Text | None = None
     draft_device: str = "auto"
-    draft_gpu_layers: int | None = None
+    draft_gpu_layers: Natural | None = None
     draft_kv_budget: int | None = None
     draft_kv_sink: Natural = 4
     drafter: Annotated[Mapping[str, Any], DRAFTER] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bits_of(self.quantization, "quantization of the draft")
         lookbehind = ("target_lookbehind", "assistant_lookbehind")
         refuse_idle(self, self.siblings > 1, "siblings > 1", "sibling_draws")
         refuse_idle(self, self.draft_kv_budget is not None, "draft_kv_budget", "draft_kv_sink")
         refuse_idle(self, self.vocab_mismatch == "retokenize", 'vocab_mismatch "retokenize"', *lookbehind)
         check_mismatch(self.vocab_mismatch, self.siblings, self.stops or self.drafter is not None)
-        check_gpu_layers(self.draft_gpu_layers, "draft_gpu_layers")
         view.check(self)
         if self.drafter is not None and self.siblings > 1:
             raise ConfigError(
                 f"a drafter speeds up a chain, and siblings is {self.siblings}: leave one of them out."
             )
-        if self.draft_tensor_parallel_size > 1 and (self.draft_device, self.draft_gpu_layers) != (
-            "auto",
-            None,
-        ):
+        placed = self.draft_device != "auto" or self.draft_gpu_layers is not None
+        if self.draft_tensor_parallel_size > 1 and placed:
             raise ConfigError(
                 "a draft with draft_tensor_parallel_size runs where the target does: leave draft_device and "
                 "draft_gpu_layers out."

@@ -13,7 +13,7 @@ Where the cheaper drafter has no token for any chain, one call of the backend co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -25,10 +25,11 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
+from outrider.core.validate import made_of
 from outrider.drafting.base import Target, TextDrafter
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import Window
-from outrider.errors import ConfigError, unknown
+from outrider.errors import ConfigError
 from outrider.sampling.sampler import Sampler
 
 
@@ -47,13 +48,8 @@ def create(config: Mapping[str, Any], target: Target) -> tuple[TextDrafter, fixe
             f"drafter {config['method']!r} cannot speed up a draft model: it does not draft from the text "
             f"alone.  Choose one of {able}."
         )
-    control_names, own_names = ({f.name for f in fields(kind)} for kind in (fixed.Options, method.Options))
-    for key in rest:
-        if key not in control_names | own_names:
-            valid = {"method", *control_names, *own_names}
-            raise ConfigError(unknown("key", key, valid, f"'drafter', method {config['method']!r}"))
-    control = fixed.Options(**{key: value for key, value in rest.items() if key in control_names})
-    own = method.Options(**{key: value for key, value in rest.items() if key in own_names})
+    where = f"'drafter', method {config['method']!r}"
+    control, own = made_of(rest, [fixed.Options, method.Options], where, ("method",))
     drafter = method.create(own, target)
     assert isinstance(drafter, TextDrafter)
     return drafter, control

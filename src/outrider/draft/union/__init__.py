@@ -23,10 +23,10 @@ from outrider.core.noise import mix
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Draft, DraftTree
-from outrider.core.validate import Checked, Count, Kind, optional, whole
+from outrider.core.validate import Checked, Count, Kind, made_of, optional, whole
 from outrider.draft.union.merge import Merged, merge
 from outrider.drafting.base import Drafter, Storage, Target
-from outrider.errors import ConfigError, unknown
+from outrider.errors import ConfigError
 
 DEPTH = "num_speculative_tokens"
 Factory = Callable[[Target], Drafter]
@@ -57,12 +57,9 @@ def parse(config: Any) -> Member:
     name, depth = rest.pop("method", None), rest.pop(DEPTH, None)
     name = draft.detect(rest["model"], rest.get("revision")) if name is None else name
     method = draft.method(name)
-    valid = {option.name for option in fields(method.Options)}
-    for key in rest:
-        if key not in valid:
-            raise ConfigError(unknown("key", key, {"method", DEPTH, *valid}, f"'drafters', method {name!r}"))
+    (own,) = made_of(rest, [method.Options], f"'drafters', method {name!r}", ("method", DEPTH))
     optional(whole(1)).check(depth, DEPTH)
-    return Member(method, method.Options(**rest), depth)
+    return Member(method, own, depth)
 
 
 LISTED = Kind("a list of dicts with a 'method'", lambda value: isinstance(value, (list, tuple)))

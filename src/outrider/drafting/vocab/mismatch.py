@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outrider.checkpoints.hub import Checkpoint
-from outrider.errors import ConfigError, unknown
+from outrider.errors import ConfigError
 
 # Vocabularies whose sizes differ by less than this, and whose tokens agree, differ in padding only.
 PADDING = 512
@@ -20,12 +20,10 @@ _CURE = (
 
 
 def check_mismatch(vocab_mismatch: str, siblings: int, needs_shared: bool) -> None:
-    """Raise ConfigError for an unknown value, or for "retokenize" together with what it does not support.
+    """Raise ConfigError for "retokenize" together with what it does not support.
 
     needs_shared: whether a stop rule or a staged drafter is set, which need target ids.
     """
-    if vocab_mismatch not in MISMATCH:
-        raise ConfigError(unknown("vocab_mismatch", vocab_mismatch, MISMATCH))
     if vocab_mismatch == "retokenize" and siblings > 1:
         raise ConfigError(
             f'siblings must be 1 where "vocab_mismatch" is "retokenize", which drafts chains; got {siblings}.'
