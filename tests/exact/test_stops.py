@@ -41,9 +41,12 @@ DEPTH = 5
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Doubts what is unlikely, the more the deeper it stands."""
     file = str(tmp_path_factory.mktemp("classifier") / "stop.safetensors")
-    hidden = torch.zeros(2, FEATURES)
-    hidden[0, 0], hidden[1, -1] = 1.0, 1.0
-    Classifier(hidden, torch.zeros(2), torch.tensor([[4.0, -0.3]]), torch.tensor([-0.8])).save(file)
+    made = Classifier(2).requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.zero_()
+    made.hidden.weight[0, 0], made.hidden.weight[1, -1] = 1.0, 1.0
+    made.output.weight[0, :], made.output.bias[0] = torch.tensor([4.0, -0.3]), -0.8
+    made.save(file)
     return file
 
 
@@ -362,7 +365,7 @@ def test_a_classifier_is_made_and_used_from_the_command_line(
             ]
         )
     assert not leaving.value.code
-    assert disco.load(str(out)).hidden.shape[1] == FEATURES
+    assert disco.load(str(out)).hidden.in_features == FEATURES
     llm = LLM(llama, speculative_config={"model": random_draft, "stop_classifier": str(out)})
     assert (
         llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=8, seed=1))[0]

@@ -20,7 +20,7 @@ from outrider.checkpoints.hub import NOT_DOWNLOADED, download
 from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.validate import check, read_json
-from outrider.checkpoints.weights import Weights
+from outrider.checkpoints.weights import GivenWeights, Weights
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
@@ -43,18 +43,6 @@ class Tensors(Protocol):
     def raw(self, name: str) -> Tensor: ...
     def weight(self, name: str) -> Tensor | QuantizedWeight:
         """As `raw`, or the quantized weight if it is stored so."""
-
-
-class TensorsInMemory(dict[str, Tensor]):
-    """Tensors that are already loaded."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self[name].shape)
-
-    def raw(self, name: str) -> Tensor:
-        return self[name]
-
-    weight = raw
 
 
 class PackedTensors:
@@ -138,7 +126,7 @@ class Head:
     @staticmethod
     def of(name: str, config: Mapping[str, Any], tensors: Tensors | Mapping[str, Tensor]) -> Head:
         check(config, HEAD, f"config of {name!r}")
-        source = TensorsInMemory(tensors) if isinstance(tensors, Mapping) else tensors
+        source = GivenWeights(tensors) if isinstance(tensors, Mapping) else tensors
         return Head(name, config, source, {stored: stored for stored in source})
 
     def renamed(self, rename: Callable[[str], str | None]) -> Head:

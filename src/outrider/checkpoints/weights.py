@@ -147,6 +147,9 @@ class GivenWeights(Weights):
         self.folder, self.tensors = Path("memory"), tensors
         self.where = dict.fromkeys(tensors, self.folder)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
     def raw(self, name: str) -> Tensor:
         return self.tensors[name] if name in self else super().raw(name)
 

@@ -133,6 +133,11 @@ def check_fields(options: Any, error: type[OutriderError] = ConfigError) -> None
         kind.check(getattr(options, name), name, error)
 
 
+@dataclass(frozen=True)
+class NoOptions:
+    """Of methods and rules without any."""
+
+
 class Checked:
     """Base of dataclasses whose fields are checked when one is made.  Raises ConfigError."""
 

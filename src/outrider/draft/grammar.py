@@ -8,11 +8,11 @@ none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from outrider.core.processor import Ids
 from outrider.core.row import Row
 from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
+from outrider.core.validate import NoOptions
 from outrider.drafting.base import TextDrafter
 
 CONFIDENCE = 0.95  # assumed acceptance of a token of forced text
@@ -22,9 +22,7 @@ class Grammar(TextDrafter):
     automatic = certain = True
     depth = 64
 
-    @dataclass(frozen=True)
-    class Options:
-        pass
+    Options = NoOptions
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
         if row.grammar is None:

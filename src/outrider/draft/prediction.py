@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from outrider.core.row import Row
 from outrider.core.step import Commit
 from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
+from outrider.core.validate import NoOptions
 from outrider.drafting.base import TextDrafter
 
 CONFIDENCE = 0.8  # of every draft token
@@ -94,11 +95,9 @@ class Prediction(TextDrafter):
     automatic = True
     depth = LONGEST
 
-    @dataclass(frozen=True)
-    class Options:
-        pass
+    Options = NoOptions
 
-    def __init__(self, options: Options, target: object = None) -> None:
+    def __init__(self, options: NoOptions, target: object = None) -> None:
         self.options = options
         self.followers: dict[Row, Follower] = {}
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from outrider.core.step import Batch
 from outrider.core.tree import ROOT, DraftTree
+from outrider.core.validate import NoOptions
 from outrider.errors import OutriderError
 from outrider.sampling.random_streams import normal
 
@@ -72,9 +72,7 @@ class Rule:
                  do not know it
     """
 
-    @dataclass(frozen=True)
-    class Options:
-        pass
+    Options: ClassVar[type[Any]] = NoOptions
 
     lossless: ClassVar[bool] = True
     same: ClassVar[bool] = False
