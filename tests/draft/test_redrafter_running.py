@@ -91,7 +91,7 @@ def test_drafts_use_the_state_that_gave_the_pending_token(
         ({"beam_width": 65}, "beam_width"),
         ({"beam_length": 1}, "beam_length must be a whole number in 2"),
         ({"nodes": True}, "nodes must be a whole number"),
-        ({"quantization": "int3"}, "quantization of the head"),
+        ({"quantization": "int3"}, "unknown quantization"),
         ({"beam_widht": 3}, "Did you mean 'beam_width'"),
         ({}, "needs 'model'"),
     ],

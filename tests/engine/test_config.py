@@ -142,7 +142,7 @@ def test_keys_of_another_method_are_refused() -> None:
         ({"method": "draft_model", "model": ""}, "model must be a folder or a hub id, got ''"),
         ({"model": ""}, "model must be a folder or a hub id, got ''"),
         ({"model": 5}, "model must be a folder or a hub id, got 5"),
-        ({"method": "draft_model", "quantization": "q4"}, "quantization of the draft"),
+        ({"method": "draft_model", "quantization": "q4"}, "unknown quantization"),
     ],
     ids=str,
 )

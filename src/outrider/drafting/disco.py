@@ -58,7 +58,7 @@ def load(file: str) -> Classifier:
         raise ConfigError(
             f"stop_classifier {file!r} cannot be read: {error}.  `outrider tune disco` makes one."
         ) from error
-    read = Classifier(len(tensors.get("hidden.bias", ())))
+    read = Classifier(max(1, len(tensors.get("hidden.bias", ()))))
     try:
         read.load_state_dict(tensors)
     except RuntimeError as error:
