@@ -13,6 +13,7 @@ from typer import Option
 
 from outrider.cli.flags import AUTO, Given, config_of, load, params_of, shared
 from outrider.cli.generate import print_answer
+from outrider.core.validate import text_of
 from outrider.errors import RequestError
 
 if TYPE_CHECKING:
@@ -41,10 +42,7 @@ def chat(
 
     In the conversation: /stats, /system TEXT, /reset, /help, /exit.
     """
-    try:
-        written = template.read_text(encoding="utf-8") if template else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"the chat template {str(template)!r} cannot be read: {error}") from error
+    written = text_of(template, "the chat template", RequestError) if template else None
     params = params_of(sampling)
     talk = Talk(load(engine, config_of(speculation, AUTO)), params, system, written)
     interactive = sys.stdin.isatty()

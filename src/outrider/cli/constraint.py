@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
+from outrider.core.validate import text_of
 from outrider.errors import RequestError
 
 PANEL = "Constrained output"
@@ -38,14 +38,7 @@ def constraint(
     if "grammar-file" in form:
         if "grammar" in form:
             raise RequestError("give either --grammar or --grammar-file.")
-        form["grammar"] = _read(form.pop("grammar-file"), "grammar")
+        form["grammar"] = text_of(form.pop("grammar-file"), "the grammar file", RequestError)
     if "json" in form and not form["json"].lstrip().startswith("{"):
-        form["json"] = _read(form["json"], "JSON schema")
+        form["json"] = text_of(form["json"], "the JSON schema file", RequestError)
     return {"structured_outputs": form}
-
-
-def _read(file: str, what: str) -> str:
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"the {what} file {file!r} cannot be read: {error}") from error

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from outrider.core.validate import text_of
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -319,11 +320,7 @@ def parsed(text: str, what: str = "speculative_config") -> dict[str, Any]:
     """The object of an option: JSON, or @FILE with JSON in it.  what: its name in errors."""
     where = f"{text!r}"
     if text.startswith("@"):
-        where = f"file {text[1:]!r}"
-        try:
-            text = Path(text[1:]).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{what}: the {where} cannot be read: {error}") from error
+        where, text = f"file {text[1:]!r}", text_of(text[1:], f"{what}: the file")
     try:
         config = json.loads(text)
     except ValueError as error:

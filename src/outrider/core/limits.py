@@ -7,12 +7,10 @@ from outrider.errors import ModelError
 MAX_HEAD_DIM = 512  # dimensions of an attention head; the C kernels are compiled with it
 
 
-def check_attention(
-    where: str, heads: int, kv_heads: int, head_dim: int, rotated: int = 0, window: int = 0
-) -> None:
+def check_attention(where: str, heads: int, kv_heads: int, head_dim: int, rotated: int = 0) -> None:
     """Check the shape of an attention layer.  Raises ModelError if the kernels do not support it.
 
-    rotated: number of rotated dimensions of a head.  window: sliding window in tokens; 0: none.
+    rotated: number of rotated dimensions of a head.
     """
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ModelError(
@@ -28,5 +26,3 @@ def check_attention(
             f"{where} has heads of {head_dim} dimensions (head_dim), of which {rotated} would be rotated: "
             "an even number of at most all of them is needed."
         )
-    if window < 0:
-        raise ModelError(f"{where} has a sliding_window of {window}; 0 is none, and less is no window.")

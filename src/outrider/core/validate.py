@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 from outrider.errors import ConfigError, OutriderError, refuse_unknown, shortened, unknown
@@ -131,6 +132,14 @@ def check_fields(options: Any, error: type[OutriderError] = ConfigError) -> None
     """Check the attributes of `options` that have a kind.  Raises `error` naming a bad one."""
     for name, kind in kinds_of(options.__class__).items():
         kind.check(getattr(options, name), name, error)
+
+
+def text_of(file: str | Path, what: str, error: type[OutriderError] = ConfigError) -> str:
+    """The text in a user's file.  what: it, in errors.  Raises `error` if the file cannot be read."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failure:
+        raise error(f"{what} {str(file)!r} cannot be read: {failure}") from failure
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class Engine:
         self.controller: Controller = limits
         self.adaptive: list[AutoController] = []  # one for each step in flight
         if speculation.adaptive:
-            self.costs = self.costs or self._costs()
+            self.costs = self.costs or forward_cost(self.decoder, self.max_len, *self._numbers())
             arms, stored = drafter.arms(limits.max_depth), StoredJson("drafting", *self._about(speculation))
             own = self.checkpoint.folder == locate("builtin")
             module = module_for(speculation.control_module, [arm.name for arm in arms], own)
@@ -142,9 +142,6 @@ class Engine:
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()
-
-    def _costs(self) -> ForwardCost:
-        return forward_cost(self.decoder, self.max_len, *self._numbers())
 
     def _about(self, speculation: SpeculativeOptions) -> tuple[Any, ...]:
         """What acceptance and costs of drafters depend on."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -33,12 +33,8 @@ FIELD = re.compile(r"\{(\w+)(?:\+(\w+))?\}")
 FIELD_TEXT = {"kind": "weight|bias", "rest": ".+"}  # every other field is a number
 LARGE = re.compile(r"\b\d{4}")  # a layer's or step's number that makes no sense
 Rows = tuple[tuple[str, str | None], ...]
-NESTED = (
-    "dflash_config",
-    "eagle_config",
-    "model",
-    "transformer_layer_config",
-)  # parts of configs; of equal keys the last counts
+# Parts of configs; of equal keys the last counts.
+NESTED = ("dflash_config", "eagle_config", "model", "transformer_layer_config")
 UNCHANGED: Rows = (("{rest}", "{rest}"),)
 # Our names of the tensors of a block, as a regular expression.
 BLOCK_NAMES = (
@@ -101,14 +97,6 @@ def matching(head: Head, *patterns: str) -> Iterator[str]:
     return (name for name in head if any(_compile(pattern).fullmatch(name) for pattern in patterns))
 
 
-def _always(_: Head) -> bool:
-    return True
-
-
-def _no_numbers(_: Head) -> dict[str, int]:
-    return {}
-
-
 class Changed:
     """Tensors, some of which are changed while they are read.  changes: stored name -> function."""
 
@@ -157,8 +145,8 @@ class Layout:
     sign: tuple[str, ...]
     rows: Rows
     prefixes: tuple[str, ...] = ()
-    applies: Callable[[Head], bool] = _always
-    numbers: Callable[[Head], dict[str, int]] = _no_numbers
+    applies: Callable[[Head], bool] = lambda _: True
+    numbers: Callable[[Head], dict[str, int]] = lambda _: {}
     beside_target: bool = False
     changes: tuple[tuple[str, Callable[[Tensor, Mapping[str, Any]], Tensor]], ...] = ()
     defaults: tuple[tuple[str, Any], ...] = ()
@@ -251,7 +239,7 @@ class HeadFormat:
         layout = self.layout_of(head) or self.layouts[-1]
         ours, config = layout.translate(head), dict(layout.defaults) | flat(head.config)
         changes = {
-            stored: partial(_change, change, config)
+            stored: lambda tensor, change=change: change(tensor, config)
             for name, stored in ours.stored.items()
             for pattern, change in layout.changes
             if re.search(pattern, name)
@@ -282,10 +270,6 @@ class HeadFormat:
                 f"has {', '.join(ours.stored[name] for name in strange[:4])}."
             )
         return self.finish(ours)
-
-
-def _change(change: Callable[[Tensor, Mapping[str, Any]], Tensor], config: Any, tensor: Tensor) -> Tensor:
-    return change(tensor, config)
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
-from outrider.core.validate import TEXT, Checked, Count, Flag, Kind, Text, one_of, real, whole
+from outrider.core.validate import TEXT, Checked, Count, Flag, Kind, Text, one_of, real, text_of, whole
 from outrider.errors import ConfigError
 from outrider.serve.tools import PARSERS
 
@@ -97,16 +96,8 @@ class ServerOptions(Checked):
             raise ConfigError(f"{KEY_VARIABLE} is blank: unset it, or put a key into it.")
         found = list(self.api_key)
         if self.api_key_file is not None:
-            lines = [line.strip() for line in read_text(self.api_key_file, "api_key_file").splitlines()]
+            lines = [line.strip() for line in text_of(self.api_key_file, "api_key_file").splitlines()]
             if not any(lines):
                 raise ConfigError(f"api_key_file {self.api_key_file!r} has no key: write one a line.")
             found += [line for line in lines if line]
         return tuple(key.encode() for key in found)
-
-
-def read_text(path: str, name: str) -> str:
-    """Contents of the file that an option names.  Raises ConfigError."""
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} {path!r} cannot be read: {error}") from error

@@ -14,6 +14,7 @@ from typing import Any
 from outrider.async_llm import AsyncLLM
 from outrider.core.params import SamplingParams
 from outrider.core.row import LoRARequest
+from outrider.core.validate import text_of
 from outrider.errors import RequestError
 from outrider.llm import LLM
 from outrider.outputs import RequestOutput
@@ -21,7 +22,7 @@ from outrider.progress import Request
 from outrider.requests import Prompt, Reader
 from outrider.serve.errors import ApiError
 from outrider.serve.metrics import Metrics
-from outrider.serve.options import ServerOptions, read_text
+from outrider.serve.options import ServerOptions
 from outrider.serve.tools import ToolParser, parser_for
 from outrider.serve.traces import Traces
 
@@ -51,7 +52,7 @@ class Server:
 
     def __post_init__(self) -> None:
         if self.options.chat_template is not None:
-            self.template = read_text(self.options.chat_template, "chat_template")
+            self.template = text_of(self.options.chat_template, "chat_template")
         if self.options.otlp_traces_endpoint is not None:
             self.traces = Traces(self.options.otlp_traces_endpoint, self.names[0])
 

@@ -109,11 +109,9 @@ class CpuBackend(Picking):
 
     def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Stack:
         """The layers as C structs.  They point into tensors that the result keeps alive."""
+        check_attention("the model", spec.heads, spec.kv_heads, spec.head_dim, rotations.shape[1])
         packed = (STRUCTS["Layer"] * len(layers))()
         for to, layer in zip(packed, layers):
-            check_attention(
-                "the model", spec.heads, spec.kv_heads, spec.head_dim, rotations.shape[1], layer.window
-            )
             for name in structs.LINEARS:
                 setattr(to, name, getattr(layer, name).c)
             for name in structs.VECTORS:

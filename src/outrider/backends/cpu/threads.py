@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+VERSION_1 = ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
 
 
 @lru_cache(maxsize=1)
@@ -52,27 +53,19 @@ def _quotas(groups: Path, own: Path) -> Iterator[float]:
         for line in own.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                mounts, read = [groups], _version_2
+                mounts, files = [groups], ["cpu.max"]
             elif "cpu" in controllers.split(","):
-                mounts, read = [groups / controllers, groups / "cpu"], _version_1
+                mounts, files = [groups / controllers, groups / "cpu"], VERSION_1
             else:
                 continue
             inner = Path(path.strip("/"))
             for folder in (mount / part for mount in mounts for part in (inner, *inner.parents)):
                 with suppress(OSError, ValueError, ZeroDivisionError):
-                    if (allowed := read(folder)) > 0:
+                    if (allowed := _share(*(folder / file for file in files))) > 0:
                         yield allowed
 
 
-def _version_2(folder: Path) -> float:
-    most, period = (
-        (folder / "cpu.max").read_text(encoding="utf-8").split()
-    )  # "max 100000": no quota, a ValueError
+def _share(*files: Path) -> float:
+    """Processors by the quota and the period in these files: -1 or "max", a ValueError, is no quota."""
+    most, period = " ".join(file.read_text(encoding="utf-8") for file in files).split()
     return int(most) / int(period)
-
-
-def _version_1(folder: Path) -> float:
-    most, period = (
-        (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period")
-    )
-    return int(most) / int(period)  # -1: no quota

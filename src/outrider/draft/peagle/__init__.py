@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Budget
 from outrider.core.validate import is_whole, whole
-from outrider.draft.peagle.layouts import FORMAT, MASKS
+from outrider.draft.eagle3 import layouts
 from outrider.draft.peagle.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
@@ -39,6 +39,8 @@ from outrider.heads.templates import Path, chain_paths
 from outrider.heads.trees import BlockTree, KVTree
 
 RANKS, MAX_NODES = 8, 1024
+MASKS = ("mask_token_id", "ptd_token_id")  # keys of configs: of speculators, of vLLM's first files
+FORMAT = replace(layouts.FORMAT, kinds="peagle|PEagle.*")  # and `mask_hidden` [1, 1, taps * hidden]
 
 
 class Packed(TapNet):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 
+from outrider.core.validate import text_of
 from outrider.errors import OutriderError
-from outrider.serve.options import read_text
 from outrider.serve.replicas.app import make_app
 from outrider.serve.replicas.child import Job
 from outrider.serve.replicas.router import Router
@@ -30,7 +30,7 @@ def run_replicas(job: Job) -> None:
     Raises EngineError if a replica cannot start, ConfigError, and OSError if the address is in use.
     """
     if job.options.chat_template is not None:
-        read_text(job.options.chat_template, "chat_template")
+        text_of(job.options.chat_template, "chat_template")
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         router = Router(job, Path(folder))
 
