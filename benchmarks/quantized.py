@@ -26,7 +26,7 @@ from outrider.backends.cpu.structs import LINEARS
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
-from outrider.models.placement import pick_dtype
+from outrider.models.placement import Precision, pick_dtype
 
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
@@ -71,11 +71,9 @@ def long_step_ms(model: Path, form: str, kv: str) -> float:
     device = torch.device("cpu")
     decoder = Decoder(
         source,
-        pick_dtype("auto", source.stored_dtype, device),
+        Precision(pick_dtype("auto", source.stored_dtype, device), FORMS[form].get("quantization"), kv),
         device,
         CONTEXT + 1,
-        FORMS[form].get("quantization"),
-        kv,
     )
     pool, slots, spec = decoder.pool(CONTEXT + 16), torch.arange(CONTEXT), source.spec
     for layer in range(spec.layers):

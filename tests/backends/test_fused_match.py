@@ -21,6 +21,7 @@ from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.tree import DraftTree
 from outrider.models.decoder import Decoder
+from outrider.models.placement import Precision
 from outrider.models.steps import forward_parts
 from outrider.sampling.sampler import Sampler
 from outrider.verify.match import Match
@@ -98,7 +99,9 @@ def test_fused_forward_equals_its_parts(
     folder = checkpoint(
         hidden_size=64, num_hidden_layers=2, vocab_size=200
     )  # the last block of logits is not full
-    decoder = Decoder(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"), 64, quantization)
+    decoder = Decoder(
+        Checkpoint.open(str(folder)), Precision(torch.float32, quantization), torch.device("cpu"), 64
+    )
     table, sampler = array("i", range(40)), Sampler(decoder.backend)
     tree = DraftTree([5, 9, 5, 150], [-1, -1, 0, 2], [0.5] * 4)
 

@@ -14,6 +14,7 @@ from outrider.backends.select import backend_for
 from outrider.backends.torch.backend import TorchBackend
 from outrider.checkpoints.hub import Checkpoint
 from outrider.models.decoder import Decoder
+from outrider.models.placement import Precision
 from outrider.models.selftest import bit_exact
 
 
@@ -56,7 +57,7 @@ def test_the_self_test_passes_here_and_fails_where_rows_depend_on_each_other(
     backend: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", backend)
-    decoder = Decoder(Checkpoint.open(str(checkpoint())), torch.float32, CPU, 64)
+    decoder = Decoder(Checkpoint.open(str(checkpoint())), Precision(torch.float32), CPU, 64)
     assert bit_exact(decoder)
     honest = decoder.forward_step
     monkeypatch.setattr(

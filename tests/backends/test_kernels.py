@@ -31,6 +31,7 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
+from outrider.models.placement import Precision
 
 
 @pytest.fixture(autouse=True)
@@ -284,7 +285,7 @@ def test_a_whole_decoder_gives_the_same_bits_one_by_one_in_chunks_and_in_a_tree(
         if family == "Mistral"
         else checkpoint(family, head_dim=24)
     )
-    decoder = Decoder(Checkpoint.open(str(folder)), form[0], CPU, 64, *form[1:])
+    decoder = Decoder(Checkpoint.open(str(folder)), Precision(*form), CPU, 64)
     rng = random.Random(0)
     tokens = [rng.randrange(300) for _ in range(40)]
     plain, pool = array("i", range(128)), decoder.pool(128)
@@ -324,7 +325,7 @@ def check_tree(decoder: Decoder, tokens: list[int], known: int, expected: Tensor
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_requests_in_one_forward_do_not_touch_each_other(dtype: torch.dtype, checkpoint: Any) -> None:
-    decoder = Decoder(Checkpoint.open(str(checkpoint())), dtype, CPU, 64)
+    decoder = Decoder(Checkpoint.open(str(checkpoint())), Precision(dtype), CPU, 64)
     rng = random.Random(1)
     texts = [[rng.randrange(300) for _ in range(length)] for length in (1, 7, 20, 3)]
     slots = rng.sample(range(160), 160)

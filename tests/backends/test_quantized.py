@@ -22,6 +22,7 @@ from outrider.checkpoints.weights import Weights
 from outrider.core.quantized import QuantizedWeight, join
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
+from outrider.models.placement import Precision
 
 CPU = torch.device("cpu")
 FORMS = [
@@ -240,7 +241,7 @@ def test_memory_of_a_pool(head_dim: int) -> None:
 def test_memory_of_a_model(checkpoint: Any) -> None:
     def stored(quantization: str | None) -> int:
         folder = checkpoint(hidden_size=128, intermediate_size=256, vocab_size=320)
-        decoder = Decoder(Checkpoint.open(str(folder)), torch.bfloat16, CPU, 64, quantization)
+        decoder = Decoder(Checkpoint.open(str(folder)), Precision(torch.bfloat16, quantization), CPU, 64)
         layers: list[Any] = [getattr(layer, name) for layer in decoder.layers for name in structs.LINEARS]
         return sum(weight.data.nbytes for weight in (*layers, decoder.embedding, decoder.lm_head))
 
@@ -285,7 +286,7 @@ def test_join_changes_no_number() -> None:
 def test_a_checkpoint_that_is_quantised_already(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A format needs only a reader of quantized weights.  Weights of few bits stay, others are reduced."""
     source = Checkpoint.open(str(checkpoint()))
-    expected = Decoder(source, torch.float32, CPU, 64, "int8")
+    expected = Decoder(source, Precision(torch.float32, "int8"), CPU, 64)
     read = Weights.linear
 
     def few(self: Weights, name: str, outputs: int, inputs: int) -> Any:
@@ -293,11 +294,11 @@ def test_a_checkpoint_that_is_quantised_already(checkpoint: Any, monkeypatch: py
         return quantize(weight, 8)
 
     monkeypatch.setattr(Weights, "linear", few)
-    decoder = Decoder(source, torch.float32, CPU, 64)
+    decoder = Decoder(source, Precision(torch.float32), CPU, 64)
     step_input = ids_plan(list(range(5, 15)))
     x, y = (d.logits(d.forward(step_input, d.pool(16)), list(range(10))) for d in (decoder, expected))
     assert torch.equal(x, y)
-    again, fewer = (Decoder(source, torch.float32, CPU, 64, form) for form in ("int8", "int4"))
+    again, fewer = (Decoder(source, Precision(torch.float32, form), CPU, 64) for form in ("int8", "int4"))
     assert torch.equal(again.logits(again.forward(step_input, again.pool(16)), list(range(10))), y)
     assert fewer.layers[0].o.data.nbytes < again.layers[0].o.data.nbytes
 

@@ -13,13 +13,14 @@ from outrider.checkpoints.hub import GROWN, Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.errors import ConfigError
 from outrider.models.decoder import Decoder
+from outrider.models.placement import Precision
 
 CPU = torch.device("cpu")
 TOKENS = [(7 * i + 3) % 300 for i in range(24)]
 
 
 def logits(checkpoint: Checkpoint) -> torch.Tensor:
-    decoder = Decoder(checkpoint, torch.float32, CPU, 64)
+    decoder = Decoder(checkpoint, Precision(torch.float32), CPU, 64)
     step_input = StepInput()
     step_input.chain(array("i", range(32)), 0, TOKENS)
     x = decoder.forward(step_input.build(), decoder.pool(32))

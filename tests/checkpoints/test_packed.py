@@ -24,6 +24,7 @@ from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 from outrider.inspect.card import card_of
 from outrider.models.decoder import Decoder
+from outrider.models.placement import Precision
 from outrider.testing import KnownTexts, Scripts, check_idle, random_prompts, tiny_checkpoint, use_example
 
 PROMPTS = random_prompts(3)
@@ -66,7 +67,7 @@ def configure(folder: Path, quantization: dict[str, Any]) -> None:
 
 @torch.inference_mode()
 def logits(folder: Path) -> Tensor:
-    decoder = Decoder(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"), 256)
+    decoder = Decoder(Checkpoint.open(str(folder)), Precision(torch.float32), torch.device("cpu"), 256)
     step_input = StepInput()
     step_input.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
     return decoder.logits(

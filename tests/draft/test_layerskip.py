@@ -27,6 +27,7 @@ from outrider.draft.layerskip.confidence import ExitThreshold, siblings_at
 from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import PUBLISHED, Skip, known, named
 from outrider.models.decoder import Decoder
+from outrider.models.placement import Precision
 
 LAYERS = 4
 SETS = [((1,), ()), ((), (0, 2)), ((0, 3), (3,)), ((1, 2), (1, 2)), ((1, 2, 3), (1, 2, 3)), ((0, 1), (0, 1))]
@@ -45,7 +46,7 @@ def load(request: pytest.FixtureRequest, checkpoint: Make, monkeypatch: pytest.M
 
     def read(folder: Path | None = None) -> Decoder:
         folder = folder or checkpoint(num_hidden_layers=LAYERS)
-        return Decoder(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"), 64)
+        return Decoder(Checkpoint.open(str(folder)), Precision(torch.float32), torch.device("cpu"), 64)
 
     return read
 
@@ -114,7 +115,10 @@ def test_two_parts_make_the_whole(layer: int, decoder: Decoder) -> None:
 def test_a_chain_tells_its_states_and_stops_at_its_floor(checkpoint: Make) -> None:
     """Chains of three rows, one of which stops after its first token: the others do not change."""
     decoder = Decoder(
-        Checkpoint.open(str(checkpoint(num_hidden_layers=LAYERS))), torch.float32, torch.device("cpu"), 64
+        Checkpoint.open(str(checkpoint(num_hidden_layers=LAYERS))),
+        Precision(torch.float32),
+        torch.device("cpu"),
+        64,
     )
     tables = [array("i", range(20 * i, 20 * i + 20)) for i in range(3)]
     distribution, blocks = DistributionParams(temperature=0.0), decoder.skip_sublayers((1,), (2,))

@@ -20,6 +20,7 @@ from outrider.core.step_input import StepInput
 from outrider.errors import ConfigError
 from outrider.models.fallback import row_invariant
 from outrider.models.fallback.model import Fallback
+from outrider.models.placement import Precision
 
 NAMES = [
     "gpt2",
@@ -97,7 +98,7 @@ def test_falcons_biases_are_rounded_as_in_transformers(name: str, tmp_path: Path
     )
     with torch.inference_mode():
         expected = theirs(torch.tensor([tokens])).logits[0]
-    model = Fallback(Checkpoint.open(str(tmp_path)), torch.float32, torch.device("cpu"), 1024)
+    model = Fallback(Checkpoint.open(str(tmp_path)), Precision(torch.float32), torch.device("cpu"), 1024)
     pool, plans = model.pool(700), []
     for a, b in ((0, 300), (300, 700)):
         step_input = StepInput()

@@ -16,6 +16,7 @@ from outrider.backends.select import fast_bfloat16
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
+from outrider.models.placement import Precision
 
 NEW = 48
 LENGTHS = (1, 9, 30, 70)  # five prompts of each, so that transformers can batch them without padding
@@ -130,7 +131,7 @@ def test_torch_kernels_equal_transformers(
 @torch.inference_mode()
 def logits(folder: Path, ids: list[int], dtype: torch.dtype, max_len: int = 256) -> torch.Tensor:
     """float32 [len(ids), V] of our decoder, in one prefill."""
-    decoder = Decoder(Checkpoint.open(str(folder)), dtype, torch.device("cpu"), max_len)
+    decoder = Decoder(Checkpoint.open(str(folder)), Precision(dtype), torch.device("cpu"), max_len)
     slots = array("i", range(256))
     step_input = StepInput()
     step_input.chain(slots, 0, ids)

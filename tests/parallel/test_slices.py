@@ -14,6 +14,7 @@ from outrider.checkpoints.quantize import quantize
 from outrider.checkpoints.spec import Spec
 from outrider.core.quantized import QuantizedWeight
 from outrider.models.decoder import rotations
+from outrider.models.placement import Precision
 from outrider.parallel.layout import Layout, Share, split
 from outrider.parallel.slices import SlicedSource, columns, rows
 from outrider.parallel.stage import ModelOptions, Stage
@@ -113,7 +114,7 @@ def test_a_rank_packs_its_part_of_the_weights_only(
     def numbers(layout: Layout) -> list[int]:
         """Of the weights of each rank, without norms."""
         spec, table = spec_of(model), rotations(checkpoint.config, 64, 32)
-        options = ModelOptions(spec, layout, "cpu", torch.float32, None, "auto", "float32", table)
+        options = ModelOptions(spec, layout, "cpu", Precision(torch.float32), table)
         taken.clear()
         for rank in range(layout.size):
             taken.append(0)

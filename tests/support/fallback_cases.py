@@ -14,6 +14,7 @@ from outrider.backends.cpu import backend as cpu
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.models.fallback.model import Fallback
+from outrider.models.placement import Precision
 
 LENGTHS = (1, 9, 9, 30, 30)
 needs_c = pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
@@ -25,7 +26,7 @@ def prompts() -> list[list[int]]:
 
 
 def fallback(folder: Path, dtype: torch.dtype) -> Fallback:
-    return Fallback(Checkpoint.open(str(folder)), dtype, torch.device("cpu"), 200)
+    return Fallback(Checkpoint.open(str(folder)), Precision(dtype), torch.device("cpu"), 200)
 
 
 def chain(model: Fallback, pool: Any, start: int, tokens: list[int]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from outrider import LLM, SamplingParams
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
+from outrider.models.placement import Precision
 from outrider.testing import random_prompts, tiny_tokenizer
 
 Kind = gguf.GGMLQuantizationType
@@ -147,7 +148,7 @@ def write(
 
 @torch.inference_mode()
 def logits(model: str | Path) -> torch.Tensor:
-    decoder = Decoder(Checkpoint.open(str(model)), torch.float32, torch.device("cpu"), 256)
+    decoder = Decoder(Checkpoint.open(str(model)), Precision(torch.float32), torch.device("cpu"), 256)
     step_input = StepInput()
     step_input.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
     return decoder.logits(

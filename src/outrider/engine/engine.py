@@ -40,7 +40,7 @@ from outrider.errors import ConfigError
 from outrider.models import load as models
 from outrider.models.base import Model
 from outrider.models.decoder import Decoder
-from outrider.models.placement import pick_device, pick_dtype, place
+from outrider.models.placement import Precision, pick_device, pick_dtype, place
 from outrider.models.selftest import bit_exact
 from outrider.online.learner import Learner
 from outrider.parallel import load as parallel
@@ -92,15 +92,11 @@ class Engine:
 
     def _load_target(self, options: EngineOptions) -> Model:
         dtype = pick_dtype(options.dtype, self.checkpoint.stored_dtype, self.device)
-        if (layout := options.layout).size > 1:
-            return parallel.load(
-                self.checkpoint, dtype, self.device, self.max_len, options.quantization,
-                options.kv_cache_dtype, layout, options.activations, options.revision,
-            )  # fmt: skip
-        where = place(self.checkpoint.spec.layers, self.device, options.gpu_layers)
-        bits, kv_dtype = options.quantization, options.kv_cache_dtype
-        args = self.checkpoint, dtype, self.device, self.max_len, bits, kv_dtype, where
-        return models.load(*args, activations=options.activations)
+        precision = Precision(dtype, options.quantization, options.kv_cache_dtype, options.activations)
+        args = self.checkpoint, precision, self.device, self.max_len
+        if options.layout.size > 1:
+            return parallel.load(*args, options.layout, options.revision)
+        return models.load(*args, place(self.checkpoint.spec.layers, self.device, options.gpu_layers))
 
     def use(self, drafter: Drafter, speculation: SpeculativeOptions) -> None:
         """Install a drafter and a verification rule, with a fresh cache.

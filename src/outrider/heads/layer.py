@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.backends.base import Backend, LayerKV, Norms, Weight
 from outrider.backends.torch.backend import beside
-from outrider.cache.pool import Pool, kv_dtype
+from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.plain_config import PlainConfig, plain_rope
 from outrider.core.limits import check_attention
@@ -175,11 +175,11 @@ class Stack:
     @property
     def slot_bytes(self) -> int:
         """Bytes of K/V of one slot."""
-        dtype = kv_dtype(self.model.kv_cache_dtype, self.model.dtype)
+        dtype = self.model.precision.kv_dtype
         return Pool.bytes_per_slot(len(self.blocks), self.sizes.kv_heads, self.sizes.head_dim, dtype)
 
     def pool(self, slots: int) -> Pool:
-        dtype, device = kv_dtype(self.model.kv_cache_dtype, self.model.dtype), self.model.backend.device
+        dtype, device = self.model.precision.kv_dtype, self.model.backend.device
         return Pool(len(self.blocks), self.sizes.kv_heads, self.sizes.head_dim, slots, dtype, device)
 
     def __call__(self, x: Tensor, step_input: StepInput, pool: Pool, u: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from outrider.checkpoints.spec import Facts
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
 from outrider.errors import EngineError
+from outrider.models.placement import Precision
 
 Taps = dict[int, Tensor] | None  # layer -> receives the residual stream [N, hidden] before it
 
@@ -27,7 +28,7 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
     max_len: int
-    kv_cache_dtype: str
+    precision: Precision
     embedding: Any  # packed for `backend`; None if only `embed` can compute it
 
     @property

@@ -23,7 +23,7 @@ from torch import Tensor
 from outrider.backends.base import Backend, Chains, LayerKV
 from outrider.backends.rules import TreeQueries
 from outrider.backends.select import backend_for
-from outrider.cache.pool import Pool, SplitPool, kv_dtype
+from outrider.cache.pool import Pool, SplitPool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.quantize import bits_of
 from outrider.checkpoints.spec import Spec
@@ -33,7 +33,7 @@ from outrider.core.stop_rule import Chained
 from outrider.errors import CapacityError, ConfigError, ModelError, first_line
 from outrider.models.base import Taps
 from outrider.models.layers import LayerReader
-from outrider.models.placement import Placement, place
+from outrider.models.placement import Placement, Precision, place
 from outrider.models.rope import rope_frequencies
 from outrider.models.steps import forward_parts
 
@@ -62,20 +62,24 @@ class Decoder:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_len: int,
-        quantization: str | None = None, kv_cache_dtype: str = "auto", where: Placement | None = None,
-        activations: str = "float32",
-    ) -> None:  # fmt: skip
-        """where: placement of the layers, by default all on `device`; activations: see `backend_for`."""
+        self,
+        checkpoint: Checkpoint,
+        precision: Precision,
+        device: torch.device,
+        max_len: int,
+        where: Placement | None = None,
+    ) -> None:
+        """where: placement of the layers, by default all on `device`."""
         assert isinstance(checkpoint.spec, Spec)
         self.spec = spec = checkpoint.spec
         where = where or place(spec.layers, device, None)
-        self.dtype, self.device, self.max_len = dtype, where.outer, max_len
-        self.bits, self.kv_cache_dtype = bits_of(quantization), kv_cache_dtype
-        backends = {at: backend_for(at, dtype, activations) for at in {where.outer, *where.layers}}
+        self.dtype, self.device, self.max_len = precision.dtype, where.outer, max_len
+        self.bits, self.precision = bits_of(precision.quantization), precision
+        devices, activations = {where.outer, *where.layers}, precision.activations
+        backends = {at: backend_for(at, self.dtype, activations) for at in devices}
         self.split = len(backends) > 1  # over several devices
         self.backend: Backend = backends[where.outer]
-        reader = LayerReader(checkpoint.tensors(), spec, dtype, self.bits)
+        reader = LayerReader(checkpoint.tensors(), spec, self.dtype, self.bits)
         table = rotations(checkpoint.config, max_len, 32)  # the self-test computes 24 positions
         self.embedding = reader.embedding(self.backend)
         self.layers = [reader.layer(backends[at], i) for i, at in enumerate(where.layers)]
@@ -94,7 +98,7 @@ class Decoder:
             self.ends = self.fused.pack_ends(self.embedding, self.norm, self.lm_head)
 
     def pool(self, slots: int) -> Pool:
-        s, dtype = self.spec, kv_dtype(self.kv_cache_dtype, self.dtype)
+        s, dtype = self.spec, self.precision.kv_dtype
         pools = [
             Pool(part.layers, s.kv_heads, s.head_dim, slots, dtype, part.backend.device)
             for part in self.parts
@@ -104,7 +108,7 @@ class Decoder:
     @property
     def footprint(self) -> Counter[torch.device]:
         """Bytes of K/V per slot, by device."""
-        s, dtype, sizes = self.spec, kv_dtype(self.kv_cache_dtype, self.dtype), Counter[torch.device]()
+        s, dtype, sizes = self.spec, self.precision.kv_dtype, Counter[torch.device]()
         for part in self.parts:
             sizes[part.backend.device] += Pool.bytes_per_slot(part.layers, s.kv_heads, s.head_dim, dtype)
         return sizes

@@ -9,30 +9,27 @@ from outrider.checkpoints.spec import FAMILIES, Spec
 from outrider.errors import ConfigError, ModelError
 from outrider.models.base import Model
 from outrider.models.decoder import Decoder
-from outrider.models.placement import Placement
+from outrider.models.placement import Placement, Precision
 
 
 def load(
     checkpoint: Checkpoint,
-    dtype: torch.dtype,
+    precision: Precision,
     device: torch.device,
     max_len: int,
-    quantization: str | None,
-    kv_cache_dtype: str,
     where: Placement | None = None,
-    activations: str = "float32",
 ) -> Model:
     """Load a model.
 
-    where: placement of the layers, by default all on `device`; activations: see `backend_for`.
+    where: placement of the layers, by default all on `device`.
     Raises ModelError for tensors that are missing or misshapen, and for unsupported checkpoints.
     """
     split = where is not None and set(where.layers) != {device}
-    if not needs_fallback(checkpoint, quantization, split):
-        return Decoder(checkpoint, dtype, device, max_len, quantization, kv_cache_dtype, where, activations)
+    if not needs_fallback(checkpoint, precision.quantization, split):
+        return Decoder(checkpoint, precision, device, max_len, where)
     from outrider.models.fallback.model import Fallback
 
-    return Fallback(checkpoint, dtype, device, max_len, kv_cache_dtype, activations)
+    return Fallback(checkpoint, precision, device, max_len)
 
 
 def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, split: bool = False) -> bool:

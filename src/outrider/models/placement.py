@@ -7,9 +7,23 @@ from typing import NamedTuple
 import torch
 
 from outrider.backends.select import fast_bfloat16
+from outrider.cache.pool import kv_dtype
 from outrider.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Precision(NamedTuple):
+    """How a model's numbers are stored and computed.  All but `dtype` as in `EngineOptions`."""
+
+    dtype: torch.dtype
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    activations: str = "float32"
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return kv_dtype(self.kv_cache_dtype, self.dtype)
 
 
 class Placement(NamedTuple):

@@ -11,6 +11,7 @@ from outrider.checkpoints.spec import FAMILIES, Spec
 from outrider.errors import ConfigError
 from outrider.models.base import Model
 from outrider.models.decoder import rotations
+from outrider.models.placement import Precision
 from outrider.parallel.group import Group
 from outrider.parallel.layout import Layout
 from outrider.parallel.messages import Report, Setup, pinned_device
@@ -24,13 +25,10 @@ SELF_TEST = 32  # positions that the self-test computes
 
 def load(
     checkpoint: Checkpoint,
-    dtype: torch.dtype,
+    precision: Precision,
     device: torch.device,
     max_len: int,
-    quantization: str | None,
-    kv_cache_dtype: str,
     layout: Layout,
-    activations: str = "float32",
     revision: str | None = None,
 ) -> ParallelModel:
     """Start the other ranks and load the model on all of them.
@@ -42,7 +40,7 @@ def load(
         join()
     spec, table = _divided(checkpoint, layout), rotations(checkpoint.config, max_len, SELF_TEST)
     own, threads = pinned_device(device, 0), threads_of_rank(layout.size, device)
-    options = ModelOptions(spec, layout, device.type, dtype, quantization, kv_cache_dtype, activations, table)
+    options = ModelOptions(spec, layout, device.type, precision, table)
     torch.set_num_threads(threads)
     group = Group(start(layout, own, threads))
     try:
@@ -59,9 +57,8 @@ def load_beside(
     target: Model,
     ranks: int,
     checkpoint: Checkpoint,
-    dtype: torch.dtype,
+    precision: Precision,
     max_len: int,
-    quantization: str | None,
     revision: str | None,
 ) -> ParallelModel:
     """Load a draft model on the ranks of its target, divided like it.
@@ -76,8 +73,7 @@ def load_beside(
             f"tensor_parallel_size, {size}: got {ranks}."
         )
     spec, table = _divided(checkpoint, target.layout), rotations(checkpoint.config, max_len, SELF_TEST)
-    kind, kv_cache_dtype = target.device.type, target.kv_cache_dtype
-    options = ModelOptions(spec, target.layout, kind, dtype, quantization, kv_cache_dtype, "float32", table)
+    options = ModelOptions(spec, target.layout, target.device.type, precision, table)
     stage = Stage(checkpoint.tensors(), options, 0, target.device)
     setup = Setup.of(checkpoint, revision, options, torch.get_num_threads())
     number, reports = target.group.add(stage, Report.of(stage, checkpoint), setup)

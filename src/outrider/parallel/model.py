@@ -60,8 +60,8 @@ class ParallelModel:
         self.group, self.stage, self.reports, self.max_len = group, stage, reports, max_len
         self.number, self._call = number, partial(group.call, number)
         options = stage.options
-        self.spec, self.layout, self.dtype = options.spec, options.layout, options.dtype
-        self.kv_cache_dtype = options.kv_cache_dtype
+        self.spec, self.layout, self.precision = options.spec, options.layout, options.precision
+        self.dtype = options.precision.dtype
         self.backend, self.device = stage.backend, stage.backend.device
         self._numbers = itertools.count()
         self._everything = (0,) * self.spec.layers

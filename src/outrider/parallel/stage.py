@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.backends.base import Backend, LayerKV
 from outrider.backends.select import backend_for
-from outrider.cache.pool import Pool, kv_dtype
+from outrider.cache.pool import Pool
 from outrider.checkpoints.quantize import bits_of
 from outrider.checkpoints.spec import Spec
 from outrider.checkpoints.weights import Source
@@ -26,6 +26,7 @@ from outrider.core.lora import Adapted, Runs
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.models.layers import Layer, LayerReader
+from outrider.models.placement import Precision
 from outrider.parallel.layout import Layout, Share, vocabulary_ranges
 from outrider.parallel.links import Answer, Links, add_parts
 from outrider.parallel.slices import SlicedSource, slice_update
@@ -45,10 +46,7 @@ class ModelOptions:
     spec: Spec
     layout: Layout
     device: str
-    dtype: torch.dtype
-    quantization: str | None
-    kv_cache_dtype: str
-    activations: str
+    precision: Precision
     rotations: Tensor
 
 
@@ -84,14 +82,14 @@ class Stage:
 
     def __init__(self, weights: Source, options: ModelOptions, rank: int, device: torch.device) -> None:
         self.options, self.rank = options, rank
-        layout, spec = options.layout, options.spec
+        layout, spec, dtype = options.layout, options.spec, options.precision.dtype
         self.index, self.number = layout.index(rank), layout.stage(rank)
         self.last = self.number == layout.pipeline - 1
         self.share = Share.of(spec, layout.tensor, self.index)
-        self.backend: Backend = backend_for(device, options.dtype, options.activations)
+        self.backend: Backend = backend_for(device, dtype, options.precision.activations)
         own = self.share.spec
         source = SlicedSource(weights, spec, self.share)
-        reader = LayerReader(source, own, options.dtype, bits_of(options.quantization))
+        reader = LayerReader(source, own, dtype, bits_of(options.precision.quantization))
         self.range = layout.layers(spec.layers)[self.number]
         table = options.rotations.to(device)
         self.blocks = [self._block(reader.layer(self.backend, i), own, table) for i in self.range]
@@ -105,7 +103,7 @@ class Stage:
 
     @property
     def slot_bytes(self) -> int:
-        own, dtype = self.share.spec, kv_dtype(self.options.kv_cache_dtype, self.options.dtype)
+        own, dtype = self.share.spec, self.options.precision.kv_dtype
         return Pool.bytes_per_slot(len(self.range), own.kv_heads, own.head_dim, dtype)
 
     def _block(self, layer: Layer, spec: Spec, rotations: Tensor) -> Block:
@@ -115,7 +113,7 @@ class Stage:
     # ---- commands
 
     def add_pool(self, number: int, slots: int) -> None:
-        own, dtype = self.share.spec, kv_dtype(self.options.kv_cache_dtype, self.options.dtype)
+        own, dtype = self.share.spec, self.options.precision.kv_dtype
         device = self.backend.device
         self.pools[number] = Pool(len(self.range), own.kv_heads, own.head_dim, slots, dtype, device)
 

@@ -35,7 +35,7 @@ from outrider.drafting.vocab.mismatch import fits
 from outrider.errors import OutriderError
 from outrider.models import load as models
 from outrider.models.base import Model
-from outrider.models.placement import pick_device, pick_dtype, place
+from outrider.models.placement import Precision, pick_device, pick_dtype, place
 from outrider.parallel import load as parallel
 from outrider.sampling.sampler import Sampler
 
@@ -86,12 +86,11 @@ class ModelDrafter(Drafter):
         options, theirs, chosen = self.options, self.target.decoder, self.options.draft_device
         device = theirs.device if chosen == "auto" else pick_device(chosen, "draft_device")
         dtype = pick_dtype(options.draft_dtype, checkpoint.stored_dtype, device, "draft_dtype")
+        precision = Precision(dtype, quantization, theirs.precision.kv_cache_dtype)
         if (ranks := options.draft_tensor_parallel_size) > 1:
-            shared = checkpoint, dtype, self.context, quantization, options.revision
-            return parallel.load_beside(theirs, ranks, *shared)
+            return parallel.load_beside(theirs, ranks, checkpoint, precision, self.context, options.revision)
         layers = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
-        args = checkpoint, dtype, device, self.context, quantization, theirs.kv_cache_dtype
-        return models.load(*args, layers)
+        return models.load(checkpoint, precision, device, self.context, layers)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         quantization, scheme = self.options.quantization, self.checkpoint.scheme

@@ -95,7 +95,7 @@ class Translated:
             shared.target_ids.to(model.device),
         )
         self.backend, self.dtype, self.device = model.backend, model.dtype, model.device
-        self.max_len, self.kv_cache_dtype = model.max_len, model.kv_cache_dtype
+        self.max_len, self.precision = model.max_len, model.precision
         self.spec, self.exact = model.spec, model.exact
         self.footprint, self.pool = model.footprint, model.pool
         self.skip_sublayers, self.layer_range = model.skip_sublayers, model.layer_range

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from outrider.backends.base import Backend
 from outrider.backends.rules import TreeQueries
 from outrider.backends.select import backend_for
-from outrider.cache.pool import Pool, kv_dtype
+from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES
 from outrider.core.step_input import StepInput
@@ -46,6 +46,7 @@ from outrider.models.fallback.attention import (
 )
 from outrider.models.fallback.loading import body_attribute, body_of, load_model
 from outrider.models.fallback.taps import layers_of, tapping
+from outrider.models.placement import Precision
 from outrider.models.rope import fix_ropes
 from outrider.models.steps import forward_parts
 
@@ -81,17 +82,11 @@ class Fallback:
     embedding: None = None  # some families scale the rows of the embedding
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_len: int,
-        kv_cache_dtype: str = "auto",
-        activations: str = "float32",
+        self, checkpoint: Checkpoint, precision: Precision, device: torch.device, max_len: int
     ) -> None:
-        self.spec, self.kv_cache_dtype = checkpoint.spec, kv_cache_dtype
+        self.spec, self.precision, dtype = checkpoint.spec, precision, precision.dtype
         self.dtype, self.device, self.max_len = dtype, device, max_len
-        self.backend: Backend = backend_for(device, dtype, activations)
+        self.backend: Backend = backend_for(device, dtype, precision.activations)
         self.rope = torch.zeros(max(max_len, CHECK_TOKENS + 8), 0)  # the modelling code applies RoPE itself
         self.head = load_model(checkpoint).to(device)
         self.body = body_of(self.head, self.spec.architecture)
@@ -107,14 +102,14 @@ class Fallback:
             setattr(self.head, body_attribute(self.head), self.body_stub)
             if uses_interface:
                 self._check_logits()
-        if kv_cache_dtype == "int8" and any(layer.wide_keys for layer in self.layers):
+        if precision.kv_cache_dtype == "int8" and any(layer.wide_keys for layer in self.layers):
             raise ConfigError(
                 f"kv_cache_dtype 'int8' is too coarse for the keys of {self.spec.architecture}, "
                 "which hold its ALiBi biases: use 'auto'."
             )
 
     def pool(self, slots: int) -> Pool:
-        return self._pool(slots, kv_dtype(self.kv_cache_dtype, self.dtype))
+        return self._pool(slots, self.precision.kv_dtype)
 
     def _pool(self, slots: int, dtype: torch.dtype) -> Pool:
         return Pool(
@@ -127,7 +122,7 @@ class Fallback:
 
     @property
     def footprint(self) -> Counter[torch.device]:
-        layer, dtype = self.layers[0], kv_dtype(self.kv_cache_dtype, self.dtype)
+        layer, dtype = self.layers[0], self.precision.kv_dtype
         size = Pool.bytes_per_slot(len(self.layers), layer.kv_heads, layer.head_dim, dtype)
         return Counter({self.device: size})
 
