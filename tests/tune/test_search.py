@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, draft
 from outrider.bench.prompts import TASKS, rendered
 from outrider.config import SpeculativeOptions
 from outrider.errors import ConfigError
 from outrider.tune import search
-from outrider.tune.search import OFF, Candidate, Outcome, Search, candidates
+from outrider.tune.search import OFF, Candidate, Outcome, Search, Space, spaces
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
 
@@ -31,15 +31,16 @@ class Timed(Search):
         prompts = [(prompt.kind, rendered(prompt, target.tokenizer)) for prompt in TASKS[:2]]
         super().__init__(target, prompts, PARAMS, minutes, lambda: self.now)
 
-    def _pair(self, candidate: Candidate, variant: LLM) -> None:
+    def _visit(self, candidate: Candidate) -> bool:
         noise = 1 + 0.1 * (len(candidate.pairs) % 3 - 1)
         seconds = 1.0, noise / self.speeds[candidate.label]
         self.now += sum(seconds)
         candidate.pairs.append(seconds)
+        return True
 
 
-def settings(count: int) -> list[Candidate]:
-    return [Candidate(f"s{i}", {"method": "off"}) for i in range(count)]
+def settings(count: int) -> list[Space]:
+    return [Space(f"s{i}", {"method": "off"}) for i in range(count)]
 
 
 def test_the_fastest_setting_wins_and_is_measured_most(target: LLM) -> None:
@@ -48,28 +49,63 @@ def test_the_fastest_setting_wins_and_is_measured_most(target: LLM) -> None:
     found = run.run(settings(12), lambda what: None)
     assert [one.label for one in found.ranking] == ["s11", "s10", "s9"] and not found.untried
     assert {one.label for one in found.dropped} == {f"s{i}" for i in range(9)}
-    low, high = found.ranking[0].interval
-    assert low < 1.6 < high and len(found.ranking[0].pairs) > 20 > len(found.dropped[-1].pairs)
+    interval = found.ranking[0].interval
+    assert interval is not None and interval[0] < 1.6 < interval[1]
+    assert len(found.ranking[0].pairs) > 20 > len(found.dropped[-1].pairs)
     assert 600 <= run.now <= 610, "it keeps to its minutes"
+
+
+def test_parameters_are_searched_and_a_method_wins_by_its_best_ones(target: LLM) -> None:
+    """Method b is slower than a with the defaults of both, and faster with one value of each parameter."""
+    values = {"num_speculative_tokens": (2, 3, 4, 6, 8), "nodes": (4, 8)}
+    space = Space("b", {"method": "b"}, values)
+    speeds = {"a": 1.1, "c": 0.7, "d": 0.6}
+    for depth in (None, *values["num_speculative_tokens"]):
+        for nodes in (None, *values["nodes"]):
+            gain = 0.9 + 0.5 * (depth == 6) + 0.2 * (nodes == 8)
+            one = space.candidate({"num_speculative_tokens": depth, "nodes": nodes})
+            speeds[one.label] = gain
+    asked = [Space(name, {"method": "off"}) for name in "acd"] + [space]
+    found = Timed(target, speeds, 8).run(asked, lambda what: None)
+    assert found.ranking[0].label == "b, depth 6, nodes 8"
+    assert found.config == {"method": "b", "num_speculative_tokens": 6, "nodes": 8}
+    slow = [one for one in found.dropped if one.label in "cd"]
+    assert len(slow) == 2 and all(len(one.pairs) < len(found.ranking[0].pairs) for one in slow), (
+        "what is slow is given up"
+    )
+
+
+def test_finalists_are_ranked_by_runs_that_did_not_choose_them(target: LLM) -> None:
+    run = Timed(target, {f"s{i}": 1.0 + 0.1 * i for i in range(3)}, 4)
+    lucky: list[Candidate] = []
+
+    def visit(candidate: Candidate) -> bool:
+        done = Timed._visit(run, candidate)
+        if candidate.label == "s0" and run.now < 60 * 4 * 0.7:
+            candidate.pairs[-1] = (9.0, 1.0)
+            lucky.append(candidate)
+        return done
+
+    run._visit = visit  # type: ignore[method-assign]
+    found = run.run(settings(3), lambda what: None)
+    assert lucky[-1].gain > 5 and [one.label for one in found.ranking] == ["s2", "s1", "s0"]
 
 
 def test_a_prompt_that_comes_again_is_not_drafted_from_its_own_answer(target: LLM) -> None:
     """Suffix decoding keeps finished answers, of which no run may see its own."""
     prompts = [(prompt.kind, rendered(prompt, target.tokenizer)) for prompt in TASKS[:2]]
     made = Search(target, prompts, SamplingParams(temperature=0, max_tokens=24), 1.0)
-    made.plain, made.fresh = target.variant(None), {}
     suffix, steps = Candidate("suffix", {"method": "suffix"}), list[int]()
-    variant = target.variant(suffix.config)
     run = made._once
 
     def counted(llm: LLM, kind: str, group: list[Any]) -> Any:
         found = run(llm, kind, group)
-        steps.extend(answer.speculation.steps for answer in found.answers if llm is variant)
+        steps.extend(answer.speculation.steps for answer in found.answers if llm is not made.plain)
         return found
 
     made._once = counted  # type: ignore[method-assign]
     for _ in range(6):
-        made._pair(suffix, variant)
+        made._visit(suffix)
     first, second = steps[1:3]  # behind the one that warms up
     assert steps[1:] == [first, second] * 3
 
@@ -82,15 +118,37 @@ def test_a_slower_setting_is_not_recommended(target: LLM) -> None:
 def test_what_there_is_no_time_for_is_named(target: LLM) -> None:
     found = Timed(target, {f"s{i}": 1.0 for i in range(12)}, 0.2).run(settings(12), lambda what: None)
     assert found.untried and {one.label for one in found.ranking}.isdisjoint(found.untried)
+    assert len(found.untried) + len(found.ranking) + len(found.dropped) == 12
     with pytest.raises(ConfigError, match="do not suffice"):
         Timed(target, {"s0": 1.0}, 0.0).run(settings(1), lambda what: None)
 
 
-def test_every_candidate_is_a_speculative_config() -> None:
-    made = candidates(["builtin-draft", "builtin-eagle"])
-    assert len({one.label for one in made}) == len(made) > 20
-    for one in made:
-        SpeculativeOptions.of(one.config)
+def test_a_model_that_supports_no_setting_is_told_why(target: LLM) -> None:
+    with pytest.raises(ConfigError, match=r"broken: .*"):
+        asked = [Space("broken", {"method": "medusa"}, {"nodes": (4, 8)})]
+        Search(target, [("a", {"prompt_token_ids": [5, 6]})], PARAMS, 1).run(asked, lambda what: None)
+
+
+def test_methods_without_weights_and_every_draft_are_searched() -> None:
+    labels = [space.label for space in spaces(["builtin-draft", "builtin-eagle"])]
+    assert len(set(labels)) == len(labels) and {"auto", "ngram", "suffix", "recycle"} <= {*labels}
+    assert {"auto, builtin-draft", "builtin-draft", "suffix else builtin-draft", "builtin-eagle"} <= {*labels}
+    mix = spaces(["builtin-draft"])[-1].candidate({"num_speculative_tokens": 3, "siblings": None})
+    draft = {"method": "draft_model", "model": "builtin-draft", "num_speculative_tokens": 3}
+    assert mix.config == {"method": "first", "drafters": [{"method": "suffix"}, draft]}
+
+
+@pytest.mark.parametrize("name", [name for name, kind in draft.methods().items() if kind.tunable])
+def test_every_value_that_a_method_declares_is_an_option_of_it(name: str) -> None:
+    tunable = draft.method(name).tunable
+    assert 1 <= len(tunable) <= 3
+    for key, values in tunable.items():
+        for value in values:
+            parsed = SpeculativeOptions.of({"method": name, key: value})
+            default = SpeculativeOptions.of({"method": name})
+            assert (parsed.options, parsed.control) != (default.options, default.control), (
+                "beside the default"
+            )
 
 
 def test_real_runs_have_the_same_tokens(target: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,13 +159,13 @@ def test_real_runs_have_the_same_tokens(target: LLM, monkeypatch: pytest.MonkeyP
         "vocab_mismatch": "retokenize",
         "draft_device": "cuda",
     }
-    asked = [Candidate("draft", {"model": "builtin-draft"}), Candidate("broken", broken)]
-    run = Search(target, prompts, PARAMS, 1, lambda: 2.0 * next(ticks))
+    asked = [Space("draft", {"model": "builtin-draft"}, {"siblings": (2,)}), Space("broken", broken)]
+    run = Search(target, prompts, PARAMS, 1, lambda: 6.0 * next(ticks))
     found = run.run(asked, lambda what: None)
-    assert isinstance(found, Outcome) and [one.label for one in found.ranking] == ["draft"]
+    assert isinstance(found, Outcome) and found.ranking[0].label in ("draft", "draft, siblings 2")
     assert "broken" in found.refused and not found.ranking[0].changed and found.ranking[0].gain > 0
     monkeypatch.setattr(search, "once", changed(search.once))
-    again = Search(target, prompts, PARAMS, 1, lambda: 2.0 * next(ticks)).run(asked[:1], lambda what: None)
+    again = Search(target, prompts, PARAMS, 1, lambda: 6.0 * next(ticks)).run(asked[:1], lambda what: None)
     assert again.ranking[0].changed
 
 

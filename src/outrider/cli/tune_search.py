@@ -31,15 +31,17 @@ def search(
 ) -> None:
     """Search methods and parameters on real runs, and write the best setting as a speculative_config."""
     from outrider.core.params import SamplingParams
+    from outrider.tune.layerskip import import_optuna
     from outrider.tune.report import show_ranking
-    from outrider.tune.search import Search, candidates
+    from outrider.tune.search import Search, spaces
 
+    import_optuna()  # before anything slow
     check_folder(out, "setting")
-    settings, console = candidates(drafts or []), Console()
+    asked_for, console = spaces(drafts or []), Console()
     params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed)
     llm, prompts = with_prompts(named(engine, target), asked, params, max_num_seqs=1)
     with bar_over(minutes, "Searching", console) as tick:
-        outcome = Search(llm, prompts, params, minutes).run(settings, tick)
+        outcome = Search(llm, prompts, params, minutes).run(asked_for, tick)
     try:
         out.expanduser().write_text(json.dumps(outcome.config, indent=1) + "\n", encoding="utf-8")
     except OSError as error:

@@ -126,6 +126,7 @@ class Memory:
 
 class Lookahead(Drafter):
     demo: ClassVar = {"lookahead decoding": {}}
+    tunable: ClassVar = {"window_size": (1, 4, 8), "level": (4, 5), "guess_set_size": (2, 4)}
     needs = Needs(topk=1)
 
     @dataclass(frozen=True)

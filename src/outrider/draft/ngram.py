@@ -24,7 +24,7 @@ from outrider.core.row import Row
 from outrider.core.step import Commit
 from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
 from outrider.core.validate import Checked, Count
-from outrider.drafting.base import TextDrafter
+from outrider.drafting.base import DEPTHS, TextDrafter
 from outrider.errors import ConfigError
 
 UNPROVEN = 3  # minimum length of a match in an unproven row
@@ -67,6 +67,7 @@ class NgramIndex:
 
 class Ngram(TextDrafter):
     demo: ClassVar = {"n-gram look-up": {}}
+    tunable: ClassVar = {**DEPTHS, "prompt_lookup_max": (2, 3, 6)}
 
     @dataclass(frozen=True)
     class Options(Checked):

@@ -60,6 +60,7 @@ class SuccessorTable:
 
 class Recycle(TextDrafter):
     demo: ClassVar = {"token recycling": {}}
+    tunable: ClassVar = {"nodes": (4, 16, 32), "min_token_prob": (0.02, 0.1, 0.2)}
     depth = max(map(len, PATHS))
     needs = Needs(topk=RANKS)
 

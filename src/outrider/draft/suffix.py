@@ -75,6 +75,11 @@ class Proposal(NamedTuple):
 
 class Suffix(TextDrafter):
     demo: ClassVar = {"suffix decoding": {}}
+    tunable: ClassVar = {
+        "suffix_decoding_max_spec_factor": (0.5, 2.0, 4.0),
+        "suffix_decoding_min_token_prob": (0.03, 0.2, 0.4),
+        "suffix_decoding_use_tree_spec": (True,),
+    }
 
     @dataclass(frozen=True)
     class Options(Checked):

@@ -21,6 +21,7 @@ from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.models.base import Model
 from outrider.sampling.sampler import Sampler
 
+DEPTHS = {"num_speculative_tokens": (2, 3, 4, 6, 8)}  # that `outrider tune` tries
 CPU_NODES = 8  # of a tree by default, on a CPU, where every node costs time
 
 
@@ -69,14 +70,16 @@ class Drafter:
 
     A subclass is one file in `outrider/draft`.  `Options` is a frozen dataclass; its fields are the method's
     keys in speculative_config.  `depth` is the default of num_speculative_tokens.  `demo` maps labels to keys
-    of speculative_config that `outrider demo` runs with the built-in models.  `adaptive`: default of the key
-    of that name.  `computes_prompts`: it computes prompts with a model of its own, and may skip those of rows
-    that leave it out.  `memory` holds what outlives a request: a benchmark copies it and restores it before
-    it repeats a prompt.
+    of speculative_config that `outrider demo` runs with the built-in models.  `tunable`: values of keys that
+    `outrider tune` tries beside the defaults.  `adaptive`: default of the key of that name.
+    `computes_prompts`: it computes prompts with a model of its own, and may skip those of rows that leave it
+    out.  `memory` holds what outlives a request: a benchmark copies it and restores it before it repeats a
+    prompt.
     """
 
     Options: ClassVar[type[Any]]
     demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    tunable: ClassVar[Mapping[str, Sequence[Any]]] = {}
     adaptive: ClassVar[bool] = False
     computes_prompts: ClassVar[bool] = False
     depth: int = 5

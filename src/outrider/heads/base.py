@@ -29,7 +29,7 @@ from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
 from outrider.core.validate import Checked, Kind, Text, is_whole
-from outrider.drafting.base import Drafter, Storage, Target
+from outrider.drafting.base import DEPTHS, Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.layouts import HeadFormat
@@ -85,7 +85,7 @@ class HeadDrafter(Drafter):
     """
 
     FORMAT: ClassVar[HeadFormat] = HeadFormat(())
-    demo: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    tunable: ClassVar[Mapping[str, Sequence[Any]]] = DEPTHS
     needs = Needs(states=(FINAL,))
     pooled: Any = None  # a `Stack` with K/V at the target's slots, in a pool of its own
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Draft, DraftTree
 from outrider.core.validate import Kind, is_whole, whole
-from outrider.drafting.base import Target
+from outrider.drafting.base import DEPTHS, Target
 from outrider.errors import ModelError
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.block_layouts import SIGNS, BlockLayout, from_anchor
@@ -72,6 +72,7 @@ def without_queries(block: Block) -> Block:
 class BlockDrafter(HeadDrafter):
     """correction: of the logits by the tokens before; None for a plain block."""
 
+    tunable: ClassVar = {**DEPTHS, "nodes": (4, 16)}
     correction: Correction | None = None
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from outrider.core.step import Commit
 from outrider.core.tree import Budget
 from outrider.core.validate import is_whole, whole
+from outrider.drafting.base import DEPTHS
 from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError, refuse_unknown
 from outrider.heads.base import HeadOptions, StateDrafter
@@ -42,6 +43,8 @@ class RankedOptions(HeadOptions):
 
 class RankedDrafter(StateDrafter):
     """paths: the nodes that a tree may have; None for any of `ranks` ranks.  levels: heads of the file."""
+
+    tunable: ClassVar = {**DEPTHS, "tree": (CHAIN,)}
 
     def plan(self, levels: int, outputs: int, learns: bool) -> None:
         """Set the shapes of trees, for heads over `outputs` tokens.  learns: whether accuracy is measured."""

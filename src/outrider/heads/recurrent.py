@@ -23,7 +23,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from outrider.core.step import FINAL, Batch, Commit, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Budget, Draft
 from outrider.core.validate import one_of, whole
-from outrider.drafting.base import Target
+from outrider.drafting.base import DEPTHS, Target
 from outrider.drafting.options import refuse_idle
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.choose import Chooser
@@ -156,6 +156,7 @@ class Forwards:
 class Recurrent(HeadDrafter):
     """A subclass makes its network in `network`.  overlap: states that are read again, with the next one."""
 
+    tunable: ClassVar = {**DEPTHS, "tree": (CHAIN,)}
     depth = 5
     overlap = 0
     net: Net

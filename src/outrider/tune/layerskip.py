@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +35,10 @@ def import_optuna() -> Any:
         import optuna
     except ImportError as error:
         raise ConfigError(
-            "`outrider tune layerskip` needs optuna: install it with  pip install 'outrider[tune]'."
+            "`outrider tune` needs optuna: install it with  pip install 'outrider[tune]'."
         ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     return optuna
 
 

@@ -18,6 +18,7 @@ from outrider.tune.layerskip import Trial, Tuner
 from outrider.tune.search import LEVEL, OFF, Outcome
 
 BAR = 40  # blocks of the longest bar
+DROPPED = 20  # settings shown behind the finalists
 CLOSE = 0.1  # a prediction may be off by this
 
 
@@ -74,12 +75,13 @@ def show_ranking(outcome: Outcome, out: Path, console: Console) -> None:
     made = Table(show_edge=False)
     for name in ("setting", "speed-up", f"{LEVEL} % interval", "runs", "same\ntok."):
         made.add_column(name, justify="left" if name == "setting" else "right")
-    for one in (*outcome.ranking, *outcome.dropped):
-        low, high = one.interval
-        known = f"{low:.2f} … {high:.2f}" if len(one.pairs) > 2 else "–"
+    for one in (*outcome.ranking, *outcome.dropped[:DROPPED]):
+        known = "{:.2f} … {:.2f}".format(*one.interval) if one.interval else "–"
         mark = "[bold red]✗[/]" if one.changed else "✓" if one in outcome.ranking else "–"
         made.add_row(one.label, f"{one.gain:.2f}×", known, str(len(one.pairs)), mark)
     console.print(made)
+    if (others := len(outcome.dropped) - DROPPED) > 0:
+        console.print(f"{others} others were slower.")
     for label, reason in outcome.refused.items():
         console.print(f"Left out: {label}: {reason}", style="dim", soft_wrap=True)
     if outcome.untried:
@@ -89,10 +91,10 @@ def show_ranking(outcome: Outcome, out: Path, console: Console) -> None:
         console.print(
             f"Nothing was faster than plain decoding: {out} switches speculation off.", style="bold"
         )
-    elif best.interval[0] <= 1:
+    elif best.interval is None or best.interval[0] <= 1:
+        why = "its interval includes 1" if best.interval else "it has too few runs"
         console.print(
-            f"{best.label} is not shown to be faster than plain decoding: its interval includes 1. "
-            "Give more --minutes.",
+            f"{best.label} is not shown to be faster than plain decoding: {why}. Give more --minutes.",
             style="bold",
         )
     console.print(f"{out}: use it with --speculative-config @{out}", soft_wrap=True, markup=False)

@@ -1,9 +1,12 @@
-"""`outrider tune`: search methods and parameters by successive halving on real runs.
+"""`outrider tune`: search methods and their parameters on real runs.
 
-Every candidate answers a few prompts, each in turn with plain decoding, so that a slow moment of the machine
-falls on both.  The best third answers three times as many, and so on; the last FINALISTS are measured until
-the time is over.  A gain is plain seconds / candidate's seconds over the same answers; its interval is a
-bootstrap over the pairs.
+1. Every method answers a prompt with its own defaults.
+2. Optuna's TPE sampler proposes a method and parameters.  A proposal answers 1, 3, then 9 prompts, as long as
+   it is among the best: successive halving that does not wait for complete rounds (arXiv 1810.05934).
+3. The best FINALISTS answer prompts until the time is over; these answers alone count for the ranking.
+
+A setting runs in turn with plain decoding, so that a slow moment of the machine falls on both.  A gain is
+plain seconds / its seconds over the same answers; its interval is a bootstrap over the pairs.
 """
 
 from __future__ import annotations
@@ -11,23 +14,24 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
-from outrider.bench.measure import Prompts, once
+from outrider.bench.measure import Prompts, Run, once
 from outrider.core.params import SamplingParams
-from outrider.draft import PLAIN_MODEL, detect
+from outrider.draft import PLAIN_MODEL, detect, method, methods
 from outrider.errors import CapacityError, ConfigError, ModelError
 from outrider.llm import LLM
+from outrider.tune.layerskip import import_optuna
 
-DEPTHS = (2, 3, 4, 6, 8)
-KEEP = 3  # one in KEEP survives, on KEEP times as many prompts
+MOST = 9  # prompts of a proposal
+KEEP = 3  # one in KEEP goes on
 FINALISTS = 3
 SEARCH_SHARE = 0.7  # of the time; the rest is for the finalists
-RESAMPLES, LEVEL = 2000, 95  # of the bootstrap; per cent of the interval
+RESAMPLES, LEVEL, LEAST = 2000, 95, 3  # of the bootstrap; per cent of the interval; pairs that make one
 OFF = {"method": "off"}
 Tick = Callable[[str], None]
 
@@ -47,8 +51,10 @@ class Candidate:
         return float(plain / own)
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """The gain's confidence interval."""
+    def interval(self) -> tuple[float, float] | None:
+        """The gain's confidence interval; None for too few pairs."""
+        if len(self.pairs) < LEAST:
+            return None
         pairs = np.array(self.pairs)
         chosen = np.random.default_rng(0).integers(len(pairs), size=(RESAMPLES, len(pairs)))
         sums = pairs[chosen].sum(1)
@@ -57,10 +63,49 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Space:
+    """A method, and the values that its parameters are tried with.  ahead: a method that is asked first."""
+
+    label: str
+    config: Mapping[str, Any]
+    tunable: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    ahead: str | None = None
+
+    @property
+    def parameters(self) -> dict[str, Sequence[Any]]:
+        """`tunable` under names that no other space has."""
+        return {f"{self.label}/{name}": values for name, values in self.tunable.items()}
+
+    def candidate(self, chosen: Mapping[str, Any]) -> Candidate:
+        """chosen: value of each parameter; None for the method's own default."""
+        given = {name: value for name, value in chosen.items() if value is not None}
+        config = {**self.config, **given}
+        if self.ahead is not None:
+            config = {"method": "first", "drafters": [{"method": self.ahead}, config]}
+        label = ", ".join([self.label, *(f"{name} {value}" for name, value in given.items())])
+        return Candidate(label.replace("num_speculative_tokens", "depth"), config)
+
+
+def spaces(drafts: Sequence[str]) -> list[Space]:
+    """The methods without weights, every draft and head, and these mixed with look-up."""
+    found = [Space("auto", {"method": "auto"})]
+    for name, kind in methods().items():
+        if kind.tunable and not any(option.name == "model" for option in fields(kind.Options)):
+            found.append(Space(name, {"method": name}, kind.tunable))
+    for name in drafts:
+        own = detect(name)
+        config, tunable = {"method": own, "model": name}, method(own).tunable
+        found += [Space(f"auto, {name}", {**config, "method": "auto"}), Space(name, config, tunable)]
+        if own == PLAIN_MODEL:
+            found.append(Space(f"suffix else {name}", config, tunable, ahead="suffix"))
+    return found
+
+
+@dataclass(frozen=True)
 class Outcome:
     """ranking: those that reached the final, the best first.  dropped: the others, by their last gain.
 
-    untried: settings that the time did not suffice for.  refused: those that this model does not support.
+    untried: methods that the time did not suffice for.  refused: settings that this model does not support.
     """
 
     ranking: list[Candidate]
@@ -74,110 +119,142 @@ class Outcome:
         return self.ranking[0].config if self.ranking and self.ranking[0].gain > 1 else OFF
 
 
-def candidates(drafts: Sequence[str]) -> list[Candidate]:
-    """Settings of the methods without weights, of every draft and head, and of mixes with look-up."""
-    return [Candidate(label, config) for label, config in _settings(drafts)]
-
-
-def _settings(drafts: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield "auto", {"method": "auto"}
-    for depth in DEPTHS[1:]:
-        yield f"ngram, {depth}", {"method": "ngram", "num_speculative_tokens": depth}
-    for factor, least in itertools.product((1.0, 2.0), (0.1, 0.4)):
-        keys = {"suffix_decoding_max_spec_factor": factor, "suffix_decoding_min_token_prob": least}
-        yield f"suffix, factor {factor:g}, p {least:g}", {"method": "suffix", **keys}
-    yield "recycle", {"method": "recycle"}
-    for name in drafts:
-        method = detect(name)
-        for depth in DEPTHS:
-            config = {"method": method, "model": name, "num_speculative_tokens": depth}
-            yield f"{name}, {depth}", config
-            if method == PLAIN_MODEL:
-                if depth <= 4:
-                    yield f"{name}, {depth} × 2", {**config, "siblings": 2}
-                mixed = {"method": "first", "drafters": [{"method": "suffix"}, config]}
-                yield f"suffix else {name}, {depth}", mixed
-
-
 @dataclass
 class Search:
-    """minutes: of the whole search.  clock: seconds, replaced in tests."""
+    """minutes: of the whole search.  clock: seconds, replaced in tests.
+
+    tried: label -> candidate.  engines: of the last candidates, with their drafters' memory at the beginning.
+    """
 
     llm: LLM
     prompts: Prompts
     params: SamplingParams
     minutes: float
     clock: Callable[[], float] = time.monotonic
+    tried: dict[str, Candidate] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    engines: dict[str, tuple[LLM, Any]] = field(default_factory=dict)
 
-    def run(self, settings: list[Candidate], tick: Tick) -> Outcome:
-        """Raises ConfigError if there is no time for a single run."""
-        began = self.clock()
-        self.end = began + 60 * self.minutes
+    def __post_init__(self) -> None:
         self.plain = self.llm.variant(None)
-        self.variants: dict[str, LLM] = {}
-        self.fresh: dict[str, Any] = {}  # memory of each candidate's drafter before its first prompt
-        self.refused: dict[str, str] = {}
-        once(self.plain, *self._prompt(0), self.params)  # warm up
-        rungs = max(1, round(np.log(max(1, len(settings) / FINALISTS)) / np.log(KEEP)))
-        alive, dropped, count = settings, list[Candidate](), 1
-        untried: list[str] = []
-        for rung in range(1, rungs + 1):
-            until = began + 60 * self.minutes * SEARCH_SHARE * rung / rungs
-            for candidate in alive:
-                tick(f"round {rung} of {rungs}: {candidate.label}")
-                self._visit(candidate, count, until)
-            untried += [one.label for one in alive if not one.pairs and one.label not in self.refused]
-            ranked = sorted((one for one in alive if one.pairs), key=lambda one: -one.gain)
-            left = max(FINALISTS, len(alive) // KEEP) if rung < rungs else FINALISTS
-            alive, dropped, count = ranked[:left], ranked[left:] + dropped, count * KEEP
-            self.variants = {
-                one.label: self.variants[one.label] for one in alive if one.label in self.variants
-            }
-        if not alive:
-            raise ConfigError(f"{self.minutes:g} minutes do not suffice for one run: give more --minutes.")
-        self._final(alive, count, tick)
-        return Outcome(sorted(alive, key=lambda one: -one.gain), dropped, untried, self.refused)
 
-    def _visit(self, candidate: Candidate, count: int, until: float) -> None:
-        """Run a candidate over the next `count` prompts; stops when the time `until` is over."""
-        try:
-            variant = self.variants.get(candidate.label) or self.llm.variant(candidate.config)
-        except (ConfigError, ModelError, CapacityError) as error:
-            self.refused[candidate.label] = str(error)
-            return
-        self.variants[candidate.label] = variant
-        for _ in range(count):
-            if self.clock() >= until:
+    def run(self, asked: Sequence[Space], tick: Tick) -> Outcome:
+        """Raises ConfigError if there is no time for a single run, or no setting is supported."""
+        began, seconds = self.clock(), 60 * self.minutes
+        self._once(self.plain, *self._prompt(0))  # warm up
+        self._propose(asked, began + SEARCH_SHARE * seconds, tick)
+        found = self._best()
+        if not found:
+            raise ConfigError(
+                f"{self.minutes:g} minutes do not suffice for one run: give more --minutes."
+                + "".join(f" {label}: {reason}" for label, reason in self.refused.items())
+            )
+        finalists = [one for one in found if len(one.pairs) >= LEAST][:FINALISTS] or found[:FINALISTS]
+        ranking = self._final(finalists, began + seconds, tick)
+        defaults = [space.candidate({}).label for space in asked]
+        return Outcome(
+            ranking,
+            [one for one in found if one not in finalists],
+            [label for label in defaults if not self.tried[label].pairs and label not in self.refused],
+            self.refused,
+        )
+
+    def _best(self) -> list[Candidate]:
+        """The candidates that ran, those with the most gain first."""
+        return sorted((one for one in self.tried.values() if one.pairs), key=lambda one: -one.gain)
+
+    def _promoted(self) -> list[Candidate]:
+        """Those that are worth further prompts."""
+        best = self._best()
+        return best[: max(1, len(best) // KEEP)]
+
+    def _propose(self, asked: Sequence[Space], until: float, tick: Tick) -> None:
+        """Try every method with its defaults, the best of them again, then what the sampler proposes."""
+        optuna, by_label = import_optuna(), {space.label: space for space in asked}
+        sampler = optuna.samplers.TPESampler(
+            n_startup_trials=len(asked), seed=self.params.seed, multivariate=True, group=True
+        )
+        study = optuna.create_study(direction="maximize", sampler=sampler)
+        for space in asked:
+            study.enqueue_trial({"method": space.label, **dict.fromkeys(space.parameters)})
+            self._candidate(space, {})
+        for number in itertools.count(1):
+            if number == len(asked) + 1:
+                for candidate in self._promoted():
+                    self._try(candidate, until, LEAST)
+            if self.clock() >= until or (number > len(asked) and not self._best()):
                 return
-            self._pair(candidate, variant)
+            trial = study.ask()
+            space = by_label[trial.suggest_categorical("method", [*by_label])]
+            values = [
+                trial.suggest_categorical(name, [None, *choices])
+                for name, choices in space.parameters.items()
+            ]
+            candidate = self._candidate(space, dict(zip(space.tunable, values)))
+            tick(f"{number}: {candidate.label}")
+            self._try(candidate, until, MOST if number > len(asked) else 1)
+            study.tell(trial, candidate.gain if candidate.pairs else 0.0)
 
-    def _final(self, alive: Sequence[Candidate], count: int, tick: Tick) -> None:
-        while self.clock() < self.end:
-            for candidate in alive:
-                tick(f"final: {candidate.label}")
-                self._visit(candidate, 1, self.end)
+    def _candidate(self, space: Space, values: Mapping[str, Any]) -> Candidate:
+        made = space.candidate(values)
+        return self.tried.setdefault(made.label, made)
 
-    def _pair(self, candidate: Candidate, variant: LLM) -> None:
-        """One prompt with both, in alternating order.
+    def _try(self, candidate: Candidate, until: float, most: int = MOST) -> None:
+        """Run a candidate over a prompt, and over `most` in all as long as it is one of the best."""
+        while self.clock() < until and self._visit(candidate):
+            if len(candidate.pairs) >= most or candidate not in self._promoted():
+                return
+
+    def _final(self, finalists: Sequence[Candidate], end: float, tick: Tick) -> list[Candidate]:
+        """Measure the finalists anew: they were chosen for their gains so far, which flatter them.
+
+        Those runs count only where there is no time for enough others.
+        """
+        found = [replace(one, pairs=[]) for one in finalists]
+        while self.clock() < end:
+            for one in found:
+                tick(f"final: {one.label}")
+                if self.clock() < end:
+                    self._visit(one)
+        for one, before in zip(found, finalists):
+            one.pairs += before.pairs if len(one.pairs) < LEAST else []
+        return sorted(found, key=lambda one: -one.gain)
+
+    def _visit(self, candidate: Candidate) -> bool:
+        """One prompt with a candidate and plainly, in alternating order.  False if it is not supported.
 
         A drafter keeps what it learned from other prompts, until a further pass over all of them.
         """
-        number, drafter = len(candidate.pairs), variant.engine.drafter
+        number = len(candidate.pairs)
         kind, group = self._prompt(number)
-        if candidate.label not in self.fresh:
-            self.fresh[candidate.label] = copy.deepcopy(drafter.memory)
-        if not number:  # its weights and caches are cold
-            self._once(variant, kind, group)
+        try:
+            engine, fresh = self._engine(candidate)
+        except (ConfigError, ModelError, CapacityError) as error:
+            self.refused[candidate.label] = str(error)
+            return False
         if not number % len(self.prompts):
-            drafter.memory = self.fresh[candidate.label]
-        order = (self.plain, variant) if number % 2 else (variant, self.plain)
+            engine.engine.drafter.memory = fresh
+        order = (self.plain, engine) if number % 2 else (engine, self.plain)
         runs = {id(llm): self._once(llm, kind, group) for llm in order}
-        plain, own = runs[id(self.plain)], runs[id(variant)]
+        plain, own = runs[id(self.plain)], runs[id(engine)]
         same = [a.token_ids for a in plain.answers] == [a.token_ids for a in own.answers]
-        candidate.changed |= variant.engine.rule.same and variant.engine.exact and not same
+        candidate.changed |= engine.engine.rule.same and engine.engine.exact and not same
         candidate.pairs.append((plain.seconds, own.seconds))
+        return True
 
-    def _once(self, llm: LLM, kind: str, group: list[Any]) -> Any:
+    def _engine(self, candidate: Candidate) -> tuple[LLM, Any]:
+        """The engine of a candidate, and its drafter's memory before any prompt."""
+        if candidate.label not in self.engines:
+            made = self.llm.variant(candidate.config)
+            fresh = copy.deepcopy(made.engine.drafter.memory)
+            self._once(made, *self._prompt(0))  # its weights and caches are cold
+            made.engine.drafter.memory = fresh
+            self.engines[candidate.label] = made, fresh
+            while len(self.engines) > FINALISTS:
+                del self.engines[next(iter(self.engines))]
+        return self.engines[candidate.label]
+
+    def _once(self, llm: LLM, kind: str, group: list[Any]) -> Run:
         return once(llm, kind, group, self.params, llm.engine.drafter.memory)
 
     def _prompt(self, number: int) -> tuple[str, list[Any]]:

@@ -15,14 +15,17 @@ their probabilities.  If the verification rule needs q, k children are sampled f
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.retokenize import Retokenized
-from outrider.drafting.base import Drafter, Target
+from outrider.drafting.base import DEPTHS, Drafter, Target
 from outrider.drafting.view import SELF
 
 
 class DraftModel(ModelDrafter):
+    tunable: ClassVar = {**DEPTHS, "siblings": (2, 3), "assistant_confidence_threshold": (0.2, 0.4, 0.6)}
     Options = DraftModelOptions
 
     @classmethod

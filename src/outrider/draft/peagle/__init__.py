@@ -28,7 +28,7 @@ from outrider.core.tree import Budget
 from outrider.core.validate import is_whole, whole
 from outrider.draft.eagle3 import layouts
 from outrider.draft.peagle.network import Network
-from outrider.drafting.base import Drafter, Target
+from outrider.drafting.base import DEPTHS, Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import random_head
 from outrider.heads.ranks import prior_paths
@@ -82,6 +82,7 @@ class OnePass(Forwards):
 
 class PEagle(Recurrent):
     FORMAT = FORMAT
+    tunable: ClassVar = {**DEPTHS, "nodes": (4, 16)}
 
     @dataclass(frozen=True)
     class Options(TapOptions):

@@ -30,7 +30,7 @@ from outrider.core.tree import Budget, DraftTree
 from outrider.core.validate import whole
 from outrider.draft.redrafter.layouts import FORMAT, blocks
 from outrider.draft.redrafter.network import Network
-from outrider.drafting.base import Drafter, Target
+from outrider.drafting.base import DEPTHS, Drafter, Target
 from outrider.drafting.trees.sampled import Tree
 from outrider.heads.base import HeadOptions, State, StateDrafter, random_head
 from outrider.heads.choose import Chooser
@@ -86,6 +86,7 @@ class Beams(Tree):
 
 class ReDrafter(StateDrafter):
     FORMAT = FORMAT
+    tunable: ClassVar = {**DEPTHS, "beam_width": (2, 3, 5), "nodes": (4, 16)}
     demo: ClassVar = {
         "ReDrafter": {"model": "builtin-redrafter", "num_speculative_tokens": 2, "beam_width": 3, "nodes": 4}
     }
