@@ -43,7 +43,7 @@ def main() -> None:
             params = SamplingParams(temperature=temperature, max_tokens=given.tokens, seed=1)
             for prompt in asked:
                 llm.generate([prompt], params)
-        found[label] = llm.engine.controller.report()["reliability"]
+        found[label] = llm.engine.report()["reliability"]
     reliability(found, f"acceptance of draft tokens, {given.model}", given.out)
     if given.json:
         given.json.write_text(json.dumps({"conditions": conditions(), "points": found}, indent=1) + "\n")
