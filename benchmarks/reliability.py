@@ -1,27 +1,79 @@
-"""Reliability diagram of the adaptive controller: predicted against observed acceptance of draft tokens.
+"""Reliability diagram: predicted and observed acceptance of draft tokens, by bins and by the control module.
 
     python benchmarks/reliability.py --out docs/img/reliability.svg [--json OUT] [MODEL]
 
-Nodes whose parent was accepted, by tenths of their predicted probability, over the demo's prompts, greedy
-and at temperature 0.8.  The area of a point is the number of nodes.
+Everything that the drafters propose is judged, whether it would pay or not, greedy and at temperature 0.8.
+Nodes whose parent was accepted count, by tenths of their predicted probability.  Bins begin with nothing and
+learn as they go; the module is the built-in one.  It was fitted to none of these prompts: the demo's, and
+code and German of questions.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
 from outrider.bench.plot import check_plot, reliability
 from outrider.bench.prompts import PROMPTS, TASKS, rendered
+from outrider.bench.questions import prompts_of, read
+from outrider.control.acceptance import Reliability
+from outrider.control.module import DEFAULT, Module, load, method_name, sources
+from outrider.tune.control import Answered, configs, record
 
-DRAFTERS = {
-    "suffix": {"method": "suffix", "adaptive": True},
-    "draft model": {"model": "builtin-draft", "adaptive": True},
-    "both": {"method": "auto", "model": "builtin-draft"},
-}
+Judged = tuple[float, float, bool]  # probability by bins and by the module, whether it was accepted
+
+
+def judged(answer: Answered, module: Module) -> list[Judged]:
+    """The nodes of an answer that the module has an opinion of."""
+    found = []
+    names = [method_name(answer.names, source) for source in sources(len(answer.names))]
+    for node in answer.nodes:
+        if (name := names[node.request.method]) in module.network.methods:
+            request = node.request._replace(method=module.network.methods.index(name))
+            odds = node.probability * module.table(request)[node.place]
+            found.append((node.probability, odds / (1 - node.probability + odds), node.accepted))
+    return found
+
+
+def log_loss(nodes: Sequence[Judged], which: int) -> float:
+    return -sum(math.log(node[which] if node[2] else 1 - node[which]) for node in nodes)
+
+
+def compared(answers: Sequence[Answered], module: Module) -> dict[str, Any]:
+    """Mean log losses in nats, the module's lead with its standard error over prompts, and both diagrams."""
+    by_prompt: dict[int, list[Judged]] = {}
+    for answer in answers:
+        by_prompt.setdefault(answer.prompt, []).extend(judged(answer, module))
+    nodes = [node for group in by_prompt.values() for node in group]
+    leads = [log_loss(group, 0) - log_loss(group, 1) for group in by_prompt.values()]
+    made: dict[str, Any] = {
+        "nodes": len(nodes),
+        "lead of the module, nats": sum(leads) / len(nodes),
+        "standard error": float(np.std(leads, ddof=1)) * len(leads) ** 0.5 / len(nodes),
+    }
+    for which, name in enumerate(("calibrated bins", "control module")):
+        table = Reliability()
+        for node in nodes:
+            table.add(node[which], node[2])
+        made[name] = {"log loss, nats": log_loss(nodes, which) / len(nodes), "points": table.table()}
+    return made
+
+
+def panel(found: dict[str, Any]) -> dict[str, Any]:
+    """Legend -> points."""
+    return {
+        f"{name}, {part['log loss, nats']:.3f} nats": part["points"]
+        for name, part in found.items()
+        if isinstance(part, dict)
+    }
 
 
 def main() -> None:
@@ -29,24 +81,30 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", default="builtin")
+    parser.add_argument("--draft", default="builtin-draft")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     check_plot(given.out)
-    found: dict[str, list[tuple[float, float, int]]] = {}
-    llm = LLM(given.model, speculative_config=None)
-    for label, config in DRAFTERS.items():
-        llm.use(config)
-        asked = [rendered(prompt, llm.get_tokenizer()) for prompt in (*PROMPTS, *TASKS)]
-        for temperature in (0.0, 0.8):
-            params = SamplingParams(temperature=temperature, max_tokens=given.tokens, seed=1)
-            for prompt in asked:
-                llm.generate([prompt], params)
-        found[label] = llm.engine.report()["reliability"]
-    reliability(found, f"acceptance of draft tokens, {given.model}", given.out)
+    params = [SamplingParams(temperature=t, max_tokens=given.tokens, seed=1) for t in (0.0, 0.8)]
+    llm = LLM(given.model, speculative_config=None, max_num_seqs=1)
+    own = [(prompt.kind, rendered(prompt, llm.tokenizer)) for prompt in (*PROMPTS, *TASKS)]
+    more, _ = prompts_of(llm, read(Path(__file__).with_name("questions.jsonl")), params[0])
+    network, found = load(DEFAULT), {}
+    for config in configs([given.draft]):
+        answers = record(llm, config, [*own, *more], params, lambda: None)
+        if not answers:
+            raise SystemExit(f"Too few draft tokens of {config} were judged: give more --tokens.")
+        name = " and ".join(answers[0].names)
+        found[name] = compared(answers, Module(network, answers[0].names, trusted=True))
+        told = {key: value for key, value in found[name].items() if not isinstance(value, dict)}
+        print(name, json.dumps(told), flush=True)
+    title = f"acceptance of draft tokens, {given.model}, {len(own) + len(more)} prompts"
+    panels = {f"{name}, {part['nodes']} tokens": panel(part) for name, part in found.items()}
+    reliability(panels, title, given.out)
     if given.json:
-        given.json.write_text(json.dumps({"conditions": conditions(), "points": found}, indent=1) + "\n")
+        given.json.write_text(json.dumps({"conditions": conditions(), "drafters": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -87,11 +87,17 @@ def test_one_that_is_not_trusted_changes_nothing_until_it_has_predicted_better()
     assert own.probability(key) > plain.probability(key)
 
 
-def test_it_gives_way_to_bins_that_predict_better() -> None:
-    module = Module(network(1.5), NAMES, trusted=True)
-    for _ in range(40):
-        corrected(module).learn(key_of(1, 1, 0.2), False)
+def test_it_gives_way_to_bins_that_predict_better_and_logs_it(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    network(1.5).save(tmp_path / "module.safetensors")
+    with caplog.at_level("DEBUG", "outrider"):
+        module = module_for(str(tmp_path / "module.safetensors"), NAMES, trusted=True)
+        assert module is not None and "predicted by the control module" in caplog.messages[-1]
+        for _ in range(40):
+            corrected(module).learn(key_of(1, 1, 0.2), False)
     assert not module.used and module.report()["by"] == "bins"
+    assert len(caplog.messages) == 2 and "predicted by calibrated bins" in caplog.messages[-1]
 
 
 def test_a_request_is_told_apart_by_what_it_repeats_and_how_its_drafts_went() -> None:

@@ -12,6 +12,8 @@ from outrider.errors import ConfigError
 
 FORMATS = (".png", ".svg", ".pdf")
 BLUE, RED, GREY = "#0072b2", "#d55e00", "#7a7a7a"  # of Okabe and Ito, whom colour-blind readers can follow
+FEWEST = 10  # observations of a point that is drawn
+Point = tuple[float, float, int]  # predicted, observed, number of observations
 TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20)
 
 
@@ -95,22 +97,30 @@ def lines(series: Mapping[str, Sequence[float]], x: str, y: str, title: str, out
     save(figure, title, out)
 
 
-def reliability(points: Mapping[str, Sequence[tuple[float, float, int]]], title: str, out: Path) -> None:
-    """Predicted (x) against observed probability (y); the area of a point is its number of observations.
+def reliability(panels: Mapping[str, Mapping[str, Sequence[Point]]], title: str, out: Path) -> None:
+    """Predicted (x) against observed probability (y) with 95 % intervals, a panel for each drafter.
 
-    points: name -> (predicted, observed, observations).
+    panels: drafter -> predictor -> points, of which those with few observations are left out.  The bars below
+    are the numbers of observations of the first predictor.
     """
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(4.4, 4.2))
-    axes.plot([0, 1], [0, 1], color="#b8c4ce", linewidth=1)
-    most = max([n for found in points.values() for *_, n in found], default=1)
-    for name, found in points.items():
-        predicted, observed, counts = zip(*found) if found else ((), (), ())
-        areas = [12 + 150 * n / most for n in counts]
-        axes.scatter(predicted, observed, s=areas, alpha=0.6, label=f"{name}, {sum(counts)} tokens")
-    axes.set_xlabel("predicted probability")
-    axes.set_ylabel("share accepted")
-    axes.legend(frameon=False, fontsize=8)
+    size = (0.6 + 2.7 * len(panels), 3.5)
+    figure, grid = pyplot().subplots(
+        1, len(panels), sharex=True, sharey=True, squeeze=False, figsize=size, layout="constrained"
+    )
+    for axes, (drafter, predictors) in zip(grid[0], panels.items()):
+        axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
+        for points, name, colour, marker in zip(predictors.values(), predictors, (BLUE, RED), "os"):
+            if not (known := [point for point in points if point[2] >= FEWEST]):
+                continue
+            predicted, observed, counts = zip(*known)
+            spread = [1.96 * (p * (1 - p) / n + 1 / n**2) ** 0.5 for p, n in zip(observed, counts)]
+            axes.errorbar(predicted, observed, spread, fmt=marker, color=colour, markersize=4, label=name)
+            if colour == BLUE:
+                axes.bar(predicted, [0.2 * n / max(counts) for n in counts], 0.06, color="#d4dde4")
+        axes.set_title(drafter, fontsize=9)
+        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", aspect="equal")
+        axes.legend(frameon=False, fontsize=7, loc="upper left")
+    grid[0][0].set_ylabel("share accepted")
     save(figure, title, out)
 
 

@@ -179,8 +179,12 @@ class Module:
         self.lead = max(-2 * PROOF, min(2 * PROOF, self.lead + after - before))
         if abs(self.lead) > PROOF and self.used != (self.lead > 0):
             self.used = self.lead > 0
-            by = "the control module" if self.used else "calibrated bins"
-            log.debug("acceptance of drafts is predicted by %s: %s", by, self.report())
+            self.log()
+
+    def log(self) -> None:
+        """Say which one decides from now on."""
+        by = "the control module" if self.used else "calibrated bins"
+        log.debug("acceptance of drafts is predicted by %s: %s", by, self.report())
 
     def report(self) -> dict[str, Any]:
         """Which one decides, and the mean losses of both in nats."""
@@ -208,6 +212,8 @@ def module_for(file: str | None, names: Sequence[str], trusted: bool) -> Module 
     if file == ONLY_BINS:
         return None
     module = Module(load(DEFAULT if file is None else Path(file)), names, trusted or file is not None)
+    if module.methods:
+        module.log()
     return module if module.methods else None
 
 
