@@ -1,10 +1,12 @@
-"""Predicted output: tokens/s when the answer repeats a text that comes with the request, by how much differs.
+"""Predicted output: speed when the answer repeats a text that comes with the request, by how much differs.
 
-    python benchmarks/prediction.py [--model builtin-100m] [--rounds 3] [--cpu-time] [--json OUT]
+    python benchmarks/prediction.py [--model builtin-100m] [--prompts 6] [--rounds 2] [--json OUT]
 
 The prediction of a prompt is its own answer after random edits: every token begins one with the given
 probability, which replaces, inserts or drops 1 to 8 tokens.  "unrelated" is the answer to another prompt.
-Ways take turns, prompt by prompt, one request at a time; ratios to plain decoding are medians over rounds.
+Ways take turns, prompt by prompt, one request at a time.  Ratios to plain decoding are medians over rounds,
+of wall time and of the CPU time of all threads; the latter is the one to read on a busy machine, with
+OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from core import conditions
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
@@ -28,7 +31,7 @@ from outrider import LLM, SamplingParams
 QUESTIONS = Path(__file__).parent / "questions.jsonl"
 RATES = (0.0, 0.02, 0.05, 0.1)
 LENGTHS = (1, 1, 2, 3, 8)  # tokens of an edit
-NEW = 160
+NEW = 128
 
 
 def edited(ids: list[int], rate: float, rng: random.Random) -> list[int]:
@@ -55,56 +58,69 @@ def predictions(answers: list[list[int]], seed: int) -> dict[str, list[list[int]
     return {**found, "unrelated": [*answers[1:], answers[0]]}
 
 
-def ways(llm: LLM) -> dict[str, tuple[LLM, bool]]:
-    """Label -> the engine, and whether it gets the prediction."""
-    auto = llm.variant("auto")
-    return {
-        "plain": (llm, False),
-        "auto": (auto, False),
-        "prediction": (llm.variant("prediction"), True),
-        "auto, prediction": (auto, True),
-    }
+@dataclass
+class Way:
+    """An engine, with or without a prediction, and what it has done.  Times are sums by round."""
 
+    llm: LLM
+    predicts: bool
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
 
-def measure(
-    llm: LLM, prompts: list[str], rounds: int, temperature: float, clock: Callable[[], float]
-) -> dict[str, dict[str, Any]]:
-    """Figures by kind of prediction and way."""
+    def answer(self, prompt: str, params: SamplingParams, fresh: Any, round: int) -> list[int]:
+        """fresh: memory of a drafter that has seen no text."""
+        self.llm.engine.drafter.memory = copy.deepcopy(fresh)
+        began, cpu_began = time.perf_counter(), time.process_time()
+        (sample,) = self.llm.generate(prompt, params)[0].outputs
+        spent = time.perf_counter() - began, time.process_time() - cpu_began
+        for sums, seconds in zip((self.seconds, self.cpu_seconds), spent):
+            sums += [0.0] * (round + 1 - len(sums))
+            sums[round] += seconds
+        self.tokens += len(sample.token_ids)
+        self.steps += sample.speculation.steps
+        self.drafted += sample.speculation.drafted
+        return sample.token_ids
 
-    def answer(engine: LLM, i: int, prediction: list[int] | None) -> Any:
-        params = SamplingParams(
-            temperature=temperature, seed=i, max_tokens=NEW, ignore_eos=True, prediction=prediction
-        )
-        engine.engine.drafter.memory = copy.deepcopy(fresh[engine])  # of no text
-        return engine.generate(prompts[i], params)[0].outputs[0]
+    def figures(self, plain: Way) -> dict[str, float]:
+        def over(ours: list[float], theirs: list[float]) -> float:
+            return statistics.median(b / a for a, b in zip(ours, theirs))
 
-    chosen = ways(llm)
-    fresh = {engine: copy.deepcopy(engine.engine.drafter.memory) for engine, _ in chosen.values()}
-    answers = [answer(llm, i, None).token_ids for i in range(len(prompts))]
-    results: dict[str, dict[str, Any]] = {}
-    for label, texts in predictions(answers, seed=1).items():
-        seconds = {way: [0.0] * rounds for way in chosen}
-        steps, drafted = dict.fromkeys(chosen, 0), dict.fromkeys(chosen, 0)
-        for round in range(rounds):
-            for i, text in enumerate(texts):
-                for way, (engine, told) in chosen.items():
-                    began = clock()
-                    sample = answer(engine, i, text if told else None)
-                    seconds[way][round] += clock() - began
-                    assert sample.token_ids == answers[i], f"{way}: the text differs"
-                    steps[way] += sample.speculation.steps
-                    drafted[way] += sample.speculation.drafted
-        tokens = NEW * len(prompts)
-        results[label] = {
-            way: {
-                "tokens/s": tokens / statistics.median(seconds[way]),
-                "of plain": statistics.median(p / s for p, s in zip(seconds["plain"], seconds[way])),
-                "tokens a step": tokens * rounds / steps[way],
-                "drafted a token": drafted[way] / tokens / rounds,
-            }
-            for way in chosen
+        return {
+            "tokens/s": self.tokens / sum(self.seconds),
+            "of plain": over(self.seconds, plain.seconds),
+            "of plain by CPU time": over(self.cpu_seconds, plain.cpu_seconds),
+            "tokens a step": self.tokens / self.steps,
+            "drafted a token": self.drafted / self.tokens,
         }
-    return results
+
+
+def measure(llm: LLM, prompts: list[str], rounds: int, temperature: float) -> dict[str, dict[str, Any]]:
+    """Figures by kind of prediction and way."""
+    auto, own = llm.variant("auto"), llm.variant("prediction")
+    fresh = {engine: copy.deepcopy(engine.engine.drafter.memory) for engine in (llm, auto, own)}
+    ways = {"none": {"plain": Way(llm, False), "auto": Way(auto, False)}}
+
+    def answer(way: Way, i: int, text: list[int] | None, round: int) -> list[int]:
+        params = SamplingParams(
+            temperature=temperature, seed=i, max_tokens=NEW, ignore_eos=True, prediction=text
+        )
+        return way.answer(prompts[i], params, fresh[way.llm], round)
+
+    answers = [answer(Way(llm, False), i, None, 0) for i in track(range(len(prompts)), "answers")]
+    texts = predictions(answers, seed=1)
+    for label in texts:
+        ways[label] = {"prediction": Way(own, True), "auto, prediction": Way(auto, True)}
+    turns = [(round, i) for round in range(rounds) for i in range(len(prompts))]
+    for round, i in track(turns, "rounds"):
+        for label, kinds in ways.items():
+            for name, way in kinds.items():
+                found = answer(way, i, texts[label][i] if way.predicts else None, round)
+                assert found == answers[i], f"{name}: the text differs"
+    plain = ways["none"]["plain"]
+    return {label: {name: way.figures(plain) for name, way in kinds.items()} for label, kinds in ways.items()}
 
 
 def main() -> None:
@@ -112,17 +128,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="builtin-100m")
-    parser.add_argument("--prompts", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--cpu-time", action="store_true", help="of all threads, for a busy machine")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     questions = [json.loads(line)["turns"][0] for line in QUESTIONS.read_text().splitlines()]
     llm = LLM(given.model, max_num_seqs=1, max_model_len=1024, speculative_config=None)
-    clock = time.process_time if given.cpu_time else time.perf_counter
-    results = measure(llm, questions[: given.prompts], given.rounds, given.temperature, clock)
-    table = Table("prediction", "way", "tokens/s", "of plain", "tokens a step", "drafted a token")
+    results = measure(llm, questions[: given.prompts], given.rounds, given.temperature)
+    table = Table("prediction", "way", "tokens/s", "of plain", "by CPU time", "tokens a step", "drafted")
     for label, found in results.items():
         for way, figures in found.items():
             table.add_row(label, way, *(f"{value:.2f}" for value in figures.values()))
