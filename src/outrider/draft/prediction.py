@@ -26,7 +26,8 @@ from outrider.core.validate import NoOptions
 from outrider.drafting.base import TextDrafter
 
 CONFIDENCE = 0.8  # of every draft token
-FIRST, RETRY, LONGEST = 8, 4, 16  # draft tokens: of the first draft, after a failed one, at most
+# draft tokens: of the first draft, after a failed one, added after an accepted one, and at most
+FIRST, RETRY, GROWTH, LONGEST = 12, 3, 5, 16
 MATCH = 4  # tokens of the longest match
 NEAR = 8  # tokens that a match of one token may lie off the expected place
 PLACES = 16  # of a token, before and behind the expected place
@@ -85,9 +86,9 @@ class Follower:
     def learn(self, drafted: int, accepted: int) -> None:
         """Take in how much of a draft was accepted."""
         if accepted == drafted:
-            self.reach = min(LONGEST, 2 * self.reach)
+            self.reach = min(LONGEST, self.reach + GROWTH)
         else:
-            self.reach = max(RETRY, min(self.reach, 2 * accepted))
+            self.reach = max(RETRY, min(self.reach // 2, accepted))
         self.misses = 0 if accepted else min(MATCH - 1, self.misses + 1)
 
 
