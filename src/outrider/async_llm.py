@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from outrider.requests import Prompt
 # Longest time in seconds that another thread keeps the interpreter while the engine's thread wants it.
 # Python's default of 5 ms is longer than a step of a small model.
 SWITCH_INTERVAL = 0.0005
+CROWD = 4  # running samples: with more, outputs come less often, as each takes time from the engine
 OnEnd = Callable[[int, RequestOutput], None]  # (index of the request, its last output)
 log = logging.getLogger("outrider")
 
@@ -58,8 +60,8 @@ class _Reader:
     """Receiver of one request's news.  Keeps the newest states only.
 
     index: of the request among those of its task.  final: receives the end only.
-    interval: least seconds between two wakings of the task, but for the end.  A timer ends the wait: what
-    is there is read also while no step adds to it.
+    interval: seconds between two wakings of the task, the first and the last one aside.  A timer ends the
+    wait, whether or not a step adds to what is there, at a multiple of the interval: at once for all tasks.
     """
 
     def __init__(
@@ -72,15 +74,17 @@ class _Reader:
         self.told = self.ended = False  # a call of `wake` is on its way; there was one for the end
         self.timer: asyncio.TimerHandle | None = None
 
-    def wake(self) -> None:
+    def wake(self, crowd: int) -> None:
+        """Wake the task now, or when it is due.  crowd: factor of the interval."""
         if self.ended:
             return
         self.cancel()
         self.ended = all(state.finish_reason for state in self.states)
-        if not self.ended and self.inbox.loop.time() < self.due:
-            self.timer = self.inbox.loop.call_at(self.due, self.wake)
+        now, interval = self.inbox.loop.time(), crowd * self.interval
+        if not self.ended and now < self.due:
+            self.timer = self.inbox.loop.call_at(self.due, self.wake, crowd)
             return
-        self.told, self.due = False, self.inbox.loop.time() + self.interval
+        self.told, self.due = False, (now // interval + 1) * interval if interval else 0.0
         if self.on_end is not None and self.ended:
             # before the task reads it
             self.inbox.loop.call_soon(self.on_end, self.index, self.output(), context=self.inbox.context)
@@ -95,7 +99,10 @@ class _Reader:
     def output(self) -> RequestOutput:
         """The output so far: always the same object."""
         if not self.final:
-            return self.request.extended(self.states)
+            made = self.request.extended(self.states)
+            if made.outputs[0].token_ends[-1:] == [0]:
+                self.due = 0.0  # the interval begins with the first text
+            return made
         self.last = self.last or self.request.output(self.states)
         return self.last
 
@@ -196,7 +203,8 @@ class AsyncLLM:
 
         final: yield only the last output of each.  Otherwise all outputs of a request are one object, whose
         lists grow.  on_end: called in the event loop when a request has ended, also while nothing is read.
-        interval: least seconds between two outputs of a request, but for the last one.
+        interval: seconds between two outputs of a request, the first and the last one aside; twice as many
+        while more than CROWD samples run, and so on.
         Raises EngineError, TimeoutError after `timeout` seconds, and RequestError if a logits processor may
         wait for this call.  Closing it ends the requests.
         """
@@ -285,16 +293,17 @@ class AsyncLLM:
     def _between_steps(self) -> bool:
         """Wake the readers of requests with news, once per event loop.  Returns whether to stop."""
         news, self._news = self._news, []
+        crowd = math.ceil(len(self.llm.engine.scheduler.running) / CROWD) or 1
         for loop in {reader.inbox.loop for reader in news}:
             readers = [reader for reader in news if reader.inbox.loop is loop]
             try:
-                loop.call_soon_threadsafe(_wake, readers)
+                loop.call_soon_threadsafe(_wake, readers, crowd)
             except RuntimeError:  # the event loop is closed: no task reads
                 for reader in readers:
                     self.llm.abort(reader.request.id)
         return self._closed
 
 
-def _wake(readers: Sequence[_Reader]) -> None:
+def _wake(readers: Sequence[_Reader], crowd: int) -> None:
     for reader in readers:
-        reader.wake()
+        reader.wake(crowd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from outrider import LLM, AsyncLLM, EngineError, RequestError, RequestOutput, SamplingParams
+from outrider import LLM, AsyncLLM, EngineError, RequestError, RequestOutput, SamplingParams, async_llm
 from outrider.errors import RankError
 from outrider.testing import EngineDriver, check_idle, random_prompts
 
@@ -82,9 +83,50 @@ def test_an_interval_leaves_the_first_output_and_the_last(engine: AsyncLLM) -> N
         return len(lengths)
 
     async def task() -> None:
-        assert await count(60) <= 2 < await count(0)
+        assert await count(1e6) <= 2 < await count(0)
 
     running(engine, task)
+
+
+def test_more_samples_have_fewer_outputs(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_llm, "CROWD", 1)
+
+    def slow(ids: list[int], logits: Any) -> Any:
+        time.sleep(0.001)
+        return logits
+
+    async def count(i: int) -> int:
+        params = params_of(0, max_tokens=150, logits_processors=[slow])
+        request = await engine.read(PROMPTS[i], params)
+        return len([0 async for _ in engine.follow([request], interval=0.05)])
+
+    async def task() -> None:
+        began = asyncio.get_running_loop().time()
+        counts = await asyncio.gather(*map(count, range(3)))
+        seconds = asyncio.get_running_loop().time() - began
+        assert max(counts) <= seconds / (3 * 0.05) + 3 < seconds / 0.05
+
+    running(engine, task)
+
+
+def test_an_interval_begins_with_the_first_text() -> None:
+    engine = AsyncLLM("builtin", max_model_len=256, max_num_seqs=4, speculative_config="off")
+    end = engine.llm.tokenizer.eos_token_id
+
+    def end_first(ids: list[int], logits: Any) -> Any:
+        if not ids:
+            logits[end] = 1e4
+        return logits
+
+    async def task() -> None:
+        params = params_of(0, max_tokens=60, logits_processors=[end_first], ignore_eos=True)
+        request = await engine.read(PROMPTS[0], params)
+        texts = [output.outputs[0].text async for _, output in engine.follow([request], interval=1e6)]
+        assert request.rows[0].tokens[request.rows[0].prompt] == end
+        assert any(texts[:-1])
+
+    running(engine, task)
+    engine.shutdown()
 
 
 def test_tokens_that_exist_are_not_held_back_by_a_long_step(engine: AsyncLLM) -> None:

@@ -26,8 +26,7 @@ from outrider.core.validate import NoOptions
 from outrider.drafting.base import TextDrafter
 
 CONFIDENCE = 0.8  # of every draft token
-# draft tokens: of the first draft, after a failed one, added after an accepted one, and at most
-FIRST, RETRY, GROWTH, LONGEST = 12, 3, 5, 16
+FIRST, RETRY, GROWTH, LONGEST = 12, 3, 5, 16  # tokens: at first, after failure, more after success, at most
 MATCH = 4  # tokens of the longest match
 NEAR = 8  # tokens that a match of one token may lie off the expected place
 PLACES = 16  # of a token, before and behind the expected place

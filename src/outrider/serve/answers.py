@@ -64,13 +64,9 @@ class Job:
         """The response, with a choice for each sample of each prompt."""
         outputs = await self.server.outputs(self.requests)
         made = self.head(self.kind)
-        samples = self.body.n
+        n = self.body.n
         made["choices"] = [
-            {
-                "index": i * samples + sample.index,
-                **self.choices.choice(i, sample),
-                **self._origins(sample, 0),
-            }
+            {"index": i * n + sample.index, **self.choices.choice(i, sample), **self._origins(sample, 0)}
             for i, output in enumerate(outputs)
             for sample in output.outputs
         ]

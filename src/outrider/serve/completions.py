@@ -30,22 +30,21 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
         more["prompt_logprobs"] = body.logprobs
     params = params_of(body, **more)
     id = name_of(body, "cmpl-")
-    prompts = await asyncio.to_thread(_prompts, server, body)
+    prompts = _prompts(body) if body.add_special_tokens else await asyncio.to_thread(_encoded, server, body)
     requests = await server.read(prompts, params, id, adapter, body.priority)
     made = Completion(server, body, requests)
     return Job(server, body, id, "text_completion", "text_completion", requests, made)
 
 
-def _prompts(server: Server, body: CompletionBody) -> list[Prompt]:
+def _prompts(body: CompletionBody) -> list[Prompt]:
     given: Any = body.prompt
-    prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
-    if body.add_special_tokens:
-        return prompts
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+
+
+def _encoded(server: Server, body: CompletionBody) -> list[Prompt]:
     return [
-        {"prompt": prompt, "prompt_token_ids": server.encode(prompt, False)}
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in prompts
+        {"prompt": each, "prompt_token_ids": server.encode(each, False)} if isinstance(each, str) else each
+        for each in _prompts(body)
     ]
 
 

@@ -14,6 +14,8 @@ from outrider.serve.protocol import DetokenizeBody, LoadLoraBody, TokenizeBody, 
 from outrider.serve.state import Server
 from outrider.serve.wire import Json
 
+TEMPLATE = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
 
 def add_models(app: FastAPI, server: Server) -> None:
     """/v1/models, /tokenize, /detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter."""
@@ -81,13 +83,7 @@ def tokens_of(server: Server, body: TokenizeBody) -> dict[str, Any]:
         raise ApiError(400, "give either prompt or messages.", "prompt")
     reader = server.engine.llm.reader
     if body.messages is not None:
-        prompt: Any = server.conversation(
-            body.messages,
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
+        prompt: Any = server.conversation(body.messages, **{name: getattr(body, name) for name in TEMPLATE})
         ids = reader.ids(prompt)
     else:
         ids = server.encode(body.prompt or "", body.add_special_tokens)

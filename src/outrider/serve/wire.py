@@ -17,8 +17,6 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 SEND_SECONDS = 60.0
 DONE = "data: [DONE]\n\n"
-
-
 # JSON in ASCII, since a text may hold half of a surrogate pair.
 dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
