@@ -93,7 +93,7 @@ def main() -> None:
     more, _ = prompts_of(llm, read(Path(__file__).with_name("questions.jsonl")), params[0])
     network, found = load(DEFAULT), {}
     for config in configs([given.draft]):
-        answers = record(llm, config, [*own, *more], params, lambda: None)
+        answers = record(llm, config, [*own, *more], params, lambda kind: None)
         if not answers:
             raise SystemExit(f"Too few draft tokens of {config} were judged: give more --tokens.")
         name = " and ".join(answers[0].names)

@@ -61,7 +61,7 @@ def test_an_answer_is_not_drafted_from_another_one_to_the_same_prompt(
     target = LLM("builtin", max_num_seqs=1, max_model_len=256)
     prompts = [(prompt.kind, rendered(prompt, target.tokenizer)) for prompt in TASKS[:1]]
     greedy = SamplingParams(temperature=0, max_tokens=30)
-    first, again = record(target, configs([])[0], prompts, [greedy] * 2, lambda: None)
+    first, again = record(target, configs([])[0], prompts, [greedy] * 2, lambda kind: None)
     assert len(first.nodes) > 3 and first.prompt == again.prompt == 0
     assert [(n.place, n.accepted) for n in first.nodes] == [(n.place, n.accepted) for n in again.nodes]
 
@@ -72,8 +72,8 @@ def test_every_judged_node_is_recorded_with_its_calibrated_probability() -> None
     params = [SamplingParams(temperature=t, max_tokens=40, seed=3) for t in (0.0, 0.8)]
     mix = configs(["builtin-draft"])[-1]
     assert mix["method"] == "auto"
-    done: list[int] = []
-    found = record(target, mix, prompts, params, lambda: done.append(1))
+    done: list[str] = []
+    found = record(target, mix, prompts, params, done.append)
     assert len(done) == 14 and [answer.held_out for answer in found[-3:]] == [False, True, True]
     nodes = [node for answer in found for node in answer.nodes]
     assert len(nodes) > 100 and all(0 < node.probability < 1 for node in nodes)

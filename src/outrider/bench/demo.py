@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from outrider.bench.measure import PLAIN, Configs, Prompts, demonstrations, measure
 from outrider.bench.panes import Piece, pieces_of, replay
 from outrider.bench.prompts import PROMPTS, TASKS, Prompt, rendered
-from outrider.bench.report import remarks, table
+from outrider.bench.report import counted, remarks, table
 from outrider.checkpoints.hub import GROWN
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
@@ -143,13 +142,7 @@ def _compare(show: Show, params: SamplingParams, speed: float, console: Console)
     assert params.max_tokens
     answers = SECONDS * speed / (len(show.configs) * params.max_tokens) - 1  # the first one warms up
     prompts = _prompts(show)[: max(FEWEST, int(answers / LEAST_ROUNDS))]
-    columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("Measuring", total=len(show.configs) * len(prompts) * ROUNDS)
-
-        def tick(label: str) -> None:
-            bar.update(task, advance=1, description=label)
-
+    with counted("Measuring", len(show.configs) * len(prompts) * ROUNDS, console) as tick:
         results = measure(
             show.llm, show.configs, prompts, params, ROUNDS, tick, runs=1, seconds=SECONDS, fresh=False
         )

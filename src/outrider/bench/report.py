@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from outrider.bench.measure import Measured
@@ -16,16 +19,32 @@ PERCENTILES = (50, 95, 99)
 ALL = "all"
 
 
+@contextmanager
+def counted(what: str, total: int, console: Console) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal.  Yields a function that advances it by one, with a label."""
+    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda now: bar.update(task, advance=1, description=now)
+
+
+def _titled(title: str, *columns: str, no_wrap: bool = True) -> Table:
+    """A row for each method."""
+    made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
+    made.add_column("method")
+    for name in columns:
+        made.add_column(name, justify="right", no_wrap=no_wrap)
+    return made
+
+
 def table(title: str, results: Sequence[Measured], plain: Measured | None = None) -> Table:
     """Speed-ups as a table, over the first result by default: medians of the repeats ± half their range.
 
     Of another engine, whose rounding differs, the answers with the same tokens are counted.
     """
     plain = plain or results[0]
-    made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
-    made.add_column("method")
-    for name in ("tok/s", "speed-\nup", "tokens\n/ step", "accep-\ntance", "draft\ntime", "4-gram\nrepeats"):
-        made.add_column(name, justify="right", no_wrap=True)
+    columns = ("tok/s", "speed-\nup", "tokens\n/ step", "accep-\ntance", "draft\ntime", "4-gram\nrepeats")
+    made = _titled(title, *columns)
     made.add_column("same\ntok.", justify="center", no_wrap=True)
     for result in results:
         total = result.total
@@ -45,10 +64,8 @@ def table(title: str, results: Sequence[Measured], plain: Measured | None = None
 def matrix(results: Sequence[Measured], peers: Sequence[Measured] = ()) -> Table:
     """Speed-ups by method and category, then total speed over that of each other engine's best mode."""
     plain = results[0]
-    made = Table(title="speed-up by task", title_justify="left", title_style="bold", show_edge=False)
-    made.add_column("method")
-    for name in (*plain.kinds, ALL, *(f"÷ {peer.method}" for peer in peers)):
-        made.add_column(name, justify="right")
+    columns = (*plain.kinds, ALL, *(f"÷ {peer.method}" for peer in peers))
+    made = _titled("speed-up by task", *columns, no_wrap=False)
     for result in results:
         kinds = [_speed_up(result.only(kind), plain.only(kind), False) for kind in plain.kinds]
         over = [f"{result.speed / peer.speed:.2f}×" for peer in peers]
@@ -128,20 +145,11 @@ def _same(result: Measured, plain: Measured) -> int:
 
 
 def latencies(results: Sequence[Measured]) -> Table:
-    made = Table(
-        title="latency, p50 / p95 / p99 in milliseconds",
-        title_justify="left",
-        title_style="bold",
-        show_edge=False,
-    )
-    made.add_column("method")
-    for name in ("first token", "stall", "per token"):
-        made.add_column(name, justify="right", no_wrap=True)
+    title = "latency, p50 / p95 / p99 in milliseconds"
+    made = _titled(title, "first token", "stall", "per token")
     for result in results:
-        made.add_row(
-            result.method,
-            *(" / ".join(f"{1e3 * x:.3g}" for x in _percentiles(v)) for v in _latencies(result).values()),
-        )
+        told = [" / ".join(f"{1e3 * x:.3g}" for x in _percentiles(v)) for v in _latencies(result).values()]
+        made.add_row(result.method, *told)
     return made
 
 

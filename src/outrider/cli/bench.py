@@ -133,23 +133,16 @@ def run(
     console: Console,
 ) -> tuple[list[Measured], int]:
     """Results, and the number of groups of prompts left out because their answers have one token."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from outrider.bench.measure import Attempt, grouped, measure, too_short
     from outrider.bench.peers import attempts
     from outrider.bench.peers.base import Job
+    from outrider.bench.report import counted
 
     groups, others = len(grouped(prompts, batch_size)), dict[str, Attempt]()
     for name in peers:
         with console.status(f"Loading {name}"):
             others |= attempts(name, Job(llm, params, draft, depth))
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("Measuring", total=(len(configs) + len(others)) * groups * repeats)
-
-        def tick(label: str) -> None:
-            bar.update(task, advance=1, description=label)
-
+    with counted("Measuring", (len(configs) + len(others)) * groups * repeats, console) as tick:
         results = measure(llm, configs, prompts, params, repeats, tick, batch_size, others=others)
     short = too_short(results)
     return [result.without(short) for result in results], len(short)

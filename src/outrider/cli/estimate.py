@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from outrider.cli.arguments import Draft, Target, named
-from outrider.cli.flags import LEVELS, MAX_TOKENS, OUT, SEED, TEMPERATURE, Given, load, shared
+from outrider.cli.arguments import Draft, Target, named, with_prompts
+from outrider.cli.flags import LEVELS, MAX_TOKENS, OUT, SEED, TEMPERATURE, Given, shared
 from outrider.errors import ConfigError
 
 
@@ -36,7 +36,6 @@ def estimate(
     from rich.console import Console
 
     from outrider.bench.plot import check_plot
-    from outrider.bench.questions import prompts_for, read
     from outrider.core.params import SamplingParams
     from outrider.tune.estimate import estimate as run
     from outrider.tune.report import check_estimate, draw_estimates, show_estimates
@@ -45,10 +44,8 @@ def estimate(
         raise ConfigError("no draft model is given: -md MODEL.")
     if out is not None:
         check_plot(out)
-    questions = read(asked["file"], raw=asked["raw"]) if "file" in asked else None
-    llm, console = load(named(engine, target), max_num_seqs=1), Console()
-    params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed)
-    prompts, _ = prompts_for(llm, questions, params, asked["raw"])
+    params, console = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed), Console()
+    llm, prompts = with_prompts(named(engine, target), asked, params, max_num_seqs=1)
     with Console(stderr=True).status("Measuring") as status:
         costs, found = run(
             llm, draft, prompts, params, depth, lambda what: status.update(f"Measuring {what}")

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from typer import Option
 from typer.core import TyperGroup
 
@@ -101,6 +100,7 @@ def disco(
     seed: Annotated[int, Option(*SEED, help="Seed of the sampled texts and of the fit.")] = 0,
 ) -> None:
     """Fit the classifier that stops a draft model early (DISCO)."""
+    from outrider.bench.report import counted
     from outrider.core.params import SamplingParams
     from outrider.tune.disco import HOLD_OUT, fit, record
 
@@ -108,10 +108,8 @@ def disco(
         raise ConfigError("no draft model is given: -md MODEL.")
     params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed)
     llm, prompts = with_prompts(named(engine, target), asked, params)
-    screen = Console(stderr=True)
-    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("Drafting", total=len(prompts))
-        recorded = record(llm, draft, prompts, params, levels, lambda: bar.advance(task))
+    with counted("Drafting", len(prompts), Console(stderr=True)) as tick:
+        recorded = record(llm, draft, prompts, params, levels, tick)
     found = fit(recorded, seed)
     found.classifier.save(str(out))
     console = Console()

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from rich.progress import Progress
 from typer import Option
 
 from outrider.cli.arguments import Drafts, Target, check_folder, named, print_use, with_prompts
@@ -28,6 +27,7 @@ def control(
     Every prompt is answered greedily and at temperature 0.8, with look-up, each draft, and both together.
     The file is written if the network predicts better than calibrated bins on held-out prompts.
     """
+    from outrider.bench.report import counted
     from outrider.core.params import SamplingParams
     from outrider.tune.control import configs, fit, record
 
@@ -36,10 +36,9 @@ def control(
     console = Console()
     llm, prompts = with_prompts(named(engine, target), asked, params[0], max_num_seqs=1)
     settings, answers = configs(drafts or []), []
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("Drafting", total=len(prompts) * len(params) * len(settings))
+    with counted("Drafting", len(prompts) * len(params) * len(settings), Console(stderr=True)) as tick:
         for setting in settings:
-            answers += record(llm, setting, prompts, params, lambda: bar.advance(task))
+            answers += record(llm, setting, prompts, params, tick)
     found = fit(answers, {"target": llm.engine.checkpoint.name, "prompts": str(len(prompts))}, seed)
     console.print(
         f"Fitted to {found.nodes:,} draft tokens. On {found.held_out:,} of other prompts the log loss is "

@@ -130,7 +130,7 @@ def record(
     config: Mapping[str, Any],
     prompts: Prompts,
     params: Sequence[SamplingParams],
-    tick: Callable[[], None],
+    tick: Callable[[str], None],
 ) -> list[Answered]:
     """Answer every prompt with each of `params`.  Those that are held out come last, when bins are warm.
 
@@ -151,7 +151,7 @@ def record(
                 recorder.module.pairs = []
                 once(variant, kind, [prompt], each, memory)
                 answered.append(Answered(names, recorder.module.pairs, i, held_out))
-                tick()
+                tick(kind)
     return [*warm(answered)]
 
 

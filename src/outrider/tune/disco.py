@@ -35,7 +35,7 @@ class Fitted(NamedTuple):
 
 
 def record(
-    llm: LLM, draft: str, prompts: Prompts, params: SamplingParams, depth: int, tick: Callable[[], None]
+    llm: LLM, draft: str, prompts: Prompts, params: SamplingParams, depth: int, tick: Callable[[str], None]
 ) -> list[Pairs]:
     """Draft chains of `depth` tokens with the model `draft`.  Returns the judged nodes of each prompt."""
     config = {
@@ -48,11 +48,11 @@ def record(
     drafter = variant.engine.drafter
     assert isinstance(drafter, DraftModel)
     recorded: list[Pairs] = []
-    for _, prompt in prompts:
+    for kind, prompt in prompts:
         drafter.stop.pairs = []
         variant.generate(prompt, params)
         recorded.append(drafter.stop.pairs)
-        tick()
+        tick(kind)
     return recorded
 
 

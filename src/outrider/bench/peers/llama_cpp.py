@@ -36,7 +36,7 @@ def _mode(job: Job, kind: Any, draft: str | None = None) -> Answer:
     """Start a server with this kind of speculation."""
     import xllamacpp
 
-    given, speculative = xllamacpp.CommonParams(), None
+    given = xllamacpp.CommonParams()
     given.verbosity = 1  # errors
     given.model.path, given.n_parallel, given.n_ctx = str(locate(job.model)), 1, job.llm.engine.max_len
     given.cpuparams.n_threads = given.cpuparams_batch.n_threads = torch.get_num_threads()
@@ -44,8 +44,8 @@ def _mode(job: Job, kind: Any, draft: str | None = None) -> Answer:
         speculative = given.speculative
         speculative.types, speculative.draft.n_max = [kind], job.depth
         speculative.ngram_simple.size_m = job.depth
-    if speculative is not None and draft is not None:
-        speculative.draft.mparams.path = str(locate(draft))
+        if draft is not None:
+            speculative.draft.mparams.path = str(locate(draft))
     server = xllamacpp.Server(given)
     asked: dict[str, Any] = {
         **job.sampling, "top_k": max(0, job.params.top_k), "n_predict": job.params.max_tokens,
