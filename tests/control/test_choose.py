@@ -112,6 +112,17 @@ def test_draft_nodes_beside_a_prompt_add_little_to_the_step() -> None:
     assert Load.of(Batch([RowStep(row, 0, 16)]), cost).verify(16) < math.inf
 
 
+def test_a_token_beside_a_prompt_is_worth_what_it_costs_without_the_prompt() -> None:
+    """The prompt is computed in any case, so its time is none that drafts could save."""
+    cost, rows = ForwardCost({1: 1.0, 64: 64.0}), [make_row([1] * 32) for _ in range(5)]
+    decoding = [RowStep(row, 31, 1) for row in rows[1:]]
+    prefill = Load.of(Batch([RowStep(rows[0], 0, 16), *decoding], prefill=True), cost)
+    assert prefill.plain == pytest.approx(20.0) and prefill.token == pytest.approx(1.0)
+    assert prefill.rate == pytest.approx(Load.of(Batch(decoding), cost).rate)
+    kept = select([[0.9, 0.8]] * 4, prefill.verify, prefill.rate)
+    assert kept == [[], [], [], []], "where a row costs as much as a token is worth, no draft pays"
+
+
 def test_the_cost_of_rows_between_those_seen_is_on_their_line() -> None:
     cost = ForwardCost()
     for _ in range(60):

@@ -124,7 +124,7 @@ class Evidence:
         self.forward.learn_rate(batch, batch, typical + propose / count, count)
         self.surprises = 0
         self.idle += (1 - (1 - RATE) ** count) * (propose / count - self.idle)
-        plain, host, self.host = count * load.plain, self.host, 0.0
+        plain, host, self.host = count * load.decode, self.host, 0.0
         self._earn(plain + host, plain, load)
         self.total.add("off", 0, 0.0, 0, plain + host + propose, plain, count * batch)
         self._remember()
@@ -133,12 +133,12 @@ class Evidence:
         """Enter seconds, and those of plain decoding, into the ledger of all requests."""
         self.ledger.add(spent, plain)
         for trials in self.trials:
-            trials.earn(plain, load.plain)
+            trials.earn(plain, load.decode)
 
     def credit(self, row: Row, state: RowState, load: Load) -> None:
         """Enter the plain steps of a row during which nothing was decided."""
         if (count := row.steps - state.steps) > 0:
-            plain = count * load.plain / max(1, load.batch)
+            plain = count * load.token
             state.enter("off", 0, 0.0, 0, plain, plain, count)
 
     def close(self, row: Row, load: Load) -> None:
@@ -182,7 +182,8 @@ class Evidence:
         else:
             propose = self._propose(record, asks, asked)
         emitted = sum(len(step.emitted) for step in batch)
-        self.forward.learn_rate(load.batch, emitted, propose + self.idle + measured)
+        if not batch.prefill:
+            self.forward.learn_rate(load.batch, emitted, propose + self.idle + measured)
         extra = propose + (measured - load.plain if nodes else 0.0) + self.host
         self.host = 0.0
         return extra
@@ -254,7 +255,7 @@ class Evidence:
     def _settle(self, record: StepRecord, extra: float) -> None:
         """Enter the step into the ledgers; what drafts cost is shared by the rows that asked for them."""
         batch, load, tries = record.batch, record.load, record.tries
-        plain, idle = load.plain / max(1, load.batch), self.idle / max(1, load.batch)
+        plain, idle = load.token, self.idle / max(1, load.batch)
         weights = {
             r: 1 + len(step.tree.tokens) for r, step in enumerate(batch) if step.tree.tokens or r in tries
         }
@@ -294,13 +295,13 @@ class Evidence:
                 self.reach[k].learn(right, missed, nodes_per_level)
             option = tried.plan.option(k)
             cost = option.cost if own else option.ask_cost
-            state.earned[k] += right * record.load.plain / record.load.batch - cost
+            state.earned[k] += right * record.load.token - cost
             if right:
                 state.retry[k] = row.steps
             elif k in tried.plan.exploring:
                 self.trials[k].room -= cost + host
                 if self.reach[k].asked >= KNOWN:  # the next trials are for other rows, or for other text
-                    pause = math.ceil(cost * record.load.batch / (EXPLORE * record.load.plain))
+                    pause = math.ceil(cost / (EXPLORE * record.load.token))
                     state.retry[k] = row.steps + min(LONGEST_PAUSE, pause)
         if tried.expected or step.accepted:
             state.asleep = 0

@@ -121,6 +121,8 @@ PREFILL_DELAY = 0.25  # of a step with prompt tokens: draft nodes may lengthen i
 class Load:
     """A step without its drafts: emitting rows, rows of the forward, positions they attend to, seconds.
 
+    decode: seconds of a step without its prompt tokens, which have to be computed in any case: what one more
+    token of every row is worth.
     most: seconds that draft nodes may add.  Those beside prompt tokens delay the first token of the prompt.
     costs: of draft nodes, as far as they were asked for.
     """
@@ -131,6 +133,7 @@ class Load:
     context: int = 0
     pace: float = 1.0
     plain: float = 0.0
+    decode: float = 0.0
     rate: float = 0.0  # tokens per second that drafts have to beat
     base: float = 0.0  # seconds of the rows at pace 1, without context
     most: float = math.inf
@@ -138,23 +141,31 @@ class Load:
 
     @staticmethod
     def of(batch: Batch, forward: ForwardCost) -> Load:
-        emitting = rows = context = 0
+        emitting = rows = context = read = 0
         for step in batch:
             emitting += step.emits
             rows += step.known
             context += step.known * step.end
+            read += step.emits * step.end
         pace = forward.pace(emitting)
         base = forward.base(rows)
-        plain = pace * (base + forward.per_context * context)
-        rate = max(emitting / plain, forward.rate(emitting))
-        most = PREFILL_DELAY * plain if batch.prefill else math.inf
-        return Load(forward, emitting, rows, context, pace, plain, rate, base, most)
+        plain = decode = pace * (base + forward.per_context * context)
+        most = math.inf
+        if batch.prefill:
+            decode, most = pace * forward.base(emitting, read), PREFILL_DELAY * plain
+        rate = max(emitting / decode, forward.rate(emitting)) if emitting else 0.0
+        return Load(forward, emitting, rows, context, pace, plain, decode, rate, base, most)
 
     @staticmethod
     def plain_step(forward: ForwardCost, rows: int) -> Load:
         """A step in which so many rows decode, with short contexts."""
         pace, base = forward.pace(rows), forward.base(rows)
-        return Load(forward, rows, rows, 0, pace, pace * base, rows / (pace * base), base)
+        return Load(forward, rows, rows, 0, pace, pace * base, pace * base, rows / (pace * base), base)
+
+    @property
+    def token(self) -> float:
+        """Seconds that plain decoding takes for a token of a row."""
+        return self.decode / max(1, self.batch)
 
     def verify(self, nodes: int) -> float:
         """Seconds that so many draft nodes add to the forward; infinite where that is unknown or too many."""

@@ -71,7 +71,7 @@ class Planner:
         """Row of the batch -> its plan, for those with a drafter that is expected to pay or due for a try."""
         evidence = self.evidence
         ledger, self.load = evidence.ledger, load
-        plain = max(load.plain, self.least)
+        plain = max(load.decode, self.least)
         self.row_grace, ledger.grace = self.grace * plain, min(self.total_grace * plain, MOST_GRACE)
         self.room, self.wait = ledger.room, LONGEST_PAUSE
         self.trials = [replace(trials) for trials in evidence.trials]
@@ -97,14 +97,14 @@ class Planner:
         for k, trials in enumerate(self.trials):
             if depth := self._depth(k, most):
                 best = self._best(k, None, depth, 1.0)
-                wait = 1 if math.isinf(best.cost) else trials.wait(best.cost, self.load.plain)
+                wait = 1 if math.isinf(best.cost) else trials.wait(best.cost, self.load.decode)
                 waits.append(0 if self._pays(best) else wait)
         return min(waits)
 
     def outlook(self, k: int) -> dict[str, Any]:
         """What a drafter is expected to do for a new request beside those of the last plans."""
         load = self.load
-        if not load.plain or not (depth := self._depth(k, self.limits.depth_for(load.batch))):
+        if not load.decode or not (depth := self._depth(k, self.limits.depth_for(load.batch))):
             return {}
         best = self._option(k, self.evidence.reach[k], 0.0, depth)
         return {
@@ -126,15 +126,14 @@ class Planner:
         if not rows or not most:
             return
         load = Load.plain_step(self.evidence.forward, running)
-        plain = load.plain / running  # seconds of a token
         for k in self.prefilling:
             reach = self.evidence.reach[k]
             gains = reach.gains(HOPE, self._depth(k, most))
-            best = choose.best_option(k, gains, self._price(k, reach, load), running, load.plain)
-            saved = (best.gain * plain - best.cost) / (1 + best.gain)  # by each token of the output
+            best = choose.best_option(k, gains, self._price(k, reach, load), running, load.decode)
+            saved = (best.gain * load.token - best.cost) / (1 + best.gain)  # by each token of the output
             for row in rows:
                 cost = self.evidence.prefill_cost[k] * (len(row.tokens) - row.computed)
-                lost = self.random.random() * cost > EXPLORE * row.remaining * plain
+                lost = self.random.random() * cost > EXPLORE * row.remaining * load.token
                 if lost and (saved * row.remaining < cost or self.evidence.worth[k] < 0):
                     row.left_out |= frozenset(self.arms[k].sources)
                     self.evidence.prefill_cost[k] *= FORGET  # it is not measured any more, and may be wrong
@@ -196,12 +195,12 @@ class Planner:
             if not pays:
                 need *= 2
                 again = 0 if state is None else state.retry[k] - row.steps
-                pause = max(again, self.trials[k].wait(best.cost + late, load.plain))
+                pause = max(again, self.trials[k].wait(best.cost + late, load.decode))
                 if pause > 0:
                     wait = min(wait, pause)
                     continue
             if (lacks := max(need - room, need + late - self.room)) > 0:
-                wait = min(wait, math.ceil(lacks * load.batch / (SHARE * load.plain)))
+                wait = min(wait, math.ceil(lacks * load.batch / (SHARE * load.decode)))
                 continue
             if not pays:
                 exploring.add(k)
@@ -224,14 +223,14 @@ class Planner:
 
     def _option(self, k: int, reach: Reach, courage: float, depth: int) -> Option:
         load, gains = self.load, reach.gains(courage * self.zs[k], depth)
-        return choose.best_option(k, gains, self._price(k, reach, load), load.batch, load.plain)
+        return choose.best_option(k, gains, self._price(k, reach, load), load.batch, load.decode)
 
     def _pays(self, option: Option) -> bool:
-        return option.gain * self.load.plain > self.load.batch * option.cost
+        return option.gain * self.load.token > option.cost
 
     def _saved(self, option: Option) -> float:
         """Seconds that a drafter saves for each token of the output."""
-        return (option.gain * self.load.plain / self.load.batch - option.cost) / (1 + option.gain)
+        return (option.gain * self.load.token - option.cost) / (1 + option.gain)
 
     def late(self, plan: Plan, row: Row) -> dict[int, int]:
         """Drafter of a plan -> tokens of a row that it lacks, if they are many."""
