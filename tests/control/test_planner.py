@@ -171,6 +171,7 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
 
     monkeypatch.setattr(Planner, "leave_out", every_second)
     monkeypatch.setattr(Planner, "_pays", lambda self, option: True)
+    monkeypatch.setattr(Load, "verify", lambda self, nodes: 0.0)
     monkeypatch.setattr("outrider.control.planner.MOST_GRACE", 1e6)
     monkeypatch.setattr(Planner, "_lacks", lambda self, k, row: 0)
     llm = LLM(str(tiny), max_num_seqs=3, max_num_batched_tokens=16, speculative_config=None)
