@@ -14,7 +14,7 @@ FORMATS = (".png", ".svg", ".pdf")
 BLUE, RED, GREY = "#0072b2", "#d55e00", "#7a7a7a"  # of Okabe and Ito, whom colour-blind readers can follow
 FEWEST = 10  # observations of a point that is drawn
 Point = tuple[float, float, int]  # predicted, observed, number of observations
-TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20)
+TICKS, NEAR_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20), (0.5, 0.7, 1, 1.5, 2, 3)
 
 
 class Gain(NamedTuple):
@@ -77,7 +77,8 @@ def speed_ups(
         text = f"{gain.median:.2f}×" if gain is not None else "–"
         axes.text(1.04, y, text, fontsize=8, va="center", transform=axes.get_yaxis_transform())
     low, high = axes.get_xlim()
-    ticks = [x for x in TICKS if min(low, 0.65) <= x <= max(high, 1.55)]
+    near = NEAR_TICKS if low >= 0.5 and high <= 3 else TICKS
+    ticks = [x for x in near if min(low, 0.7) <= x <= max(high, 1.5)]
     axes.set(xlim=(min(low, ticks[0]), max(high, ticks[-1])), ylim=(len(order) - 0.5, -0.5))
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axes.set_xticks([], minor=True)

@@ -64,7 +64,7 @@ def table(title: str, results: Sequence[Measured], plain: Measured | None = None
 def matrix(results: Sequence[Measured], peers: Sequence[Measured] = ()) -> Table:
     """Speed-ups by method and category, then total speed over that of each other engine's best mode."""
     plain = results[0]
-    columns = (*plain.kinds, ALL, *(f"÷ {peer.method}" for peer in peers))
+    columns = (*plain.kinds, ALL, *("÷ " + peer.method.replace(" ", "\n") for peer in peers))
     made = _titled("speed-up by task", *columns, no_wrap=False)
     for result in results:
         kinds = [_speed_up(result.only(kind), plain.only(kind), False) for kind in plain.kinds]
