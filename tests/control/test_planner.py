@@ -171,7 +171,7 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
 
     monkeypatch.setattr(Planner, "leave_out", every_second)
     monkeypatch.setattr(Planner, "_pays", lambda self, option: True)
-    monkeypatch.setattr(Load, "verify", lambda self, nodes: 0.0)
+    monkeypatch.setattr(AutoController, "_begin_rest", lambda self: None)  # a rest depends on the clock
     monkeypatch.setattr("outrider.control.planner.MOST_GRACE", 1e6)
     monkeypatch.setattr(Planner, "_lacks", lambda self, k, row: 0)
     llm = LLM(str(tiny), max_num_seqs=3, max_num_batched_tokens=16, speculative_config=None)
@@ -185,3 +185,12 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
     assert [output.outputs[0].token_ids for output in found] == plain
     assert any(output.outputs[0].speculation.accepted for output in found[1::2])
     adaptive.engine.check()
+
+
+def test_a_plan_that_was_interrupted_does_not_lengthen_the_rests() -> None:
+    """They are so long that planning takes a small part of the time."""
+    auto, row = controller(acceptance=0.0, level=0.8, prefill=0.05), make_row([1] * PROMPT)
+    ticks = iter([0.0, 0.02])  # another process had the processor
+    auto.clock = lambda: next(ticks, 0.02)
+    auto.budget(Batch([RowStep(row, PROMPT - 1, 1)]))
+    assert 0 < auto.look_seconds < 1e-4

@@ -23,7 +23,7 @@ from typing import Any
 
 from outrider.control import choose
 from outrider.control.choose import Option
-from outrider.control.cost import ForwardCost
+from outrider.control.cost import OUTLIER, ForwardCost
 from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, TOTAL_GRACE
@@ -38,6 +38,7 @@ from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget, Draft
 
 PLANNING = 0.005  # of a plain step: plans hold for several steps where making them takes more
+LONG_PLAN = 5e-4  # seconds: one that takes much longer was interrupted
 ANCHOR = 96  # steps with drafts after which a plain one measures its cost again
 SHORTFALL = 1.5  # times the root of the expected tokens: so many fewer, and steps are taken in at once
 
@@ -180,7 +181,8 @@ class AutoController:
         self.load, self.rows = Load.of(batch, self.evidence.forward), batch.rows
         self.plans = self.planner.plans(batch, self.load)
         self.looked, self.stale = self.clock() - began, False
-        self.look_seconds += 0.1 * (self.looked + self.digested - self.look_seconds)
+        took = min(self.looked + self.digested, OUTLIER * self.look_seconds + LONG_PLAN)
+        self.look_seconds += 0.1 * (took - self.look_seconds)
         self.digested = 0.0
         often = math.ceil(self.look_seconds / (PLANNING * self.load.plain))
         self.interval = max(1, min(often, self.planner.interval(self.plans.values())))
