@@ -1,6 +1,6 @@
 """Predicted output: speed when the answer repeats a text that comes with the request, by how much differs.
 
-    python benchmarks/prediction.py [--model builtin-100m] [--prompts 6] [--rounds 2] [--json OUT]
+    python benchmarks/prediction.py [--model builtin-100m] [--prompts 5] [--rounds 2] [--json OUT]
 
 The prediction of a prompt is its own answer after random edits: every token begins one with the given
 probability, which replaces, inserts or drops 1 to 8 tokens.  "unrelated" is the answer to another prompt.
@@ -128,7 +128,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="builtin-100m")
-    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--json", type=Path)

@@ -3,6 +3,7 @@
     python benchmarks/serving.py --json OUT                          all loads and ways, 25 minutes
     python benchmarks/serving.py --parts 0.5 --rounds 1 --seconds 10 --json OUT          in 10 minutes
     python benchmarks/serving.py --clients 1 16 --parts 0.5 --ways plain auto --json OUT
+    python benchmarks/serving.py --clients 16 --parts --ways plain …  beside the offline API, in 4 minutes
     python benchmarks/serving.py --beside vLLM=http://127.0.0.1:8001 …                   any other server
     python benchmarks/serving.py --gguf DIR/target-bf16.gguf …       llama-server, too: OUTRIDER_LLAMA_CPP, or
                                    OUTRIDER_LLAMA_CPP_PYTHON, an interpreter with the wheel xllamacpp
@@ -52,7 +53,7 @@ WAYS: dict[str, Any] = {
     "auto": {"method": "auto", "model": "builtin-draft"},
 }
 CLIENTS, PARTS = (1, 4, 16, 64), (0.3, 0.7)  # clients of the closed loop, parts of the rate of the open one
-BATCH, ROUNDS = 16, 3  # clients beside the offline API, and rounds after one that warms up
+BATCH = 16  # clients beside the offline API
 LENGTH = 1024  # tokens of a request at most
 MANY = 1000  # more requests than a round sends
 
@@ -140,7 +141,7 @@ class Bench:
         torch.set_num_threads(threads)
         llm = LLM(given.model, speculative_config={"method": "off"}, max_num_seqs=BATCH, max_model_len=LENGTH)
         rates: dict[str, list[float]] = {"served": [], "offline": [], "ratio": [], "ratio_by_cpu": []}
-        for _ in range(1 + ROUNDS):
+        for _ in range(1 + given.offline):
             sent, first = Sent(self.pids["plain"]), next(self.numbers)
             asyncio.run(sent.run(self.load("plain", first, clients=BATCH, requests=count, seconds=None)))
             found = figures(sent)
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--parts", type=float, nargs="*", default=PARTS, help="of that rate, open loop")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=12.0, help="of sending, for each round and server")
+    parser.add_argument("--offline", type=int, default=3, help="rounds beside the offline API; 0: none")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", type=Path)
@@ -197,7 +199,7 @@ def main() -> None:
         if given.gguf:
             bench.urls["llama-server"] = stack.enter_context(llama_server(given.gguf, slots))
         bench.run()
-        offline = bench.offline(int(threads))
+        offline = bench.offline(int(threads)) if given.offline else None
     if given.json:
         settings = {key: value for key, value in vars(given).items() if key not in ("json", "gguf")}
         told = {**conditions(), **settings, "results": bench.results, "beside the offline API": offline}
