@@ -120,6 +120,12 @@ class Sent:
     cpu_seconds: float = 0.0
     http_seconds: float = 0.0
 
+    def add(self, other: Sent) -> None:
+        self.answers += other.answers
+        self.seconds += other.seconds
+        self.cpu_seconds += other.cpu_seconds
+        self.http_seconds += other.http_seconds
+
     async def run(self, load: Load) -> None:
         """Send the requests of a load, after two that warm up."""
         connections = Connections(load.url)
