@@ -17,7 +17,7 @@ _Static_assert((int)PANEL == (int)BLOCK, "a panel's maximum is the maximum of a 
 
 /* A line is what one step over k reads of a panel: 64 outputs of one input, or of a pair in bfloat16. */
 enum { LINE_BYTES = PANEL * 4, CHUNK_LINES = 32, CHUNK_BYTES = CHUNK_LINES * LINE_BYTES };
-enum { GROUP_ROWS = 48 };
+enum { GROUP_ROWS = 48, FEW_ROWS = 5 }; /* rows that share sums in the first cache; see add_line */
 enum { STREAM_ROWS = PANEL == TILE_VECTORS * LANES ? TILE_ROWS : 1 }; /* rows of a tile with all outputs */
 
 /* The next chunk: the hardware stops at the border of a page. */
@@ -48,17 +48,23 @@ INLINE void multiply_float32(const int rows, const int vectors, TileTask t, Tile
     }
 }
 
-/* sums += x * the even inputs of a line, or the odd ones. */
+INLINE vfloat widen_half(const int odd, const char *weights) {
+    const vuint pairs = *(const vuint *)weights;
+    return odd ? odd_bfloat16(pairs) : even_bfloat16(pairs);
+}
+
+/* sums += x * the even inputs of a line, or the odd ones.  For few rows their inputs stay in registers, for
+ * many the weights. */
 INLINE void add_line(const int rows, const int vectors, const int odd, TileTask t, int64_t k, Tile sums) {
+    float x[MAX_TILE_ROWS];
     vfloat weights[PANEL / LANES];
+    for (int r = 0; r < rows; r++) x[r] = ((const float *)(t.x + r * t.row_bytes))[k + odd];
     for (int c = 0; c < vectors; c++) {
-        const vuint pairs = *(const vuint *)(t.weights + c * LANES * 4);
-        weights[c] = odd ? odd_bfloat16(pairs) : even_bfloat16(pairs);
+        weights[c] = widen_half(odd, t.weights + c * LANES * 4);
+        for (int r = 0; r < rows && rows < FEW_ROWS; r++) sums[r][c] += weights[c] * x[r];
     }
-    for (int r = 0; r < rows; r++) {
-        const float x = ((const float *)(t.x + r * t.row_bytes))[k + odd];
-        for (int c = 0; c < vectors; c++) sums[r][c] += weights[c] * x;
-    }
+    for (int r = 0; r < rows && rows >= FEW_ROWS; r++)
+        for (int c = 0; c < vectors; c++) sums[r][c] += weights[c] * x[r];
 }
 
 /* The same in a bfloat16 panel, two inputs a step. */
@@ -93,7 +99,7 @@ INLINE int form_of(const Weight *weight) {
 
 /* All outputs of the panel for a few rows, `vectors` of them at a time: few rows have registers for many. */
 INLINE void multiply_rows(const int rows, const int form, TileTask t) {
-    const int vectors = rows == 1 ? PANEL / LANES : rows == 2 ? 4 : TILE_VECTORS;
+    const int vectors = rows == 1 ? PANEL / LANES : rows < 4 ? 4 : TILE_VECTORS;
     for (int first = 0; first < PANEL / LANES; first += vectors) {
         Tile sums;
         for (int r = 0; r < rows; r++)
