@@ -269,7 +269,7 @@ def forward(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens:
     [
         (torch.float32,),
         (torch.bfloat16,),
-        (torch.bfloat16, None, "auto", None, "bfloat16"),
+        (torch.bfloat16, None, "auto", "bfloat16"),
         (torch.bfloat16, "int8", "auto"),
         (torch.float32, "int4", "int8"),
     ],
