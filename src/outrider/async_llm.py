@@ -28,7 +28,7 @@ from outrider.requests import Prompt
 # Longest time in seconds that another thread keeps the interpreter while the engine's thread wants it.
 # Python's default of 5 ms is longer than a step of a small model.
 SWITCH_INTERVAL = 0.0005
-CROWD = 4  # running samples: with more, outputs come less often, as each takes time from the engine
+CROWD = 8  # running samples: with more, outputs come less often, as each takes time from the engine
 OnEnd = Callable[[int, RequestOutput], None]  # (index of the request, its last output)
 log = logging.getLogger("outrider")
 
