@@ -35,7 +35,7 @@ class ServerOptions(Checked):
     body_timeout         seconds in which the body of a request must arrive
     request_timeout      seconds after which a request is ended with an error
     shutdown_timeout     seconds that open requests have left after SIGTERM
-    stream_interval      seconds between parts of a stream, more with more than 4 samples; 0: a part a step
+    stream_interval      seconds between parts of a stream, more with more than 8 samples; 0: a part a step
     log_interval         seconds between two lines about throughput
     allowed_origins      origins of web pages that may call the server (CORS); none: no other page may
     lora_modules         NAME=PATH of LoRA adapters, which are models of those names
