@@ -21,18 +21,23 @@ DOT_BYTES = """
 int main(void) {
     uint64_t state = 1;
     for (int n = 0; n < 100000; n++) {
-        vint sum, s, expected;
+        vint sum, s, expected, nibbles = {0}, expected_nibbles = {0};
         vuint u;
         for (int i = 0; i < LANES; i++) {
             sum[i] = (int32_t)(splitmix64(state++) >> 36);
             u[i] = n % 7 ? (uint32_t)splitmix64(state++) : 0xffffffffu;
             s[i] = n % 5 ? (int32_t)splitmix64(state++) : (int32_t)0x80808080u;
             expected[i] = sum[i];
-            for (int bit = 0; bit < 32; bit += 8)
-                expected[i] += (int32_t)(u[i] >> bit & 255) * (int8_t)(s[i] >> bit & 255);
+            for (int bit = 0; bit < 32; bit += 8) {
+                const int32_t by = (int8_t)(s[i] >> bit & 255);
+                expected[i] += ((int32_t)(u[i] >> bit & 255) - 128 - BYTE_START) * by;
+                expected_nibbles[i] += (int32_t)(u[i] >> bit & 15) * by;
+            }
         }
         sum = dot_bytes(sum, u, s);
+        nibbles = sum_nibbles(dot_nibbles(nibbles, u & 0x0f0f0f0f, s));
         if (memcmp(&sum, &expected, sizeof sum)) return 1;
+        if (memcmp(&nibbles, &expected_nibbles, sizeof nibbles)) return 2;
     }
     return 0;
 }

@@ -123,6 +123,7 @@ def test_our_own_prompts_and_a_peer(run: Run, tmp_path: Path) -> None:
         (("--temperature", -1), "temperature"),
         (("-b", 0), "batch-size"),
         (("--peer", "nosuch"), "nosuch"),
+        (("--plot", "all.svg"), "needs a method to draw"),
         (("-m", "/no/model"), "/no/model"),
         (("-n", 1024), "fit into the context"),
         (("--json", "/no/such/folder/x", "-n", 2), "/no/such/folder/x"),

@@ -109,7 +109,7 @@ def test_draft_nodes_beside_a_prompt_add_little_to_the_step() -> None:
     row = make_row([1] * 32)
     prefill = Load.of(Batch([RowStep(row, 0, 16)], prefill=True), cost)
     assert prefill.verify(1) < math.inf == prefill.verify(16)
-    assert Load.of(Batch([RowStep(row, 0, 16)]), cost).verify(16) < math.inf
+    assert Load.of(Batch([RowStep(row, 31, 1)]), cost).verify(16) < math.inf
 
 
 def test_a_token_beside_a_prompt_is_worth_what_it_costs_without_the_prompt() -> None:
@@ -121,6 +121,13 @@ def test_a_token_beside_a_prompt_is_worth_what_it_costs_without_the_prompt() -> 
     assert prefill.rate == pytest.approx(Load.of(Batch(decoding), cost).rate)
     kept = select([[0.9, 0.8]] * 4, prefill.verify, prefill.rate)
     assert kept == [[], [], [], []], "where a row costs as much as a token is worth, no draft pays"
+
+
+def test_a_resumed_text_is_computed_in_any_case_like_a_prompt() -> None:
+    cost, rows = ForwardCost({1: 1.0, 64: 64.0}), [make_row([1] * 48, prompt=8) for _ in range(4)]
+    resumed = Load.of(Batch([RowStep(rows[0], 8, 40), *[RowStep(row, 47, 1) for row in rows[1:]]]), cost)
+    assert resumed.plain == pytest.approx(43.0) and resumed.token == pytest.approx(1.0)
+    assert resumed.rate == pytest.approx(1.0) and resumed.most < math.inf and not resumed.decodes_only
 
 
 def test_the_cost_of_rows_between_those_seen_is_on_their_line() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from outrider import ConfigError
 from outrider.backends.base import Backend
@@ -279,3 +280,10 @@ def test_without_options_there_is_no_rule() -> None:
     assert rules.stop_rule is None and not rules.active and not rules.learns
     step = RowStep(make_row([1]), 0, 1, budget=Budget(4, 4))
     assert rules.limit(step) is step.budget
+
+
+@pytest.mark.parametrize("bias", [torch.tensor(1.0), torch.zeros(2, 2), torch.zeros(0)])
+def test_a_file_of_another_network_is_refused(bias: torch.Tensor, tmp_path: Path) -> None:
+    save_file({"hidden.bias": bias}, tmp_path / "c.safetensors")
+    with pytest.raises(ConfigError, match="no such network"):
+        disco.load(str(tmp_path / "c.safetensors"))

@@ -110,6 +110,24 @@ def test_a_prompt_that_comes_again_is_not_drafted_from_its_own_answer(target: LL
     assert steps[1:] == [first, second] * 3
 
 
+def test_settings_are_compared_over_the_same_prompts(target: LLM) -> None:
+    """On the first prompt every setting gains little: those that have answered more are no better."""
+    space = Space("b", {"method": "b"}, {"num_speculative_tokens": (2, 3, 4, 6, 8)})
+    run = Timed(target, {"a": 1.2, "b": 1.0} | {f"b, depth {n}": 1.0 + (n == 6) for n in (2, 3, 4, 6, 8)}, 4)
+    visit = run._visit
+
+    def harder_at_first(candidate: Candidate) -> bool:
+        done = visit(candidate)
+        if len(candidate.pairs) == 1:
+            plain, own = candidate.pairs[0]
+            candidate.pairs[0] = plain, 2 * own
+        return done
+
+    run._visit = harder_at_first  # type: ignore[method-assign]
+    found = run.run([Space("a", {"method": "off"}), space], lambda what: None)
+    assert found.ranking[0].label == "b, depth 6"
+
+
 def test_a_slower_setting_is_not_recommended(target: LLM) -> None:
     found = Timed(target, {f"s{i}": 0.9 - 0.1 * i for i in range(4)}, 2).run(settings(4), lambda what: None)
     assert found.ranking[0].label == "s0" and found.config == OFF
@@ -124,7 +142,7 @@ def test_what_there_is_no_time_for_is_named(target: LLM) -> None:
 
 
 def test_a_model_that_supports_no_setting_is_told_why(target: LLM) -> None:
-    with pytest.raises(ConfigError, match=r"broken: .*"):
+    with pytest.raises(ConfigError, match=r"supports none of the settings\. broken: .*"):
         asked = [Space("broken", {"method": "medusa"}, {"nodes": (4, 8)})]
         Search(target, [("a", {"prompt_token_ids": [5, 6]})], PARAMS, 1).run(asked, lambda what: None)
 

@@ -28,7 +28,7 @@ class Gain(NamedTuple):
 def check_plot(out: Path) -> None:
     """Raise ConfigError unless a plot can be written to `out`: before anything is measured."""
     pyplot()
-    if out.suffix not in FORMATS:
+    if out.suffix.lower() not in FORMATS:
         raise ConfigError(f"the plot {out.name!r} must end in one of {', '.join(FORMATS)}.")
     if not out.expanduser().parent.is_dir():
         raise ConfigError(f"there is no folder {str(out.parent)!r} for the plot {out.name!r}.")

@@ -66,10 +66,12 @@ def bench(
     peers, draft, levels = compared.get("peers") or [], compared.get("draft"), compared.get("levels")
     for name in peers:
         check(name, engine["model"], draft)
+    configs = configs_of(compared.get("methods") or [], compared.get("configs") or [], draft, levels)
     if plot is not None:
         check_plot(plot)
+        if len(configs) < 2 and not peers:
+            raise ConfigError("--plot needs a method to draw: give --method, --config, -md or --peer.")
     sink, console = opened(out), Console(stderr=out == "-")
-    configs = configs_of(compared.get("methods") or [], compared.get("configs") or [], draft, levels)
     questions = read(file, limit, raw) if file else None
     llm = load(engine, max_num_seqs=batch_size)
     prompts, left_out = prompts_for(llm, questions, params, raw, turns)
@@ -77,12 +79,12 @@ def bench(
         llm, configs, prompts, params, repeats, batch_size, peers, draft, levels or 5, console
     )
     show(results, left_out, short, console)
-    if plot is not None and results[0].runs:
-        draw(results, plot)
     if sink:
         about = {"prompts": file and str(file), "left out": left_out, "left out, of one token": short}
         settings = {"batch size": batch_size, **measured, "repeats": repeats, "raw": raw}
         record(sink, llm, {**about, "settings": settings, "configs": configs}, results)
+    if plot is not None and results[0].runs:
+        draw(results, plot)
     if llm.engine.exact and any(result.differs(results[0]) for result in results):
         raise typer.Exit(1)
 

@@ -38,7 +38,7 @@ from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget, Draft
 
 PLANNING = 0.005  # of a plain step: plans hold for several steps where making them takes more
-LONG_PLAN = 5e-4  # seconds: one that takes much longer was interrupted
+LONG_PLAN = 5e-4  # seconds of a plan beyond OUTLIER times the average: it was interrupted
 ANCHOR = 96  # steps with drafts after which a plain one measures its cost again
 SHORTFALL = 1.5  # times the root of the expected tokens: so many fewer, and steps are taken in at once
 
@@ -133,11 +133,11 @@ class AutoController:
 
     def _begin_rest(self) -> None:
         """Rest until the next drafter may be considered, for these rows and for new ones."""
-        least = math.ceil(self.look_seconds / (EXPLORE * self.load.plain))
+        least = math.ceil(self.look_seconds / (EXPLORE * self.load.decode))
         closed = max(least, self.planner.closed())
         longest = min(LONGEST_PAUSE, max(least, self.planner.wait, 1))
         load, depth = self.load, self.limits.depth_for(len(self.rows))
-        self.rest = Rest(self.rows, longest - 1, closed, load.batch, depth, load.rows != load.batch)
+        self.rest = Rest(self.rows, longest - 1, closed, load.batch, depth, not load.decodes_only)
         self.anchored, self.since_plain = False, 0
         self.evidence.host, self.looked = self.evidence.host + self.looked, 0.0
 

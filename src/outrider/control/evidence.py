@@ -171,9 +171,8 @@ class Evidence:
         seconds, propose = record.seconds, record.propose
         expected = load.plain + (load.added(nodes) if nodes else 0.0)
         measured = expected
-        if not batch.prefill:
-            if load.batch:
-                self._forward(load, nodes, seconds)
+        if load.decodes_only:
+            self._forward(load, nodes, seconds)
             settled = self.forward.settled(load.rows + nodes)
             measured = min(seconds, MAX_CLIP * expected) if settled else seconds
         late = record.late
@@ -182,7 +181,7 @@ class Evidence:
         else:
             propose = self._propose(record, asks, asked)
         emitted = sum(len(step.emitted) for step in batch)
-        if not batch.prefill:
+        if load.decodes_only:
             self.forward.learn_rate(load.batch, emitted, propose + self.idle + measured)
         extra = propose + (measured - load.plain if nodes else 0.0) + self.host
         self.host = 0.0

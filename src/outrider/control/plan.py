@@ -121,8 +121,8 @@ PREFILL_DELAY = 0.25  # of a step with prompt tokens: draft nodes may lengthen i
 class Load:
     """A step without its drafts: emitting rows, rows of the forward, positions they attend to, seconds.
 
-    decode: seconds of a step without its prompt tokens, which have to be computed in any case: what one more
-    token of every row is worth.
+    decode: seconds of a step without the tokens of prompts and resumed texts, which have to be computed in
+    any case: what one more token of every row is worth.
     most: seconds that draft nodes may add.  Those beside prompt tokens delay the first token of the prompt.
     costs: of draft nodes, as far as they were asked for.
     """
@@ -149,18 +149,24 @@ class Load:
             read += step.emits * step.end
         pace = forward.pace(emitting)
         base = forward.base(rows)
-        plain = decode = pace * (base + forward.per_context * context)
-        most = math.inf
-        if batch.prefill:
-            decode, most = pace * forward.base(emitting, read), PREFILL_DELAY * plain
-        rate = max(emitting / decode, forward.rate(emitting)) if emitting else 0.0
-        return Load(forward, emitting, rows, context, pace, plain, decode, rate, base, most)
+        plain = pace * (base + forward.per_context * context)
+        decode = pace * forward.base(emitting, read)
+        load = Load(forward, emitting, rows, context, pace, plain=plain, decode=decode, base=base)
+        load.rate = max(emitting / decode, forward.rate(emitting)) if emitting else 0.0
+        load.most = PREFILL_DELAY * plain if rows > emitting else math.inf
+        return load
 
     @staticmethod
     def plain_step(forward: ForwardCost, rows: int) -> Load:
         """A step in which so many rows decode, with short contexts."""
         pace, base = forward.pace(rows), forward.base(rows)
-        return Load(forward, rows, rows, 0, pace, pace * base, pace * base, rows / (pace * base), base)
+        plain = pace * base
+        return Load(forward, rows, rows, 0, pace, plain=plain, decode=plain, rate=rows / plain, base=base)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether every row computes one token and emits the next."""
+        return self.rows == self.batch
 
     @property
     def token(self) -> float:

@@ -104,7 +104,7 @@ class Planner:
     def outlook(self, k: int) -> dict[str, Any]:
         """What a drafter is expected to do for a new request beside those of the last plans."""
         load = self.load
-        if not load.decode or not (depth := self._depth(k, self.limits.depth_for(load.batch))):
+        if not load.batch or not (depth := self._depth(k, self.limits.depth_for(load.batch))):
             return {}
         best = self._option(k, self.evidence.reach[k], 0.0, depth)
         return {

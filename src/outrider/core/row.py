@@ -88,7 +88,7 @@ class DraftingSummary:
                      request's grammar or prediction
     nodes            verified draft tokens
     expected         accepted draft tokens that were expected of them; `accepted`: those that were
-    seconds          time of the steps, drafting included, as far as it falls to this request
+    seconds          time of the steps, drafting included and prompts beside it not, as far as it falls to it
     plain_seconds    time that plain decoding would have taken for the same tokens, by the measured costs
     """
 

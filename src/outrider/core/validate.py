@@ -138,7 +138,7 @@ def text_of(file: str | Path, what: str, error: type[OutriderError] = ConfigErro
     """The text in a user's file.  what: it, in errors.  Raises `error` if the file cannot be read."""
     try:
         return Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
+    except (OSError, ValueError, RuntimeError) as failure:  # also a NUL in the name, and an unknown user's ~
         raise error(f"{what} {str(file)!r} cannot be read: {failure}") from failure
 
 

@@ -58,7 +58,7 @@ def load(file: str) -> Classifier:
         raise ConfigError(
             f"stop_classifier {file!r} cannot be read: {error}.  `outrider tune disco` makes one."
         ) from error
-    read = Classifier(max(1, len(tensors.get("hidden.bias", ()))))
+    read = Classifier(max(1, tensors["hidden.bias"].numel() if "hidden.bias" in tensors else 1))
     try:
         read.load_state_dict(tensors)
     except RuntimeError as error:

@@ -2,7 +2,8 @@
 
 1. Every method answers a prompt with its own defaults.
 2. Optuna's TPE sampler proposes a method and parameters.  A proposal answers 1, 3, then 9 prompts, as long as
-   it is among the best: successive halving that does not wait for complete rounds (arXiv 1810.05934).
+   it is among the best of those that answered as many: successive halving that does not wait for complete
+   rounds (arXiv 1810.05934).
 3. The best FINALISTS answer prompts until the time is over; these answers alone count for the ranking.
 
 A setting runs in turn with plain decoding, so that a slow moment of the machine falls on both.  A gain is
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -28,6 +30,7 @@ from outrider.llm import LLM
 from outrider.tune.layerskip import import_optuna
 
 MOST = 9  # prompts of a proposal
+RUNGS = (1, 3)  # prompts after which it has to be one of the best
 KEEP = 3  # one in KEEP goes on
 FINALISTS = 3
 SEARCH_SHARE = 0.7  # of the time; the rest is for the finalists
@@ -47,7 +50,11 @@ class Candidate:
 
     @property
     def gain(self) -> float:
-        plain, own = map(sum, zip(*self.pairs))
+        return self.gain_over(len(self.pairs))
+
+    def gain_over(self, count: int) -> float:
+        """The gain over its first prompts."""
+        plain, own = map(sum, zip(*self.pairs[:count]))
         return float(plain / own)
 
     @property
@@ -137,6 +144,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.plain = self.llm.variant(None)
+        self.prompts = random.Random(0).sample(self.prompts, len(self.prompts))  # they may be sorted by kind
 
     def run(self, asked: Sequence[Space], tick: Tick) -> Outcome:
         """Raises ConfigError if there is no time for a single run, or no setting is supported."""
@@ -145,10 +153,9 @@ class Search:
         self._propose(asked, began + SEARCH_SHARE * seconds, tick)
         found = self._best()
         if not found:
-            raise ConfigError(
-                f"{self.minutes:g} minutes do not suffice for one run: give more --minutes."
-                + "".join(f" {label}: {reason}" for label, reason in self.refused.items())
-            )
+            reasons = "".join(f" {label}: {reason}" for label, reason in self.refused.items())
+            few = f"{self.minutes:g} minutes do not suffice for one run: give more --minutes."
+            raise ConfigError(f"this model supports none of the settings.{reasons}" if reasons else few)
         finalists = [one for one in found if len(one.pairs) >= LEAST][:FINALISTS] or found[:FINALISTS]
         ranking = self._final(finalists, began + seconds, tick)
         defaults = [space.candidate({}).label for space in asked]
@@ -163,10 +170,11 @@ class Search:
         """The candidates that ran, those with the most gain first."""
         return sorted((one for one in self.tried.values() if one.pairs), key=lambda one: -one.gain)
 
-    def _promoted(self) -> list[Candidate]:
-        """Those that are worth further prompts."""
-        best = self._best()
-        return best[: max(1, len(best) // KEEP)]
+    def _promoted(self, count: int) -> list[Candidate]:
+        """Those that are worth more than `count` prompts: the best over so many, which all have answered."""
+        rivals = [one for one in self.tried.values() if len(one.pairs) >= count]
+        rivals.sort(key=lambda one: -one.gain_over(count))
+        return rivals[: max(1, len(rivals) // KEEP)]
 
     def _propose(self, asked: Sequence[Space], until: float, tick: Tick) -> None:
         """Try every method with its defaults, the best of them again, then what the sampler proposes."""
@@ -180,7 +188,7 @@ class Search:
             self._candidate(space, {})
         for number in itertools.count(1):
             if number == len(asked) + 1:
-                for candidate in self._promoted():
+                for candidate in self._promoted(1):
                     self._try(candidate, until, LEAST)
             if self.clock() >= until or (number > len(asked) and not self._best()):
                 return
@@ -201,8 +209,9 @@ class Search:
 
     def _try(self, candidate: Candidate, until: float, most: int = MOST) -> None:
         """Run a candidate over a prompt, and over `most` in all as long as it is one of the best."""
-        while self.clock() < until and self._visit(candidate):
-            if len(candidate.pairs) >= most or candidate not in self._promoted():
+        while candidate.label not in self.refused and self.clock() < until and self._visit(candidate):
+            count = len(candidate.pairs)
+            if count >= most or (count in RUNGS and candidate not in self._promoted(count)):
                 return
 
     def _final(self, finalists: Sequence[Candidate], end: float, tick: Tick) -> list[Candidate]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,19 +37,26 @@ def check(name: str, *models: str | None) -> None:
 def attempts(name: str, job: Job) -> dict[str, Attempt]:
     """Label -> what answers a group of prompts, for every mode of an engine.
 
-    Raises ConfigError with its message if the engine cannot run the models.
+    This and its calls raise ConfigError with the engine's message if it cannot run the models.
     """
+    with _explained(name, job):
+        return {label: _timed(name, job, answer) for label, answer in PEERS[name].modes(job).items()}
+
+
+@contextmanager
+def _explained(name: str, job: Job) -> Iterator[None]:
     try:
-        return {label: _timed(answer) for label, answer in PEERS[name].modes(job).items()}
+        yield
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise ConfigError(f"{name} cannot run {job.model!r}: {reason}") from error
 
 
-def _timed(answer: Answer) -> Attempt:
+def _timed(name: str, job: Job, answer: Answer) -> Attempt:
     def attempt(kind: str, group: list[Any]) -> Run:
         began = time.perf_counter()
-        answers = [answer(prompt["prompt_token_ids"]) for prompt in group]
+        with _explained(name, job):
+            answers = [answer(prompt["prompt_token_ids"]) for prompt in group]
         return Run(kind, time.perf_counter() - began, Times(), answers)
 
     return attempt

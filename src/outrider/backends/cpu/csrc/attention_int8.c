@@ -48,7 +48,7 @@ INLINE void prefetch_keys(const int64_t padded_dim, const KeyList *keys, int64_t
 }
 
 /* Query heads in 8 bits, padded with zeros to whole vectors.
- * The dot products take k + 128 as unsigned bytes; `start` takes the 128 off again. */
+ * The dot products take k + 128 as unsigned bytes; see BYTE_START (int8.h). */
 typedef struct {
     _Alignas(64) int8_t bytes[MAX_GROUP][MAX_HEAD_DIM + 4 * LANES];
     int32_t start[MAX_GROUP];

@@ -4,12 +4,12 @@
 
 typedef int8_t vbytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-#if defined __AVX2__ && !defined __AVX512F__
+#if (defined __AVX2__ && !defined __AVX512F__) || defined __ARM_FEATURE_DOTPROD
 enum { SIGNED_BYTES = 1 };
 #else
 enum { SIGNED_BYTES = 0 };
 #endif
-enum { BYTE_START = SIGNED_BYTES ? 0 : -128 }; /* times the sum of all s: a sum's beginning */
+enum { BYTE_START = SIGNED_BYTES ? 0 : -128 }; /* times the sum of all s is added to every sum */
 
 /* sum + the four products of every lane: unsigned bytes u, which stand for u - 128, by signed bytes s.  With
  * SIGNED_BYTES u - 128 is multiplied, otherwise u.  Not more than 127 in magnitude: s. */
@@ -23,16 +23,13 @@ INLINE vint dot_bytes(vint sum, vuint u, vint s) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(centred), s_by_sign);
     return sum + (vint)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #elif defined __ARM_FEATURE_DOTPROD
-    int32x4_t sums[LANES / 4]; /* u * s = (u - 128) * s + 128 * s: sdot takes signed bytes only */
-    int8x16_t shifted[LANES / 4], by[LANES / 4];
-    const vuint centred = u ^ 0x80808080u;
+    int32x4_t sums[LANES / 4];
+    int8x16_t centred[LANES / 4], by[LANES / 4];
+    const vuint from_zero = u ^ 0x80808080u;
     memcpy(sums, &sum, sizeof sum);
-    memcpy(shifted, &centred, sizeof centred);
+    memcpy(centred, &from_zero, sizeof from_zero);
     memcpy(by, &s, sizeof s);
-    for (int i = 0; i < LANES / 4; i++) {
-        const int32x4_t mass = vdotq_s32(vdupq_n_s32(0), by[i], vdupq_n_s8(1));
-        sums[i] = vdotq_s32(vaddq_s32(sums[i], vshlq_n_s32(mass, 7)), shifted[i], by[i]);
-    }
+    for (int i = 0; i < LANES / 4; i++) sums[i] = vdotq_s32(sums[i], centred[i], by[i]);
     memcpy(&sum, sums, sizeof sum);
     return sum;
 #else
@@ -41,13 +38,13 @@ INLINE vint dot_bytes(vint sum, vuint u, vint s) {
 #endif
 }
 
-/* The same for bytes u below 16 which stand for u - 8, whose sums over up to 32 inputs fit into 16 bits: with
- * SIGNED_BYTES a lane holds two of them until sum_nibbles. */
+/* The same for bytes u below 16, which are multiplied as they are.  Their sums over 32 inputs fit into 16
+ * bits: on AVX2 a lane holds two of them until sum_nibbles. */
 INLINE vint dot_nibbles(vint sums, vuint u, vint s) {
 #if defined __AVX2__ && !defined __AVX512F__
     return (vint)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)u, (__m256i)s));
 #else
-    return dot_bytes(sums, u, s);
+    return dot_bytes(sums, u ^ (SIGNED_BYTES ? 0x80808080u : 0), s);
 #endif
 }
 

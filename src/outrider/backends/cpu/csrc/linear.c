@@ -7,7 +7,8 @@
  * rows > register tiles of outputs > k within the chunk.  So memory is read in one stream, and a chunk is
  * used by all rows while it is in the first cache.
  * Exact: lanes are outputs, so no sum crosses lanes, and every sum takes its k one after the other; between
- * chunks it waits in memory as the float32 that it is.  bfloat16 is widened to float32 without loss. */
+ * chunks it waits in memory as the float32 that it is.  bfloat16 is widened to float32 without loss.
+ * Compilers have to fuse every product with its addition, or none: tests compare all numbers of rows. */
 #include "linear.h"
 #include "blocks.h"
 #include "memory.h"
@@ -26,7 +27,7 @@ INLINE void prefetch_weights(const int vectors, const void *weights) {
         __builtin_prefetch((const char *)weights + c + CHUNK_BYTES);
 }
 
-typedef vfloat Tile[MAX_TILE_ROWS][PANEL / LANES];
+typedef vfloat Tile[TILE_ROWS][PANEL / LANES];
 
 /* One register tile: a few outputs of a few rows in one chunk. */
 typedef struct {
@@ -56,7 +57,7 @@ INLINE vfloat widen_half(const int odd, const char *weights) {
 /* sums += x * the even inputs of a line, or the odd ones.  For few rows their inputs stay in registers, for
  * many the weights. */
 INLINE void add_line(const int rows, const int vectors, const int odd, TileTask t, int64_t k, Tile sums) {
-    float x[MAX_TILE_ROWS];
+    float x[TILE_ROWS];
     vfloat weights[PANEL / LANES];
     for (int r = 0; r < rows; r++) x[r] = ((const float *)(t.x + r * t.row_bytes))[k + odd];
     for (int c = 0; c < vectors; c++) {
@@ -125,7 +126,9 @@ INLINE void multiply_tile(int64_t rows, const int form, TileTask t) {
         case 3: multiply_rows(3, form, t); break;
         case 4: multiply_rows(4, form, t); break;
         case 5: multiply_rows(5, form, t); break;
+#ifdef __AVX512F__
         case 6: multiply_rows(6, form, t); break;
+#endif
     }
 }
 

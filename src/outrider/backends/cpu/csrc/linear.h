@@ -7,7 +7,7 @@ enum { TILE_VECTORS = 4, TILE_ROWS = 6 }; /* vectors and rows of a register tile
 #else
 enum { TILE_VECTORS = 2, TILE_ROWS = 5 };
 #endif
-enum { PANEL = 64, MAX_TILE_ROWS = 6 }; /* PANEL: outputs of a packed weight panel */
+enum { PANEL = 64 }; /* outputs of a packed weight panel */
 
 /* Writes `vectors` vectors of outputs: sums + bias (or null) + the former y if `add`.  `space`: floats that
  * y has left. */

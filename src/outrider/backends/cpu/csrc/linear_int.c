@@ -19,7 +19,13 @@
 #include "memory.h"
 
 enum { OUTPUTS = 32, PANEL_VECTORS = OUTPUTS / LANES };      /* of a block */
-enum { INT_VECTORS = 2, INT_ROWS = LANES == 16 ? 6 : 4 }; /* of a register tile */
+#ifdef __AVX512F__
+enum { INT_VECTORS = 2, INT_ROWS = 6 }; /* of a register tile */
+#elif defined __AVX2__ || defined __ARM_NEON
+enum { INT_VECTORS = 2, INT_ROWS = 4 };
+#else
+enum { INT_VECTORS = 2, INT_ROWS = 2 };
+#endif
 enum { CHUNK_BLOCKS = 8, INT_GROUP_ROWS = 48 };
 enum { INT_STREAM_ROWS = INT_VECTORS == PANEL_VECTORS ? INT_ROWS : 1 }; /* rows of a tile with all outputs */
 
@@ -55,7 +61,7 @@ INLINE int64_t block_bytes(const Weight *w) { return values_bytes(w) + (w->has_o
 
 /* A rounded row: inputs bytes, then of every group
  *     scale [groups] float   what one step counts
- *     start [groups] int32   what a group's sum starts with, so that the weights count as signed
+ *     start [groups] int32   what is added to a group's sum, so that the weights count as signed
  *     mass  [groups] float   sum of the rounded activations, which the offsets multiply */
 INLINE int64_t rounded_bytes(const Weight *w, int64_t inputs) { return inputs + 12 * (inputs / w->group); }
 
@@ -80,7 +86,7 @@ typedef struct {
     const char *blocks;   /* of the chunk */
     const int8_t *x;      /* rounded rows */
     int64_t inputs;       /* of a whole row */
-    int64_t group, count; /* first group of the chunk, and groups in it */
+    int64_t first_group, count; /* groups of the chunk */
     float *sums;          /* [rows,OUTPUTS], of the first row */
     int fetches;          /* whether it fetches the next chunk */
 } IntTask;
@@ -150,20 +156,21 @@ INLINE void add_group(const int rows, const int vectors, const int bits, const c
 }
 
 /* `vectors` of the outputs in all blocks of a chunk. */
-INLINE void multiply_blocks(const int rows, const int vectors, const int bits, int64_t first, IntTask t) {
+INLINE void multiply_blocks(const int rows, const int vectors, const int bits, int64_t first_output,
+                            IntTask t) {
     const Weight *w = t.weight;
     const int64_t bytes = block_bytes(w), values = values_bytes(w), row_bytes = rounded_bytes(w, t.inputs);
-    float *to = t.sums + first;
+    float *to = t.sums + first_output;
     IntTile tile;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < vectors; c++) tile[r][c] = load(to + r * OUTPUTS + c * LANES);
-    for (int64_t g = t.group; g < t.group + t.count; g++, t.blocks += bytes) {
+    for (int64_t g = t.first_group; g < t.first_group + t.count; g++, t.blocks += bytes) {
         const int8_t *x = t.x + g * w->group, *meta = t.x + t.inputs + 4 * g;
-        const char *scales = t.blocks + values + first * 2;
+        const char *scales = t.blocks + values + first_output * 2;
         IntSums sums;
-        if (t.fetches && !first)
+        if (t.fetches && !first_output)
             for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(t.blocks + CHUNK_BLOCKS * bytes + i);
-        multiply_group(rows, vectors, bits, t.blocks + first * 4, x, w->group, row_bytes, sums);
+        multiply_group(rows, vectors, bits, t.blocks + first_output * 4, x, w->group, row_bytes, sums);
         add_group(rows, vectors, bits, scales, w->has_offsets, meta, t.inputs / w->group, row_bytes, sums,
                   tile);
     }
@@ -182,8 +189,10 @@ INLINE void multiply_tile(int64_t rows, const int bits, IntTask t) {
     switch (rows) {
         case 1: multiply_rows(1, bits, t); break;
         case 2: multiply_rows(2, bits, t); break;
+#if defined __AVX2__ || defined __ARM_NEON
         case 3: multiply_rows(3, bits, t); break;
         case 4: multiply_rows(4, bits, t); break;
+#endif
 #ifdef __AVX512F__
         case 5: multiply_rows(5, bits, t); break;
         case 6: multiply_rows(6, bits, t); break;
@@ -218,9 +227,9 @@ static void multiply_panel(const Weight *w, int64_t panel, const int8_t *x, int6
         const int64_t some = min64(rows - r, INT_GROUP_ROWS);
         IntTask t = {.weight = w, .x = x + r * rounded_bytes(w, inputs), .inputs = inputs, .sums = sums};
         memset(sums, 0, (size_t)some * OUTPUTS * 4);
-        for (; t.group < groups; t.group += t.count) {
-            t.blocks = (const char *)w->data + (panel * groups + t.group) * block_bytes(w);
-            t.count = min64(most, groups - t.group);
+        for (; t.first_group < groups; t.first_group += t.count) {
+            t.blocks = (const char *)w->data + (panel * groups + t.first_group) * block_bytes(w);
+            t.count = min64(most, groups - t.first_group);
             multiply_chunk(some, t);
         }
         for (int64_t i = 0; i < some; i++) {
