@@ -9,10 +9,10 @@ enum { SIGNED_BYTES = 1 };
 #else
 enum { SIGNED_BYTES = 0 };
 #endif
-enum { BYTE_START = SIGNED_BYTES ? 0 : -128 }; /* times the sum of all s is added to every sum */
+enum { BYTE_START = SIGNED_BYTES ? 0 : -128 }; /* BYTE_START times the sum of all s makes them n * s */
 
-/* sum + the four products of every lane: unsigned bytes u, which stand for u - 128, by signed bytes s.  With
- * SIGNED_BYTES u - 128 is multiplied, otherwise u.  Not more than 127 in magnitude: s. */
+/* sum + four products in every lane.  u holds numbers n as unsigned bytes n + 128; s holds signed bytes of at
+ * most 127 in magnitude.  The products are n * s with SIGNED_BYTES, otherwise (n + 128) * s: BYTE_START. */
 INLINE vint dot_bytes(vint sum, vuint u, vint s) {
 #ifdef __AVX512VNNI__
     return (vint)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);

@@ -18,7 +18,8 @@ _Static_assert((int)PANEL == (int)BLOCK, "a panel's maximum is the maximum of a 
 
 /* A line is what one step over k reads of a panel: 64 outputs of one input, or of a pair in bfloat16. */
 enum { LINE_BYTES = PANEL * 4, CHUNK_LINES = 32, CHUNK_BYTES = CHUNK_LINES * LINE_BYTES };
-enum { GROUP_ROWS = 48, FEW_ROWS = 5 }; /* rows that share sums in the first cache; see add_line */
+enum { GROUP_ROWS = 48 };               /* rows whose sums are kept together in the first cache */
+enum { FEW_ROWS = 5 };                  /* fewer rows keep their inputs in registers (add_line) */
 enum { STREAM_ROWS = PANEL == TILE_VECTORS * LANES ? TILE_ROWS : 1 }; /* rows of a tile with all outputs */
 
 /* The next chunk: the hardware stops at the border of a page. */
@@ -49,6 +50,7 @@ INLINE void multiply_float32(const int rows, const int vectors, TileTask t, Tile
     }
 }
 
+/* One vector of outputs of a line, for its even input or its odd one. */
 INLINE vfloat widen_half(const int odd, const char *weights) {
     const vuint pairs = *(const vuint *)weights;
     return odd ? odd_bfloat16(pairs) : even_bfloat16(pairs);
@@ -60,11 +62,15 @@ INLINE void add_line(const int rows, const int vectors, const int odd, TileTask 
     float x[TILE_ROWS];
     vfloat weights[PANEL / LANES];
     for (int r = 0; r < rows; r++) x[r] = ((const float *)(t.x + r * t.row_bytes))[k + odd];
-    for (int c = 0; c < vectors; c++) {
-        weights[c] = widen_half(odd, t.weights + c * LANES * 4);
-        for (int r = 0; r < rows && rows < FEW_ROWS; r++) sums[r][c] += weights[c] * x[r];
+    if (rows < FEW_ROWS) {
+        for (int c = 0; c < vectors; c++) {
+            const vfloat weight = widen_half(odd, t.weights + c * LANES * 4);
+            for (int r = 0; r < rows; r++) sums[r][c] += weight * x[r];
+        }
+        return;
     }
-    for (int r = 0; r < rows && rows >= FEW_ROWS; r++)
+    for (int c = 0; c < vectors; c++) weights[c] = widen_half(odd, t.weights + c * LANES * 4);
+    for (int r = 0; r < rows; r++)
         for (int c = 0; c < vectors; c++) sums[r][c] += weights[c] * x[r];
 }
 
