@@ -6,16 +6,24 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.bench.prompts import TASKS, rendered
+from outrider.core.clock import Times
+from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.errors import ConfigError
+from outrider.tune import estimate as module
 from outrider.tune.estimate import (
+    AGAIN,
+    REPEATS,
     Answer,
     Costs,
+    Rounds,
+    Shape,
     _drafter,
     _variant,
     accepted,
     estimate,
     judged,
     predictions,
+    settled,
     steps_of,
 )
 
@@ -59,6 +67,55 @@ def test_predicted_speed_up_follows_from_costs() -> None:
     assert plain.speed == pytest.approx(9 / 1.8) and plain.gain == 1.0
     assert one.tokens_per_step == 9 / 5 and one.speed == pytest.approx(9 / (1 + 0.4 + 5 * 0.06))
     assert two.tokens_per_step == 3 and two.gain == pytest.approx(1.8 / (1 + 0.2 + 3 * 0.07))
+
+
+class MadeCosts:
+    """Plain steps take 1 s, drafting 0.1 s a level, and the nodes of a step `verify`.
+
+    Every round of timings is twice as slow as the one before, up to 8 times.  The first `lucky` timings of
+    chains of 3 tokens come without verification.
+    """
+
+    def __init__(self, verify: dict[int, float], lucky: int) -> None:
+        self.verify, self.lucky, self.rounds, self.asked = verify, lucky, 0, list[Shape]()
+
+    def __call__(self, llm: LLM, ids: list[int], params: SamplingParams) -> Times:
+        if not isinstance(llm.engine.drafter, ModelDrafter):
+            self.rounds += 1
+            return Times(0.0, self.slow, 0.0)
+        siblings, depth = llm.engine.drafter.options.siblings, llm.engine.controller.nodes(1)
+        depth //= siblings
+        self.asked.append((siblings, depth))
+        added = self.verify[siblings * depth]
+        if (siblings, depth) == (1, 3) and self.asked.count((1, 3)) <= self.lucky:
+            added = 0.0
+        return Times(self.slow * 0.1 * depth, self.slow * (1 + added), 0.0)
+
+    @property
+    def slow(self) -> float:
+        return float(2 ** (self.rounds % 4))
+
+
+@pytest.mark.parametrize("lucky", [0, REPEATS])
+def test_costs_are_those_of_the_moment_and_no_luck_decides(
+    target: LLM, monkeypatch: pytest.MonkeyPatch, lucky: int
+) -> None:
+    """Five nodes cost less than four, as they do with some kernels."""
+    verify = {1: 0.2, 2: 0.6, 3: 0.7, 4: 1.5, 5: 1.4, 6: 1.7, 8: 2.0, 10: 3.0}
+    made = MadeCosts(verify, lucky)
+    monkeypatch.setattr(module, "_times", made)
+    variants = {siblings: _variant(target, "builtin-draft", siblings, 5) for siblings in (1, 2)}
+    answers = [Answer([0] * 5 + [-1] + [0] * 6, [[0.7, 0.2, 0.1]] * 12)]
+    monkeypatch.setattr(module, "SIBLINGS", (1, 2))
+    costs, found = settled(Rounds(target, variants, [[5, 6, 7]], GREEDY), answers, 1.0, 0.5)
+    assert costs.step == 0.5 and costs.prompts == 1.0
+    for shape in [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (1, 5)]:
+        assert costs.propose[shape] == pytest.approx(0.05 * shape[1])
+        assert costs.verify[shape] == pytest.approx(0.5 * verify[shape[0] * shape[1]])
+    best = max(found, key=lambda one: one.speed)
+    assert (best.siblings, best.depth) == (1, 5)
+    assert made.asked.count((1, 5)) == REPEATS + AGAIN and made.asked.count((1, 4)) == REPEATS
+    assert made.asked.count((1, 3)) == REPEATS + (AGAIN if lucky else 0)
 
 
 def test_all_costs_are_measured(target: LLM) -> None:

@@ -1,7 +1,8 @@
 """`outrider estimate`: what a draft model gains, before any speculative run.
 
 1. Plain decoding answers the prompts, which gives the time of a step and of a prompt.
-2. A few steps with drafts of each depth are timed, in turns with plain ones.
+2. A few steps with drafts of each depth are timed, in turns with plain ones.  The setting that seems the best
+   is timed anew: it may have been lucky.
 3. One teacher-forced pass of the draft over each answer gives the rank of every token in the draft's choice.
    The tokens before it are those that a draft would continue, so the steps of a chain follow exactly.
 4. A tree of `siblings` a depth also has nodes off the answer.  How they compete is estimated: each is
@@ -31,10 +32,12 @@ from outrider.llm import LLM
 from outrider.testing.rows import make_row
 
 WARM, STEPS = 2, 6  # steps before each timing, whose weights and caches are cold, and steps of it
-REPEATS = 3  # of each timing; the median counts
+REPEATS = 3  # of each timing, behind as many texts; the median counts
+AGAIN = 7  # of the timing of the best setting
 CHUNK = 128  # tokens of a forward of the teacher-forced pass
 SIBLINGS = (1, 2, 3)
-Seconds = dict[tuple[int, int], float]  # by siblings and depth
+Shape = tuple[int, int]  # siblings and depth
+Seconds = dict[Shape, float]
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,10 @@ def estimate(
     answers = [judged(drafter, prompt, text, params) for prompt, text in texts]
     reading += sum(_forward_seconds(drafter, len(prompt)) for prompt, _ in texts)
     tick("steps")
-    prompt, text = sorted(texts, key=lambda each: len(each[0]))[len(texts) // 2]
-    times = _step_times(llm, variants, [*prompt, *text[: len(text) // 2]], params, depth)
-    costs = Costs(reading, step, *times)
-    return costs, predictions(answers, costs, depth)
+    texts.sort(key=lambda each: len(each[0]))
+    behind = [texts[(2 * i + 1) * len(texts) // (2 * REPEATS)] for i in range(REPEATS)]
+    rounds = Rounds(llm, variants, [[*prompt, *text[: len(text) // 2]] for prompt, text in behind], params)
+    return settled(rounds, answers, reading, step)
 
 
 def _variant(llm: LLM, draft: str, siblings: int, depth: int) -> LLM:
@@ -155,39 +158,70 @@ def judged(drafter: ModelDrafter, prompt: list[int], text: list[int], params: Sa
 # ---- times
 
 
-def _step_times(
-    llm: LLM, variants: Mapping[int, LLM], ids: list[int], params: SamplingParams, depth: int
-) -> tuple[Seconds, Seconds]:
-    """Seconds of drafting, and those that the draft tokens add to the rest of a step, up to `depth` levels.
+class Rounds:
+    """Timings of steps with drafts, each beside plain steps behind the same text.
 
-    Behind a text, in rounds in which all take turns: a slow moment of the machine slows down all of them.
+    samples: shape -> drafting, and the rest beyond a plain step, both in plain steps of that moment.  So a
+    slow minute of the machine changes nothing.
     """
-    shapes = [(siblings, levels) for siblings in variants for levels in range(1, depth + 1)]
-    propose: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
-    verify: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
-    most = (WARM + STEPS + 1) * (depth + 1)
-    if most >= llm.engine.max_len:
-        raise ConfigError(
-            f"a context of {llm.engine.max_len} tokens is too short to measure drafts of {depth} (that takes "
-            f"{most}): give a smaller --draft or a larger context."
-        )
-    ids = ids[: llm.engine.max_len - most]
-    params = replace(params, max_tokens=most, ignore_eos=True, stop=None, stop_token_ids=None)
-    plain = llm.variant(None)
-    for _ in range(REPEATS):
-        base = _times(plain, ids, params)
-        for siblings, levels in shapes:
-            controller = variants[siblings].engine.controller
-            assert isinstance(controller, FixedController)
-            controller.depth = levels
-            times = _times(variants[siblings], ids, params)
-            propose[siblings, levels].append(times.propose)
-            verify[siblings, levels].append(sum(times) - times.propose - sum(base))
-    nothing = {(siblings, 0): 0.0 for siblings in variants}
-    return (
-        nothing | {shape: statistics.median(each) for shape, each in propose.items()},
-        nothing | {shape: max(0.0, statistics.median(each)) for shape, each in verify.items()},
-    )
+
+    def __init__(
+        self, llm: LLM, variants: Mapping[int, LLM], texts: Sequence[list[int]], params: SamplingParams
+    ) -> None:
+        self.variants, self.plain = variants, llm.variant(None)
+        self.depth = max(_controller(variant).depth for variant in variants.values())
+        most = (WARM + STEPS + 1) * (self.depth + 1)
+        if most >= llm.engine.max_len:
+            raise ConfigError(
+                f"a context of {llm.engine.max_len} tokens is too short to measure drafts of {self.depth} "
+                f"(that takes {most}): give a smaller --draft or a larger context."
+            )
+        self.texts = itertools.cycle([ids[: llm.engine.max_len - most] for ids in texts])
+        self.params = replace(params, max_tokens=most, ignore_eos=True, stop=None, stop_token_ids=None)
+        self.samples: dict[Shape, list[tuple[float, float]]] = {}
+
+    def run(self, shapes: Sequence[Shape], rounds: int) -> None:
+        for _ in range(rounds):
+            ids = next(self.texts)
+            base = sum(_times(self.plain, ids, self.params))
+            for siblings, levels in shapes:
+                _controller(self.variants[siblings]).depth = levels
+                times = _times(self.variants[siblings], ids, self.params)
+                sample = times.propose / base, (sum(times) - times.propose) / base - 1
+                self.samples.setdefault((siblings, levels), []).append(sample)
+
+    def costs(self, prompts: float, step: float) -> Costs:
+        """Medians.  Shapes of as many nodes cost the same to verify, so their timings count together."""
+        added: dict[int, list[float]] = {}
+        for (siblings, depth), found in self.samples.items():
+            added.setdefault(siblings * depth, []).extend(verify for _, verify in found)
+        propose = {shape: statistics.median(p for p, _ in found) for shape, found in self.samples.items()}
+        verify = {(s, d): max(0.0, statistics.median(added[s * d])) for s, d in self.samples}
+        nothing = {(siblings, 0): 0.0 for siblings in self.variants}
+        own, rest = ({shape: step * n for shape, n in each.items()} for each in (propose, verify))
+        return Costs(prompts, step, nothing | own, nothing | rest)
+
+
+def settled(
+    rounds: Rounds, answers: Sequence[Answer], prompts: float, step: float
+) -> tuple[Costs, list[Estimate]]:
+    """Costs and estimates of which the best is none that was only lucky in its first timings."""
+    depth, again = rounds.depth, set[Shape]()
+    rounds.run([(s, d) for s in rounds.variants for d in range(1, depth + 1)], REPEATS)
+    while True:
+        found = predictions(answers, costs := rounds.costs(prompts, step), depth)
+        best = max(found, key=lambda one: one.speed)
+        shape = best.siblings, best.depth
+        if not best.depth or shape in again:
+            return costs, found
+        again.add(shape)
+        rounds.samples[shape].clear()
+        rounds.run([shape], AGAIN)
+
+
+def _controller(variant: LLM) -> FixedController:
+    assert isinstance(variant.engine.controller, FixedController)
+    return variant.engine.controller
 
 
 def _times(llm: LLM, ids: list[int], params: SamplingParams) -> Times:
