@@ -33,10 +33,10 @@ Factory = Callable[[Target], Drafter]
 
 
 class Asked(NamedTuple):
-    """What the drafters proposed for a row, by drafter.  merged: None if no row of its batch has a draft."""
+    """What the drafters proposed for a row, by drafter, and the tree that was made of it."""
 
     trees: Sequence[DraftTree]
-    merged: Merged | None
+    merged: Merged
 
 
 class Member(NamedTuple):
@@ -97,7 +97,7 @@ class Union(Drafter):
             raise ConfigError("the method needs 'drafters', a list of dicts with a 'method'.")
         self.depth = max(self.depths)
         self.needs = reduce(or_, (drafter.needs for drafter in self.drafters), Needs())
-        self.asked: dict[Row, Asked] = {}  # rows whose step is not observed yet
+        self.asked: dict[Row, Asked] = {}  # rows of batches with drafts that are not observed yet
 
     def _add(self, factory: Factory, depth: int | None = None) -> None:
         """Add a drafter.  Mixing the number keeps the streams of nested drafters apart, too."""
@@ -149,6 +149,10 @@ class Union(Drafter):
         return [drafter.size(min(depth, own)) for drafter, own in zip(self.drafters, self.depths)]
 
     def propose(self, batch: Batch) -> Draft:
+        if not any(step.budget.nodes for step in batch):
+            for drafter in self.drafters:
+                drafter.propose(batch)  # some compute what was committed
+            return Draft([EMPTY_TREE] * len(batch))
         asker, drafts = batch.asker, dict[int, Draft]()
         for i in range(len(self.drafters)) if asker is None else asker.order:
             if asker is None:
@@ -160,8 +164,6 @@ class Union(Drafter):
     def _ask(self, i: int, batch: Batch) -> Draft:
         """The draft of drafter i, within its own depth and size."""
         drafter, depth = self.drafters[i], self.depths[i]
-        if not any(step.budget.nodes for step in batch):
-            return drafter.propose(batch)
         own = [
             step.budget.within(depth=depth) if step.row.drafts_with(drafter.sources) else NO_BUDGET
             for step in batch
@@ -171,8 +173,7 @@ class Union(Drafter):
 
     def _merge(self, batch: Batch, drafts: Sequence[Draft]) -> Draft:
         trees_of_rows = list(zip(*(own.trees for own in drafts)))
-        if not any(tree.tokens for own in drafts for tree in own.trees):
-            self.asked.update((step.row, Asked(trees, None)) for step, trees in zip(batch, trees_of_rows))
+        if not any(tree.tokens for trees in trees_of_rows for tree in trees):
             return Draft([EMPTY_TREE] * len(batch))
         first = [0, *itertools.accumulate(len(drafter.sources) for drafter in self.drafters)]
         merged = [merge(trees, step.budget.nodes, first) for trees, step in zip(trees_of_rows, batch)]
@@ -180,17 +181,21 @@ class Union(Drafter):
         return Draft([each.tree for each in merged])
 
     def observe(self, commit: Commit) -> None:
-        asked = [self.asked.pop(step.row) for step in commit.batch]
-        drafted = any(each.merged is not None for each in asked)
+        asked = [self.asked.pop(step.row, None) for step in commit.batch]
         for k, drafter in enumerate(self.drafters):
-            if not drafted and drafter.needs.topk == self.needs.topk:
+            if not any(asked) and drafter.needs.topk == self.needs.topk:
                 drafter.observe(commit)  # of no drafts every drafter sees the same
                 continue
-            steps = []
-            for step, (trees, merged) in zip(commit.batch, asked):
-                verified = after_trim(step, merged.node_of[k]) if merged is not None else {}
-                steps.append(part(step, trees[k], verified, drafter.needs.topk))
+            steps = [self._part(k, step, each) for step, each in zip(commit.batch, asked)]
             drafter.observe(commit._replace(batch=Batch(steps, prefill=commit.batch.prefill)))
+
+    def _part(self, k: int, step: RowStep, asked: Asked | None) -> RowStep:
+        """A row's step as drafter k sees it."""
+        tree: DraftTree = EMPTY_TREE
+        verified: Mapping[int, int] = {}
+        if asked is not None:
+            tree, verified = asked.trees[k], after_trim(step, asked.merged.node_of[k])
+        return part(step, tree, verified, self.drafters[k].needs.topk)
 
     def forget(self, row: Row, reason: str) -> None:
         self.asked.pop(row, None)
