@@ -275,20 +275,6 @@ def test_compiler_errors_are_reported(small: Recipe, cache: Path, caplog: pytest
     assert "expected" in caplog.text
 
 
-@needs_c
-def test_a_compiler_without_openmp_builds_kernels_for_one_thread(
-    small: Recipe, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiler = tmp_path / "plain-cc"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) exit 1;; esac\nexec {COMPILER} "$@"\n')
-    compiler.chmod(0o700)
-    assert works(build.load(small, environment(cache, CC=str(compiler))))
-    assert "use one thread" in caplog.text and "has no OpenMP" in caplog.text
-    caplog.clear()
-    assert works(build.load(small, environment(cache, CC=str(compiler))))
-    assert "use one thread" in caplog.text and "building" not in caplog.text, "the kept library says it, too"
-
-
 # ---- the instruction set
 
 

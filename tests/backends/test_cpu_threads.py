@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_cases import c_backend, needs_c
 
 from outrider import LLM, SamplingParams
-from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu import threads
 
 PROGRAM = """
@@ -88,24 +86,14 @@ def test_threads_are_lowered_once_to_the_quota() -> None:
     assert json.loads(result.stdout) == [[2, 5], [1, 5], [4, 5], [3, 5]]
 
 
-@pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
-def test_new_python_thread_uses_torchs_number_of_threads(tiny: Any) -> None:
-    """OpenMP counts by thread of the system, and a new one begins with all processors."""
-    library = ctypes.CDLL(None)
-    library = cpu.library() if not hasattr(library, "omp_get_max_threads") else library
-    llm, seen = LLM(str(tiny), max_model_len=64), []
-
-    def generate() -> None:
+@needs_c
+def test_a_step_uses_torchs_number_of_threads(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lib, seen = c_backend().lib, []
+    monkeypatch.setattr(lib, "set_threads", seen.append)
+    llm, before = LLM(str(tiny), max_model_len=64), torch.get_num_threads()
+    for count in (1, 3):
+        torch.set_num_threads(count)
         llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=3))
-        seen.append(library.omp_get_max_threads())
-
-    before = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            worker = threading.Thread(target=generate)
-            worker.start()
-            worker.join()
-    finally:
-        torch.set_num_threads(before)
-    assert seen == [1, 3]
+        seen.append(0)
+    torch.set_num_threads(before)
+    assert [seen[i - 1] for i, number in enumerate(seen) if not number] == [1, 3]

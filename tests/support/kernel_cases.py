@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.cpu import backend as cpu
+from outrider.backends.cpu import threads
 from outrider.backends.cpu.backend import CpuBackend
 from outrider.cache.pool import Pool
 from outrider.core.params import DistributionParams
@@ -46,11 +47,16 @@ def c_backend(dtype: torch.dtype = torch.float32) -> Ops:
 @contextmanager
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    use_threads(2)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        use_threads(before)
+
+
+def use_threads(count: int) -> None:
+    torch.set_num_threads(count)
+    threads.adopt(c_backend().lib)
 
 
 def near(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:

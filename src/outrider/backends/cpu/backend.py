@@ -1,8 +1,4 @@
-"""The C kernels, called through ctypes (build.py compiles them for this processor on first use).
-
-torch is imported first on purpose.  The library then shares torch's OpenMP threads instead of starting a
-second pool.
-"""
+"""The C kernels, called through ctypes (build.py compiles them for this processor on first use)."""
 
 from __future__ import annotations
 
@@ -43,7 +39,9 @@ from outrider.core.step_input import StepInput
 def library() -> ctypes.CDLL | None:
     """The compiled kernels.  None, with one warning, if there are none and they cannot be built."""
     loaded = build.load(build.recipe(os.environ), os.environ)
-    return None if loaded is None else declare(loaded)
+    if loaded is not None:
+        threads.adopt(declare(loaded))
+    return loaded
 
 
 class CpuBackend(Picking):
@@ -104,6 +102,7 @@ class CpuBackend(Picking):
         out = torch.empty(q.shape[0], spec.heads * spec.head_dim)
         attention, rows = _attention(spec, kv), structs.view(kv.step_input).rows
         attention.scale, attention.window = scores.scale, scores.window
+        threads.adopt(self.lib)
         self.lib.attend(attention, rows, q.data_ptr(), _modifier(scores.modifier), out.data_ptr())
         return out
 
@@ -144,7 +143,7 @@ class CpuBackend(Picking):
     def run_layers(
         self, stack: Stack, x: Tensor, kv: LayerKV, runs: Runs = (), u: Tensor | None = None
     ) -> Tensor:
-        threads.adopt()
+        threads.adopt(self.lib)
         (step_input, pool, layer), adapters = kv, lora.rows(runs)
         stack.shape.kv_kind, keys = KINDS[pool.dtype], pool.address + 2 * layer * pool.plane
         rows, width = structs.view(step_input).with_adapters(adapters), 0 if u is None else u.shape[1]

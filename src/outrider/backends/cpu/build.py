@@ -1,7 +1,6 @@
 """Build the C kernels on first use and keep the library in a cache folder.
 
-A kept library is one file, `kernels-<key>-<compiler>-<content>.so`, or `...-serial-<content>.so` without
-OpenMP:
+A kept library is one file, `kernels-<key>-<compiler>-<content>.so`:
 
     key       hash of sources, flags and kind of machine; known without a compiler
     compiler  hash of the command and its version, so that another compiler builds its own
@@ -39,11 +38,9 @@ from outrider.errors import ConfigError, unknown
 FOLDER = Path(__file__).parent / "csrc"
 SOURCES = sorted(FOLDER.glob("*.c"))
 FLAGS = (
-    "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC", "-std=gnu11",
+    "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC", "-pthread", "-std=gnu11",
     f"-DMAX_HEAD_DIM={MAX_HEAD_DIM}",
 )  # fmt: skip
-THREADS = ("-fopenmp",)  # left out where the compiler has no OpenMP: the kernels then use one thread
-SERIAL = "the C kernels use one thread: %s has no OpenMP (install it and delete %s)"
 
 
 class Target(NamedTuple):
@@ -195,27 +192,14 @@ def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
     try:
         with tempfile.TemporaryDirectory(prefix="outrider-") as private:
             library = Path(private, "kernels.so")
-            parallel = _compile(made, compiler, library)
+            inputs = map(str, made.sources)
+            _run([*compiler.command, *made.flags, *inputs, "-o", str(library), "-lm"])
             log.info("built the C kernels in %.1f s", time.perf_counter() - began)
             if folder is not None:
-                stem = f"kernels-{made.key}-{compiler.id}{'' if parallel else '-serial'}"
-                library = _kept_or(library, folder, stem)
-            if not parallel:
-                log.warning(SERIAL, shlex.join(compiler.command), library)
+                library = _kept_or(library, folder, f"kernels-{made.key}-{compiler.id}")
             return ctypes.CDLL(str(library))  # stays mapped when the folder is removed
     except OSError as error:
         raise BuildError(f"the library cannot be built or loaded ({error})") from error
-
-
-def _compile(made: Recipe, compiler: Compiler, library: Path) -> bool:
-    """Compile with OpenMP if the compiler has it, otherwise without.  Returns whether it has."""
-    inputs = [*map(str, made.sources), "-o", str(library), "-lm"]
-    try:
-        _run([*compiler.command, *made.flags, *THREADS, *inputs])
-    except BuildError:
-        _run([*compiler.command, *made.flags, *inputs])  # raises again if OpenMP was not the reason
-        return False
-    return True
 
 
 # ---- the cache
@@ -259,10 +243,7 @@ def opened(folder: Path | None, key: str, compiler: str = "*") -> ctypes.CDLL | 
         return None
     for path in sound(folder, f"kernels-{key}-{compiler}"):
         try:
-            library = ctypes.CDLL(str(path))
-            if "-serial-" in path.name:
-                log.warning(SERIAL, "the compiler that built them", path)
-            return library
+            return ctypes.CDLL(str(path))
         except OSError as error:
             log.info("%s cannot be loaded: %s", path, error)
     return None

@@ -54,7 +54,7 @@ class CpuFusedModel:
     def forward(
         self, stack: Stack, ends: Ends, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
     ) -> Tensor:
-        threads.adopt()
+        threads.adopt(self.lib)
         step_input, pool, _ = kv
         stack.shape.kv_kind, adapters, view = KINDS[pool.dtype], lora.rows(runs), structs.view(step_input)
         rows = array("q", step_input.logits_rows)
@@ -92,7 +92,7 @@ class CpuFusedModel:
         return logits
 
     def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
-        threads.adopt()
+        threads.adopt(self.lib)
         (step_input, pool, _), (several, vocabulary, stop_rule, states) = kv, chains
         stack.shape.kv_kind, view = KINDS[pool.dtype], structs.view(step_input)
         levels = max(chain.levels for chain in several)

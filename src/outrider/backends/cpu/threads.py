@@ -6,6 +6,7 @@ More threads than the quota wait for each other.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator
@@ -30,12 +31,9 @@ def limit() -> None:
         torch.set_num_threads(min(torch.get_num_threads(), max(1, math.ceil(allowed))))
 
 
-def adopt() -> None:
-    """Give the calling thread torch's number of threads.
-
-    OpenMP keeps one number per thread, and a new thread begins with all processors.
-    """
-    torch.get_num_threads()  # sets it on a thread's first call
+def adopt(kernels: ctypes.CDLL) -> None:
+    """Let the kernels use as many threads as torch does."""
+    kernels.set_threads(torch.get_num_threads())
 
 
 def quota(groups: Path, own: Path) -> float | None:

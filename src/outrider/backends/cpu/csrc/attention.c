@@ -11,6 +11,7 @@
  * Threads share (block, K/V head) pairs. */
 #include "attention.h"
 #include "memory.h"
+#include "threads.h"
 
 enum {
     BLOCK_QUERIES = 16, /* queries of a block, as far as one row does not have more */
@@ -313,36 +314,48 @@ static void attend_block(const Attention *a, const Rows *rows, int64_t first_row
     }
 }
 
+/* One call of `attend`.  Item i of its loop is K/V head i % kv_heads of block i / kv_heads. */
+typedef struct {
+    const Attention *attention;
+    const Rows *rows;
+    const float *q;
+    const ScoreModifier *modifier;
+    float *out;
+    int64_t stride;      /* scores of a query */
+    int64_t *first_rows; /* [blocks+1] */
+} AttendLoop;
+
+static void attend_items(const void *loop, int64_t first, int64_t end) {
+    const AttendLoop *l = loop;
+    const Attention *a = l->attention;
+    const int64_t query_floats = BLOCK_QUERIES * a->padded_dim;
+    float *space = scratch_acquire(SCRATCH_ATTENTION, (2 * query_floats + BLOCK_QUERIES * l->stride) * 4);
+    Block b = {
+        .ordered = space,
+        .sums = space + query_floats,
+        .scores = space + 2 * query_floats,
+        .stride = l->stride,
+        .scale = a->scale,
+    };
+    for (int64_t i = first; i < end; i++) {
+        const int64_t *r = l->first_rows + i / a->kv_heads, h = i % a->kv_heads;
+        if (a->kind == INT8)
+            attend_row_int8(a, l->rows, *r, h, l->q, l->modifier, b.scores, l->stride, l->out);
+        else
+            attend_block(a, l->rows, *r, r[1] - r[0], h, l->q, l->modifier, &b, l->out);
+    }
+    scratch_release(SCRATCH_ATTENTION);
+}
+
 void attend(const Attention *a, const Rows *rows, const float *q, const ScoreModifier *modifier, float *out) {
-    const int64_t stride =
-        (rows->longest + 2 * LANES - 1) / LANES * LANES; /* scores of a query, a sink, padding */
-    const int64_t per_kv_head = a->heads / a->kv_heads;
+    const int64_t stride = divide_up(rows->longest + LANES, LANES) * LANES; /* with a sink and padding */
     int64_t *first_rows = allocate((rows->num_rows + 1) * (int64_t)sizeof *first_rows), num_blocks = 0;
     for (int64_t r = 0; r < rows->num_rows; num_blocks++) {
         first_rows[num_blocks] = r;
-        r += a->kind == INT8 ? 1 : block_rows(a, rows, r, per_kv_head);
+        r += a->kind == INT8 ? 1 : block_rows(a, rows, r, a->heads / a->kv_heads);
     }
     first_rows[num_blocks] = rows->num_rows;
-    #pragma omp parallel if (rows->num_rows * a->heads > 1)
-    {
-        Block b = {
-            .stride = stride,
-            .scale = a->scale,
-            .scores = allocate(BLOCK_QUERIES * stride * 4),
-            .ordered = allocate(2 * BLOCK_QUERIES * a->padded_dim * 4),
-        };
-        b.sums = b.ordered + BLOCK_QUERIES * a->padded_dim;
-        #pragma omp for collapse(2) schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_blocks; i++)
-            for (int64_t h = 0; h < a->kv_heads; h++) {
-                const int64_t r = first_rows[i];
-                if (a->kind == INT8)
-                    attend_row_int8(a, rows, r, h, q, modifier, b.scores, stride, out);
-                else
-                    attend_block(a, rows, r, first_rows[i + 1] - r, h, q, modifier, &b, out);
-            }
-        free(b.scores);
-        free(b.ordered);
-    }
+    parallel_for(num_blocks * a->kv_heads, 1, attend_items,
+                 &(AttendLoop){a, rows, q, modifier, out, stride, first_rows});
     free(first_rows);
 }

@@ -6,6 +6,7 @@
  * Exact: the result is the k best by score, of equal scores the lower token, in whatever order blocks are
  * visited. */
 #pragma once
+#include <pthread.h>
 #include "noise.h"
 #include "row.h"
 
@@ -147,18 +148,40 @@ INLINE void consider_others(const Row *row, const float *block_max, int64_t g, c
     }
 }
 
-/* Enters what is in `own` and not in `known`, from which it was grown. */
-static void merge(const Best *own, const Best *known, Best *best) {
+/* Enters what is in `own` and not yet in `best`. */
+static void merge(const Best *own, Best *best) {
     for (int64_t i = 0; i < own->count; i++) {
         int is_known = 0;
-        for (int64_t j = 0; j < known->count; j++) is_known |= known->token[j] == own->token[i];
+        for (int64_t j = 0; j < best->count; j++) is_known |= best->token[j] == own->token[i];
         if (!is_known) enter(best, own->score[i], own->token[i]);
     }
 }
 
+/* The search of a row behind its highest blocks. */
+typedef struct {
+    const Row *row;
+    const float *block_max;
+    const Scoring *scoring;
+    vhash start;
+    float first;
+    pthread_mutex_t *lock; /* of `best` */
+    Best *best;
+} Search;
+
+static void search_groups(const void *loop, int64_t first, int64_t end) {
+    const Search *s = loop;
+    pthread_mutex_lock(s->lock);
+    Best own = *s->best;
+    pthread_mutex_unlock(s->lock);
+    for (int64_t g = first; g < end; g++)
+        consider_others(s->row, s->block_max, g * LANES, s->scoring, s->start, s->first, &own);
+    pthread_mutex_lock(s->lock);
+    merge(&own, s->best);
+    pthread_mutex_unlock(s->lock);
+}
+
 /* The k best of a row into the empty `best`. */
-static void choose(const Row *row, const float *block_max, const Scoring *scoring, int use_threads,
-                   Best *best) {
+static void choose(const Row *row, const float *block_max, const Scoring *scoring, Best *best) {
     Best blocks;
     clear_best(&blocks, best->k);
     for (int64_t b = 0; b < row->blocks; b++)
@@ -168,17 +191,10 @@ static void choose(const Row *row, const float *block_max, const Scoring *scorin
         if (block_max[b] >= first && block_max[b] > -INFINITY)
             consider_block(row, b, scoring, scoring->noisy ? -INFINITY : first, best);
     if (!scoring->noisy) return;
-    const Best known = *best;
     int32_t tokens[HASH_LANES];
     for (int j = 0; j < HASH_LANES; j++) tokens[j] = j;
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     const vhash start = hash_state(scoring->key, *(const vtoken *)tokens);
-    #pragma omp parallel if (use_threads)
-    {
-        Best own = known;
-        #pragma omp for schedule(static) nowait
-        for (int64_t g = 0; g < row->blocks; g += LANES)
-            consider_others(row, block_max, g, scoring, start, first, &own);
-        #pragma omp critical
-        merge(&own, &known, best);
-    }
+    parallel_for(divide_up(row->blocks, LANES), THREAD_PARTS * PART / LANES, search_groups,
+                 &(Search){row, block_max, scoring, start, first, &lock, best});
 }

@@ -8,7 +8,7 @@
 #include "filter.h"
 #include "noise.h"
 
-enum { WIDE = LANES / 2, THREADED_BLOCKS = 512 }; /* from so many blocks on threads share a pass */
+enum { WIDE = LANES / 2, THREAD_BLOCKS = THREAD_PARTS * PART };
 typedef double vwide __attribute__((vector_size(WIDE * 8), aligned(8), may_alias));
 typedef int64_t vwideint __attribute__((vector_size(WIDE * 8), aligned(8), may_alias));
 typedef float vnarrow __attribute__((vector_size(WIDE * 4), aligned(4), may_alias));
@@ -89,12 +89,23 @@ INLINE double exp_block(const Row *row, int64_t b, float cut, double *mass) {
     return block_mass(mass);
 }
 
-static void exp_row(const Row *row, const float *block_max, float cut, Distribution *d) {
-    #pragma omp parallel for schedule(static) if (d->blocks >= THREADED_BLOCKS)
-    for (int64_t b = 0; b < d->blocks; b++) {
-        const int any = below_max(row, block_max[b]) >= cut;
-        d->block_sum[b] = any ? exp_block(row, b, cut, d->mass + b * BLOCK) : 0;
+typedef struct {
+    const Row *row;
+    const float *block_max;
+    float cut;
+    Distribution *to;
+} ExpLoop;
+
+static void exp_blocks(const void *loop, int64_t first, int64_t end) {
+    const ExpLoop *l = loop;
+    for (int64_t b = first; b < end; b++) {
+        const int any = below_max(l->row, l->block_max[b]) >= l->cut;
+        l->to->block_sum[b] = any ? exp_block(l->row, b, l->cut, l->to->mass + b * BLOCK) : 0;
     }
+}
+
+static void exp_row(const Row *row, const float *block_max, float cut, Distribution *d) {
+    parallel_for(d->blocks, THREAD_BLOCKS, exp_blocks, &(ExpLoop){row, block_max, cut, d});
     sum_blocks(d);
 }
 
@@ -166,7 +177,7 @@ int make_distribution(const float *logits, const DistributionParams *params, flo
     float *own_max = (float *)(part_results + parts), *floats = own_max + maxima;
     const Candidates space = {floats, floats + padded, (int32_t *)(floats + 2 * padded), 0};
     row.max = block_max ? known_maxima(&row, block_max)
-                        : row_maxima(&row, own_max, part_results, row.blocks >= THREADED_BLOCKS);
+                        : row_maxima(&row, own_max, part_results);
     if (!block_max) block_max = own_max;
     const int finite = isfinite(row.max);
     if (finite && params->temperature == 0)
@@ -183,22 +194,36 @@ double probability(const Distribution *p, int32_t token) {
     return p->block_sum[token / BLOCK] > 0 ? p->mass[token] / p->total : 0;
 }
 
-double subtract(const Distribution *p, Sampled q, double scale, Distribution *out) {
-    const double p_factor = scale / p->total, q_factor = q.probs ? 1 / q.total : 0;
-    #pragma omp parallel for schedule(static) if (p->blocks >= THREADED_BLOCKS)
-    for (int64_t b = 0; b < p->blocks; b++) {
+typedef struct {
+    const Distribution *p;
+    Sampled q;
+    double p_factor, q_factor;
+    Distribution *out;
+} Difference;
+
+static void subtract_blocks(const void *loop, int64_t first, int64_t end) {
+    const Difference *d = loop;
+    const Distribution *p = d->p, *out = d->out;
+    const Sampled q = d->q;
+    for (int64_t b = first; b < end; b++) {
         double tail[BLOCK] = {0}, *to = out->mass + b * BLOCK;
         const double *from = p->mass + b * BLOCK;
         const double *less = q.probs ? block_of_probs(q.probs, p->vocab, b, tail) : tail;
         out->block_sum[b] = 0;
         if (!(p->block_sum[b] > 0)) continue;
         for (int64_t j = 0; j < BLOCK; j += WIDE) {
-            const vwide rest = *(const vwide *)(from + j) * p_factor - *(const vwide *)(less + j) * q_factor;
+            const vwide rest = *(const vwide *)(from + j) * d->p_factor - *(const vwide *)(less + j) * d->q_factor;
             *(vwide *)(to + j) = (vwide)((vwideint)rest & (rest > 0));
         }
         if (!q.probs && q.token / BLOCK == b) to[q.token % BLOCK] = fmax(to[q.token % BLOCK] - 1, 0);
         out->block_sum[b] = block_mass(to);
     }
+}
+
+double subtract(const Distribution *p, Sampled q, double scale, Distribution *out) {
+    const double q_factor = q.probs ? 1 / q.total : 0;
+    parallel_for(p->blocks, THREAD_BLOCKS, subtract_blocks,
+                 &(Difference){p, q, scale / p->total, q_factor, out});
     sum_blocks(out);
     return out->total;
 }

@@ -11,9 +11,13 @@
  *   or null         the argument may be 0
  *   sizes           int64_t
  *   memory          belongs to the caller, scratch memory to memory.c; nothing is kept between calls
+ *   threads         share the loops of a call (threads.c); calls may come from several threads at once
  */
 #pragma once
 #include <stdint.h>
+
+/* The most threads that a call uses, 1 before this is called. */
+void set_threads(int64_t count);
 
 /* ---- weights: linear.c, linear_int.c */
 

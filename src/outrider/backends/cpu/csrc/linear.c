@@ -13,6 +13,7 @@
 #include "blocks.h"
 #include "memory.h"
 #include "pairs.h"
+#include "threads.h"
 
 _Static_assert((int)PANEL == (int)BLOCK, "a panel's maximum is the maximum of a block of logits");
 
@@ -138,18 +139,30 @@ INLINE void multiply_tile(int64_t rows, const int form, TileTask t) {
     }
 }
 
+/* One call of `linear`. */
+typedef struct {
+    const Weight *weight;
+    const float *x;
+    int64_t rows, inputs;
+    char *rounded; /* the rows of x in bfloat16, for the form PAIRS */
+    float *y;
+    int64_t outputs;
+    int add;
+    float *block_max; /* or null */
+    int64_t block_max_stride;
+} LinearCall;
+
 /* The maximum of a panel's outputs in every row. */
-static void panel_maxima(const float *y, int64_t rows, int64_t outputs, int64_t panel, float *block_max,
-                         int64_t stride) {
-    const int64_t space = outputs - panel * PANEL;
-    for (int64_t r = 0; r < rows; r++) {
+static void panel_maxima(const LinearCall *l, int64_t panel) {
+    const int64_t space = l->outputs - panel * PANEL;
+    for (int64_t r = 0; r < l->rows; r++) {
         float padded[PANEL];
-        const float *at = y + r * outputs + panel * PANEL;
+        const float *at = l->y + r * l->outputs + panel * PANEL;
         if (space < PANEL) {
             for (int64_t j = 0; j < PANEL; j++) padded[j] = j < space ? at[j] : -INFINITY;
             at = padded;
         }
-        block_max[r * stride + panel] = block_maximum(at);
+        l->block_max[r * l->block_max_stride + panel] = block_maximum(at);
     }
 }
 
@@ -178,10 +191,12 @@ static void multiply_chunk(const int form, int64_t rows, TileTask t) {
     }
 }
 
-/* All rows of one panel; x as its form holds it. */
-static void multiply_panel(const Weight *weight, int64_t panel, const char *x, int64_t rows, int64_t inputs,
-                           float *y, int64_t outputs, int add) {
+/* All rows of one panel. */
+static void multiply_panel(const LinearCall *l, int64_t panel) {
+    const Weight *weight = l->weight;
+    const char *x = l->rounded ? l->rounded : (const char *)l->x;
     const int form = form_of(weight);
+    const int64_t rows = l->rows, inputs = l->inputs, outputs = l->outputs;
     const int64_t row_bytes = input_bytes(weight, inputs), first = panel * PANEL;
     const int64_t most = rows <= STREAM_ROWS ? inputs : form == WIDE ? CHUNK_LINES : 2 * CHUNK_LINES;
     const float *bias = weight->bias ? weight->bias + first : 0;
@@ -198,39 +213,45 @@ static void multiply_panel(const Weight *weight, int64_t panel, const char *x, i
             t.x += form == HALF ? t.inputs * 4 : CHUNK_LINES * 4;
         }
         for (int64_t i = 0; i < group; i++)
-            store_outputs((vfloat *)(sums + i * PANEL), PANEL / LANES, bias, y + (r + i) * outputs + first,
-                          outputs - first, add);
+            store_outputs((vfloat *)(sums + i * PANEL), PANEL / LANES, bias, l->y + (r + i) * outputs + first,
+                          outputs - first, l->add);
     }
 }
 
-/* x, or its rounded rows in scratch memory. */
-static const char *hold_inputs(const Weight *weight, const float *x, int64_t rows, int64_t inputs) {
-    if (form_of(weight) != PAIRS) return (const char *)x;
-    const int64_t stride = input_bytes(weight, inputs) / 2;
-    bfloat16 *rounded = scratch_acquire(SCRATCH_ACTIVATIONS, rows * stride * 2);
-    #pragma omp parallel for schedule(static) if (rows > 4)
-    for (int64_t r = 0; r < rows; r++) round_pairs(x + r * inputs, inputs, rounded + r * stride);
-    return (const char *)rounded;
+static void round_rows(const void *loop, int64_t first, int64_t end) {
+    const LinearCall *l = loop;
+    const int64_t row_bytes = input_bytes(l->weight, l->inputs);
+    for (int64_t r = first; r < end; r++)
+        round_pairs(l->x + r * l->inputs, l->inputs, (bfloat16 *)(l->rounded + r * row_bytes));
+}
+
+static void multiply_panels(const void *loop, int64_t first, int64_t end) {
+    const LinearCall *l = loop;
+    for (int64_t p = first; p < end; p++) {
+        multiply_panel(l, p);
+        if (l->block_max) panel_maxima(l, p); /* while the outputs are cached */
+    }
+}
+
+static void maxima_of_panels(const void *loop, int64_t first, int64_t end) {
+    for (; first < end; first++) panel_maxima(loop, first);
 }
 
 void linear_with_maxima(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y,
                         int64_t outputs, int add, float *block_max, int64_t block_max_stride) {
     const int64_t panels = divide_up(outputs, PANEL);
+    LinearCall call = {weight, x, rows, inputs, 0, y, outputs, add, block_max, block_max_stride};
     if (weight->kind >= INT8) {
         linear_int(weight, x, rows, inputs, y, outputs, add);
-        if (!block_max) return;
-        #pragma omp parallel for schedule(static)
-        for (int64_t p = 0; p < panels; p++) panel_maxima(y, rows, outputs, p, block_max, block_max_stride);
+        if (block_max) parallel_for(panels, 16, maxima_of_panels, &call);
         return;
     }
-    const char *held = hold_inputs(weight, x, rows, inputs);
-    #pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < panels; p++) {
-        multiply_panel(weight, p, held, rows, inputs, y, outputs, add);
-        if (block_max)
-            panel_maxima(y, rows, outputs, p, block_max, block_max_stride); /* while the outputs are cached */
+    if (form_of(weight) == PAIRS) {
+        call.rounded = scratch_acquire(SCRATCH_ACTIVATIONS, rows * input_bytes(weight, inputs));
+        parallel_for(rows, 4, round_rows, &call);
     }
-    if (held != (const char *)x) scratch_release(SCRATCH_ACTIVATIONS);
+    parallel_for(panels, 1, multiply_panels, &call);
+    if (call.rounded) scratch_release(SCRATCH_ACTIVATIONS);
 }
 
 void linear(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs,

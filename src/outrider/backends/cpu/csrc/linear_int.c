@@ -17,6 +17,7 @@
 #include "int8.h"
 #include "linear.h"
 #include "memory.h"
+#include "threads.h"
 
 enum { OUTPUTS = 32, PANEL_VECTORS = OUTPUTS / LANES };      /* of a block */
 #ifdef __AVX512F__
@@ -216,16 +217,36 @@ static void multiply_chunk(int64_t rows, IntTask t) {
     }
 }
 
+/* One call of linear_int. */
+typedef struct {
+    const Weight *weight;
+    const float *x;
+    int64_t rows, inputs;
+    int8_t *rounded; /* the rows of x, rounded_bytes each */
+    float *y;
+    int64_t outputs;
+    int add;
+} IntCall;
+
+static void round_rows(const void *loop, int64_t first, int64_t end) {
+    const IntCall *l = loop;
+    for (int64_t r = first; r < end; r++)
+        round_row(l->x + r * l->inputs, l->inputs, l->weight,
+                  l->rounded + r * rounded_bytes(l->weight, l->inputs));
+}
+
 /* All rows of one panel. */
-static void multiply_panel(const Weight *w, int64_t panel, const int8_t *x, int64_t rows, int64_t inputs,
-                           float *y, int64_t outputs, int add) {
+static void multiply_panel(const IntCall *l, int64_t panel) {
+    const Weight *w = l->weight;
+    const int64_t rows = l->rows, inputs = l->inputs, outputs = l->outputs;
     const int64_t groups = inputs / w->group, first = panel * OUTPUTS;
     const int64_t most = rows <= INT_STREAM_ROWS ? groups : CHUNK_BLOCKS;
     const float *bias = w->bias ? w->bias + first : 0;
     float sums[INT_GROUP_ROWS * OUTPUTS];
     for (int64_t r = 0; r < rows; r += INT_GROUP_ROWS) {
         const int64_t some = min64(rows - r, INT_GROUP_ROWS);
-        IntTask t = {.weight = w, .x = x + r * rounded_bytes(w, inputs), .inputs = inputs, .sums = sums};
+        IntTask t = {.weight = w, .inputs = inputs, .sums = sums};
+        t.x = l->rounded + r * rounded_bytes(w, inputs);
         memset(sums, 0, (size_t)some * OUTPUTS * 4);
         for (; t.first_group < groups; t.first_group += t.count) {
             t.blocks = (const char *)w->data + (panel * groups + t.first_group) * block_bytes(w);
@@ -235,20 +256,22 @@ static void multiply_panel(const Weight *w, int64_t panel, const int8_t *x, int6
         for (int64_t i = 0; i < some; i++) {
             float *row = sums + i * OUTPUTS;
             for (int64_t c = 0; c < OUTPUTS; c++) row[c] *= w->unit;
-            store_outputs((const vfloat *)row, PANEL_VECTORS, bias, y + (r + i) * outputs + first,
-                          outputs - first, add);
+            store_outputs((const vfloat *)row, PANEL_VECTORS, bias, l->y + (r + i) * outputs + first,
+                          outputs - first, l->add);
         }
     }
 }
 
+static void multiply_panels(const void *loop, int64_t first, int64_t end) {
+    for (; first < end; first++) multiply_panel(loop, first);
+}
+
 void linear_int(const Weight *w, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs,
                 int add) {
-    const int64_t row_bytes = rounded_bytes(w, inputs), panels = divide_up(outputs, OUTPUTS);
-    int8_t *rounded = scratch_acquire(SCRATCH_ACTIVATIONS, rows * row_bytes);
-    #pragma omp parallel for schedule(static) if (rows > 4)
-    for (int64_t r = 0; r < rows; r++) round_row(x + r * inputs, inputs, w, rounded + r * row_bytes);
-    #pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < panels; p++) multiply_panel(w, p, rounded, rows, inputs, y, outputs, add);
+    int8_t *rounded = scratch_acquire(SCRATCH_ACTIVATIONS, rows * rounded_bytes(w, inputs));
+    const IntCall call = {w, x, rows, inputs, rounded, y, outputs, add};
+    parallel_for(rows, 4, round_rows, &call);
+    parallel_for(divide_up(outputs, OUTPUTS), 1, multiply_panels, &call);
     scratch_release(SCRATCH_ACTIVATIONS);
 }
 

@@ -6,6 +6,7 @@
  * Exact: a row's q, k and v depend on that row alone.  Threads share rows. */
 #include "attention.h"
 #include "elementwise.h"
+#include "threads.h"
 
 static int64_t pool_row_bytes(int kind, int64_t padded_dim) {
     return kind == INT8 ? padded_dim + 4 : kind == BFLOAT16 ? padded_dim * 2 : padded_dim * 4;
@@ -53,16 +54,25 @@ static void norm_and_rotate(const Attention *a, const float *x, const float *nor
     rotate(x, table, a->head_dim, a->rotary_dim, y);
 }
 
-void rope_store(const Attention *a, const Rows *rows, const float *qkv, float *q) {
+typedef struct {
+    const Attention *attention;
+    const Rows *rows;
+    const float *qkv;
+    float *q;
+} RopeStore;
+
+static void store_rows(const void *loop, int64_t first, int64_t end) {
+    const RopeStore *s = loop;
+    const Attention *a = s->attention;
+    const Rows *rows = s->rows;
     const int64_t D = a->head_dim, heads = a->heads, kv_heads = a->kv_heads;
-    #pragma omp parallel for schedule(static) if (rows->num_rows > 8)
-    for (int64_t r = 0; r < rows->num_rows; r++) {
+    for (int64_t r = first; r < end; r++) {
         const float *table = a->rotary + rows->positions[r] * a->rotary_dim;
-        const float *from = qkv + r * (heads + 2 * kv_heads) * D;
+        const float *from = s->qkv + r * (heads + 2 * kv_heads) * D;
         float head[MAX_HEAD_DIM];
         for (int64_t h = 0; h < heads; h++, from += D) {
             norm_and_rotate(a, from, a->q_norm, table, head);
-            store_head_float32(head, D, a->padded_dim, q + (r * heads + h) * a->padded_dim);
+            store_head_float32(head, D, a->padded_dim, s->q + (r * heads + h) * a->padded_dim);
         }
         for (int64_t h = 0; h < kv_heads; h++, from += D) {
             norm_and_rotate(a, from, a->k_norm, table, head);
@@ -70,4 +80,8 @@ void rope_store(const Attention *a, const Rows *rows, const float *qkv, float *q
         }
         for (int64_t h = 0; h < kv_heads; h++, from += D) store_head(a, from, a->values, h, rows->slots[r]);
     }
+}
+
+void rope_store(const Attention *a, const Rows *rows, const float *qkv, float *q) {
+    parallel_for(rows->num_rows, 8, store_rows, &(RopeStore){a, rows, qkv, q});
 }

@@ -1,6 +1,9 @@
 /* A row of logits in blocks of 64, and the maximum of each block: what a pick looks at first. */
 #pragma once
 #include "blocks.h"
+#include "threads.h"
+
+enum { THREAD_PARTS = 8 }; /* of a row of logits, that a thread takes at a time */
 
 /* Complete blocks lie in the row itself; the last one is copied to `tail`, padded with minus infinity. */
 typedef struct {
@@ -65,13 +68,23 @@ static float max_of_parts(const PartResult *parts, int64_t count) {
     return max;
 }
 
+typedef struct {
+    const Row *row;
+    float *block_max;
+    PartResult *parts;
+} PartLoop;
+
+static void maxima_of_parts(const void *loop, int64_t first, int64_t end) {
+    const PartLoop *l = loop;
+    for (int64_t p = first; p < end; p++) l->parts[p].max = part_maxima(l->row, p * PART, l->block_max);
+}
+
 /* Writes the maxima of all blocks to block_max [row_blocks(vocab)]; returns the largest, infinity if there
  * is a NaN.
  * parts: space for parts_of(row). */
-static float row_maxima(const Row *row, float *block_max, PartResult *parts, int use_threads) {
+static float row_maxima(const Row *row, float *block_max, PartResult *parts) {
     const int64_t count = parts_of(row);
-    #pragma omp parallel for schedule(static) if (use_threads)
-    for (int64_t p = 0; p < count; p++) parts[p].max = part_maxima(row, p * PART, block_max);
+    parallel_for(count, THREAD_PARTS, maxima_of_parts, &(PartLoop){row, block_max, parts});
     return max_of_parts(parts, count);
 }
 

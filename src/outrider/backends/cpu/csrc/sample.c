@@ -10,21 +10,26 @@
 #include "best.h"
 #include "filter.h"
 
-enum { EXTRA_PICKS = 16, THREADED_VOCAB = 8192 }; /* from so many logits on threads share a row */
+enum { EXTRA_PICKS = 16 };
 
-/* `row_maxima` that also writes the sum of exp(logit - max) over the row to *mass.  A part is summed against
- * its own maximum while it is cached. */
-static float row_mass(const Row *row, float *block_max, PartResult *parts, int use_threads, double *mass) {
-    const int64_t count = parts_of(row);
-    #pragma omp parallel for schedule(static) if (use_threads)
-    for (int64_t p = 0; p < count; p++) {
-        const float part_max = part_maxima(row, p * PART, block_max),
+/* A part is summed against its own maximum while it is cached. */
+static void masses_of_parts(const void *loop, int64_t first, int64_t end) {
+    const PartLoop *l = loop;
+    const Row *row = l->row;
+    for (int64_t p = first; p < end; p++) {
+        const float part_max = part_maxima(row, p * PART, l->block_max),
                     against = part_max > -INFINITY ? part_max : 0;
         vfloat sum = {0};
         for (int64_t b = p * PART; b < min64((p + 1) * PART, row->blocks); b++)
             for (int64_t j = 0; j < BLOCK; j += LANES) sum += vexp_fast(load(block_at(row, b) + j) - against);
-        parts[p] = (PartResult){part_max, sum_lanes(sum)};
+        l->parts[p] = (PartResult){part_max, sum_lanes(sum)};
     }
+}
+
+/* `row_maxima` that also writes the sum of exp(logit - max) over the row to *mass. */
+static float row_mass(const Row *row, float *block_max, PartResult *parts, double *mass) {
+    const int64_t count = parts_of(row);
+    parallel_for(count, THREAD_PARTS, masses_of_parts, &(PartLoop){row, block_max, parts});
     const float max = max_of_parts(parts, count);
     *mass = 0;
     for (int64_t p = 0; p < count; p++) *mass += parts[p].mass * exp((double)parts[p].max - max);
@@ -64,7 +69,6 @@ typedef struct {
     Row row;
     const DistributionParams *params;
     Scoring scoring;
-    int use_threads;
     int top_k, top_p, any_filter; /* which filters are in force */
     float *block_max;             /* [row_blocks(vocab)] */
     PartResult *part_results;     /* [parts_of(row)] */
@@ -72,16 +76,25 @@ typedef struct {
     Candidates candidates;        /* all tokens; arrays of blocks * BLOCK */
 } PickRow;
 
-static Mass mass_above(const PickRow *p, float least, float x) {
-    const Row *row = &p->row;
-    const int64_t parts = parts_of(row);
-    Mass sum = {0};
-    #pragma omp parallel for schedule(static) if (p->use_threads)
-    for (int64_t i = 0; i < parts; i++) {
+typedef struct {
+    const PickRow *pick;
+    float least, x;
+} MassLoop;
+
+static void masses_above(const void *loop, int64_t first_part, int64_t end_part) {
+    const MassLoop *l = loop;
+    const Row *row = &l->pick->row;
+    for (int64_t i = first_part; i < end_part; i++) {
         const int64_t first = i * PART, end = min64(first + PART, row->blocks);
-        p->part_masses[i] =
-            x < INFINITY ? part_mass(row, first, end, least, x, 1) : part_mass(row, first, end, least, x, 0);
+        l->pick->part_masses[i] = l->x < INFINITY ? part_mass(row, first, end, l->least, l->x, 1)
+                                                  : part_mass(row, first, end, l->least, l->x, 0);
     }
+}
+
+static Mass mass_above(const PickRow *p, float least, float x) {
+    const int64_t parts = parts_of(&p->row);
+    Mass sum = {0};
+    parallel_for(parts, THREAD_PARTS, masses_above, &(MassLoop){p, least, x});
     for (int64_t i = 0; i < parts; i++) {
         sum.all += p->part_masses[i].all;
         sum.above += p->part_masses[i].above;
@@ -131,7 +144,7 @@ static int keep_inside(const PickRow *p, Best *found, int64_t k) {
  * certain. */
 static int pick_quickly(const PickRow *p, int64_t k, Best *found) {
     clear_best(found, k);
-    choose(&p->row, p->block_max, &p->scoring, p->use_threads, found);
+    choose(&p->row, p->block_max, &p->scoring, found);
     if (!p->any_filter) return 1;
     float lowest = INFINITY;
     for (int64_t i = 0; i < found->count; i++) {
@@ -141,7 +154,7 @@ static int pick_quickly(const PickRow *p, int64_t k, Best *found) {
     if (is_inside(p, lowest)) return 1;
     if ((p->top_k && p->top_p) || k + EXTRA_PICKS > MAX_PICKS) return 0;
     clear_best(found, k + EXTRA_PICKS);
-    choose(&p->row, p->block_max, &p->scoring, p->use_threads, found);
+    choose(&p->row, p->block_max, &p->scoring, found);
     return keep_inside(p, found, k);
 }
 
@@ -168,7 +181,6 @@ typedef struct {
     uint64_t key;
     const int32_t *token_ids; /* or null, see Scoring */
     int64_t k;
-    int may_use_threads;
     float *block_max; /* known block maxima, or null */
 } PickCall;
 
@@ -180,7 +192,6 @@ static PickRow make_pick_row(const PickCall *c) {
         .row = make_row(c->logits, c->vocab, params->temperature),
         .params = params,
         .scoring = {c->token_ids, c->key, noisy},
-        .use_threads = c->may_use_threads && c->vocab >= THREADED_VOCAB,
         .top_k = noisy && params->top_k > 0 && params->top_k < c->vocab,
         .top_p = noisy && params->top_p < 1,
     };
@@ -205,9 +216,9 @@ static int64_t run_pick(const PickCall *c, int32_t *out, float *prob) {
     if (c->block_max)
         row->max = known_maxima(row, p.block_max);
     else if (p.scoring.noisy || !prob)
-        row->max = row_maxima(row, p.block_max, p.part_results, p.use_threads);
+        row->max = row_maxima(row, p.block_max, p.part_results);
     else
-        row->max = row_mass(row, p.block_max, p.part_results, p.use_threads, &mass);
+        row->max = row_mass(row, p.block_max, p.part_results, &mass);
     if (isfinite(row->max)) {
         int done = 0;
         if (!p.any_filter || !prob) {
@@ -227,20 +238,36 @@ static int64_t run_pick(const PickCall *c, int32_t *out, float *prob) {
 int64_t pick(const float *logits, int64_t vocab, float temperature, double min_p, int64_t top_k, double top_p,
              uint64_t key, int64_t k, int32_t *out, float *prob) {
     const DistributionParams params = {temperature, min_p, top_k, top_p};
-    return run_pick(&(PickCall){logits, vocab, &params, key, 0, k, 1, 0}, out, prob);
+    return run_pick(&(PickCall){logits, vocab, &params, key, 0, k, 0}, out, prob);
 }
 
 int64_t pick_with_maxima(const float *logits, int64_t vocab, const DistributionParams *params, uint64_t key,
                          float *block_max, int32_t *out) {
-    return run_pick(&(PickCall){logits, vocab, params, key, 0, 1, 1, block_max}, out, 0);
+    return run_pick(&(PickCall){logits, vocab, params, key, 0, 1, block_max}, out, 0);
 }
 
 /* ---- many picks */
 
-static void pick_row(const PickCall *call, int32_t *out, float *prob) {
-    for (int64_t i = run_pick(call, out, prob); i < call->k; i++) {
-        out[i] = -1;
-        if (prob) prob[i] = 0;
+typedef struct {
+    PickCall first; /* of row 0 */
+    const uint64_t *keys;
+    int32_t *out;
+    float *prob;
+} Picks;
+
+static void pick_rows(const void *loop, int64_t first, int64_t end) {
+    const Picks *p = loop;
+    const int64_t k = p->first.k;
+    for (int64_t r = first; r < end; r++) {
+        int32_t *out = p->out + r * k;
+        float *prob = p->prob ? p->prob + r * k : 0;
+        PickCall call = p->first;
+        call.logits += r * call.vocab;
+        call.key = p->keys[r];
+        for (int64_t i = run_pick(&call, out, prob); i < k; i++) {
+            out[i] = -1;
+            if (prob) prob[i] = 0;
+        }
     }
 }
 
@@ -248,13 +275,6 @@ void picks(const float *logits, int64_t rows, int64_t vocab, float temperature, 
            double top_p, const uint64_t *keys, const int32_t *token_ids, int64_t k, int32_t *out,
            float *prob) {
     const DistributionParams params = {temperature, min_p, top_k, top_p};
-    if (rows == 1) { /* threads share the row: a nested region would start new ones */
-        pick_row(&(PickCall){logits, vocab, &params, keys[0], token_ids, k, 1, 0}, out, prob);
-        return;
-    }
-    #pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t r = 0; r < rows; r++) {
-        const PickCall call = {logits + r * vocab, vocab, &params, keys[r], token_ids, k, 0, 0};
-        pick_row(&call, out + r * k, prob ? prob + r * k : 0);
-    }
+    const PickCall first = {logits, vocab, &params, 0, token_ids, k, 0};
+    parallel_for(rows, 1, pick_rows, &(Picks){first, keys, out, prob}); /* one row is shared by itself */
 }
