@@ -212,7 +212,8 @@ static void subtract_blocks(const void *loop, int64_t first, int64_t end) {
         out->block_sum[b] = 0;
         if (!(p->block_sum[b] > 0)) continue;
         for (int64_t j = 0; j < BLOCK; j += WIDE) {
-            const vwide rest = *(const vwide *)(from + j) * d->p_factor - *(const vwide *)(less + j) * d->q_factor;
+            const vwide p_mass = *(const vwide *)(from + j), q_mass = *(const vwide *)(less + j);
+            const vwide rest = p_mass * d->p_factor - q_mass * d->q_factor;
             *(vwide *)(to + j) = (vwide)((vwideint)rest & (rest > 0));
         }
         if (!q.probs && q.token / BLOCK == b) to[q.token % BLOCK] = fmax(to[q.token % BLOCK] - 1, 0);

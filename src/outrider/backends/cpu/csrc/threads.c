@@ -14,7 +14,7 @@
 #include "simd.h"
 
 enum { MAX_THREADS = 256, CHECKS = 32, SPIN_NANOSECONDS = 30000 };
-enum { OPEN = 1 << 30, AWAITED = 1 << 29 }; /* bits of `members` */
+enum { OPEN = 1 << 30, AWAITED = 1 << 29 }; /* `members`: more may join; the caller sleeps until they leave */
 
 /* What a thread begins with; on a cache line of its own. */
 typedef struct {
@@ -33,7 +33,7 @@ static struct {
 static _Atomic int64_t wanted = 1;           /* threads, the caller among them */
 static atomic_flag taken = ATOMIC_FLAG_INIT; /* by a caller, while its loop lasts */
 static _Atomic uint32_t loops;               /* how many have begun */
-static _Atomic uint32_t members;             /* workers at the loop | OPEN: more may join | AWAITED: by the caller */
+static _Atomic uint32_t members;             /* workers at the loop, and the bits above */
 static _Atomic uint32_t sleeping;            /* workers */
 static _Atomic int stopped;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of both conditions */
@@ -149,7 +149,7 @@ static void start_workers(int64_t count) {
 }
 
 __attribute__((destructor)) static void stop_workers(void) {
-    while (atomic_flag_test_and_set(&taken)) sched_yield(); /* for good: later loops stay with their callers */
+    while (atomic_flag_test_and_set(&taken)) sched_yield(); /* for good: callers are alone from now on */
     atomic_store(&stopped, 1);
     announce();
     while (num_workers) pthread_join(workers[--num_workers], 0);
