@@ -252,3 +252,42 @@ def test_shallow_trees_are_drafted(deep: int) -> None:
     tree = propose_tree(drafter, row, 6)
     assert tree.tokens and tree.tokens == [1, 2, 3, 4, 5, 6][: len(tree.tokens)]
     assert len(tree.tokens) <= deep - 1
+
+
+def test_an_answer_is_drafted_from_the_last_one_to_the_same_prompt_while_it_repeats_it() -> None:
+    """Other matches do not matter.  The draft is graded before it is asked for, by what is repeated."""
+    drafter, prompt = make_drafter(Suffix), [*range(30)]
+    answer = [5, 6, 5, 6, *range(100, 150)]
+    for ending in ([9] * 20, answer):
+        drafter.forget(make_row([*prompt, *ending], prompt=30), "finished")
+    row = make_row(prompt)
+    assert drafter.grade(make_row([3, *prompt[1:]])) == 1 and drafter.grade(make_row(prompt[:-1])) == 0
+    assert drafter.grade(row) == 1, "23 tokens of the prompt"
+    tree = propose_tree(drafter, row, 12)
+    assert tree.tokens == answer[:12] and tree.confidence == [1.0] * 12
+    row.tokens += answer[:2]
+    assert drafter.grade(row) == 2 and propose_tree(drafter, row, 4).tokens == answer[2:6]
+    assert drafter.after(row, answer[2:5], Budget(3, 3)).tokens == answer[5:8]
+    row.tokens += answer[2:30]
+    assert drafter.grade(row) == 3
+    row.tokens += [7]
+    assert drafter.grade(row) == 0 and propose_tree(drafter, row, 4).tokens != answer[31:35]
+    row.tokens += answer[31:]
+    assert drafter.grade(row) == 0
+
+
+def test_a_repeated_answer_teaches_nothing_of_matches() -> None:
+    drafter, prompt, answer = make_drafter(Suffix), [*range(30)], [*range(100, 110), 300, 301, 302]
+    drafter.forget(make_row([*prompt, *answer], prompt=30), "finished")
+    row = make_row(prompt)
+    assert replay(drafter, row, [*answer[:10], 1, 1, 1, 1], 4)[:3] == [4, 4, 3]
+    assert drafter.rows[row].acceptance.values[-1] >= drafter.rows[row].acceptance.start[-1]
+    drafter.forget(row, "preempted")
+    assert not drafter.repeats
+
+
+def test_as_many_answers_as_requests_are_kept() -> None:
+    drafter = make_drafter(Suffix, suffix_decoding_max_cached_requests=2)
+    for i in (1, 2, 1, 3):
+        drafter.forget(make_row([i] * 30 + [50, 51], prompt=30), "finished")
+    assert [drafter.grade(make_row([i] * 30)) for i in (1, 2, 3)] == [1, 0, 1]

@@ -143,7 +143,8 @@ class AutoController:
 
     def _rests(self, rest: Rest, batch: Batch) -> bool:
         """Whether a rest goes on in this step.  Takes in its steps where it ends or the load changes."""
-        if rest.goes_on(batch.rows, self.limits.depth_for(len(batch))):
+        goes_on = rest.goes_on(batch.rows, self.limits.depth_for(len(batch)))
+        if goes_on and not (rest.listens and self._promising(batch, rest)):
             if batch.prefill and self.planner.prefilling:
                 self.planner.leave_out(batch)
             if rest.moved and not batch.prefill:
@@ -153,6 +154,12 @@ class AutoController:
         self._take_in(rest)
         self.rest, self.stale = None, True
         return False
+
+    def _promising(self, batch: Batch, rest: Rest) -> bool:
+        """Whether something speaks for drafts that did not when the rest began."""
+        rest.fresh = not all(step.emits for step in batch)
+        rows = [step.row for step in batch if step.emits and step.row.draft_depth]
+        return any(self.evidence.promising(row) for row in rows)
 
     def _take_in(self, rest: Rest) -> None:
         if rest.seconds:
@@ -318,6 +325,7 @@ class AutoController:
         """What was chosen and why: steps by arm, costs, acceptance, expected and real gain, the ledger.
 
         outlook: of a drafter for a new request: its best depth, accepted tokens, cost, and whether it pays.
+        graded: acceptance by what spoke for a draft before it was asked for.
         resting: no drafter is considered at present.
         """
         evidence, pace = self.evidence, self.load.pace
@@ -328,6 +336,7 @@ class AutoController:
                 arm.name: reach.report()
                 | evidence.drafting.report(k, pace)
                 | {"outlook": self.planner.outlook(k)}
+                | {"graded": {n: own.report() for (j, n), own in evidence.graded.items() if j == k}}
                 for k, (arm, reach) in enumerate(zip(self.arms, evidence.reach))
             },
             "resting": self.rest is not None,

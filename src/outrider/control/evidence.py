@@ -46,6 +46,7 @@ class Moment(NamedTuple):
 class Evidence:
     """Estimates of an adaptive controller.
 
+    graded: acceptance by drafter and grade of its next draft, for grades above 0.
     states: of the open rows that a drafter was considered for.  trials: by drafter.  known: which ones were
     asked often before this start.
     asking: moving average of the part of a batch that asks each drafter.
@@ -70,6 +71,7 @@ class Evidence:
         self.arms, self.forward, self.memory, self.module = arms, forward, memory, module
         self.learned = learned(memory and memory.read(), len(arms), forward.base(1))
         self.calibration, self.reach, self.drafting, self.prefill_cost = self.learned
+        self.graded: dict[tuple[int, int], Reach] = {}
         self.reliability, self.kept_at = Reliability(), -math.inf
         self.history: deque[Moment] = deque(maxlen=HISTORY)
         # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
@@ -90,8 +92,23 @@ class Evidence:
             above, module, count = self.calibration, self.module, len(self.arms)
             calibration = Corrected(above, module, row) if module else Calibration(above)
             found = self.states[row] = RowState(
-                calibration, reach, Ledger(), row.drafting, retry=[0] * count, earned=[0.0] * count
+                calibration, reach, Ledger(), row.drafting, [0] * count, [0.0] * count, [0] * count
             )
+        return found
+
+    def reach_of(self, k: int, row: Row) -> Reach:
+        """Acceptance over all requests at the grade that the next draft of a row has."""
+        grade = self.arms[k].grade(row)
+        return self.graded.setdefault((k, grade), Reach()) if grade else self.reach[k]
+
+    def promising(self, row: Row) -> bool:
+        """Whether more speaks for a draft than when the row was last considered.  It sleeps no more then."""
+        grades = [arm.grade(row) for arm in self.arms]
+        if not any(grades):
+            return False
+        state = self.state(row)
+        if found := any(now > before for now, before in zip(grades, state.grades)):
+            state.grades, state.asleep = grades, 0
         return found
 
     def learn(self, records: Sequence[StepRecord]) -> None:
@@ -286,14 +303,15 @@ class Evidence:
             self.calibration.learn(key, accepted)
         for k, depth in tried.asked.items():
             right, verified, nodes_per_level = share_of(step, self.bits[k])
-            own = tried.proposed.get(k, 0)
+            proposed = tried.proposed.get(k, 0)
             # not missed, but not known either: at the end of the text, of the budget, and where trim has cut
-            missed = not ended and right < depth and (verified > right or own <= right)
+            missed = not ended and right < depth and (verified > right or proposed <= right)
             if right or missed:
-                state.reach[k].learn(right, missed, nodes_per_level, row.steps)
-                self.reach[k].learn(right, missed, nodes_per_level)
+                own = state.reach[k]
+                own.learn(right, missed, nodes_per_level, row.steps)
+                (own.above or self.reach[k]).learn(right, missed, nodes_per_level)
             option = tried.plan.option(k)
-            cost = option.cost if own else option.ask_cost
+            cost = option.cost if proposed else option.ask_cost
             state.earned[k] += right * record.load.token - cost
             if right:
                 state.retry[k] = row.steps

@@ -22,6 +22,7 @@ class Arm(NamedTuple):
 
     prefills: it computes prompts, which costs time, and skips those of rows that leave it out.
     behind: row -> tokens that it has to compute before it drafts for it.
+    grade: row -> how much speaks for its next draft, before it is asked for; 0 if that is unknown.
     """
 
     sources: Sequence[str]
@@ -29,6 +30,7 @@ class Arm(NamedTuple):
     size: Callable[[int], int]
     prefills: bool = False
     behind: Callable[[Row], int] = lambda row: 0
+    grade: Callable[[Row], int] = lambda row: 0
 
     @property
     def name(self) -> str:
@@ -41,6 +43,7 @@ class RowState:
 
     retry: step from which each drafter may be tried although it does not seem to pay.
     earned: seconds that the drafts of each one have saved.
+    grades: of the next draft of each one, when they were last considered.
     asleep: no drafter is considered before this step, unless far fewer rows run than the `crowd` of then.
     steps: those that ledger and summary have.
     """
@@ -51,6 +54,7 @@ class RowState:
     summary: DraftingSummary
     retry: list[int]
     earned: list[float]
+    grades: list[int]
     asleep: int = 0
     crowd: int = 0
     steps: int = 0

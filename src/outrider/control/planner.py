@@ -65,7 +65,7 @@ class Planner:
         self.wait = LONGEST_PAUSE  # steps until a row without a plan may get one
         self.trials: Sequence[Trials] = ()  # what the plans have left
         self.zs = [0.0] * len(arms)  # standard deviations
-        self.of_new: dict[tuple[int, int], Option] = {}  # (drafter, depth) -> option of rows that never asked
+        self.of_new: dict[tuple[Reach, int], Option] = {}  # of rows that never asked
 
     def plans(self, batch: Batch, load: Load) -> dict[int, Plan]:
         """Row of the batch -> its plan, for those with a drafter that is expected to pay or due for a try."""
@@ -95,18 +95,19 @@ class Planner:
         """Steps after the last plans until a new row may get one."""
         most, waits = self.limits.depth_for(self.load.batch), [LONGEST_PAUSE]
         for k, trials in enumerate(self.trials):
-            if depth := self._depth(k, most):
-                best = self._best(k, None, depth, 1.0)
+            reach = self.evidence.reach[k]
+            if depth := self._depth(k, reach, most):
+                best = self._best(k, None, reach, depth, 1.0)
                 wait = 1 if math.isinf(best.cost) else trials.wait(best.cost, self.load.decode)
                 waits.append(0 if self._pays(best) else wait)
         return min(waits)
 
     def outlook(self, k: int) -> dict[str, Any]:
         """What a drafter is expected to do for a new request beside those of the last plans."""
-        load = self.load
-        if not load.batch or not (depth := self._depth(k, self.limits.depth_for(load.batch))):
+        load, reach = self.load, self.evidence.reach[k]
+        if not load.batch or not (depth := self._depth(k, reach, self.limits.depth_for(load.batch))):
             return {}
-        best = self._option(k, self.evidence.reach[k], 0.0, depth)
+        best = self._option(k, reach, 0.0, depth)
         return {
             "depth": best.depth,
             "tokens": round(best.gain, 3),
@@ -128,7 +129,7 @@ class Planner:
         load = Load.plain_step(self.evidence.forward, running)
         for k in self.prefilling:
             reach = self.evidence.reach[k]
-            gains = reach.gains(HOPE, self._depth(k, most))
+            gains = reach.gains(HOPE, self._depth(k, reach, most))
             best = choose.best_option(k, gains, self._price(k, reach, load), running, load.decode)
             saved = (best.gain * load.token - best.cost) / (1 + best.gain)  # by each token of the output
             for row in rows:
@@ -146,15 +147,14 @@ class Planner:
                 return 1
             loss = MARGIN * sum([option.cost for option in plan.options])
             total += loss
-            drafters = [option.drafter for option in plan.options]
-            known = min(
-                [plan.state.reach[k].asked + min(self.evidence.reach[k].asked, DIGEST) for k in drafters]
-            )
+            asked = [plan.state.reach[option.drafter] for option in plan.options]
+            known = min([own.asked + min(own.above.asked if own.above else 0, DIGEST) for own in asked])
             interval = min(interval, 1 + known // 4, int(plan.state.ledger.room / loss))
         return max(1, min(interval, int(self.evidence.ledger.room / total))) if total else interval
 
     def _plan(self, row: Row, most: int) -> Plan | None:
         """The plan of a row; without one, `wait` is at most the steps until there may be one."""
+        self.evidence.promising(row)
         state, room = self.evidence.states.get(row), min(self.room, USED * self.row_grace)
         if state is not None:
             self.evidence.credit(row, state, self.load)
@@ -183,13 +183,13 @@ class Planner:
         courage = max(-1.0, min(1.0, 2 * room / (USED * self.row_grace) - 1))
         for k, arm in enumerate(self.arms):
             wanted = row.accepts(arm.sources) if row.steps else row.drafts_with(arm.sources)
-            if not wanted or not (depth := self._depth(k, most)):
+            if not wanted or not (depth := self._depth(k, reach := self.evidence.reach_of(k, row), most)):
                 continue
-            if math.isinf((best := self._best(k, state, depth, courage)).cost):
+            if math.isinf((best := self._best(k, state, reach, depth, courage)).cost):
                 wait = 1  # beside prompt tokens, or beyond the known costs
                 continue
             while MARGIN * best.cost > room and best.depth > 1:  # a shorter draft may be tried
-                best = self._best(k, state, best.depth // 2, courage)
+                best = self._best(k, state, reach, best.depth // 2, courage)
             late, need = self.evidence.prefill_cost[k] * self._lacks(k, row), MARGIN * best.cost
             pays = self._pays(best) and (not late or late < self._saved(best) * row.remaining)
             if not pays:
@@ -212,14 +212,15 @@ class Planner:
             chosen.append(best)
         return chosen, exploring, wait
 
-    def _best(self, k: int, state: RowState | None, depth: int, courage: float) -> Option:
-        """The best depth of a drafter for a row; one for all rows that have not asked it."""
-        reach = None if state is None else state.reach[k]
-        if reach is not None and reach.asked:
-            return self._option(k, reach, courage, depth)
-        if (k, depth) not in self.of_new:
-            self.of_new[k, depth] = self._option(k, Reach(self.evidence.reach[k]), courage, depth)
-        return self.of_new[k, depth]
+    def _best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
+        """The best depth of a drafter for a row; one for all rows of a grade that have not asked it."""
+        if state is not None and state.reach[k].above is not above:
+            state.reach[k] = Reach(above)  # the grade is another one
+        if state is not None and state.reach[k].asked:
+            return self._option(k, state.reach[k], courage, depth)
+        if (above, depth) not in self.of_new:
+            self.of_new[above, depth] = self._option(k, Reach(above), courage, depth)
+        return self.of_new[above, depth]
 
     def _option(self, k: int, reach: Reach, courage: float, depth: int) -> Option:
         load, gains = self.load, reach.gains(courage * self.zs[k], depth)
@@ -241,9 +242,9 @@ class Planner:
         lacks = self.arms[k].behind(row) if self.arms[k].prefills else 0
         return lacks if lacks >= FEW_TOKENS else 0
 
-    def _depth(self, k: int, most: int) -> int:
+    def _depth(self, k: int, reach: Reach, most: int) -> int:
         """The deepest draft that a drafter may be asked for.  Its first ones are short: nothing is known."""
-        return min(most, self.arms[k].depth, 1 << min(10, self.evidence.reach[k].asked))
+        return min(most, self.arms[k].depth, 1 << min(10, reach.asked))
 
     def _bound(self, chosen: Sequence[Option]) -> Budget:
         depth = max(option.depth for option in chosen)

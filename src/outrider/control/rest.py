@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from outrider.core.clock import Times
 from outrider.core.row import Row
 
+LISTEN = 8  # steps after which what speaks for drafts is looked at again
+
 
 @dataclass(slots=True)
 class Rest:
@@ -14,7 +16,7 @@ class Rest:
     for a new row.
 
     batch: emitting rows when it began.  depth: largest draft that was allowed then.
-    moved: other rows run than those that the load was computed for.
+    moved: other rows run than those that the load was computed for.  fresh: some of them are new.
     taken: steps so far.  seconds: of each that only decoded, since costs were last taken in.  propose: of
     their idle drafters together.
     """
@@ -25,6 +27,7 @@ class Rest:
     batch: int
     depth: int
     moved: bool
+    fresh: bool = False
     taken: int = 0
     seconds: list[float] = field(default_factory=list)
     propose: float = 0.0
@@ -39,10 +42,15 @@ class Rest:
         if rows != self.rows:
             self.moved = True
             if not set(rows).issubset(self.rows):
-                self.longest = min(self.longest, self.closed)
+                self.longest, self.fresh = min(self.longest, self.closed), True
             self.rows = rows
         self.taken += 1
         return self.taken <= self.longest
+
+    @property
+    def listens(self) -> bool:
+        """Whether this step looks at what speaks for drafts."""
+        return self.depth > 0 and (self.fresh or not self.taken % LISTEN)
 
     def add(self, times: Times) -> None:
         self.seconds.append(times.forward + times.rest)

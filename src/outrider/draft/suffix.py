@@ -5,10 +5,13 @@ Every text has an index of the places where its runs of 1, 2, 4 and 8 tokens end
 A match of n tokens is looked up in the list of the longest run <= n.  The most recent places give the
 frequencies of what follows.  Longer matches earn more draft tokens.  The match with the highest expected
 number of accepted tokens is used.
+
+A request whose prompt ends like an earlier one is drafted from that one's output, as long as it repeats it.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,23 +29,30 @@ from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, freque
 SEGMENT = 1 << 18  # tokens of finished requests in one index
 SEPARATOR = -1  # token id between two requests
 ROUNDING = 1e-9
+GRADE, GRADES = 24, 3  # repeated tokens for each grade of a draft, and grades at most
 FACTOR = real("a number in (0, 64]", lambda value: 0 < value <= 64)
 
 
 class FinishedTexts:
     """The texts of the last `max_requests` finished requests, in segments.
 
-    A segment goes when all of it is outdated.
+    A segment goes when all of it is outdated.  outputs: the last one behind each end of a prompt.
     """
 
     def __init__(self, max_requests: int) -> None:
         self.max_requests = max_requests
         self.segments: deque[Index] = deque()
         self.ends: deque[tuple[Index, int]] = deque()  # where each request ends, oldest first
+        self.outputs: dict[tuple[int, ...], array[int]] = {}
 
-    def add(self, tokens: list[int]) -> None:
+    def add(self, tokens: list[int], prompt: int) -> None:
+        """Add the last tokens of a request, of which the first `prompt` are of its prompt."""
         if not self.max_requests:
             return
+        self.outputs.pop(prompt_end := tuple(tokens[:prompt]), None)
+        self.outputs[prompt_end] = array("i", tokens[prompt:])
+        if len(self.outputs) > self.max_requests:
+            del self.outputs[next(iter(self.outputs))]
         length = len(tokens) + 1
         if not self.segments or self.segments[-1].length + length > self.segments[-1].capacity:
             self.segments.append(index_for(max(SEGMENT, length)))
@@ -63,6 +73,26 @@ class RowState:
     index: Index
     acceptance: MatchAcceptance
     length: int = 0
+
+
+@dataclass
+class Repeat:
+    """An earlier output that a row repeats; no tokens any more once it differs.
+
+    end: tokens of the prompts that agree.  count: tokens of the output that do.  drafted: the last draft of
+    the row comes from it.
+    """
+
+    tokens: array[int]
+    end: int = 0
+    count: int = 0
+    drafted: bool = False
+
+    def follow(self, output: Sequence[int]) -> None:
+        """Take in further tokens of the row's output."""
+        if self.tokens[self.count : self.count + len(output)] != array("i", output):
+            self.tokens = array("i")
+        self.count += len(output)
 
 
 class Proposal(NamedTuple):
@@ -108,8 +138,34 @@ class Suffix(TextDrafter):
         self.min_prob = options.suffix_decoding_min_token_prob
         self.memory = FinishedTexts(options.suffix_decoding_max_cached_requests)
         self.rows: dict[Row, RowState] = {}
+        self.repeats: dict[Row, Repeat] = {}
+
+    def grade(self, row: Row) -> int:
+        repeat = self._repeat(row)
+        length = repeat.end + repeat.count
+        return min(GRADES, 1 + length // GRADE) if repeat.count < len(repeat.tokens) else 0
+
+    def _repeat(self, row: Row) -> Repeat:
+        repeat = self.repeats.get(row)
+        if repeat is None:
+            end = tuple(row.tokens[max(0, row.prompt - self.longest) : row.prompt])
+            repeat = self.repeats[row] = Repeat(self.memory.outputs.get(end, array("i")), len(end))
+        if repeat.tokens and (new := row.tokens[row.prompt + repeat.count :]):
+            repeat.follow(new)
+        return repeat
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
+        repeat = self._repeat(row)
+        at = repeat.count + len(ahead)
+        nodes = min(self._nodes(repeat.end + at, budget), budget.depth)
+        draft = repeat.tokens[at : at + nodes].tolist()
+        repeat.drafted = bool(draft) and repeat.tokens[repeat.count : at].tolist() == [*ahead]
+        if repeat.drafted:
+            return DraftTree.chain(draft, [1.0] * len(draft))
+        return self._matching(row, ahead, budget)
+
+    def _matching(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
+        """Draft tokens from the best match."""
         state = self.rows.get(row)
         if state is None:
             index = index_for(row.limit, self.longest, self.depth)
@@ -165,10 +221,12 @@ class Suffix(TextDrafter):
 
     def observe(self, commit: Commit) -> None:
         for step in commit.batch:
-            if step.tree.tokens and (state := self.rows.get(step.row)):
+            if step.tree.tokens and (state := self.rows.get(step.row)) and not self.repeats[step.row].drafted:
                 state.acceptance.observe(state.length, step.tree, step.accepted)
 
     def forget(self, row: Row, reason: str) -> None:
         self.rows.pop(row, None)
+        self.repeats.pop(row, None)
         if reason == "finished":
-            self.memory.add(row.tokens[max(0, row.prompt - self.longest) :])
+            first = max(0, row.prompt - self.longest)
+            self.memory.add(row.tokens[first:], row.prompt - first)

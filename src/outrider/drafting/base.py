@@ -121,7 +121,7 @@ class Drafter:
 
     def arms(self, depth: int) -> list[Arm]:
         """What an adaptive controller chooses from, with trees of this depth at most."""
-        return [Arm(self.sources, depth, self.size, self.computes_prompts, self.behind)]
+        return [Arm(self.sources, depth, self.size, self.computes_prompts, self.behind, self.grade)]
 
     def size(self, depth: int) -> int:
         """Maximum number of nodes in a tree of this depth."""
@@ -149,6 +149,13 @@ class Drafter:
 
     def behind(self, row: Row) -> int:
         """Number of computed tokens of a row that this drafter has to compute before it can draft."""
+        return 0
+
+    def grade(self, row: Row) -> int:
+        """How much speaks for the next draft of a row before it is asked for; 0 if that is unknown.
+
+        Acceptance is learned for each grade, over all requests.
+        """
         return 0
 
     def filled(self, row: Row) -> int:

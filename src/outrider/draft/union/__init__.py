@@ -134,10 +134,8 @@ class Union(Drafter):
         )
 
     def arms(self, depth: int) -> list[Arm]:
-        return [
-            Arm(drafter.sources, min(depth, own), drafter.size, drafter.computes_prompts, drafter.behind)
-            for drafter, own in zip(self.drafters, self.depths)
-        ]
+        pairs = zip(self.drafters, self.depths)
+        return [arm for drafter, own in pairs for arm in Drafter.arms(drafter, min(depth, own))]
 
     def size(self, depth: int) -> int:
         return self._capped(sum(self._sizes(depth)))
