@@ -107,7 +107,9 @@ def test_the_longest_and_then_the_nearest_match_counts() -> None:
     assert follower.draft([9, 7, 2], 1) == [6]
     assert follower.next == 11
     follower.misses = 2
-    assert follower.draft([9, 7, 2], 4) == [], "too short, after two drafts that failed"
+    assert follower.draft([9, 7, 2], 4) == [6], "two tokens, after as many drafts that failed"
+    follower.misses = 3
+    assert follower.draft([9, 7, 2], 4) == [], "too short"
 
 
 @pytest.mark.parametrize("wrong", [[10**9], [-1], [0.5], 5])

@@ -8,7 +8,7 @@ After a token that differs, the place where the output goes on is searched for:
     output       a b c X            as if X replaced d:                            draft e f g h
     output       a b c X Y e f      where most of the last tokens occur, nearby:   draft g h i
 
-Drafts grow while they are accepted.  After drafts that failed only longer matches are used, so a wrong
+Drafts grow while they are accepted.  After n drafts that failed, a match has at least n tokens.  So a wrong
 prediction costs next to nothing.
 """
 
@@ -26,7 +26,7 @@ from outrider.core.validate import NoOptions
 from outrider.drafting.base import TextDrafter
 
 CONFIDENCE = 0.8  # of every draft token
-FIRST, RETRY, GROWTH, LONGEST = 12, 3, 5, 16  # tokens: at first, after failure, more after success, at most
+FIRST, RETRY, GROWTH, LONGEST = 12, 4, 3, 16  # tokens: at first, after failure, more after success, at most
 MATCH = 4  # tokens of the longest match
 NEAR = 8  # tokens that a match of one token may lie off the expected place
 PLACES = 16  # of a token, before and behind the expected place
@@ -64,7 +64,7 @@ class Follower:
         """Tokens that may follow an output with these last MATCH tokens or fewer; may be empty."""
         if not self.following:
             place, length = self._find(last)
-            if length > self.misses:
+            if length and length >= self.misses:
                 self.next = place
             elif self.misses:
                 return []
@@ -88,7 +88,7 @@ class Follower:
             self.reach = min(LONGEST, self.reach + GROWTH)
         else:
             self.reach = max(RETRY, min(self.reach // 2, accepted))
-        self.misses = 0 if accepted else min(MATCH - 1, self.misses + 1)
+        self.misses = 0 if accepted else min(MATCH, self.misses + 1)
 
 
 class Prediction(TextDrafter):
