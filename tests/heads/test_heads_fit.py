@@ -228,16 +228,14 @@ def test_only_ranked_trees_update_acceptance_by_rank(method: str, toy: LLM) -> N
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_draft_tensor_parallel_size_above_one_is_refused(method: str) -> None:
-    """As in vLLM's documentation."""
-    config = {
-        "method": method,
-        "model": "a head",
-        "num_speculative_tokens": 2,
-        "draft_tensor_parallel_size": 1,
-    }
-    assert SpeculativeOptions.of(config).options.draft_tensor_parallel_size == 1
-    with pytest.raises(
-        ConfigError, match="draft_tensor_parallel_size must be 1, because one rank runs a head, got 2"
-    ):
-        SpeculativeOptions.of({**config, "draft_tensor_parallel_size": 2})
+def test_draft_tensor_parallel_size_above_one_is_for_decoder_layers(method: str) -> None:
+    config = {"method": method, "model": "a head", "num_speculative_tokens": 2}
+    for size in (1, 2):
+        given = {**config, "draft_tensor_parallel_size": size}
+        if size == 1 or method in ("eagle", "eagle3", "mtp", "peagle"):
+            assert SpeculativeOptions.of(given).options.draft_tensor_parallel_size == size
+        else:
+            with pytest.raises(
+                ConfigError, match="size must be 1, because one rank runs a head of this kind"
+            ):
+                SpeculativeOptions.of(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,13 +99,13 @@ def test_four_bits_are_read_too(toy: LLM, tmp_path: Path) -> None:
         packed(network.state_dict().items(), 4),
     )
     head = Head.open(folder)
-    weight = head.weight("hydra_mlp.0.0.res_connection", HIDDEN, 2 * HIDDEN)
+    weight = head.linear("hydra_mlp.0.0.res_connection", HIDDEN, 2 * HIDDEN)
     assert isinstance(weight, QuantizedWeight) and weight.bits == 4
     whole = network.state_dict()["hydra_mlp.0.0.res_connection.weight"]
     assert (weight.dense() - whole).abs().max() < 0.15 * whole.abs().max()
     assert torch.equal(head.raw("hydra_mlp.0.0.res_connection.weight"), weight.dense())
     with pytest.raises(ModelError, match="does not fit the target"):
-        head.weight("hydra_mlp.0.0.res_connection", HIDDEN, HIDDEN)
+        head.linear("hydra_mlp.0.0.res_connection", HIDDEN, HIDDEN)
     assert proposed(toy, Hydra(Hydra.Options(model=folder), toy.engine.target))
 
 
@@ -140,7 +141,7 @@ def test_a_packed_head_keeps_its_bits_when_it_adopts_weights(bits: int, toy: LLM
 
 @pytest.mark.parametrize(("method", "pack"), [("awq", awq(32)), ("gptq", gptq(4, 32)), ("gptq", gptq(8, 32))])
 def test_gptq_and_awq_are_read_too(toy: LLM, tmp_path: Path, method: str, pack: Pack) -> None:
-    """Layers are packed by rules written a second time."""
+    """Layers are packed by rules written a second time; another process reads them, too."""
     torch.manual_seed(0)
     network, rng, dense = Network(HIDDEN, V, heads=2, layers=2), random.Random(1), dict[str, Tensor]()
     stored: dict[str, Tensor] = {}
@@ -154,12 +155,12 @@ def test_gptq_and_awq_are_read_too(toy: LLM, tmp_path: Path, method: str, pack: 
     bits = 32 * len(stored["hydra_mlp.0.0.linear.qweight"]) // HIDDEN // 2 if method == "gptq" else 4
     quantization = {"quant_method": method, "bits": bits, "group_size": 32, "version": "gemm"}
     folder = save_head(tmp_path, {**network.config(), "quantization_config": quantization}, stored)
-    head = Head.open(folder)
+    head: Head = pickle.loads(pickle.dumps(Head.open(folder)))
     assert {name: head.shape(name) for name in head} == {
         n: tuple(t.shape) for n, t in network.state_dict().items()
     }
     for name, expected in dense.items():
-        weight = head.weight(name.removesuffix(".weight"), *expected.shape)
+        weight = head.linear(name.removesuffix(".weight"), *expected.shape)
         assert isinstance(weight, QuantizedWeight) and weight.bits == bits
         torch.testing.assert_close(weight.dense(), expected)
     assert proposed(toy, Hydra(Hydra.Options(model=folder), toy.engine.target))

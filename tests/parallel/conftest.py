@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
+from helpers import answer
+from parallel_cases import LAYOUTS, PROMPTS, crowded, params_of
 
 from outrider import LLM
 from outrider.parallel.layout import Layout
-from outrider.testing import tiny_checkpoint
+from outrider.testing import tiny_checkpoint, visible_parts
 
 Ranks = Callable[[Layout], LLM]
+Plain = Callable[[str, float], list[tuple[object, ...]]]
+__all__ = ["crowded"]
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +43,19 @@ def ranks(model: str) -> Ranks:
         return engines[layout]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def plain(ranks: Ranks) -> Plain:
+    """`plain(layout, temperature)`: each prompt alone, without speculation and without cached pages."""
+
+    @cache
+    def texts(layout: str, temperature: float) -> list[tuple[object, ...]]:
+        llm, found = ranks(LAYOUTS[layout]), list[tuple[object, ...]]()
+        llm.use(None)
+        for prompt, params in zip(PROMPTS, params_of(temperature)):
+            llm.engine.forget_prefixes()
+            found.append(visible_parts(answer(llm, prompt, params).outputs))
+        return found
+
+    return texts

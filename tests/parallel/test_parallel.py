@@ -5,46 +5,32 @@ from __future__ import annotations
 import gc
 from array import array
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from covering import covering_array, parametrized
-from helpers import answer, token_prompts, unpaced, write_adapter
+from helpers import token_prompts, write_adapter
+from parallel_cases import LAYOUTS, PROMPTS, check_tokens, params_of
 
 from outrider import LLM, ConfigError, LoRARequest, SamplingParams
-from outrider.core.block_table import PAGE
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.draft.draft_model.drafter import ModelDrafter
-from outrider.engine import engine as engines
 from outrider.parallel import model as parallel
 from outrider.parallel.layout import Layout
 from outrider.testing import (
     EngineDriver,
     check_idle,
-    check_statistics,
-    random_prompts,
     use_example,
     visible_parts,
 )
 
 Ranks = Callable[[Layout], LLM]
 Plain = Callable[[str, float], list[tuple[object, ...]]]
-LAYOUTS = {
-    "tp2": Layout(2),
-    "tp4": Layout(4),
-    "pp2": Layout(1, 2),
-    "pp3": Layout(1, 3),
-    "tp2pp2": Layout(2, 2),
-}
 STARTED = ("pp2", "tp2pp2")  # by default; each starts processes
 METHODS = ["draft_model", "ngram", "eagle3", "medusa", "layerskip", "union"]
-COMMON = [5 + i * i % 290 for i in range(34)]
-PROMPTS = [[*COMMON, *tail] for tail in random_prompts(4, seed=4, longest=14)]
-PAGES = 7  # of K/V; four requests need 10
 NEVER_ACCEPTED = ("ngram", "medusa", "eagle3")  # by chance, in random text or of a random head
 
 
@@ -52,49 +38,17 @@ FACTORS = {"layout": list(LAYOUTS), "method": METHODS, "temperature": [0.0, 0.8]
 chosen = parametrized(FACTORS, {*covering_array([STARTED, METHODS, FACTORS["temperature"]])})
 
 
-def params_of(temperature: float) -> list[SamplingParams]:
-    return [
-        SamplingParams(temperature=temperature, seed=i, max_tokens=16, ignore_eos=True)
-        for i in range(len(PROMPTS))
-    ]
-
-
-@pytest.fixture(scope="session")
-def plain(ranks: Ranks) -> Plain:
-    """`plain(layout, temperature)`: each prompt alone, without speculation and without cached pages."""
-
-    @cache
-    def texts(layout: str, temperature: float) -> list[tuple[object, ...]]:
-        llm, found = ranks(LAYOUTS[layout]), list[tuple[object, ...]]()
-        llm.use(None)
-        for prompt, params in zip(PROMPTS, params_of(temperature)):
-            llm.engine.forget_prefixes()
-            found.append(visible_parts(answer(llm, prompt, params).outputs))
-        return found
-
-    return texts
-
-
 @chosen
 def test_speculation_keeps_every_token(
-    ranks: Ranks, plain: Plain, layout: str, method: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, plain: Plain, crowded: None, layout: str, method: str, temperature: float
 ) -> None:
     """Also with chunked prompts, preemption and cached prefixes, and stages that work on several pieces."""
-    monkeypatch.setattr(parallel, "PIECE_ROWS", 3)
-    monkeypatch.setattr(engines, "plan_pages", lambda *given: PAGES)
     llm = ranks(LAYOUTS[layout])
     assert llm.engine.exact
     expected = plain(layout, temperature)
     use_example(llm, method)
-    unpaced(llm)
-    outputs = llm.generate(token_prompts(PROMPTS), params_of(temperature))
-    assert [visible_parts(output.outputs) for output in outputs] == expected
-    check_statistics([sample for output in outputs for sample in output.outputs])
+    outputs = check_tokens(llm, expected, temperature)
     assert method in NEVER_ACCEPTED or sum(o.speculation.accepted for o in outputs) > 0
-    assert llm.engine.scheduler.preemptions > 0
-    cached = [answer(llm, PROMPTS[0], params_of(temperature)[0]) for _ in range(2)][1]
-    assert visible_parts(cached.outputs) == expected[0] and cached.num_cached_tokens >= PAGE
-    check_idle(llm)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +56,7 @@ def test_speculation_keeps_every_token(
     [
         pytest.param(layout, marks=() if name in STARTED else pytest.mark.full, id=name)
         for name, layout in LAYOUTS.items()
+        if layout.size > 1
     ],
 )
 def test_hidden_states_and_logits_are_those_of_one_process(ranks: Ranks, model: str, layout: Layout) -> None:

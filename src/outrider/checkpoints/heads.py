@@ -163,7 +163,7 @@ class Head:
         self._check_shape(name, shape)
         return self._as_float(name, self.raw(name))
 
-    def weight(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
+    def linear(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
         """The weight of a linear or an embedding, quantized if the file has it so.  Raises as `get` does."""
         full = f"{name}.weight"
         self._check_shape(full, (outputs, inputs))

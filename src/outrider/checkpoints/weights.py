@@ -51,6 +51,10 @@ class Weights:
                 f"{folder} has no weights: expected {' or '.join(stems)}, or their shards with an index."
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what has been read: another process opens the files itself."""
+        return {**vars(self), "loaded": {}}
+
     def _list(self, folder: Path, stems: Sequence[str]) -> Iterator[tuple[str, Path]]:
         """(name, file) of every tensor, from the first stem that exists."""
         for stem in stems:

@@ -28,7 +28,7 @@ from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
-from outrider.core.validate import Checked, Kind, Text, is_whole
+from outrider.core.validate import Checked, Count, Kind, Text, is_whole
 from outrider.drafting.base import DEPTHS, Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
@@ -50,7 +50,7 @@ QUANTIZED = re.compile(r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scal
 
 
 MODEL = Kind("the folder or hub id of a head", lambda value: isinstance(value, str))
-ONE = Kind("1, because one rank runs a head", lambda value: is_whole(value, 1, 1))
+ONE = Kind("1, because one rank runs a head of this kind", lambda value: is_whole(value, 1, 1))
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,14 @@ class HeadOptions(Checked):
     revision: Text | None = None
     quantization: Quantization | None = None
     draft_tensor_parallel_size: Annotated[int, ONE] = 1
+
+
+@dataclass(frozen=True)
+class LayerOptions(HeadOptions):
+    """draft_tensor_parallel_size: 1: all on rank 0; the target's tensor_parallel_size: decoder layers are
+    divided over the ranks of its first stage."""
+
+    draft_tensor_parallel_size: Count = 1
 
 
 def random_head(make: Callable[..., Any], *args: Any, **options: Any) -> Head:
@@ -98,7 +106,8 @@ class HeadDrafter(Drafter):
         check_size(opened, target.vocabulary)
         self.packed = opened.tensors if isinstance(opened.tensors, PackedTensors) else None
         self.head = self.translate(opened)
-        self.reader = Reader(self.head, self.backend, bits_of(options.quantization))
+        bits, ranks = bits_of(options.quantization), options.draft_tensor_parallel_size
+        self.reader = Reader(self.head, self.backend, bits, ranks)
         self.choose, self.catch_up = Chooser(target), CatchUp()
         self.trees: dict[Row, DraftTree] = {}  # as proposed and not yet observed; a part may be verified
 

@@ -18,8 +18,7 @@ A position needs the target's states at that position only, so any prefix hit ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -39,7 +38,7 @@ from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.block_layouts import SIGNS, BlockLayout, from_anchor
 from outrider.heads.choose import Chooser
 from outrider.heads.corrections import CorrectedTree, Correction, grow_corrected
-from outrider.heads.layer import Block, Stack
+from outrider.heads.layer import Stack
 from outrider.heads.outer import embed, lm_logits, own_embedding, own_lm_head
 from outrider.heads.ranks import RankAccuracy
 from outrider.heads.templates import Path, chain_paths
@@ -60,13 +59,6 @@ class BlockOptions(HeadOptions):
 
     nodes: Annotated[int, whole(1, MAX_NODES)] | None = None
     tap_offset: Annotated[int, SIDE] | None = None
-
-
-def without_queries(block: Block) -> Block:
-    """What `rope_store` reads of a block, for K and V alone."""
-    keys = copy(block)
-    keys.heads = 0
-    return keys
 
 
 class BlockDrafter(HeadDrafter):
@@ -98,7 +90,7 @@ class BlockDrafter(HeadDrafter):
         kv = sizes.kv_heads * sizes.head_dim
         parts = [(f"{name}.self_attn.{one}_proj", kv) for name in names for one in "kv"]
         self.kv = reader.fused(parts, width)  # of all layers at once: they have the same input
-        self.keys = [without_queries(block) for block in self.stack.blocks]
+        self.keys = [replace(layer, heads=0) for layer in self.stack.layers]  # for `rope_store`
         self.ids = target_ids(head, target.vocabulary)
         self.choose = Chooser(target, self.ids)
         self.lm_head = own_lm_head(reader, target, width, self.ids)
@@ -181,8 +173,8 @@ class BlockDrafter(HeadDrafter):
         for step_input in inputs.values():
             step_input.build()
         x = embed(self.target.decoder, ids, self.embedding)
-        for i, (block, causal) in enumerate(zip(self.stack.blocks, layout.causal)):
-            x = block(x, inputs[causal], self.pool, i)
+        for i, causal in enumerate(layout.causal):
+            x = self.stack(x, inputs[causal], self.pool, only=i)
         x = self.backend.rms_norm(x, self.norm, self.stack.sizes.eps)
         return lm_logits(self.target.decoder, x[kept], self.lm_head, self.ids), x
 
@@ -206,4 +198,4 @@ class BlockDrafter(HeadDrafter):
         g = run.linear(states.to(run.activations), self.fc)
         kv = run.linear(run.rms_norm(g, self.hidden_norm, self.stack.sizes.eps), self.kv)
         for i, (keys, part) in enumerate(zip(self.keys, kv.chunk(len(self.keys), dim=-1))):
-            run.rope_store(part.contiguous(), keys, keys.turn, LayerKV(step_input, self.pool, i))
+            run.rope_store(part.contiguous(), keys, self.stack.turn, LayerKV(step_input, self.pool, i))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from outrider.backends.torch.backend import beside
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.plain_config import PlainConfig, plain_rope
+from outrider.checkpoints.spec import Spec
 from outrider.core.limits import check_attention
 from outrider.core.step_input import StepInput
 from outrider.drafting.base import Target
@@ -21,7 +23,10 @@ from outrider.errors import ModelError, first_line
 from outrider.heads.reader import Reader
 from outrider.models.base import Model
 from outrider.models.decoder import rotations
+from outrider.models.layers import LayerReader
 from outrider.models.rowwise import by_rows
+from outrider.parallel.load import divide
+from outrider.parallel.model import ParallelModel
 
 
 @dataclass(frozen=True)
@@ -79,64 +84,16 @@ def rotary_table(config: Mapping[str, Any], sizes: Sizes, positions: int) -> Ten
     return rotations(llama, positions, 32)
 
 
-class Block:
-    """x += o(attend(qkv(u)));  x += down(silu(gate) * up)(norm(x)).
+class Stack:
+    """The blocks of a head, with K/V in a pool of the head's own.
+
+    x += o(attend(qkv(u)));  x += down(silu(gate) * up)(norm(x))
 
     u is norm_in(x), or x itself without norm_in, or a wider input that the caller gives.
+    divided: the blocks on several ranks, in place of `layers`
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        at: str,
-        sizes: Sizes,
-        inputs: int,
-        turn: Tensor,
-        window: int = 0,
-        norm_in: Tensor | None = None,
-    ) -> None:
-        """inputs: width of u.  turn: a `rotary_table`.  window: of attention, in tokens, 0 for all.
-
-        Raises ModelError for a config with another activation.
-        """
-        act = reader.head.config.get("hidden_act") or reader.head.config.get("hidden_activation") or "silu"
-        if act not in ("silu", "swish"):
-            raise ModelError(
-                f"{reader.head.name!r} has hidden_act {act!r}; "
-                "the layers of heads are supported with 'silu' only."
-            )
-        self.backend: Backend = reader.backend
-        self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
-        self.hidden, self.inner, self.eps, self.norm_in = sizes.hidden, sizes.inner, sizes.eps, norm_in
-        self.turn, self.window = turn.to(self.backend.device), window
-        q, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        normed = f"{at}.self_attn.q_norm.weight" in reader.head
-        self.q_norm = reader.vector(f"{at}.self_attn.q_norm.weight", sizes.head_dim) if normed else None
-        self.k_norm = reader.vector(f"{at}.self_attn.k_norm.weight", sizes.head_dim) if normed else None
-        projections = [(f"{at}.self_attn.{name}_proj", size) for name, size in zip("qkv", (q, kv, kv))]
-        self.qkv = reader.fused(projections, inputs)
-        self.o = reader.linear(f"{at}.self_attn.o_proj", sizes.hidden, q)
-        self.norm_post = reader.vector(f"{at}.post_attention_layernorm.weight", sizes.hidden)
-        gate_up = [(f"{at}.mlp.{name}_proj", sizes.inner) for name in ("gate", "up")]
-        self.gate_up = reader.fused(gate_up, sizes.hidden)
-        self.down = reader.linear(f"{at}.mlp.down_proj", sizes.hidden, sizes.inner)
-        layer: Any = self  # has the attributes of a model's layer
-        self.stack = self.backend.pack_layers(layer, [layer], self.turn)
-
-    def __call__(
-        self, x: Tensor, step_input: StepInput, pool: Pool, at: int = 0, u: Tensor | None = None
-    ) -> Tensor:
-        """The block's output, in place of x [n, hidden].
-
-        u: [n, inputs].  K/V is written to layer `at` of the pool.
-        """
-        if u is None and self.norm_in is None:
-            u = x
-        return self.backend.run_layers(self.stack, x, LayerKV(step_input, pool, at), u=u)
-
-
-class Stack:
-    """The blocks of a head, with K/V in a pool of the head's own."""
+    divided: ParallelModel | None = None
 
     def __init__(
         self,
@@ -144,7 +101,7 @@ class Stack:
         target: Target,
         names: Sequence[str],
         width: int,
-        inputs: int | None = None,
+        inputs: int = 0,
         windows: Sequence[int] = (),
         more: int = 0,
         bare: bool = False,
@@ -156,37 +113,75 @@ class Stack:
         Raises ModelError for blocks whose K/V does not fit into one pool.
         """
         head, self.model = reader.head, target.decoder
+        windows = tuple(windows) or (0,) * len(names)
+        specs = [_spec(head, name, width, windows) for name in names]
         self.sizes = sizes = Sizes.of(head, names[0], width)
         turned = int(sizes.head_dim * (head.config.get("partial_rotary_factor") or 1))
         turn = rotary_table(head.config, replace(sizes, head_dim=turned), target.max_len + more)
-        self.blocks: list[Block] = []
-        for i, name in enumerate(names):
-            own, norm = Sizes.of(head, name, width), None
-            if (own.kv_heads, own.head_dim) != (sizes.kv_heads, sizes.head_dim):
+        given = [width * (bare and f"{name}.input_layernorm.weight" not in head) for name in names]
+        blocks = list(zip(names, [inputs or given[0], *given[1:]]))
+        for name, spec in zip(names, specs):
+            if (spec.kv_heads, spec.head_dim) != (sizes.kv_heads, sizes.head_dim):
                 raise ModelError(
                     f"{head.name!r}: {name} has other K/V heads than its first layer, which is not supported."
                 )
-            given = inputs if i == 0 else None
-            if given is None:
-                norm = (reader.optional if bare else reader.vector)(f"{name}.input_layernorm.weight", width)
-            window = windows[i] if windows else 0
-            self.blocks.append(Block(reader, name, own, given or width, turn, window, norm))
+        if reader.ranks > 1 and len({*specs}) > 1:
+            raise ModelError(
+                f"{head.name!r} has layers of several sizes: leave draft_tensor_parallel_size out."
+            )
+        if reader.ranks > 1:
+            bits = f"int{reader.bits}" if reader.bits else None
+            self.divided = divide(target.decoder, reader.ranks, head, specs[0], blocks, turn, bits)
+            return
+        self.backend, self.turn = reader.backend, turn.to(reader.backend.device)
+        readers = [LayerReader(head, spec, torch.float32, reader.bits) for spec in specs]
+        self.layers = [each.layer(self.backend, i, *blocks[i]) for i, each in enumerate(readers)]
+        pairs = zip(specs, self.layers)
+        self.packed = [self.backend.pack_layers(spec, [layer], self.turn) for spec, layer in pairs]
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of K/V of one slot."""
+        """Bytes of K/V of one slot, on all ranks of this machine."""
+        if self.divided is not None:
+            return self.divided.footprint.total()
         dtype = self.model.precision.kv_dtype
-        return Pool.bytes_per_slot(len(self.blocks), self.sizes.kv_heads, self.sizes.head_dim, dtype)
+        return Pool.bytes_per_slot(len(self.layers), self.sizes.kv_heads, self.sizes.head_dim, dtype)
 
     def pool(self, slots: int) -> Pool:
+        if self.divided is not None:
+            return self.divided.pool(slots)
         dtype, device = self.model.precision.kv_dtype, self.model.backend.device
-        return Pool(len(self.blocks), self.sizes.kv_heads, self.sizes.head_dim, slots, dtype, device)
+        return Pool(len(self.layers), self.sizes.kv_heads, self.sizes.head_dim, slots, dtype, device)
 
-    def __call__(self, x: Tensor, step_input: StepInput, pool: Pool, u: Tensor | None = None) -> Tensor:
-        """The output of the last block, in place of x [n, width]; u: input of the first."""
-        for i, block in enumerate(self.blocks):
-            x = block(x, step_input, pool, i, u if i == 0 else None)
+    def __call__(
+        self, x: Tensor, step_input: StepInput, pool: Pool, u: Tensor | None = None, only: int | None = None
+    ) -> Tensor:
+        """The output of the last block, or of block `only` alone, in place of x [n, width].
+
+        u: input of the first block.
+        """
+        if self.divided is not None:
+            part = None if only is None else self.divided.layer_range(only, only + 1)
+            return self.divided.forward(step_input, pool, part, x if u is None else torch.cat([x, u], dim=1))
+        for i, (layer, packed) in enumerate(zip(self.layers, self.packed)):
+            if only in (None, i):
+                given = u if i == 0 else None
+                if given is None and layer.norm_in is None:
+                    given = x
+                x = self.backend.run_layers(packed, x, LayerKV(step_input, pool, i), u=given)
         return x
+
+
+def _spec(head: Head, at: str, width: int, windows: tuple[int, ...]) -> Spec:
+    """Sizes and flags of a block, as a decoder's.  Raises ModelError for one with another activation."""
+    act = head.config.get("hidden_act") or head.config.get("hidden_activation") or "silu"
+    if act not in ("silu", "swish"):
+        raise ModelError(
+            f"{head.name!r} has hidden_act {act!r}; the layers of heads are supported with 'silu' only."
+        )
+    own, normed = Sizes.of(head, at, width), f"{at}.self_attn.q_norm.weight" in head
+    heads = {name: value for name, value in vars(own).items() if name != "hidden"}
+    return Spec(head.name, len(windows), width, 0, 0, 0, windows=windows, qk_norm=normed, tied=False, **heads)
 
 
 def residual(backend: Backend, x: Tensor, blocks: Sequence[Any]) -> Tensor:

@@ -67,7 +67,7 @@ class LayeredNet(Net):
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
         x = self.backend.linear(self.pairs[layer](step_input, g), self.eh_proj[layer])
-        return self.stack.blocks[layer](x, step_input, pool, layer)
+        return self.stack(x, step_input, pool, only=layer)
 
     def from_output(self, o: Tensor, layer: int = 0) -> Tensor:
         return o if self.prenorm else self.normed(o, layer)

@@ -33,6 +33,7 @@ FIELD = re.compile(r"\{(\w+)(?:\+(\w+))?\}")
 FIELD_TEXT = {"kind": "weight|bias", "rest": ".+"}  # every other field is a number
 LARGE = re.compile(r"\b\d{4}")  # a layer's or step's number that makes no sense
 Rows = tuple[tuple[str, str | None], ...]
+Change = Callable[[Tensor, Mapping[str, Any]], Tensor]
 # Parts of configs; of equal keys the last counts.
 NESTED = ("dflash_config", "eagle_config", "model", "transformer_layer_config")
 UNCHANGED: Rows = (("{rest}", "{rest}"),)
@@ -98,10 +99,10 @@ def matching(head: Head, *patterns: str) -> Iterator[str]:
 
 
 class Changed:
-    """Tensors, some of which are changed while they are read.  changes: stored name -> function."""
+    """Tensors, some of which are changed while they are read.  changes: stored name -> as in `Layout`."""
 
-    def __init__(self, tensors: Tensors, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-        self.tensors, self.changes = tensors, changes
+    def __init__(self, tensors: Tensors, changes: Mapping[str, Change], config: Mapping[str, Any]) -> None:
+        self.tensors, self.changes, self.config = tensors, changes, config
         self.shape = tensors.shape
 
     def __contains__(self, name: str) -> bool:
@@ -112,17 +113,21 @@ class Changed:
 
     def raw(self, name: str) -> Tensor:
         tensor = self.tensors.raw(name)
-        return self.changes[name](tensor) if name in self.changes else tensor
+        return self.changes[name](tensor, self.config) if name in self.changes else tensor
 
     def weight(self, name: str) -> Tensor | QuantizedWeight:
         """Scales move with their weights if no group crosses the middle of the inputs."""
         weight = self.tensors.weight(name)
         if name not in self.changes:
             return weight
+
+        def change(part: Tensor) -> Tensor:
+            return self.changes[name](part, self.config)
+
         if isinstance(weight, QuantizedWeight):
             whole = weight.values.shape[1] // 2 % weight.group == 0
-            return weight.mapped(self.changes[name]) if whole else self.changes[name](weight.dense())
-        return self.changes[name](weight)
+            return weight.mapped(change) if whole else change(weight.dense())
+        return change(weight)
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class Layout:
     applies: Callable[[Head], bool] = lambda _: True
     numbers: Callable[[Head], dict[str, int]] = lambda _: {}
     beside_target: bool = False
-    changes: tuple[tuple[str, Callable[[Tensor, Mapping[str, Any]], Tensor]], ...] = ()
+    changes: tuple[tuple[str, Change], ...] = ()
     defaults: tuple[tuple[str, Any], ...] = ()
 
     def found_in(self, head: Head) -> bool:
@@ -239,13 +244,13 @@ class HeadFormat:
         layout = self.layout_of(head) or self.layouts[-1]
         ours, config = layout.translate(head), dict(layout.defaults) | flat(head.config)
         changes = {
-            stored: lambda tensor, change=change: change(tensor, config)
+            stored: change
             for name, stored in ours.stored.items()
             for pattern, change in layout.changes
             if re.search(pattern, name)
         }
         return replace(
-            ours, config=config, tensors=Changed(head.tensors, changes) if changes else head.tensors
+            ours, config=config, tensors=Changed(head.tensors, changes, config) if changes else head.tensors
         )
 
     def translate(self, head: Head) -> Head:

@@ -13,15 +13,20 @@ from outrider.backends.base import Backend
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import reduced
 from outrider.core.quantized import QuantizedWeight, join
+from outrider.models.layers import fused
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Packs the weights of a head for the target's kernels.  bits: quantized to 8 or 4, None to keep them."""
+    """Packs the weights of a head for the target's kernels.
+
+    bits: quantized to 8 or 4, None to keep them.  ranks: that share its decoder layers.
+    """
 
     head: Head
     backend: Backend
     bits: int | None = None
+    ranks: int = 1
 
     def vector(self, name: str, size: int) -> Tensor:
         return self.head.get(name, size).float().to(self.backend.device).contiguous()
@@ -41,15 +46,7 @@ class Reader:
 
     def fused(self, parts: Sequence[tuple[str, int]], inputs: int) -> Any:
         """Several linears (name, outputs) of one input as one, their outputs side by side."""
-        weights = [reduced(self.head.weight(name, outputs, inputs), self.bits) for name, outputs in parts]
-        biases = [
-            self.head.get(f"{name}.bias", outputs).float()
-            if f"{name}.bias" in self.head
-            else torch.zeros(outputs)
-            for name, outputs in parts
-        ]
-        biased = any(f"{name}.bias" in self.head for name, _ in parts)
-        return self.backend.pack(join(weights, torch.float32), torch.cat(biases) if biased else None)
+        return fused(self.head, self.backend, parts, inputs, torch.float32, self.bits)
 
     def biased(self, names: Sequence[str], outputs: int, inputs: int) -> Any:
         """Linears of one input as one, each of which must have a bias."""
@@ -74,7 +71,7 @@ class Reader:
         stored, outer = self.head.shape(f"{name}.weight")[0], self.outer
         if stored == len(ids) or stored <= int(ids.max()):
             return outer.linear(name, len(ids), inputs)
-        weight, which = self.head.weight(name, stored, inputs), ids.long()
+        weight, which = self.head.linear(name, stored, inputs), ids.long()
         rows = (
             weight.mapped(lambda part: part[which]) if isinstance(weight, QuantizedWeight) else weight[which]
         )

@@ -38,7 +38,7 @@ from outrider.core.tree import EMPTY_TREE, Budget, Draft
 from outrider.core.validate import one_of, whole
 from outrider.drafting.base import DEPTHS, Target
 from outrider.drafting.options import refuse_idle
-from outrider.heads.base import HeadDrafter, HeadOptions
+from outrider.heads.base import HeadDrafter, LayerOptions
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import Stack
 from outrider.heads.outer import lm_logits
@@ -92,7 +92,7 @@ class Net:
 
 
 @dataclass(frozen=True)
-class RecurrentOptions(HeadOptions):
+class RecurrentOptions(LayerOptions):
     """tree: "dynamic" (EAGLE-2), "chain", or the name of a published static tree (EAGLE-1).
 
     top_k: candidates after a node of a dynamic tree, and nodes of a level that go on.  nodes: of a tree

@@ -21,7 +21,7 @@ from outrider.core.step_input import StepInput
 from outrider.core.validate import list_of, whole
 from outrider.drafting.base import Target
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.base import HeadOptions
+from outrider.heads.base import LayerOptions
 from outrider.heads.layer import Pairs, Stack
 from outrider.heads.layouts import numbers
 from outrider.heads.outer import checked_taps, own_embedding, own_lm_head
@@ -35,7 +35,7 @@ LAYERS = list_of("layer numbers", whole())
 
 
 @dataclass(frozen=True)
-class TapOptions(HeadOptions):
+class TapOptions(LayerOptions):
     """eagle_aux_hidden_state_layer_ids: the layers whose inputs the head reads, numbered as in vLLM.
 
     tap_offset: added to the file's layer numbers (SpecForge and SGLang number outputs, offset 1).

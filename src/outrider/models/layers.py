@@ -19,7 +19,7 @@ from outrider.core.quantized import join
 class Layer:
     """Weights of one block (`backends.base.DecoderLayer`)."""
 
-    norm_in: Tensor
+    norm_in: Tensor | None
     qkv: Weight  # [(heads + 2 kv_heads) head_dim, hidden]
     o: Weight
     norm_post: Tensor
@@ -43,8 +43,12 @@ class LayerReader:
     dtype: torch.dtype
     bits: int | None
 
-    def layer(self, backend: Backend, i: int) -> Layer:
-        s, at = self.spec, f"model.layers.{i}"
+    def layer(self, backend: Backend, i: int, at: str = "", inputs: int = 0) -> Layer:
+        """at: prefix of its names, if they are not a model's.
+
+        inputs: width of what `qkv` reads if it is not the normed states; then there is no norm_in.
+        """
+        s, at = self.spec, at or f"model.layers.{i}"
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
         attention = [(f"{at}.self_attn.{name}_proj", size) for name, size in (("q", q), ("k", kv), ("v", kv))]
         mlp = [(f"{at}.mlp.{name}_proj", s.inner) for name in ("gate", "up")]
@@ -53,8 +57,8 @@ class LayerReader:
             for name in ("q", "k")
         )
         return Layer(
-            norm_in=self._vector(backend, f"{at}.input_layernorm", s.hidden),
-            qkv=self._fused(backend, attention, s.hidden, self.bits),
+            norm_in=None if inputs else self._vector(backend, f"{at}.input_layernorm", s.hidden),
+            qkv=self._fused(backend, attention, inputs or s.hidden, self.bits),
             o=self._fused(backend, [(f"{at}.self_attn.o_proj", s.hidden)], q, self.bits),
             norm_post=self._vector(backend, f"{at}.post_attention_layernorm", s.hidden),
             gate_up=self._fused(backend, mlp, s.hidden, self.bits),
@@ -87,14 +91,22 @@ class LayerReader:
     def _fused(
         self, backend: Backend, parts: Sequence[tuple[str, int]], inputs: int, bits: int | None
     ) -> Weight:
-        """Linears (name, outputs) of the same input as one, outputs concatenated.
+        return fused(self.weights, backend, parts, inputs, self.dtype, bits)
 
-        Biases are used where the file has them.
-        """
-        weights = self.weights
-        read = [reduced(weights.linear(name, size, inputs), bits) for name, size in parts]
-        biased = any(f"{name}.bias" in weights for name, _ in parts)
-        bias = (
-            torch.cat([weights.get(f"{name}.bias", size).float() for name, size in parts]) if biased else None
-        )
-        return backend.pack(join(read, self.dtype), bias)
+
+def fused(
+    weights: Source,
+    backend: Backend,
+    parts: Sequence[tuple[str, int]],
+    inputs: int,
+    dtype: torch.dtype,
+    bits: int | None,
+) -> Weight:
+    """Linears (name, outputs) of the same input as one, outputs concatenated, packed for a backend.
+
+    Biases are used where the file has them; those that it lacks beside others are zero.
+    """
+    read = [reduced(weights.linear(name, size, inputs), bits) for name, size in parts]
+    found = {name: weights.get(f"{name}.bias", n).float() for name, n in parts if f"{name}.bias" in weights}
+    biases = [found.get(name, torch.zeros(size)) for name, size in parts]
+    return backend.pack(join(read, dtype), torch.cat(biases) if found else None)

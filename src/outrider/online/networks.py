@@ -85,6 +85,8 @@ def _distilled(network: Any, sample: Sample, outer: TargetWeights) -> Tensor:
 
 def _head(drafter: HeadDrafter) -> nn.Module:
     head, hidden, vocabulary = drafter.head, drafter.hidden, drafter.target.vocabulary
+    if drafter.reader.ranks > 1:
+        raise ConfigError(f"online: a head with draft_tensor_parallel_size {drafter.reader.ranks} {CURE}")
     if isinstance(drafter, Eagle3):
         sizes, ids = Sizes.of(head, "midlayer", hidden), drafter.net.ids
         drafted = None if ids is None else ids.tolist()

@@ -96,7 +96,7 @@ class Group:
 
         Raises the error of a rank that could not load, and ConfigError if its weights or kernels differ.
         """
-        reports = self._reports(report)
+        reports = self._reports(report, stage.options.layout.size)
         self._begun = True
         tell(None, *self.ranks.connections)  # all have loaded
         stages = self._stages = Stages(self.ranks.links(stage.backend.device))
@@ -109,12 +109,12 @@ class Group:
         """Have the other ranks load one more model, of which rank 0 has its part.  Returns its number."""
         number = next(self._numbered)
         self.call(number, LOAD, setup, x=stage).result()
-        return number, self._reports(report)
+        return number, self._reports(report, setup.options.layout.size)
 
-    def _reports(self, report: Report) -> list[Report]:
-        """Those of all ranks, once they have loaded a model.  report: rank 0's."""
+    def _reports(self, report: Report, size: int) -> list[Report]:
+        """Those of all `size` ranks of a model, once they have loaded it.  report: rank 0's."""
         reports = {0: report}
-        while len(reports) <= len(self.ranks.connections):
+        while len(reports) < size:
             rank, message = self._next_news()
             if message[0] == FAILED:
                 raise self._failure_of(rank, message[1])

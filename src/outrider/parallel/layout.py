@@ -53,8 +53,8 @@ class Layout:
         """The stage that has the residual stream before a layer; after the last one, the last stage."""
         return next((s for s, held in enumerate(self.layers(total)) if layer in held), self.pipeline - 1)
 
-    def check(self, spec: Spec) -> None:
-        """Raise ConfigError if a model cannot be divided so."""
+    def check(self, spec: Spec, option: str = "tensor_parallel_size") -> None:
+        """Raise ConfigError if a model cannot be divided so.  option: that asks for the ranks of a stage."""
         if spec.layers < self.pipeline:
             raise ConfigError(
                 f"pipeline_parallel_size {self.pipeline} is more than the {spec.layers} layers of the model: "
@@ -64,7 +64,7 @@ class Layout:
         if spec.heads % parts or (kv % parts and parts % kv):
             fits = [n for n in range(1, spec.heads + 1) if not spec.heads % n and (not kv % n or not n % kv)]
             raise ConfigError(
-                f"tensor_parallel_size {parts} does not divide {spec.heads} attention heads with {kv} K/V "
+                f"{option} {parts} does not divide {spec.heads} attention heads with {kv} K/V "
                 f"heads: choose one of {', '.join(map(str, fits))}."
             )
 

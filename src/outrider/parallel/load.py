@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES, Spec
+from outrider.checkpoints.weights import Source
 from outrider.errors import ConfigError
 from outrider.models.base import Model
 from outrider.models.decoder import rotations
@@ -46,7 +49,7 @@ def load(
     try:
         group.open(Setup.of(checkpoint, revision, options, threads))
         stage = Stage(checkpoint.tensors(), options, 0, own)
-        reports = group.begin(stage, Report.of(stage, checkpoint))
+        reports = group.begin(stage, Report.of(stage, checkpoint.fingerprint))
     except BaseException:
         group.close()
         raise
@@ -66,18 +69,50 @@ def load_beside(
     ranks: those that share a layer.  Raises ConfigError if they are not the target's, or if the model cannot
     be divided so.  A rank that cannot load ends the target.
     """
+    target = _several(target, ranks)
+    spec, table = _divided(checkpoint, target.layout), rotations(checkpoint.config, max_len, SELF_TEST)
+    options = ModelOptions(spec, target.layout, target.device.type, precision, table)
+    return _beside(target, Setup.of(checkpoint, revision, options, torch.get_num_threads()), max_len)
+
+
+def divide(
+    target: Model,
+    ranks: int,
+    weights: Source,
+    spec: Spec,
+    blocks: Sequence[tuple[str, int]],
+    table: Tensor,
+    quantization: str | None,
+) -> ParallelModel:
+    """Put layers that are not a model's, such as a head's, on the ranks of the target's first stage.
+
+    weights: read on every rank.  blocks: as in `ModelOptions`.  table: rotations.  Raises as `load_beside`.
+    """
+    target, layout = _several(target, ranks), Layout(ranks)
+    layout.check(spec, "draft_tensor_parallel_size")
+    precision = target.precision._replace(quantization=quantization)
+    options = ModelOptions(spec, layout, target.device.type, precision, table, blocks)
+    setup = Setup("", None, None, None, options, torch.get_num_threads(), weights)
+    return _beside(target, setup, target.max_len)
+
+
+def _beside(target: ParallelModel, setup: Setup, max_len: int) -> ParallelModel:
+    """One more model on the target's ranks."""
+    weights, fingerprint = setup.open()
+    stage = Stage(weights, setup.options, 0, target.device)
+    number, reports = target.group.add(stage, Report.of(stage, fingerprint), setup)
+    return ParallelModel(target.group, stage, reports, max_len, number)
+
+
+def _several(target: Model, ranks: int) -> ParallelModel:
+    """A target on several ranks.  Raises ConfigError if not so many share a layer."""
     size = target.layout.tensor if isinstance(target, ParallelModel) else 1
     if not isinstance(target, ParallelModel) or size != ranks:
         raise ConfigError(
             f"draft_tensor_parallel_size must be 1, for a draft on one rank, or the target's "
             f"tensor_parallel_size, {size}: got {ranks}."
         )
-    spec, table = _divided(checkpoint, target.layout), rotations(checkpoint.config, max_len, SELF_TEST)
-    options = ModelOptions(spec, target.layout, target.device.type, precision, table)
-    stage = Stage(checkpoint.tensors(), options, 0, target.device)
-    setup = Setup.of(checkpoint, revision, options, torch.get_num_threads())
-    number, reports = target.group.add(stage, Report.of(stage, checkpoint), setup)
-    return ParallelModel(target.group, stage, reports, max_len, number)
+    return target
 
 
 def _divided(checkpoint: Checkpoint, layout: Layout) -> Spec:

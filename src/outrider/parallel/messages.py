@@ -15,6 +15,7 @@ from outrider.checkpoints.gguf.file import GgufFile
 from outrider.checkpoints.hub import Checkpoint, locate
 from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.spec import Spec
+from outrider.checkpoints.weights import Source
 from outrider.errors import ConfigError
 from outrider.parallel.stage import ModelOptions, Stage
 from outrider.version import VERSION
@@ -26,7 +27,10 @@ BEAT_INTERVAL = 0.5  # seconds
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank loads.  Every machine finds the checkpoint by its name, and needs no transformers."""
+    """What a rank loads.  Every machine finds the checkpoint by its name, and needs no transformers.
+
+    weights: in place of a checkpoint; files in it have the same paths on every machine.
+    """
 
     model: str
     revision: str | None
@@ -34,17 +38,22 @@ class Setup:
     small: Spec | None
     options: ModelOptions
     threads: int
+    weights: Source | None = None
 
     @staticmethod
     def of(checkpoint: Checkpoint, revision: str | None, options: ModelOptions, threads: int) -> Setup:
         return Setup(checkpoint.name, revision, checkpoint.scheme, checkpoint.small, options, threads)
 
-    def checkpoint(self) -> Checkpoint:
-        """The checkpoint without its config."""
+    def open(self) -> tuple[Source, str | None]:
+        """The weights, and the fingerprint of a checkpoint."""
+        if self.weights is not None:
+            return self.weights, None
         path = locate(self.model, self.revision)
         file = GgufFile(path) if path.is_file() else None
         folder = path.parent if file else path
-        return Checkpoint(self.model, folder, None, self.options.spec, self.scheme, file, small=self.small)
+        spec = self.options.spec
+        found = Checkpoint(self.model, folder, None, spec, self.scheme, file, small=self.small)
+        return found.tensors(), found.fingerprint
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,8 @@ class Report:
     exact: bool
 
     @staticmethod
-    def of(stage: Stage, checkpoint: Checkpoint) -> Report:
-        facts = {"kernels": stage.backend.name, "last norm": checkpoint.fingerprint or "unknown"}
+    def of(stage: Stage, fingerprint: str | None) -> Report:
+        facts = {"kernels": stage.backend.name, "last norm": fingerprint or "unknown"}
         return Report(facts, platform.node(), stage.backend.device, stage.slot_bytes, stage.backend.exact)
 
 

@@ -172,7 +172,8 @@ class ParallelModel:
                 piece = step_input.piece(rows.start, rows.stop)
                 own = None if x is None else x[rows.start : rows.stop]
             logits = tuple(piece.logits_rows) if wanted.logits else ()
-            args = pool.number, piece, skips, wanted._replace(logits=logits), own is not None
+            given = 0 if own is None else own.shape[1]
+            args = pool.number, piece, skips, wanted._replace(logits=logits), given
             calls.append(self._call("forward", *args, x=own))
 
         def complete() -> tuple[dict[Any, Tensor], Tensor]:

@@ -79,10 +79,10 @@ class RankProcess:
 
     def _load(self, setup: Setup) -> Stage:
         torch.set_num_threads(setup.threads)
-        checkpoint = setup.checkpoint()
+        weights, fingerprint = setup.open()
         device = pinned_device(torch.device(setup.options.device), self.local_rank)
-        stage = Stage(checkpoint.tensors(), setup.options, self.rank, device)
-        self._tell(READY, Report.of(stage, checkpoint))
+        stage = Stage(weights, setup.options, self.rank, device)
+        self._tell(READY, Report.of(stage, fingerprint))
         return stage
 
     def _serve(self, setup: Setup) -> None:
@@ -93,7 +93,8 @@ class RankProcess:
         while (command := hear(self.connection)) is not None:
             number, name, args = command
             if name == LOAD:
-                stages.add(number, self._load(*args))
+                if self.rank < args[0].options.layout.size:
+                    stages.add(number, self._load(*args))
             else:
                 stages.run(number, name, *args)
 

@@ -41,6 +41,7 @@ class ModelOptions:
     """What every rank needs to know of a model.
 
     device: a kind of device; rotations: see `models.decoder.rotations`
+    blocks: names and inputs of layers without a model around them, as `LayerReader.layer` takes them
     """
 
     spec: Spec
@@ -48,6 +49,7 @@ class ModelOptions:
     device: str
     precision: Precision
     rotations: Tensor
+    blocks: Sequence[tuple[str, int]] = ()
 
 
 class Wanted(NamedTuple):
@@ -92,14 +94,17 @@ class Stage:
         reader = LayerReader(source, own, dtype, bits_of(options.precision.quantization))
         self.range = layout.layers(spec.layers)[self.number]
         table = options.rotations.to(device)
-        self.blocks = [self._block(reader.layer(self.backend, i), own, table) for i in self.range]
+        named = options.blocks or [("", 0)] * spec.layers
+        self.blocks = [self._block(reader.layer(self.backend, i, *named[i]), own, table) for i in self.range]
+        self.pools: dict[int, Pool] = {}
+        self.adapters: dict[int, list[Any]] = {}
+        if options.blocks:
+            return
         self.norm = reader.norm(self.backend)
         self.embedding: Any = None
         if self.number == 0 or (self.last and spec.tied):
             self.embedding = reader.embedding(self.backend)
         self.lm_head = self.embedding if spec.tied or not self.last else reader.lm_head(self.backend)
-        self.pools: dict[int, Pool] = {}
-        self.adapters: dict[int, list[Any]] = {}
 
     @property
     def slot_bytes(self) -> int:
@@ -141,20 +146,21 @@ class Stage:
         step_input: StepInput,
         skips: Sequence[int],
         wanted: Wanted,
-        given: bool,
+        given: int,
         x: Tensor | None = None,
     ) -> Answer:
         """Run the layers over a step.
 
         skips: of every layer of the model, ATTENTION, MLP or both
-        given: the input of the first stage is x, which rank 0 has, and not the embeddings
+        given: width of x, which rank 0 has: the input of the first stage in place of the embeddings, and
+               beside it, if x is wider, what the first attention reads in place of norm(x)
         """
         self.links.settle()
         shape = (step_input.length, self.options.spec.hidden)
         if self.number > 0:
             x = self._receive(shape, self.rank - self.options.layout.tensor)
         elif given:
-            x = self._from_rank_0(x, shape, self.options.layout.peers(0))
+            x = self._from_rank_0(x, (step_input.length, given), self.options.layout.peers(0))
         else:
             x = self._embed(step_input.input_ids)
         states: dict[int | str, Tensor] = {}
@@ -206,6 +212,9 @@ class Stage:
         wanted: Wanted,
         states: dict[int | str, Tensor],
     ) -> Tensor:
+        hidden, u = self.options.spec.hidden, None
+        if x.shape[1] > hidden:
+            x, u = x[:, :hidden].contiguous(), x[:, hidden:].contiguous()
         for at, (i, block) in enumerate(zip(self.range, self.blocks)):
             if i in wanted.states:
                 states[i] = x.clone()  # x is changed in place
@@ -218,10 +227,11 @@ class Stage:
             for sublayer, norm in ((ATTENTION, block.layer.norm_in), (MLP, block.layer.norm_post)):
                 if not skips[i] & sublayer:
                     stack = block.stacks[ATTENTION + MLP - sublayer]  # without the other one
-                    normed = self.backend.rms_norm(x, norm, self.options.spec.eps)
+                    if u is None:
+                        u = x if norm is None else self.backend.rms_norm(x, norm, self.options.spec.eps)
                     part = torch.zeros_like(x)
-                    part = self.backend.run_layers(stack, part, kv, runs, normed)
-                    x = add_parts(self.links, x, part)
+                    part = self.backend.run_layers(stack, part, kv, runs, u)
+                    x, u = add_parts(self.links, x, part), None
         if self.last and (end := self.options.spec.layers) in wanted.states:
             states[end] = x.clone()
         return x
