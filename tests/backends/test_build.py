@@ -275,13 +275,28 @@ def test_compiler_errors_are_reported(small: Recipe, cache: Path, caplog: pytest
     assert "expected" in caplog.text
 
 
+@needs_c
+def test_a_flag_that_the_compiler_does_not_know_is_left_out(
+    small: Recipe, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "old-cc"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-mavxvnni*) exit 1;; esac\nexec {COMPILER} "$@"\n')
+    compiler.chmod(0o700)
+    made = small._replace(flags=("-mavxvnni", *small.flags))
+    assert works(build.load(made, environment(cache, CC=str(compiler))))
+    assert "compiled without -mavxvnni" in caplog.text
+    caplog.clear()
+    assert works(build.load(made, environment(cache, CC=str(compiler)))) and "without" not in caplog.text
+
+
 # ---- the instruction set
 
 
 @pytest.mark.parametrize("name", ["sse2", "AVX2", "avx2 "])
 def test_an_unknown_instruction_set_is_refused(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown OUTRIDER_ISA .* Valid: avx2, avx512, avx512_bf16, avx512_vnni, portable"
+        ConfigError,
+        match=r"unknown OUTRIDER_ISA .* Valid: avx2, avx512, avx512_bf16, avx512_vnni, avx_vnni, portable",
     ):
         build.recipe({"OUTRIDER_ISA": name})
 

@@ -60,6 +60,7 @@ AVX2 = frozenset(("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"))
 LEVELS = {"v3": AVX2, "v4": AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}}
 X86_64 = {
     "avx2": _x86_64("v3"),
+    "avx_vnni": _x86_64("v3", "avx_vnni"),
     "avx512": _x86_64("v4"),
     "avx512_vnni": _x86_64("v4", "avx512_vnni"),
     "avx512_bf16": _x86_64("v4", "avx512_vnni", "avx512_bf16"),
@@ -192,14 +193,28 @@ def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
     try:
         with tempfile.TemporaryDirectory(prefix="outrider-") as private:
             library = Path(private, "kernels.so")
-            inputs = map(str, made.sources)
-            _run([*compiler.command, *made.flags, *inputs, "-o", str(library), "-lm"])
+            _compile(made, compiler, library)
             log.info("built the C kernels in %.1f s", time.perf_counter() - began)
             if folder is not None:
                 library = _kept_or(library, folder, f"kernels-{made.key}-{compiler.id}")
             return ctypes.CDLL(str(library))  # stays mapped when the folder is removed
     except OSError as error:
         raise BuildError(f"the library cannot be built or loaded ({error})") from error
+
+
+def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
+    """Compile, without instructions that an older compiler does not know: same bits, slower."""
+    flags, inputs = list(made.flags), [*map(str, made.sources), "-o", str(library), "-lm"]
+    while True:
+        try:
+            _run([*compiler.command, *flags, *inputs])
+            return
+        except BuildError:
+            newest = [flag for flag in flags if flag.startswith("-mavx")][-1:]
+            if not newest:
+                raise
+            flags.remove(newest[0])
+            log.info("the C kernels are compiled without %s", newest[0])
 
 
 # ---- the cache

@@ -4,24 +4,50 @@
 
 typedef int8_t vbytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-#if (defined __AVX2__ && !defined __AVX512F__) || defined __ARM_FEATURE_DOTPROD
+/* What sums byte products: vpdpbusd four of them in 32 bits, vpmaddubsw two of them in 16. */
+#if defined __AVX512VNNI__ || (defined __AVXVNNI__ && !defined __AVX512F__)
+#define HAS_DPBUSD
+#elif defined __AVX2__
+#define HAS_MADDUBS
+#endif
+#ifdef __AVX512F__
+typedef __m512i vany;
+#define WIDEST(operation) _mm512_##operation
+#define DPBUSD _mm512_dpbusd_epi32
+#elif defined __AVX2__
+typedef __m256i vany;
+#define WIDEST(operation) _mm256_##operation
+#define DPBUSD _mm256_dpbusd_avx_epi32
+#endif
+
+#if defined HAS_MADDUBS || defined __ARM_FEATURE_DOTPROD
 enum { SIGNED_BYTES = 1 };
 #else
 enum { SIGNED_BYTES = 0 };
 #endif
 enum { BYTE_START = SIGNED_BYTES ? 0 : -128 }; /* BYTE_START times the sum of all s makes them n * s */
 
+#ifdef HAS_MADDUBS
+/* Bytes s, negative where n is. */
+INLINE vany negate_by(vany s, vany n) {
+#ifdef __AVX512F__
+    return _mm512_mask_sub_epi8(s, _mm512_movepi8_mask(n), _mm512_setzero_si512(), s);
+#else
+    return _mm256_sign_epi8(s, n);
+#endif
+}
+#endif
+
 /* sum + four products in every lane.  u holds numbers n as unsigned bytes n + 128; s holds signed bytes of at
  * most 127 in magnitude.  The products are n * s with SIGNED_BYTES, otherwise (n + 128) * s: BYTE_START. */
 INLINE vint dot_bytes(vint sum, vuint u, vint s) {
-#ifdef __AVX512VNNI__
-    return (vint)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
-#elif defined __AVX2__ && !defined __AVX512F__
-    const __m256i centred = (__m256i)(u ^ 0x80808080u);
-    const __m256i s_by_sign = _mm256_sign_epi8((__m256i)s, centred);
+#ifdef HAS_DPBUSD
+    return (vint)DPBUSD((vany)sum, (vany)u, (vany)s);
+#elif defined HAS_MADDUBS
+    const vany n = (vany)(u ^ 0x80808080u);
     /* 16 bits hold 2 * 128 * 127 */
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(centred), s_by_sign);
-    return sum + (vint)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    const vany pairs = WIDEST(maddubs_epi16)(WIDEST(abs_epi8)(n), negate_by((vany)s, n));
+    return sum + (vint)WIDEST(madd_epi16)(pairs, WIDEST(set1_epi16)(1));
 #elif defined __ARM_FEATURE_DOTPROD
     int32x4_t sums[LANES / 4];
     int8x16_t centred[LANES / 4], by[LANES / 4];
@@ -39,18 +65,18 @@ INLINE vint dot_bytes(vint sum, vuint u, vint s) {
 }
 
 /* The same for bytes u below 16, which are multiplied as they are.  Their sums over 32 inputs fit into 16
- * bits: on AVX2 a lane holds two of them until sum_nibbles. */
+ * bits: with vpmaddubsw a lane holds two of them until sum_nibbles. */
 INLINE vint dot_nibbles(vint sums, vuint u, vint s) {
-#if defined __AVX2__ && !defined __AVX512F__
-    return (vint)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)u, (__m256i)s));
+#ifdef HAS_MADDUBS
+    return (vint)WIDEST(add_epi16)((vany)sums, WIDEST(maddubs_epi16)((vany)u, (vany)s));
 #else
     return dot_bytes(sums, u ^ (SIGNED_BYTES ? 0x80808080u : 0), s);
 #endif
 }
 
 INLINE vint sum_nibbles(vint sums) {
-#if defined __AVX2__ && !defined __AVX512F__
-    return (vint)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+#ifdef HAS_MADDUBS
+    return (vint)WIDEST(madd_epi16)((vany)sums, WIDEST(set1_epi16)(1));
 #else
     return sums;
 #endif

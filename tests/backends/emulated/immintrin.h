@@ -1,0 +1,106 @@
+/* Instructions beyond AVX2 in plain C, from Intel's definitions, for tests on processors without them:
+ *   EMULATE_AVX512                  AVX-512 F and BW
+ *   EMULATE_VNNI                    with EMULATE_AVX512: AVX512-VNNI, otherwise AVX-VNNI
+ * Only what the kernels use.  Compile with -I of this folder and -march=x86-64-v3. */
+#pragma once
+#include_next <immintrin.h>
+#include <string.h>
+
+#define EMULATED static inline __attribute__((always_inline))
+
+typedef signed char bytes64 __attribute__((vector_size(64)));
+typedef short words32 __attribute__((vector_size(64)));
+typedef int ints16 __attribute__((vector_size(64)));
+
+/* to [count] += the four products of unsigned bytes of a and signed bytes of b. */
+EMULATED void emulate_dpbusd(int count, int *to, const void *a, const void *b) {
+    for (int i = 0; i < 4 * count; i++)
+        to[i / 4] += ((const unsigned char *)a)[i] * ((const signed char *)b)[i];
+}
+
+#ifdef EMULATE_AVX512
+#define __AVX512F__ 1
+#ifdef EMULATE_VNNI
+#define __AVX512VNNI__ 1
+#endif
+
+EMULATED __m512 emulated_fmadd_ps(__m512 a, __m512 b, __m512 c) {
+    for (int i = 0; i < 16; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+}
+EMULATED __m512 emulated_cvtph_ps(__m256i halves) {
+    __m512 floats;
+    for (int i = 0; i < 2; i++) {
+        const __m256 half = _mm256_cvtph_ps(((const __m128i *)&halves)[i]);
+        memcpy((char *)&floats + 32 * i, &half, 32);
+    }
+    return floats;
+}
+EMULATED __m512i emulated_cvtepi8_epi32(__m128i bytes) {
+    ints16 ints;
+    for (int i = 0; i < 16; i++) ints[i] = ((const signed char *)&bytes)[i];
+    return (__m512i)ints;
+}
+EMULATED __m512 emulated_cvtepi32_ps(__m512i ints) {
+    return (__m512)__builtin_convertvector((ints16)ints, __m512);
+}
+EMULATED __m512i emulated_abs_epi8(__m512i a) {
+    const bytes64 bytes = (bytes64)a, negative = bytes < 0;
+    return (__m512i)((bytes ^ negative) - negative);
+}
+EMULATED unsigned long long emulated_movepi8_mask(__m512i a) {
+    unsigned long long mask = 0;
+    for (int i = 0; i < 64; i++) mask |= (unsigned long long)(((bytes64)a)[i] < 0) << i;
+    return mask;
+}
+EMULATED __m512i emulated_mask_sub_epi8(__m512i from, unsigned long long mask, __m512i a, __m512i b) {
+    bytes64 to = (bytes64)from;
+    for (int i = 0; i < 64; i++)
+        if (mask >> i & 1) to[i] = (signed char)(((bytes64)a)[i] - ((bytes64)b)[i]);
+    return (__m512i)to;
+}
+EMULATED __m512i emulated_maddubs_epi16(__m512i a, __m512i b) {
+    words32 to;
+    for (int i = 0; i < 32; i++) {
+        int sum = 0;
+        for (int j = 2 * i; j < 2 * i + 2; j++)
+            sum += ((const unsigned char *)&a)[j] * ((const signed char *)&b)[j];
+        to[i] = (short)(sum > 32767 ? 32767 : sum < -32768 ? -32768 : sum);
+    }
+    return (__m512i)to;
+}
+EMULATED __m512i emulated_madd_epi16(__m512i a, __m512i b) {
+    ints16 to;
+    const words32 x = (words32)a, y = (words32)b;
+    for (int i = 0; i < 16; i++) to[i] = x[2 * i] * y[2 * i] + x[2 * i + 1] * y[2 * i + 1];
+    return (__m512i)to;
+}
+EMULATED __m512i emulated_dpbusd_512(__m512i sum, __m512i a, __m512i b) {
+    emulate_dpbusd(16, (int *)&sum, &a, &b);
+    return sum;
+}
+
+#define _mm512_fmadd_ps emulated_fmadd_ps
+#define _mm512_cvtph_ps emulated_cvtph_ps
+#define _mm512_cvtepi8_epi32 emulated_cvtepi8_epi32
+#define _mm512_cvtepi32_ps emulated_cvtepi32_ps
+#define _mm512_abs_epi8 emulated_abs_epi8
+#define _mm512_movepi8_mask emulated_movepi8_mask
+#define _mm512_mask_sub_epi8 emulated_mask_sub_epi8
+#define _mm512_setzero_si512() ((__m512i){0})
+#define _mm512_set1_epi16(x) ((__m512i)((words32){0} + (short)(x)))
+#define _mm512_add_epi16(a, b) ((__m512i)((words32)(a) + (words32)(b)))
+#define _mm512_maddubs_epi16 emulated_maddubs_epi16
+#define _mm512_madd_epi16 emulated_madd_epi16
+#define _mm512_dpbusd_epi32 emulated_dpbusd_512
+
+#elif defined EMULATE_VNNI
+#define __AVXVNNI__ 1
+
+EMULATED __m256i emulated_dpbusd_256(__m256i sum, __m256i a, __m256i b) {
+    emulate_dpbusd(8, (int *)&sum, &a, &b);
+    return sum;
+}
+
+#define _mm256_dpbusd_avx_epi32 emulated_dpbusd_256
+#endif
