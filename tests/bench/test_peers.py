@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,43 +16,82 @@ from outrider import LLM, ConfigError, SamplingParams
 from outrider.bench import peers
 from outrider.bench.measure import PLAIN, measure
 from outrider.bench.measure import Run as Group
-from outrider.bench.peers.base import Job, Peer
+from outrider.bench.peers import Peer, Rival, vllm, worker
 from outrider.bench.report import figures, matrix, table
 from outrider.core.clock import Times
 from outrider.outputs import CompletionOutput
 
+RIVAL = """
+import sys
+from outrider.bench.peers.worker import Job
+
+def modes(job):
+    assert isinstance(job, Job) and "outrider" not in sys.modules
+    print("loading")  # what an engine prints is no answer
+    if job.depth == 9:
+        raise RuntimeError("Exception from building_blocks.cpp:716:\\nUnsupported quantization type\\n\\n")
+    ends = lambda ids: sys.exit("out of memory")
+    return {"rival": lambda ids: ([*ids, job.tokens], [0.5]), "rival ends": ends}
+"""
+
+
+@pytest.fixture
+def rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that answers with the prompt and the number of tokens that it may emit."""
+    script = tmp_path / "worker.py"
+    script.write_text(Path(str(worker.__file__)).read_text())
+    (tmp_path / "rival.py").write_text(RIVAL)
+    monkeypatch.setattr(worker, "__file__", str(script))
+    monkeypatch.setattr(peers, "PEERS", {"rival": Peer("rival", "json")})
+
 
 @pytest.mark.parametrize("name", sorted(peers.PEERS))
 def test_an_engine_that_is_not_installed_is_refused_with_the_cure(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    variable = f"OUTRIDER_{name.upper().replace('.', '_')}_PYTHON"
+    monkeypatch.setenv(variable, str(tmp_path / "gone"))
     with pytest.raises(
         ConfigError, match=f"{name} is not installed.*pip install {peers.PEERS[name].package}"
     ):
-        peers.check(name, "target.gguf")
+        Rival.parse(name, "target.gguf", None)
+    with pytest.raises(ConfigError, match="transfomers"):
+        Rival.parse("transfomers", "target.gguf", None)
 
 
 def test_files_that_an_engine_cannot_read_are_refused_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: name)
+    monkeypatch.setattr(peers, "_installed", lambda name, module: True)
     with pytest.raises(ConfigError, match="'draft' is none"):
-        peers.check("llama.cpp", "target.gguf", "draft")
+        Rival.parse("llama.cpp", "target.gguf", "draft")
+    assert Rival.parse("llama.cpp=a.gguf,b.gguf", "target", "draft") == Rival("llama.cpp", "a.gguf", "b.gguf")
+    assert Rival.parse("llama.cpp=a.gguf", "target", "draft").draft is None
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no openvino_model.xml: optimum-cli export openvino"):
-        peers.check("openvino", str(tmp_path))
+        Rival.parse("openvino", str(tmp_path), None)
     (tmp_path / "openvino_model.xml").touch()
-    peers.check("openvino", str(tmp_path), None)  # no draft is asked for
+    assert Rival.parse("openvino", str(tmp_path), None) == Rival("openvino", str(tmp_path), None)
 
 
-def test_what_an_engine_refuses_is_one_sentence(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def modes(job: Job) -> Any:
-        raise RuntimeError("Exception from building_blocks.cpp:716:\nUnsupported quantization type\n\n")
+def test_an_engine_answers_from_its_own_process(tiny: Path, rival: None) -> None:
+    llm, params = LLM(str(tiny)), SamplingParams(temperature=0, max_tokens=4)
+    with peers.running([Rival.parse("rival", str(tiny), None)], llm, params, 2) as found:
+        assert list(found) == ["rival", "rival ends"]
+        run = found["rival"]("a", [{"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [7]}])
+        assert [answer.token_ids for answer in run.answers] == [[5, 6, 4], [7, 4]]
+        assert run.kind == "a" and run.answers[0].token_times == [0.5] and 0 < run.seconds < 0.5
+        with pytest.raises(ConfigError, match=r"^rival cannot run '.*': out of memory$"):
+            found["rival ends"]("a", [{"prompt_token_ids": [7]}])
 
-    monkeypatch.setattr(peers, "PEERS", {"rival": Peer("rival", "rival", modes)})
-    with pytest.raises(ConfigError, match=r"^rival cannot run '.*': Unsupported quantization type$"):
-        peers.attempts("rival", Job(LLM(str(tiny)), SamplingParams(), None, 4))
+
+def test_what_an_engine_refuses_is_one_sentence(tiny: Path, rival: None) -> None:
+    given = [Rival.parse("rival", str(tiny), None)]
+    with (
+        pytest.raises(ConfigError, match=r"^rival cannot run '.*': Unsupported quantization type$"),
+        peers.running(given, LLM(str(tiny)), SamplingParams(), 9),
+    ):
+        pass
 
 
 def test_engines_take_turns_with_methods_and_their_answers_are_compared(tiny: Path) -> None:
@@ -113,14 +153,12 @@ def test_vllm_gets_our_settings_and_speculates_in_its_own_ways(
         LLM(str(tiny), dtype="float32", max_model_len=64),
         SamplingParams(temperature=0, max_tokens=4),
     )
-    found = peers.attempts("vllm", Job(llm, params, str(tiny), 3))
+    found = vllm.modes(replace(peers.job_of(llm, params, 3), model=str(tiny), draft=str(tiny)))
     assert list(found) == ["vllm", "vllm lookup", "vllm draft"]
     assert [options["model"] for options in made] == [str(tiny)] * 3
     assert {(options["dtype"], options["max_model_len"]) for options in made} == {("float32", 64)}
     speculation = [options["speculative_config"] for options in made]
     assert speculation[0] is None and [s["method"] for s in speculation[1:]] == ["ngram", "draft_model"]
     assert all(s["num_speculative_tokens"] == 3 for s in speculation[1:])
-    run = found["vllm draft"]("a", [{"prompt_token_ids": [5, 6]}] * 2)
-    assert [answer.token_ids for answer in run.answers] == [[7, 8, 7, 8]] * 2
-    first, second, third, fourth = run.answers[0].token_times
-    assert first == second < third == fourth <= run.seconds
+    tokens, (first, second, third, fourth) = found["vllm draft"]([5, 6])
+    assert tokens == [7, 8, 7, 8] and first == second < third == fourth

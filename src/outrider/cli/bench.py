@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.bench.measure import Measured, Prompts
+    from outrider.bench.peers import Rival
     from outrider.core.params import SamplingParams
     from outrider.llm import LLM
 
@@ -54,7 +55,7 @@ def bench(
     """
     from rich.console import Console
 
-    from outrider.bench.peers import check
+    from outrider.bench.peers import Rival
     from outrider.bench.plot import check_plot
     from outrider.bench.questions import prompts_for, read
     from outrider.core.params import SamplingParams
@@ -63,9 +64,8 @@ def bench(
     if measured["max_tokens"] < 2:
         raise ConfigError("-n must be at least 2: the first token comes from prefill, whatever the method.")
     file, raw = one_of("file of prompts", file, asked.get("file")), asked["raw"]
-    peers, draft, levels = compared.get("peers") or [], compared.get("draft"), compared.get("levels")
-    for name in peers:
-        check(name, engine["model"], draft)
+    draft, levels = compared.get("draft"), compared.get("levels")
+    peers = [Rival.parse(text, engine["model"], draft) for text in compared.get("peers") or []]
     configs = configs_of(compared.get("methods") or [], compared.get("configs") or [], draft, levels)
     if plot is not None:
         check_plot(plot)
@@ -75,9 +75,7 @@ def bench(
     questions = read(file, limit, raw) if file else None
     llm = load(engine, max_num_seqs=batch_size)
     prompts, left_out = prompts_for(llm, questions, params, raw, turns)
-    results, short = run(
-        llm, configs, prompts, params, repeats, batch_size, peers, draft, levels or 5, console
-    )
+    results, short = run(llm, configs, prompts, params, repeats, batch_size, peers, levels or 5, console)
     show(results, left_out, short, console)
     if sink:
         about = {"prompts": file and str(file), "left out": left_out, "left out, of one token": short}
@@ -129,22 +127,20 @@ def run(
     params: SamplingParams,
     repeats: int,
     batch_size: int,
-    peers: Sequence[str],
-    draft: str | None,
+    peers: Sequence[Rival],
     depth: int,
     console: Console,
 ) -> tuple[list[Measured], int]:
     """Results, and the number of groups of prompts left out because their answers have one token."""
-    from outrider.bench.measure import Attempt, grouped, measure, too_short
-    from outrider.bench.peers import attempts
-    from outrider.bench.peers.base import Job
+    from outrider.bench.measure import grouped, measure, too_short
+    from outrider.bench.peers import running
     from outrider.bench.report import counted
 
-    groups, others = len(grouped(prompts, batch_size)), dict[str, Attempt]()
-    for name in peers:
-        with console.status(f"Loading {name}"):
-            others |= attempts(name, Job(llm, params, draft, depth))
-    with counted("Measuring", (len(configs) + len(others)) * groups * repeats, console) as tick:
+    groups = len(grouped(prompts, batch_size))
+    with (
+        running(peers, llm, params, depth) as others,
+        counted("Measuring", (len(configs) + len(others)) * groups * repeats, console) as tick,
+    ):
         results = measure(llm, configs, prompts, params, repeats, tick, batch_size, others=others)
     short = too_short(results)
     return [result.without(short) for result in results], len(short)

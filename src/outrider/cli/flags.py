@@ -197,7 +197,8 @@ COMPARED = (
          "Measure this JSON or @FILE, or LABEL=JSON or LABEL=@FILE; may be given several times."),
     Flag("draft", str, _names(*MODEL_DRAFT), "Measure this model as the draft."),
     Flag("levels", int, _names(*LEVELS), "Draft tokens per step of --method and -md."),
-    Flag("peers", list[str], "--peer", "Also measure transformers, llama.cpp, openvino or vllm."),
+    Flag("peers", list[str], "--peer",
+         "Also measure transformers, llama.cpp, openvino or vllm, or NAME=TARGET,DRAFT on files of its own."),
 )  # fmt: skip
 MEASURED = (
     Flag("max_tokens", int, _names(*MAX_TOKENS), "Maximum new tokens per prompt.", 128),

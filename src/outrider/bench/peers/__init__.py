@@ -1,62 +1,192 @@
-"""Other installed engines on the same prompts, one request at a time, for comparison."""
+"""Other engines on the same requests, for comparison.
+
+Each runs in a process of its own.  OUTRIDER_LLAMA_CPP_PYTHON, OUTRIDER_OPENVINO_PYTHON,
+OUTRIDER_TRANSFORMERS_PYTHON and OUTRIDER_VLLM_PYTHON name the interpreter of an environment of its own, which
+needs the engine and not Outrider.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from importlib.util import find_spec
-from typing import Any
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Any, NamedTuple
+
+import torch
 
 from outrider.bench.measure import Attempt, Run
-from outrider.bench.peers import llama_cpp, openvino, transformers, vllm
-from outrider.bench.peers.base import Answer, Job, Peer
+from outrider.bench.peers import worker
+from outrider.bench.peers.worker import Job
+from outrider.checkpoints.hub import Checkpoint, locate
 from outrider.core.clock import Times
+from outrider.core.params import SamplingParams
 from outrider.errors import ConfigError, unknown
+from outrider.llm import LLM
+from outrider.models.export import write
+from outrider.outputs import CompletionOutput
+
+
+class Peer(NamedTuple):
+    """package: for pip.  module: to import.  check: refuses a checkpoint."""
+
+    package: str
+    module: str
+    check: Callable[[str], None] = lambda model: None
+
+
+class Rival(NamedTuple):
+    """An engine, and the checkpoints that it reads in place of ours.  draft: None for no draft model."""
+
+    name: str
+    model: str
+    draft: str | None
+
+    @classmethod
+    def parse(cls, text: str, model: str, draft: str | None) -> Rival:
+        """NAME, NAME=TARGET or NAME=TARGET,DRAFT; ours by default.  Raises ConfigError."""
+        name, equals, given = text.partition("=")
+        if name not in PEERS:
+            raise ConfigError(unknown("peer", name, PEERS))
+        if equals:
+            model, _, own = given.partition(",")
+            draft = own or None
+        peer = PEERS[name]
+        if not _installed(name, peer.module):
+            raise ConfigError(f"{name} is not installed here: pip install {peer.package}.")
+        for checkpoint in (model, draft):
+            if checkpoint is not None:
+                peer.check(checkpoint)
+        return cls(name, model, draft)
+
+
+def _needs_gguf(model: str) -> None:
+    if not model.endswith(".gguf"):
+        raise ConfigError(f"llama.cpp reads GGUF files, and {model!r} is none: --peer llama.cpp=FILE,DRAFT.")
+
+
+def _needs_converted(model: str) -> None:
+    folder = locate(model)
+    if not (folder / "openvino_model.xml").is_file():
+        raise ConfigError(
+            f"openvino reads converted models, and {model!r} has no openvino_model.xml: optimum-cli export "
+            f"openvino --task text-generation-with-past -m {folder} {folder}"
+        )
+
 
 PEERS: Mapping[str, Peer] = {
-    "transformers": transformers.PEER,
-    "llama.cpp": llama_cpp.PEER,
-    "openvino": openvino.PEER,
-    "vllm": vllm.PEER,
+    "transformers": Peer("transformers", "transformers"),
+    "llama.cpp": Peer("xllamacpp", "xllamacpp", _needs_gguf),
+    "openvino": Peer("openvino-genai", "openvino_genai", _needs_converted),
+    "vllm": Peer("vllm", "vllm"),
 }
 
 
-def check(name: str, *models: str | None) -> None:
-    """Raise ConfigError for an engine that is unknown or not installed, or cannot read these checkpoints."""
-    if name not in PEERS:
-        raise ConfigError(unknown("peer", name, PEERS))
-    peer = PEERS[name]
-    if find_spec(peer.module) is None:
-        raise ConfigError(f"{name} is not installed here: pip install {peer.package}.")
-    for model in models:
-        if model is not None:
-            peer.check(model)
+def _file(name: str) -> str:
+    return name.replace(".", "_")
 
 
-def attempts(name: str, job: Job) -> dict[str, Attempt]:
-    """Label -> what answers a group of prompts, for every mode of an engine.
+def _python(name: str) -> str:
+    return os.environ.get(f"OUTRIDER_{_file(name).upper()}_PYTHON", sys.executable)
 
-    This and its calls raise ConfigError with the engine's message if it cannot run the models.
-    """
-    with _explained(name, job):
-        return {label: _timed(name, job, answer) for label, answer in PEERS[name].modes(job).items()}
+
+def _installed(name: str, module: str) -> bool:
+    """Whether the engine's interpreter finds a module, without importing it."""
+    asks = f"import sys, importlib.util as util; sys.exit(util.find_spec({module!r}) is None)"
+    try:
+        return subprocess.run([_python(name), "-c", asks], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def job_of(llm: LLM, params: SamplingParams, depth: int) -> Job:
+    """What an engine is asked, beside its checkpoints."""
+    return Job(
+        model="", draft=None, depth=depth,
+        ending=[] if params.ignore_eos else sorted(llm.engine.ending),
+        sampling={name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+        tokens=params.max_tokens or llm.engine.max_len, seed=params.seed or 0, context=llm.engine.max_len,
+        threads=torch.get_num_threads(), dtype=str(llm.engine.decoder.dtype).removeprefix("torch."),
+        device=str(llm.engine.device),
+    )  # fmt: skip
 
 
 @contextmanager
-def _explained(name: str, job: Job) -> Iterator[None]:
-    try:
-        yield
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise ConfigError(f"{name} cannot run {job.model!r}: {reason}") from error
+def running(
+    rivals: Sequence[Rival], llm: LLM, params: SamplingParams, depth: int
+) -> Iterator[dict[str, Attempt]]:
+    """Label -> what answers a group of prompts, for every mode of these engines.
+
+    This and its calls raise ConfigError with the engine's message if it cannot run the models.
+    """
+    found: dict[str, Attempt] = {}
+    with ExitStack() as stack:
+        for name, model, draft in rivals:
+            files = [
+                None if one is None else str(stack.enter_context(_readable(name, one)))
+                for one in (model, draft)
+            ]
+            job = {**asdict(job_of(llm, params, depth)), "model": files[0], "draft": files[1]}
+            errors = stack.enter_context(TemporaryFile("w+", errors="replace"))
+            process = stack.enter_context(Worker(name, model, errors))
+            found |= {mode: partial(process.attempt, mode) for mode in process.ask(job)["modes"]}
+        yield found
 
 
-def _timed(name: str, job: Job, answer: Answer) -> Attempt:
-    def attempt(kind: str, group: list[Any]) -> Run:
-        began = time.perf_counter()
-        with _explained(name, job):
-            answers = [answer(prompt["prompt_token_ids"]) for prompt in group]
-        return Run(kind, time.perf_counter() - began, Times(), answers)
+@contextmanager
+def _readable(name: str, model: str) -> Iterator[Path]:
+    """A checkpoint as the engine reads it: a compressed-tensors one unquantised, but for vLLM."""
+    scheme = None if name in ("openvino", "vllm") else Checkpoint.open(model).scheme
+    if scheme is None or scheme.method != "compressed-tensors":
+        yield locate(model)
+        return
+    with TemporaryDirectory() as folder:
+        write(model, Path(folder), 32)
+        yield Path(folder)
 
-    return attempt
+
+class Worker:
+    """The process of an engine."""
+
+    def __init__(self, name: str, model: str, errors: IO[str]) -> None:
+        self.name, self.model, self.errors = name, model, errors
+        python = _python(name)
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or python == sys.executable}
+        self.process = subprocess.Popen(
+            [python, str(Path(worker.__file__)), _file(name)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+            env={**environment, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        )  # fmt: skip
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a line, and return the one that comes back."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            told: dict[str, Any] = json.loads(self.process.stdout.readline())
+        except (OSError, ValueError):
+            self.process.wait()
+            self.errors.seek(0)
+            last = (self.errors.read().strip().splitlines() or ["it ended without a word"])[-1]
+            told = {"error": last}
+        if "error" in told:
+            raise ConfigError(f"{self.name} cannot run {self.model!r}: {told['error']}")
+        return told
+
+    def attempt(self, mode: str, kind: str, group: list[Any]) -> Run:
+        told = [self.ask({"mode": mode, "ids": prompt["prompt_token_ids"]}) for prompt in group]
+        answers = [CompletionOutput(0, "", each["tokens"], token_times=each["times"]) for each in told]
+        return Run(kind, sum(each["seconds"] for each in told), Times(), answers)

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
-
-from outrider.bench.peers.base import Answer, Job, Peer
-from outrider.checkpoints.hub import locate
-from outrider.errors import ConfigError
-from outrider.outputs import CompletionOutput
+from outrider.bench.peers.worker import Answer, Job, Modes
 
 NGRAM = 3  # tokens that have to agree before it copies what followed
 CACHE = 1  # gigabytes of K/V
 
 
-def _check(model: str) -> None:
-    folder = locate(model)
-    if not (folder / "openvino_model.xml").is_file():
-        raise ConfigError(
-            f"openvino reads converted models, and {model!r} has no openvino_model.xml: optimum-cli export "
-            f"openvino --task text-generation-with-past -m {folder} {folder}"
-        )
-
-
-def _modes(job: Job) -> dict[str, Answer]:
+def modes(job: Job) -> Modes:
     import openvino_genai as genai
 
-    options = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "KV_CACHE_PRECISION": "f16"}
+    options = {"INFERENCE_NUM_THREADS": job.threads, "KV_CACHE_PRECISION": "f16"}
     found = {
         "openvino": _mode(job, options),
         "openvino lookup": _mode(job, {**options, "prompt_lookup": True}),
     }
     if job.draft is not None:
-        draft = genai.draft_model(locate(job.draft), "CPU", **options)
+        draft = genai.draft_model(job.draft, "CPU", **options)
         found["openvino draft"] = _mode(job, {**options, "draft_model": draft})
     return found
 
 
-def _mode(job: Job, options: dict[str, Any]) -> Answer:
+def _mode(job: Job, options: dict[str, Any]) -> Callable[[list[int]], Answer]:
     """Load the model with these options, which include those of speculation."""
+    import numpy as np
     import openvino
     import openvino_genai as genai
 
@@ -52,12 +39,12 @@ def _mode(job: Job, options: dict[str, Any]) -> Answer:
         options, config.num_assistant_tokens = {**options, "scheduler_config": scheduler}, job.depth
     if "prompt_lookup" in options:
         config.max_ngram_size = NGRAM
-    pipe = genai.LLMPipeline(locate(job.model), "CPU", **options)
-    config.max_new_tokens, config.do_sample = job.params.max_tokens, job.params.temperature > 0
+    pipe = genai.LLMPipeline(job.model, "CPU", **options)
+    config.max_new_tokens, config.do_sample = job.tokens, job.sampling["temperature"] > 0
     config.ignore_eos, config.stop_token_ids = not job.ending, set(job.ending)
     config.eos_token_id = next(iter(job.ending), -1)
     if config.do_sample:
-        config.rng_seed = job.params.seed or 0
+        config.rng_seed = job.seed
         for name, value in job.sampling.items():
             if name != "top_k" or value > 0:  # all tokens, by default
                 setattr(config, name, value)
@@ -73,13 +60,10 @@ def _mode(job: Job, options: dict[str, Any]) -> Answer:
 
         def end(self) -> None: ...
 
-    def answer(ids: list[int]) -> CompletionOutput:
+    def answer(ids: list[int]) -> Answer:
         clock = Clock()
         told = pipe.generate(openvino.Tensor(np.array([ids], np.int64)), config, clock)
         tokens = list(told.tokens[0])
-        return CompletionOutput(0, "", tokens, token_times=clock.times[: len(tokens)])
+        return tokens, clock.times[: len(tokens)]
 
     return answer
-
-
-PEER = Peer("openvino-genai", "openvino_genai", _modes, _check)

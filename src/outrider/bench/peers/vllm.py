@@ -5,25 +5,24 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
-from outrider.bench.peers.base import Answer, Job, Peer
-from outrider.checkpoints.hub import locate
-from outrider.outputs import CompletionOutput
+from outrider.bench.peers.worker import Answer, Job, Modes
 
 NGRAM = 3  # tokens that have to agree before it copies what followed
 CACHE = 1  # gigabytes of K/V
 
 
-def _modes(job: Job) -> dict[str, Answer]:
+def modes(job: Job) -> Modes:
     lookup = {"method": "ngram", "prompt_lookup_max": NGRAM, "prompt_lookup_min": NGRAM}
     found = {"vllm": _mode(job, None), "vllm lookup": _mode(job, lookup)}
     if job.draft is not None:
-        found["vllm draft"] = _mode(job, {"method": "draft_model", "model": str(locate(job.draft))})
+        found["vllm draft"] = _mode(job, {"method": "draft_model", "model": job.draft})
     return found
 
 
-def _mode(job: Job, speculation: dict[str, Any] | None) -> Answer:
+def _mode(job: Job, speculation: dict[str, Any] | None) -> Callable[[list[int]], Answer]:
     """Start an engine with this speculation."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CACHE))
@@ -32,26 +31,22 @@ def _mode(job: Job, speculation: dict[str, Any] | None) -> Answer:
     if speculation is not None:
         speculation = {**speculation, "num_speculative_tokens": job.depth}
     engine = vllm.LLM(
-        model=str(locate(job.model)), dtype=str(job.llm.engine.decoder.dtype).removeprefix("torch."),
-        max_model_len=job.llm.engine.max_len, max_num_seqs=1, enable_prefix_caching=False,
-        kv_cache_memory_bytes=CACHE << 30, speculative_config=speculation,
+        model=job.model, dtype=job.dtype, max_model_len=job.context, max_num_seqs=1,
+        enable_prefix_caching=False, kv_cache_memory_bytes=CACHE << 30, speculative_config=speculation,
     ).llm_engine  # fmt: skip
     asked = vllm.SamplingParams(
-        **job.sampling, max_tokens=job.params.max_tokens, seed=job.params.seed, detokenize=False,
-        stop_token_ids=job.ending, ignore_eos=job.params.ignore_eos,
+        **job.sampling, max_tokens=job.tokens, seed=job.seed, detokenize=False, stop_token_ids=job.ending,
+        ignore_eos=not job.ending,
     )  # fmt: skip
     numbers = itertools.count()
 
-    def answer(ids: list[int]) -> CompletionOutput:
+    def answer(ids: list[int]) -> Answer:
         tokens, times, began = list[int](), list[float](), time.perf_counter()
         engine.add_request(str(next(numbers)), {"prompt_token_ids": ids}, asked)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 tokens = list(output.outputs[0].token_ids)
                 times += [time.perf_counter() - began] * (len(tokens) - len(times))
-        return CompletionOutput(0, "", tokens, token_times=times)
+        return tokens, times
 
     return answer
-
-
-PEER = Peer("vllm", "vllm", _modes)
