@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.draft.dspark.network import Network as Block
 from outrider.draft.eagle.network import Network as Eagle
+from outrider.draft.hydra.network import Network as Hydra
+from outrider.draft.medusa.network import Network as Medusa
+from outrider.draft.redrafter.network import Network as Redrafter
 from outrider.heads.layer import Sizes
 from outrider.heads.parts import acceptance_loss
 from outrider.heads.sample import Sample, TargetWeights
-from outrider.heads.tapped_parts import attend_to_paths
+from outrider.heads.tapped_parts import Rows, attend_to_paths
 
-T, H, V, TAPS = 11, 32, 40, (1, 2, 3)
+T, H, V, TAPS = 16, 32, 40, (1, 2, 3)
 SIZES = Sizes(H, 48, 4, 2, 8)
 
 
@@ -88,7 +91,9 @@ def test_attention_to_paths_equals_a_mask_over_all_keys() -> None:
     own = torch.eye(n, dtype=torch.bool).repeat(1, 2)
     mask = torch.cat([torch.ones(n, n, dtype=torch.bool).tril(), own], dim=-1)
     expected = nn.functional.scaled_dot_product_attention(q[None], k, v, attn_mask=mask, enable_gqa=True)[0]
-    torch.testing.assert_close(attend_to_paths(q, keys), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        attend_to_paths(q, keys, torch.ones(n, n, dtype=torch.bool).tril()), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_the_acceptance_loss_is_that_of_rejection_sampling() -> None:
@@ -121,16 +126,43 @@ def test_places_outside_answers_do_not_count() -> None:
         assert torch.equal(network.loss(sample, outer), network.loss(other, outer))
 
 
+@pytest.mark.parametrize(("counted", "share"), [((5, 12, 13), 1 / 3), ((7, 8, 10), 0.0)])
+def test_texts_behind_one_another_have_the_loss_of_each(counted: tuple[int, ...], share: float) -> None:
+    """The mean over the places of all.  What the first tokens of a text follow is not the text before it."""
+    torch.manual_seed(4)
+    (sample, outer), sizes = batch(True), [7, 9]
+    mask = torch.zeros(T, dtype=torch.bool)
+    mask[list(counted)] = True
+    parts = [
+        Sample(
+            sample.tokens.split(sizes)[i],
+            {which: state.split(sizes)[i] for which, state in sample.states.items()},
+            sample.logits.split(sizes)[i],
+            mask.split(sizes)[i],
+        )
+        for i in range(2)
+    ]
+    eagle3 = random_network(SIZES, V, TAPS)
+    eagle3.steps = 3
+    for network in (eagle3, Medusa(H, V, 3), Hydra(H, V, 2), Redrafter(H, V, 2, H)):
+        for parameter in network.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        first, second = (network.loss(part, outer) for part in parts)
+        joined = network.loss(replace(sample, mask=mask, lengths=sizes), outer)
+        expected = share * first + (1 - share) * second
+        torch.testing.assert_close(joined, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_rows_outside_answers_are_not_computed() -> None:
     """What is left out changes no number."""
     sample, outer = batch(True)
     states = torch.cat([sample.states[tap] for tap in TAPS], dim=-1)
     network = random_network(SIZES, V, TAPS)
     whole = network.outputs(states, sample.tokens, outer.embedding, 3)
-    last = network.outputs(states, sample.tokens, outer.embedding, 3, 5)
-    for one, other in zip(whole, last, strict=True):
-        assert len(other) == T - 3 - 5
-        torch.testing.assert_close(one[5:], other)
+    some = torch.tensor([2, 5, 6])
+    part = network.outputs(states, sample.tokens, outer.embedding, 3, Rows.of(some, [T - 3]))
+    for one, other in zip(whole, part, strict=True):
+        torch.testing.assert_close(one[some], other)
     layer = Eagle(SIZES, V)
     embedded = outer.embedding[sample.tokens]
     torch.testing.assert_close(layer(embedded, states[:, :H])[-4:], layer(embedded, states[:, :H], 4))

@@ -65,13 +65,15 @@ def test_a_short_run_raises_acceptance_and_leaves_the_text(
     assert sum(out.outputs[0].speculation.accepted for out in found) > 0
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_killed_run_goes_on_with_equal_weights(
-    target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after step 7, the last checkpoint is of step 5.  EAGLE's loss draws noise."""
 
     def trained(folder: str) -> Result:
-        given = run_options("eagle", tmp_path / folder, steps=12, checkpoint_every=5, evaluate_every=4)
+        given = {"steps": 12, "checkpoint_every": 5, "evaluate_every": 4, "optimizer": optimizer}
+        given = run_options("eagle", tmp_path / folder, **given)
         return train(target, "eagle", given, Report())
 
     whole, advance = trained("whole"), Trainer.advance
@@ -129,7 +131,7 @@ def test_a_run_that_ends_in_time_goes_on(target: LLM, run_options: Any, tmp_path
 def test_a_checkpoint_with_parameters_in_another_order_is_refused(
     target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Adam's state is kept by their order."""
+    """The states of optimizers are kept by their order."""
     options = run_options("medusa", tmp_path, steps=2, checkpoint_every=1)
     advance, done = Trainer.advance, iter([False, True])
 

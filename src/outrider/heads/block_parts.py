@@ -23,7 +23,7 @@ from outrider.drafting.base import Target
 from outrider.heads.block_layouts import DEFAULT_THETA, TAPS
 from outrider.heads.layer import Sizes
 from outrider.heads.layouts import speculators_config
-from outrider.heads.parts import Layer, RmsNorm, register_vocabulary, rotary_angles, sizes_config
+from outrider.heads.parts import Layer, register_vocabulary, rotary_angles, sizes_config
 from outrider.heads.sample import Sample, TargetWeights
 
 ANCHORS = 64  # of a text, at most, in one loss
@@ -67,7 +67,7 @@ class BlockNetwork(nn.Module):
         self.sizes, self.vocabulary, self.taps, self.ids = sizes, vocabulary, tuple(taps), tuple(ids)
         self.block, self.mask, hidden = block, mask, sizes.hidden
         self.fc = nn.Linear(len(taps) * hidden, hidden, bias=False)
-        self.hidden_norm, self.norm = RmsNorm(hidden, sizes.eps), RmsNorm(hidden, sizes.eps)
+        self.hidden_norm, self.norm = nn.RMSNorm(hidden, sizes.eps), nn.RMSNorm(hidden, sizes.eps)
         self.layers = nn.ModuleList(BlockLayer(sizes, qk_norm=True) for _ in range(layers))
         if ids:
             self.lm_head = nn.Linear(hidden, len(ids), bias=False)

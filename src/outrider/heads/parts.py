@@ -18,23 +18,6 @@ from outrider.heads.layer import Sizes
 THETA = 10000.0  # of rotations
 
 
-class RmsNorm(nn.Module):
-    """x / rms(x) · weight, plus a bias with `shift`."""
-
-    def __init__(self, size: int, eps: float, shift: bool = False) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-        self.bias = nn.Parameter(torch.zeros(size)) if shift else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = rms_normalize(x, self.eps) * self.weight
-        return normed if self.bias is None else normed + self.bias
-
-
-def rms_normalize(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-
-
 class ResidualBlock(nn.Module):
     """res(x) + silu(linear(x)); res is the identity, or a linear where the widths differ."""
 
@@ -91,8 +74,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(inputs, kv, bias=False)
         self.v_proj = nn.Linear(inputs, kv, bias=False)
         self.o_proj = nn.Linear(q, sizes.hidden, bias=False)
-        self.q_norm = RmsNorm(sizes.head_dim, sizes.eps) if qk_norm else None
-        self.k_norm = RmsNorm(sizes.head_dim, sizes.eps) if qk_norm else None
+        self.q_norm = nn.RMSNorm(sizes.head_dim, sizes.eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(sizes.head_dim, sizes.eps) if qk_norm else None
 
     def queries(self, u: Tensor, angles: Tensor) -> Tensor:
         """[heads, n, head_dim] of u [n, inputs]."""
@@ -118,7 +101,7 @@ class Attention(nn.Module):
         return self.attend(self.queries(u, angles), self.keys(u, angles), self.values(u), mask)
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.view(len(x), -1, self.head_dim).transpose(0, 1)
+        return x.view(len(x), x.shape[1] // self.head_dim, self.head_dim).transpose(0, 1)
 
 
 class Layer(nn.Module):
@@ -133,8 +116,8 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn = Attention(sizes, inputs, qk_norm)
         self.mlp = GatedMlp(sizes.hidden, sizes.inner)
-        self.input_layernorm = RmsNorm(sizes.hidden, sizes.eps) if norm_in else nn.Identity()
-        self.post_attention_layernorm = RmsNorm(sizes.hidden, sizes.eps)
+        self.input_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps) if norm_in else nn.Identity()
+        self.post_attention_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps)
 
     def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
         return self.feed_forward(x + self.self_attn(self.input_layernorm(x), angles, mask))

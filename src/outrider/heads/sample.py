@@ -19,19 +19,27 @@ CHUNK = 256  # tokens in one forward
 
 @dataclass(frozen=True)
 class Sample:
-    """One text of T tokens.
+    """A text of T tokens, or several that follow one another.
 
     tokens: int64 [T].
     states: FINAL or a layer -> float32 [T, hidden], as `Needs.states` names them.
     logits: float32 [T, V] of the target; logits[t] are for the token after tokens[t].  Empty for losses
         that do not read them.
     mask: bool [T], whether what place t predicts, the token at t + 1, counts.  None: all places count.
+    lengths: tokens of each text, where there are several.
     """
 
     tokens: Tensor
     states: dict[int, Tensor]
     logits: Tensor
     mask: Tensor | None = None
+    lengths: Sequence[int] = ()
+
+    @property
+    def offsets(self) -> Tensor:
+        """int64 [T]: the number of every place within its text."""
+        lengths = self.lengths or [len(self.tokens)]
+        return torch.cat([torch.arange(length, device=self.tokens.device) for length in lengths])
 
     @property
     def first(self) -> int:
@@ -39,10 +47,16 @@ class Sample:
         return 0 if self.mask is None else int(self.mask.int().argmax())
 
     def places(self, first: int, count: int) -> Tensor:
-        """int64, ascending: the numbers i < count of the places first + i that count."""
+        """int64, ascending: the numbers i < count of the places first + i that count.
+
+        Place i is of the same text.
+        """
         if self.mask is None:
             return torch.arange(count, device=self.tokens.device)
-        return self.mask[first : first + count].nonzero().flatten()
+        counted = self.mask[first : first + count]
+        if len(self.lengths) > 1:
+            counted = counted & (self.offsets[first : first + count] >= first)
+        return counted.nonzero().flatten()
 
     def text_loss(self, logits: Tensor, places: Tensor) -> Tensor:
         """Mean cross entropy of logits [n, V] with the text's tokens at the places [n]."""

@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outrider.heads.layer import Sizes
-from outrider.heads.parts import Layer, RmsNorm, causal_mask, register_vocabulary, rotary_angles, sizes_config
+from outrider.heads.parts import Layer, register_vocabulary, rotary_angles, sizes_config
 from outrider.heads.tapped import TAPS
 
 Keys = list[tuple[Tensor, Tensor]]  # keys and values of the steps so far
 
 
-def attend_to_paths(q: Tensor, keys: Keys) -> Tensor:
-    """[heads, m, head_dim] of the queries q of the last m of n rows.
+@dataclass(frozen=True)
+class Rows:
+    """The places whose paths are computed, of texts that follow one another.
 
-    Row i attends to the rows 0 … i of step 0, whose keys are [heads, n, head_dim], and to row i of the later
-    steps, which have m.  That is m · n scores once, and m for every later step.
+    places: int64 [m], ascending.  texts: (rows, places, bool [rows, places]: what a row attends to) of each.
     """
-    groups, m, n = len(q) // len(keys[0][0]), q.shape[1], keys[0][0].shape[1]
+
+    places: Tensor
+    texts: list[tuple[slice, slice, Tensor]]
+
+    @staticmethod
+    def of(places: Tensor, lengths: Sequence[int]) -> Rows:
+        """lengths: places of each text."""
+        texts, row, first = [], 0, 0
+        for length in lengths:
+            last = first + length
+            rows = slice(row, row + int(((places >= first) & (places < last)).sum()))
+            seen = torch.arange(first, last, device=places.device) <= places[rows, None]
+            texts.append((rows, slice(first, last), seen))
+            row, first = rows.stop, last
+        return Rows(places, texts)
+
+
+def attend_to_paths(q: Tensor, keys: Keys, seen: Tensor) -> Tensor:
+    """[heads, m, head_dim] of the queries q of m rows of a text.
+
+    Row i attends to the rows of step 0 in seen [m, n], whose keys are [kv_heads, n, head_dim], and to row i
+    of the later steps, which have m.  That is m · n scores once, and m for every later step.
+    """
+    groups, n = len(q) // len(keys[0][0]), seen.shape[1]
     (k, v), *later = [
         (k.repeat_interleave(groups, dim=0), v.repeat_interleave(groups, dim=0)) for k, v in keys
     ]
-    text = (q @ k.transpose(1, 2)).masked_fill(~causal_mask(n, q.device)[n - m :], float("-inf"))
+    text = (q @ k.transpose(1, 2)).masked_fill(~seen, float("-inf"))
     path = [(q * k_later).sum(-1, keepdim=True) for k_later, _ in later]
     scores = torch.cat([text, *path], dim=-1) * q.shape[-1] ** -0.5
     weights = scores.float().softmax(-1).to(q.dtype)
@@ -40,21 +64,28 @@ class PathLayer(Layer):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes, inputs=2 * sizes.hidden)
-        self.hidden_norm = RmsNorm(sizes.hidden, sizes.eps)
+        self.hidden_norm = nn.RMSNorm(sizes.hidden, sizes.eps)
 
-    def step(self, g: Tensor, embedded: Tensor, keys: Keys, last: int) -> Tensor:
-        """o [last, hidden] of the last rows of g and the embeddings of the tokens that follow, [n, hidden].
+    def step(self, g: Tensor, embedded: Tensor, keys: Keys, rows: Rows) -> Tensor:
+        """o [m, hidden] of the rows of g and the embeddings of the tokens that follow, [n, hidden].
 
-        Adds this step's keys and values, of all rows, to `keys`.
+        In step 0 these are of all places.  Adds the step's keys and values to `keys`.
         """
-        attention, n = self.self_attn, len(g)
-        places, rows = keys[0][0].shape[1] if keys else n, slice(n - last, None)
-        positions = torch.arange(places - n, places, device=g.device) + len(keys)
+        attention, first = self.self_attn, not keys
+        positions = torch.arange(len(g), device=g.device) if first else rows.places + len(keys)
         angles = rotary_angles(positions, attention.head_dim)
         u = torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1)
         keys.append((attention.keys(u, angles), attention.values(u)))
-        attended = attend_to_paths(attention.queries(u[rows], angles[rows]), keys)
-        return self.feed_forward(g[rows] + attention.o_proj(attended.transpose(0, 1).flatten(1)))
+        if first:
+            g, u, angles = (part[rows.places] for part in (g, u, angles))
+        q, ((k, v), *later) = attention.queries(u, angles), keys
+        attended = [
+            attend_to_paths(
+                q[:, own], [(k[:, text], v[:, text]), *((k[:, own], v[:, own]) for k, v in later)], seen
+            )
+            for own, text, seen in rows.texts
+        ]
+        return self.feed_forward(g + attention.o_proj(torch.cat(attended, 1).transpose(0, 1).flatten(1)))
 
 
 class TapNetwork(nn.Module):
@@ -75,7 +106,7 @@ class TapNetwork(nn.Module):
         super().__init__()
         self.sizes, self.vocabulary, self.taps, self.positions = sizes, vocabulary, tuple(taps), positions
         self.fc = nn.Linear(len(taps) * sizes.hidden, sizes.hidden, bias=False)
-        self.norm = RmsNorm(sizes.hidden, sizes.eps)
+        self.norm = nn.RMSNorm(sizes.hidden, sizes.eps)
         ids = torch.arange(vocabulary) if drafted is None else torch.tensor(drafted)
         self.lm_head = nn.Linear(sizes.hidden, len(ids), bias=False)
         register_vocabulary(self, ids, vocabulary)

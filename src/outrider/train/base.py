@@ -34,6 +34,7 @@ class Method:
 
     wanted: the target's states that it reads.  logits: whether the loss reads the target's logits.
     most: draft tokens of the network in one step, at most.
+    joins: whether the loss may take several texts at once, one behind the other, without random numbers.
     base_rate: peak learning rate for a hidden size of `WIDTH`, that of the publication if it names one.
     drafts: speculative_config of evaluations, besides the model and its depth.
     variants: other method that drafts with such a network -> the option that makes one for it.
@@ -46,6 +47,7 @@ class Method:
     variants: ClassVar[Mapping[str, str]] = {}
     wanted: tuple[int, ...] = (FINAL,)
     most: int = MOST_DEPTH
+    joins: bool = False
 
     def __init__(self, options: Any, target: Target, counts: Tensor) -> None:
         """counts: int64 [V], how often the answers have each token."""

@@ -88,22 +88,25 @@ class Features:
                     raise OutOfTime
             tick(1)
 
-    def sample(self, i: int) -> Sample:
-        """The sample of text i on the target's device."""
-        text, device = self.texts[i], self.model.device
-        if self.store is not None and i < self.cached:
-            rows = self.store[self.starts[i] : self.starts[i + 1]]
-        else:
-            rows = self._states(i)
-        parts = rows.to(device).float().chunk(len(self.kept), dim=-1)
+    def sample(self, *numbers: int) -> Sample:
+        """The sample of the texts of these numbers, one behind the other, on the target's device."""
+        texts, device = [self.texts[i] for i in numbers], self.model.device
+        parts = torch.cat([self._kept(i) for i in numbers]).to(device).float().chunk(len(self.kept), dim=-1)
         states = {which: part.contiguous() for which, part in zip(self.kept, parts)}
-        places = torch.arange(len(text.ids), device=device)
-        mask = (places + 1 >= text.prompt) & (places < len(text.ids) - 1)
+        counted = [text.prompt <= t < len(text.ids) for text in texts for t in range(1, len(text.ids) + 1)]
+        mask = torch.tensor(counted, device=device)
         logits = torch.empty(0, device=device)
         if self.logits:  # where they are read only
-            logits = torch.zeros(len(text.ids), self.model.spec.vocabulary, device=device)
+            logits = torch.zeros(len(mask), self.model.spec.vocabulary, device=device)
             logits[mask] = target_logits(self.model, states[FINAL][mask])
-        return Sample(torch.tensor(text.ids, device=device), states, logits, mask)
+        tokens = torch.tensor([token for text in texts for token in text.ids], device=device)
+        return Sample(tokens, states, logits, mask, [len(text.ids) for text in texts])
+
+    def _kept(self, i: int) -> Tensor:
+        """bfloat16 [T, width] of text i."""
+        if self.store is not None and i < self.cached:
+            return self.store[self.starts[i] : self.starts[i + 1]]
+        return self._states(i)
 
     def _states(self, i: int) -> Tensor:
         """bfloat16 [T, width]."""

@@ -1,4 +1,4 @@
-"""The training loop: AdamW, a cosine schedule, and checkpoints from which a run goes on bit for bit.
+"""The training loop: a cosine schedule, and checkpoints from which a run goes on bit for bit.
 
 A step depends on the saved state and the step's number alone: the order of the texts is a function of seed
 and epoch, and the random numbers of a loss are seeded by the place of the text.  So several processes take
@@ -22,10 +22,11 @@ from torch import nn
 from outrider.errors import ConfigError
 from outrider.train.base import Method
 from outrider.train.features import Features
+from outrider.train.optimizers import optimizers
 from outrider.train.options import TrainOptions, differences
 from outrider.train.processes import Processes
 
-BETAS = (0.9, 0.95)
+JOINED = 2048  # tokens of texts that one call of a loss takes together
 
 
 def rate_factor(step: int, steps: int, warmup: float) -> float:
@@ -58,8 +59,8 @@ class Trainer:
         self.data, self.processes = data, processes
         self.options: TrainOptions = method.options
         self.parameters = [p for p in method.network.parameters() if p.requires_grad]
-        decay = self.options.weight_decay
-        self.adam = torch.optim.AdamW(self.parameters, lr=method.rate, betas=BETAS, weight_decay=decay)
+        options = self.options
+        self.optimizers = optimizers(method.network, options.optimizer, method.rate, options.weight_decay)
         self.device = features.model.device
         self.step, self.losses = 0, list[float]()
         self.records: list[dict[str, Any]] = []
@@ -72,13 +73,13 @@ class Trainer:
         texts = [self._text(place) for place in places]
         weights = [len(self.features.texts[i].ids) - self.features.texts[i].prompt for i in texts]
         total = 0.0
-        for j in self.processes.part(range(len(texts))):
-            torch.manual_seed(1_000_003 * self.options.seed + places[j])
+        for several in self._groups(texts):
+            torch.manual_seed(1_000_003 * self.options.seed + places[several[0]])
             with self._timed("features"):
-                sample = self.features.sample(texts[j])
+                sample = self.features.sample(*(texts[j] for j in several))
             with self._timed("loss"):
                 with self._autocast():
-                    loss = self.method.loss(sample) * (weights[j] / sum(weights))
+                    loss = self.method.loss(sample) * (sum(weights[j] for j in several) / sum(weights))
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
         total = self.processes.total(total)
@@ -87,13 +88,26 @@ class Trainer:
             raise ConfigError(f"the loss is {total} at step {self.step + 1}: take a smaller rate.")
         with self._timed("optimizer"):
             nn.utils.clip_grad_norm_(self.parameters, self.options.clip)
-            for group in self.adam.param_groups:
-                group["lr"] = self.method.rate * rate_factor(self.step, self.steps, self.options.warmup)
-            self.adam.step()
-            self.adam.zero_grad(set_to_none=True)
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = self.method.rate * rate_factor(self.step, self.steps, self.options.warmup)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
         self.step, self.tokens = self.step + 1, self.tokens + sum(weights)
         self.losses.append(total)
         return total
+
+    def _groups(self, texts: Sequence[int]) -> list[list[int]]:
+        """This process's part of the batch: the places of the texts that one call of the loss takes."""
+        groups: list[list[int]] = []
+        room = 0
+        for j in self.processes.part(range(len(texts))):
+            room -= len(self.features.texts[texts[j]].ids)
+            if room < 0 or not self.method.joins:
+                groups.append([])
+                room = JOINED - len(self.features.texts[texts[j]].ids)
+            groups[-1].append(j)
+        return groups
 
     @torch.no_grad()
     def held_loss(self, texts: Sequence[int]) -> float:
@@ -110,7 +124,7 @@ class Trainer:
         state = {
             "run": self._identity(),
             "network": self.method.network.state_dict(),
-            "adam": self.adam.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
             "losses": self.losses,
             "records": self.records,
@@ -132,13 +146,15 @@ class Trainer:
                 f"{self.options.out!r} holds a run with other values of {', '.join(changed)}: give the same, "
                 "or another folder as out."
             )
-        if list(state["network"]) != list(self.method.network.state_dict()):  # Adam's state is in this order
+        # the states of optimizers are in this order
+        if "optimizers" not in state or list(state["network"]) != list(self.method.network.state_dict()):
             raise ConfigError(
                 f"{self.options.out!r} holds a run of another version of this method: give another folder as "
                 "out."
             )
         self.method.network.load_state_dict(state["network"])
-        self.adam.load_state_dict(state["adam"])
+        for optimizer, its in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(its)
         self.step, self.losses, self.records = state["step"], state["losses"], state["records"]
         return True
 

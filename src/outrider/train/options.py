@@ -52,9 +52,10 @@ class TrainOptions(Checked):
     held_out          texts for evaluation only, at most a tenth
     steps, epochs     optimizer steps; None: so many passes over the texts
     batch             texts of a step
-    rate              peak learning rate of AdamW; None: the published one, scaled to the width
+    optimizer         "adamw", or "muon" for the matrices of layers
+    rate              peak learning rate; None: the published one, scaled to the width
     warmup            share of the steps; a cosine to 0 follows
-    weight_decay, clip   of AdamW; largest norm of the gradient
+    weight_decay, clip   of the optimizer; largest norm of the gradient
     dtype             of the forward in training; weights and optimizer are float32
     depth             draft tokens of a step in evaluations
     evaluate_every, checkpoint_every   in steps
@@ -79,6 +80,7 @@ class TrainOptions(Checked):
     steps: Count | None = None
     epochs: Positive = 3.0
     batch: Count = 8
+    optimizer: Annotated[str, one_of("adamw", "muon")] = "adamw"
     rate: Positive | None = None
     warmup: Fraction = 0.03
     weight_decay: Fraction = 0.0

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.drafting.base import Target
@@ -24,7 +25,7 @@ from outrider.heads.layer import Sizes
 from outrider.heads.parts import acceptance_loss, small_sizes, soft_cross_entropy
 from outrider.heads.sample import Sample, TargetWeights, mean_loss
 from outrider.heads.tapped import default_taps
-from outrider.heads.tapped_parts import Keys, PathLayer, TapNetwork, small_vocabulary
+from outrider.heads.tapped_parts import Keys, PathLayer, Rows, TapNetwork, small_vocabulary
 
 
 class Network(TapNetwork):
@@ -64,33 +65,39 @@ class Network(TapNetwork):
         return self.lm_head(self.norm(o))  # type: ignore[no-any-return]
 
     def outputs(
-        self, states: Tensor, tokens: Tensor, embedding: Tensor, steps: int, start: int = 0
+        self, states: Tensor, tokens: Tensor, embedding: Tensor, steps: int, rows: Rows | None = None
     ) -> Iterator[Tensor]:
-        """o [n - start, hidden] of every step, for the places start …
+        """o [m, hidden] of every step, for the rows; None: for all places.
 
         Place t of n = len(tokens) - steps reads states[t] and tokens[t + 1 + step].
         """
         own, n, keys = self.embed_tokens, len(tokens) - steps, Keys()
-        o = self.fc(states[:n])
+        every = torch.arange(n, device=tokens.device)
+        rows, o = rows or Rows.of(every, [n]), self.fc(states[:n])
         for step in range(steps):
-            ids = tokens[step + 1 + n - len(o) : step + 1 + n]
-            o = self.midlayer.step(o, embedding[ids] if own is None else own(ids), keys, n - start)
+            ids = tokens[1 + step + (rows.places if step else every)]
+            o = self.midlayer.step(o, embedding[ids] if own is None else own(ids), keys, rows)
             yield o
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy with the target's distribution over the head's tokens.
 
         Counts the places where the target's likeliest token is one of them.  The last places of a text have
-        fewer steps.
+        fewer steps, and its first ones are predicted by fewer.
         """
-        tokens = torch.cat([sample.tokens, sample.tokens.new_zeros(self.steps - 1)])
-        states = torch.cat([sample.states[tap] for tap in self.taps], dim=-1)
-        total = states.new_zeros(())
-        start = max(0, sample.first - self.steps)
-        for step, o in enumerate(self.outputs(states, tokens, outer.embedding, self.steps, start)):
-            rows = sample.places(step + 1, len(states) - step - 1)
-            theirs = sample.logits[step + 1 + rows, : self.vocabulary]
-            known = self.known(theirs)
-            losses = self.row_loss(self.logits(o[rows[known] - start]), theirs[known][:, self.ids])
+        states, tokens = torch.cat([sample.states[tap] for tap in self.taps], -1), sample.tokens
+        counted = sample.places(0, len(states))
+        theirs = sample.logits[counted, : self.vocabulary]
+        known = self.known(theirs)
+        counted, theirs = counted[known], theirs[known][:, self.ids]
+        within = [sample.offsets[counted] > step for step in range(self.steps)]
+        used = torch.zeros_like(tokens, dtype=torch.bool)
+        for step, found in enumerate(within):
+            used[counted[found] - step - 1] = True
+        rows = Rows.of(used.nonzero().flatten(), sample.lengths or [len(states)])
+        total, number = states.new_zeros(()), used.cumsum(0) - 1
+        outputs = self.outputs(states, F.pad(tokens, (0, self.steps)), outer.embedding, self.steps, rows)
+        for step, (o, found) in enumerate(zip(outputs, within)):
+            losses = self.row_loss(self.logits(o[number[counted[found] - step - 1]]), theirs[found])
             total = total + self.decay**step * mean_loss(losses)
         return total

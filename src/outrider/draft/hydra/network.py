@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
-from outrider.heads.parts import Layer, ResidualBlock, RmsNorm, sizes_config, small_sizes
+from outrider.heads.parts import Layer, ResidualBlock, sizes_config, small_sizes
 from outrider.heads.sample import Sample, TargetWeights
 
 
@@ -32,7 +32,7 @@ class Network(nn.Module):
         self.layers, self.prefix, self.own = layers, prefix, own
         drop = [nn.Dropout(dropout)] if prefix else []
         if prefix:
-            parts = {"layers": nn.ModuleList([Layer(prefix)]), "norm": RmsNorm(hidden, prefix.eps)}
+            parts = {"layers": nn.ModuleList([Layer(prefix)]), "norm": nn.RMSNorm(hidden, prefix.eps)}
             self.prefix_embeding_layer = nn.ModuleDict(parts)
         self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
         for i in range(heads):

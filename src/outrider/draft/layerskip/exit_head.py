@@ -18,7 +18,7 @@ from outrider.drafting.base import Target
 from outrider.errors import ModelError
 from outrider.heads.layer import residual
 from outrider.heads.outer import lm_logits
-from outrider.heads.parts import ResidualBlock, RmsNorm, soft_cross_entropy
+from outrider.heads.parts import ResidualBlock, soft_cross_entropy
 from outrider.heads.reader import Reader
 from outrider.heads.sample import Sample, TargetWeights, mean_loss
 
@@ -31,7 +31,7 @@ class Network(nn.Module):
     def __init__(self, hidden: int, layer: int, norm: Tensor, eps: float) -> None:
         super().__init__()
         self.layer = layer
-        self.block, self.norm = ResidualBlock(hidden, hidden), RmsNorm(hidden, eps)
+        self.block, self.norm = ResidualBlock(hidden, hidden), nn.RMSNorm(hidden, eps)
         nn.init.zeros_(self.block.linear.weight)
         self.norm.weight.data.copy_(norm)
 

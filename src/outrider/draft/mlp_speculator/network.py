@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.core.step import FINAL
-from outrider.heads.parts import RmsNorm, rms_normalize
 from outrider.heads.sample import Sample, TargetWeights
 from outrider.heads.speculators import EPS, token_share
+
+
+class ShiftedNorm(nn.RMSNorm):
+    """An RMS norm with a bias."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, EPS)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias
 
 
 class Network(nn.Module):
@@ -35,7 +46,7 @@ class Network(nn.Module):
         self.head = self._each(lambda _: nn.Linear(inner, vocabulary, bias=False))
         self.emb = self._each(lambda _: nn.Embedding(vocabulary, inner))
         self.proj = self._each(lambda i: nn.Linear(inner if i else hidden, inner, bias=False), apart=1)
-        self.ln = self._each(lambda _: RmsNorm(inner, EPS, shift=True))
+        self.ln = self._each(lambda _: ShiftedNorm(inner))
         for module in self.modules():
             if isinstance(module, (nn.Embedding, nn.Linear)):
                 nn.init.trunc_normal_(module.weight, std=inner**-0.5)
@@ -52,7 +63,10 @@ class Network(nn.Module):
 
         states [T, hidden]; tokens [T + n_predict - 1], each after the token of its state.
         """
-        s, outputs = rms_normalize(states, EPS) * 0.5**0.5 if self.scale_input else states, []
+        s, outputs = (
+            F.rms_norm(states, states.shape[-1:], eps=EPS) * 0.5**0.5 if self.scale_input else states,
+            [],
+        )
         for i in range(self.n_predict):
             embedded = self.emb[i](tokens[i : i + len(states)])
             s = F.gelu(self.ln[i](self.proj[i](s) + self.share * embedded))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
-from outrider.heads.parts import Layer, RmsNorm, sizes_config, small_sizes
+from outrider.heads.parts import Layer, sizes_config, small_sizes
 from outrider.heads.sample import Sample, TargetWeights
 
 DECAY = 0.6  # FastMTP's weight of each further depth that the last layer predicts
@@ -22,10 +22,10 @@ class PredictionLayer(Layer):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
         hidden = sizes.hidden
-        self.enorm, self.hnorm = RmsNorm(hidden, sizes.eps), RmsNorm(hidden, sizes.eps)
+        self.enorm, self.hnorm = nn.RMSNorm(hidden, sizes.eps), nn.RMSNorm(hidden, sizes.eps)
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.eh_proj.weight.data = torch.eye(hidden, 2 * hidden)  # passes the embedding on at first
-        self.shared_head = nn.ModuleDict({"norm": RmsNorm(hidden, sizes.eps)})
+        self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(hidden, sizes.eps)})
 
 
 class Network(nn.Module):

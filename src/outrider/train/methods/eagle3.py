@@ -42,6 +42,7 @@ class Eagle3(Method):
         inner: Count | None = None
 
     base_rate = 1e-4
+    joins = True
 
     def build(self) -> Network:
         options, layers = self.options, self.target.decoder.spec.layers

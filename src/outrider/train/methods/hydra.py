@@ -29,7 +29,7 @@ class Hydra(Method):
 
     def build(self) -> Network:
         options, spec = self.options, self.target.decoder.spec
-        self.most = options.heads
+        self.most, self.joins = options.heads, not options.prefix and not options.dropout
         network = Network(
             spec.hidden, spec.vocabulary, options.heads, options.layers,
             self.sizes if options.prefix else None, options.dropout, options.own,

@@ -55,7 +55,7 @@ class Medusa(Method):
 
     def build(self) -> nn.Module:
         options = self.options
-        self.most, self.logits = options.heads, options.joint
+        self.most, self.logits, self.joins = options.heads, options.joint, not options.joint
         heads = Network.beside(self.outer, options.heads, options.blocks, options.own)
         return Joint(heads, self.target, options.rank or RANK) if options.joint else heads
 

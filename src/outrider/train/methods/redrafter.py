@@ -26,7 +26,7 @@ class ReDrafter(Method):
         rnn: Flag = True
 
     base_rate = 1e-3
-    logits = False
+    logits, joins = False, True
     drafts: ClassVar = {"beam_width": 1}
 
     def build(self) -> Network:
