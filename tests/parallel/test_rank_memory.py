@@ -1,0 +1,68 @@
+"""Memory of ranks: each holds its slices of the weights only, also while it loads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from outrider import LLM
+from outrider.testing import tiny_checkpoint
+
+SMALL = {"max_model_len": 64, "max_num_seqs": 2, "kv_cache_memory_bytes": 1 << 20}
+INTERVAL = 0.003  # seconds between two looks at the ranks
+PYTHON = 16e6  # bytes of private memory of a rank of a tiny model: 11 million
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that a process has written to and shares with no other: mapped files do not count."""
+    found = re.search(r"Private_Dirty: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def peaks_while_loading(folder: str, parts: int) -> list[int]:
+    """The most private memory of each rank but the first."""
+    before, peaks, over = {*children(os.getpid())}, Counter[int](), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(INTERVAL):
+            with contextlib.suppress(OSError, AssertionError):  # a process that has just ended
+                for launcher in {*children(os.getpid())} - before:
+                    for rank in children(launcher):
+                        peaks[rank] = max(peaks[rank], private_bytes(rank))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        llm = LLM(folder, tensor_parallel_size=parts, **SMALL)
+        ranks = children(llm.engine.decoder.group.ranks.process.pid)
+    finally:
+        over.set()
+        watching.join()
+    found = [max(peaks[rank], private_bytes(rank)) for rank in ranks]
+    llm.engine.decoder.close()
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="needs Linux")
+@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_rank_has_its_part_of_the_weights_in_memory(parts: int, tmp_path: Path) -> None:
+    """And two linears more, while it packs one."""
+    sizes = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+    folder = tiny_checkpoint(tmp_path, num_hidden_layers=5, intermediate_size=1536, **sizes)
+    share = (tmp_path / "model.safetensors").stat().st_size / parts
+    assert share * parts > 60e6
+    peaks = peaks_while_loading(folder, parts)
+    assert len(peaks) == parts - 1
+    assert all(share < peak < 1.4 * share + PYTHON for peak in peaks)
