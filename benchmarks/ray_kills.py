@@ -3,9 +3,9 @@
     python benchmarks/ray_kills.py [--replicas 3] [--seconds 120] [--every 20] [--json OUT]
 
 First a trace of conversations without kills: how many of the prompt tokens that one engine finds in its
-cache the chosen replicas find in theirs, which has to be 80 % at least.  Then streams of the same requests, with a kill every `--every`
-seconds.  On a busy machine set RAY_worker_niceness=0: Ray's workers run at the lowest priority otherwise, and
-its time limits for their start pass.
+cache the chosen replicas find in theirs, which has to be 80 % at least.  Then streams of the same requests,
+with a kill every `--every` seconds.  On a busy machine set RAY_worker_niceness=0: Ray's workers run at the
+lowest priority otherwise, and its time limits for their start pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks on two machines (here two network namespaces) whose network is lost: both end within seconds."""
+"""Ranks on several machines (here network namespaces): torchrun starts them, and their network may be lost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
+
+from outrider import LLM, SamplingParams
 
 PROGRAM = """
 import sys
@@ -20,6 +23,15 @@ llm.generate({"prompt_token_ids": [5, 6, 7]}, params)
 print("ready", flush=True)
 while True:
     llm.generate({"prompt_token_ids": [5, 6, 7]}, params)
+"""
+ANSWERS = """
+import sys
+from outrider import LLM, SamplingParams
+draft = {"model": sys.argv[1], "draft_tensor_parallel_size": 2}
+llm = LLM(sys.argv[1], tensor_parallel_size=2, speculative_config=draft)
+params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
+output = llm.generate({"prompt_token_ids": [5, 6, 7]}, params)[0]
+print(output.speculation.accepted > 0, list(output.outputs[0].token_ids), flush=True)
 """
 pytestmark = pytest.mark.skipif(
     os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root, and ip"
@@ -53,10 +65,14 @@ class Machines:
 
     def run(self, rank: int, model: str) -> subprocess.Popen[str]:
         """The program, as rank `rank` on machine `rank`."""
-        size, pipe = str(len(self.names)), subprocess.PIPE
+        size = str(len(self.names))
         given = {"RANK": str(rank), "WORLD_SIZE": size, "MASTER_ADDR": "10.213.1.1", "MASTER_PORT": "29711"}
-        command = ["ip", "netns", "exec", self.names[rank], sys.executable, "-c", PROGRAM, model, size]
-        env = {**os.environ, **given}
+        return self.start(rank, [sys.executable, "-c", PROGRAM, model, size], **given)
+
+    def start(self, machine: int, command: Sequence[str], **given: str) -> subprocess.Popen[str]:
+        """A command on a machine, with more environment variables."""
+        pipe, env = subprocess.PIPE, {**os.environ, **given}
+        command = ["ip", "netns", "exec", self.names[machine], *command]
         process = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
         self.processes.append(process)
         return process
@@ -108,3 +124,23 @@ def test_a_lost_network_ends_all_ranks(
     for other in others:
         other.communicate(timeout=max(1.0, 50 - time.monotonic() + began))
         assert other.returncode is not None
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.full
+def test_torchrun_on_two_machines_gives_the_tokens_of_one(
+    machines: Callable[[int], Machines], model: str, tmp_path: Path
+) -> None:
+    """With a draft that is divided over both."""
+    two, program = machines(2), tmp_path / "answers.py"
+    program.write_text(ANSWERS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    place = ["--master-addr", "10.213.1.1", "--master-port", "29712"]
+    started = [
+        two.start(i, [*torchrun, *place, "--node-rank", str(i), str(program), model]) for i in range(2)
+    ]
+    found = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0, 0], found
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
+    (output,) = LLM(model, tensor_parallel_size=2).generate({"prompt_token_ids": [5, 6, 7]}, params)
+    assert [text for text, _ in found] == [f"True {list(output.outputs[0].token_ids)}\n", ""]
