@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from outrider import ConfigError
+from outrider.parallel import links as transfers
+from outrider.parallel import rank as ranks
 from outrider.parallel.layout import Layout
-from outrider.parallel.links import TorchLinks, add_parts
+from outrider.parallel.links import SocketLinks, TorchLinks, add_parts
+from outrider.parallel.rank import RankProcess, Sockets
+from outrider.parallel.start import Local
 
 HAS_NCCL = torch.cuda.is_available() and dist.is_nccl_available()
 
@@ -24,3 +33,77 @@ def test_one_rank_gets_its_own_parts(kind: str, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(add_parts(links, x.clone(), part), x + part)
     links.settle()
     assert (links.transfers, links.waiting) == (2, set())
+
+
+class Nccl:
+    """A stand-in for ProcessGroupNCCL: what it was made with, and what it was asked to transfer."""
+
+    class Options:
+        _timeout: Any = None
+
+    def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
+        assert isinstance(options, Nccl.Options) and options._timeout is not None
+        self.rank, self.size, self.asked = rank, size, list[tuple[object, ...]]()
+
+    def _work(self, *asked: object) -> SimpleNamespace:
+        self.asked.append(asked)
+        return SimpleNamespace(wait=lambda: True)
+
+    def allgather(self, parts: list[list[Tensor]], own: list[Tensor]) -> SimpleNamespace:
+        for i, part in enumerate(parts[0]):
+            part.copy_(own[0] + i)
+        return self._work("allgather", len(parts[0]))
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> SimpleNamespace:
+        return self._work("send", len(tensors), to)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> SimpleNamespace:
+        return self._work("recv", len(tensors), source)
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(kind: object) -> None:
+        raise AssertionError("a device of gloo on a GPU")
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(transfers, "_network", refused)
+
+
+def test_gpu_ranks_transfer_over_nccl_alone(nccl: None) -> None:
+    links: Any = TorchLinks(Layout(2, 2), 3, torch.device("cuda", 1), dist.HashStore())
+    assert (links.all.rank, links.all.size, links.stage.rank, links.stage.size) == (3, 4, 1, 2)
+    part = torch.arange(6.0).view(2, 3)
+    assert torch.equal(add_parts(links, torch.zeros(2, 3), part), 2 * part + 1)
+    links.send(part, 1)
+    links.expect(part, 0)()
+    links.settle()
+    assert links.stage.asked == [("allgather", 2)]
+    assert links.all.asked == [("send", 1, 1), ("recv", 1, 0)]
+
+
+@pytest.mark.parametrize(("kind", "links"), [("cuda", TorchLinks), ("cpu", SocketLinks)])
+def test_ranks_of_one_machine_use_sockets_on_cpus_only(nccl: None, kind: str, links: type[Any]) -> None:
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first: Any = object.__new__(Local)
+    first.layout, first.store, first.sums, first.direct = Layout(2), store, {}, {}
+    other = Sockets(1, store.port, 0, {}, {})
+    for made in (first.links(torch.device(kind)), other.links(Layout(2), torch.device(kind))):
+        assert type(made) is links
+
+
+def test_a_rank_makes_its_gpu_the_current_one_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this, kernels of Triton are not used on any GPU but the first."""
+    seen = list[object]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(ranks, "Stage", lambda weights, options, rank, device: seen.append((rank, device)))
+    monkeypatch.setattr(ranks.Report, "of", lambda *given: None)
+    setup: Any = SimpleNamespace(
+        threads=torch.get_num_threads(), open=lambda: (None, None), options=SimpleNamespace(device="cuda")
+    )
+    connection: Any = SimpleNamespace(send_bytes=lambda data: None)
+    RankProcess(connection, 3, 1, lambda layout, device: None)._load(setup)
+    assert seen == [torch.device("cuda", 1), (3, torch.device("cuda", 1))]
+    with pytest.raises(ConfigError, match="this machine has 2 GPUs, too few for rank 2"):
+        RankProcess(connection, 4, 2, lambda layout, device: None)._load(setup)

@@ -1,4 +1,4 @@
-"""Ranks on several machines (here network namespaces): torchrun starts them, and their network may be lost."""
+"""Ranks on several machines, here network namespaces: torchrun starts them; their network may be lost."""
 
 from __future__ import annotations
 

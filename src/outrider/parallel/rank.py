@@ -81,6 +81,8 @@ class RankProcess:
         torch.set_num_threads(setup.threads)
         weights, fingerprint = setup.open()
         device = pinned_device(torch.device(setup.options.device), self.local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # where Triton launches kernels, and so what `backend_for` asks
         stage = Stage(weights, setup.options, self.rank, device)
         self._tell(READY, Report.of(stage, fingerprint))
         return stage
