@@ -37,7 +37,6 @@ class Tools:
     transformers: str | None = os.environ.get("OUTRIDER_TRANSFORMERS_PYTHON", sys.executable)
     openvino: str | None = os.environ.get("OUTRIDER_OPENVINO_PYTHON")
     llama_cpp: str | None = os.environ.get("OUTRIDER_LLAMA_CPP")
-    vllm: str | None = os.environ.get("OUTRIDER_VLLM_PYTHON")
     threads: int = 2
     repeats: int = 5
 

@@ -1,75 +1,61 @@
-"""Speculation on a grown target: methods and other engines on Spec-Bench's questions and our own, batch 1.
+"""Methods and other engines on Spec-Bench's questions, code and German: batch 1, greedy and at T = 0.8.
 
-    python benchmarks/grow.py --folder DIR
-    python benchmarks/spec_bench.py --folder DIR --questions question.jsonl [--json OUT]
+    python benchmarks/spec_bench.py --questions question.jsonl --json OUT
+        [--methods LABEL …] [--models MODEL …]
+        [--peer llama.cpp=DIR/target-bf16.gguf,DIR/draft-bf16.gguf] [--peer transformers=DIR/target,DIR/draft]
+    python benchmarks/spec_figures.py OUT [--plot OUT.svg]               # tables in Markdown, and a picture
 
-DIR holds target/ and draft/ as grow.py writes them; target-bf16.gguf, draft-bf16.gguf, target-ov/ and
-draft-ov/ are the same for llama.cpp and OpenVINO.  question.jsonl is Spec-Bench's: its six categories, and
-code and German from questions.jsonl here.
+question.jsonl is Spec-Bench's: its six tasks; code and German come from questions.jsonl here.  The grown
+target (builtin-100m) computes what the built-in one does, at the cost of 101 M weights.  grow.py writes the
+grown pair for other engines; `outrider bench` says how these are found (docs/command-line.md).
 
-What is measured:
-
-- Every engine gets the same token ids and stops at the same end token.
-- tok/s counts new tokens over wall clock, prompt included; decode tok/s leaves the first step out.
+- All methods and engines take turns, question by question, and get the same token ids.  What one of our
+  methods learns from a question it may use in the next.
 - Questions are first turns, cut in the middle until they and the answer fit into the 512 tokens that the
   built-in pair was trained on.
-- Our methods take turns category by category.  What one learns from a request it may use in the next.
 - A request *loops* if 30 % or more of the 4-grams of the plain answer occurred before in it.  Loops favour
   every method that copies, so the headline leaves these requests out for all methods.
-- A method that skips layers is not shown: the added layers of a grown target change nothing, so skipping
-  them would always be right.
+- Methods that skip layers are left out on a grown target: its added layers change nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import peers
-import rivals
-from pair import decode_seconds
 from rich.console import Console
-from spec_figures import by_kind, figures, headline, part
+from spec_figures import by_kind, figures, headline
 
 from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
-from outrider.bench.measure import PLAIN, Measured, Run, demonstrations, once
-from outrider.bench.questions import Question, read
-from outrider.core.clock import Times
-from outrider.core.row import Speculation
+from outrider.bench.measure import PLAIN, Measured, Prompts, demonstrations, measure
+from outrider.bench.peers import Rival, running
+from outrider.bench.questions import CHAT, Question, read
+from outrider.bench.report import counted
 from outrider.engine.chat_template import render
 from outrider.errors import OutriderError
-from outrider.outputs import CompletionOutput
 
-GREEDY = "greedy"
-SETTINGS = {GREEDY: {"temperature": 0.0, "top_p": 1.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
+SETTINGS = {"greedy": {"temperature": 0.0}, "T = 0.8": {"temperature": 0.8, "top_p": 0.95}}
 GROUPS = {
     "translation": "translation", "summarization": "summary", "qa": "question", "math_reasoning": "math",
-    "rag": "retrieval",
-    "code": "code", "German": "German",
+    "rag": "retrieval", "code": "code", "German": "German",
 }  # fmt: skip
-CHAT = "multi-turn"  # what Spec-Bench makes of the categories of MT-bench
 SKIPPING = {"layerskip"}  # methods that leave layers of the target out
-DRAFT = "draft model"
-CHAINS: dict[str, dict[str, Any]] = {
-    **{f"{DRAFT}, {k}": {"num_speculative_tokens": k} for k in (3, 4, 5)},
-    f"{DRAFT}, 4, int8": {"num_speculative_tokens": 4, "quantization": "int8"},
-    f"{DRAFT}, tree 4 × 2": {"num_speculative_tokens": 4, "siblings": 2},
-    f"{DRAFT}, 4, block rule": {"num_speculative_tokens": 4, "verification": "block"},
+SMALL = "builtin"
+MORE: dict[str, dict[str, Any]] = {
+    "draft model, 4": {"model": "builtin-draft", "num_speculative_tokens": 4},
+    "draft model, 4, int8": {"model": "builtin-draft", "num_speculative_tokens": 4, "quantization": "int8"},
+    "draft model, tree 4 × 2": {"model": "builtin-draft", "num_speculative_tokens": 4, "siblings": 2},
+    "EAGLE, tree": {"model": "builtin-eagle"},
+    "EAGLE-3, tree": {"model": "builtin-eagle3"},
+    "Hydra, tree": {"model": "builtin-hydra"},
+    "Medusa, tree": {"model": "builtin-medusa"},
 }
-FILES = {"llama.cpp": ("target-bf16.gguf", "draft-bf16.gguf"), "OpenVINO GenAI": ("target-ov", "draft-ov")}
-
-
-@dataclass(frozen=True)
-class Asked:
-    kind: str
-    ids: list[int]
 
 
 # ---- the requests
@@ -104,219 +90,116 @@ def fitted(text: str, tokenizer: Any, room: int) -> list[int]:
     return ids(low)
 
 
-def requests(files: Iterable[Path], count: int, tokenizer: Any, room: int) -> list[Asked]:
+def requests(files: Iterable[Path], count: int, tokenizer: Any, room: int) -> Prompts:
     groups = chosen([question for file in files for question in read(file)], count)
     return [
-        Asked(kind, fitted(question.turns[0], tokenizer, room))
+        (kind, {"prompt_token_ids": fitted(question.turns[0], tokenizer, room)})
         for kind, group in groups.items()
         for question in group
     ]
 
 
-# ---- answers
+# ---- the methods
 
 
-def configs(draft: str, only: list[str] | None) -> dict[str, Mapping[str, Any] | None]:
-    """Plain decoding, the `demo` of every method, and more settings of the draft model.
-
-    only: keep labels that contain one of these words.
-    """
-    every = {
-        **demonstrations(),
-        **{label: {"method": "draft_model", "model": draft, **keys} for label, keys in CHAINS.items()},
-    }
-    honest = {
-        label: config for label, config in every.items() if not config or config["method"] not in SKIPPING
-    }
+def configs(model: str, only: list[str] | None) -> dict[str, Mapping[str, Any] | None]:
+    """Plain decoding, the `demo` of every method, and larger drafts.  only: their labels."""
+    every: dict[str, Mapping[str, Any] | None] = {**demonstrations(), **MORE}
+    if unknown := set(only or ()) - every.keys():
+        raise SystemExit(f"--methods: no {sorted(unknown)}; there are {', '.join(every)}.")
     return {
         label: config
-        for label, config in honest.items()
-        if label == PLAIN or not only or any(word in label for word in only)
+        for label, config in every.items()
+        if (not only or label in {PLAIN, *only})
+        and (model == SMALL or not config or config.get("method") not in SKIPPING)
     }
 
 
-def ours(
-    llm: LLM, asked: list[Asked], shown: Mapping[str, Any], params: SamplingParams, repeats: int
-) -> tuple[list[Measured], dict[str, str]]:
-    """Every method over all requests, and why some cannot run; the best of `repeats` answers each."""
-    variants, refused = {}, {}
+def possible(llm: LLM, shown: Mapping[str, Any], console: Console) -> dict[str, Any]:
+    """Those that run with this target; the others are named."""
+    found = {}
     for label, config in shown.items():
         try:
-            variants[label] = llm.variant(config)
+            llm.variant(config)
+            found[label] = config
         except OutriderError as error:
-            refused[label] = str(error)
-    results = {
-        label: Measured(label, promise=variant.engine.rule.promise) for label, variant in variants.items()
-    }
-    for kind in dict.fromkeys(request.kind for request in asked):
-        for label, variant in variants.items():
-            group = [{"prompt_token_ids": request.ids} for request in asked if request.kind == kind]
-            memory = variant.engine.drafter.memory
-            once(
-                variant, kind, group[:1], replace(params, max_tokens=8), memory
-            )  # another method ran before: its weights are in the processor's caches
-            variant.engine.drafter.memory = memory
-            for prompt in group:
-                memory = variant.engine.drafter.memory
-                runs = [once(variant, kind, [prompt], params, memory) for _ in range(repeats)]
-                results[label].runs.append(min(runs, key=lambda run: run.seconds))
-    for variant in variants.values():
-        variant.engine.check()
-    return list(results.values()), refused
+            console.print(f"[yellow]{label} does not run: {error}[/]")
+    return found
 
 
-def theirs(name: str, asked: list[Asked], answers: list[rivals.Answer]) -> Measured:
-    result = Measured(name, promise="")
-    for request, a in zip(asked, answers):
-        told = Speculation(a.steps, a.drafted, a.accepted, len(a.tokens) if a.steps else 0)
-        result.runs.append(
-            Run(
-                request.kind,
-                a.seconds,
-                Times(),
-                [CompletionOutput(0, "", a.tokens, speculation=told, token_times=a.times)],
-            )
-        )
-    return result
-
-
-def peer_results(
-    folder: Path,
-    asked: list[Asked],
-    settings: Mapping[str, dict[str, float]],
-    given: argparse.Namespace,
-    console: Console,
-) -> tuple[dict[str, list[Measured]], dict[str, Any]]:
-    """setting -> the modes of all peers; and how each mode went."""
-    found: dict[str, list[Measured]] = {title: [] for title in settings}
-    about: dict[str, Any] = {}
-    for engine in given.peers:
-        model, draft = (str(folder / file) for file in FILES.get(engine, ("target", "draft")))
-        if not Path(model).exists():
-            about[engine] = f"no {model}"
-            continue
-        for mode, suffix in rivals.MODES.items():
-            if (engine, mode) in rivals.LEFT_OUT:
-                continue
-            began = time.perf_counter()
-            job = rivals.Job(
-                [request.ids for request in asked], dict(settings), given.tokens, model, draft, mode,
-                given.draft_tree, repeats=given.repeats,
-                threads=given.threads,
-            )  # fmt: skip
-            outcome = rivals.run(engine, job, peers.Tools())
-            if outcome.status == rivals.MISSING:
-                about[engine] = outcome.status
-                break
-            about[engine + suffix] = {
-                "status": outcome.status,
-                **outcome.version,
-                "seconds": round(time.perf_counter() - began, 1),
-            }
-            console.print(
-                f"[dim]{engine}{suffix}: {outcome.status}, {about[engine + suffix]['seconds']} s[/]"
-            )
-            for title, answers in outcome.answers.items():
-                found[title].append(theirs(engine + suffix, asked, answers))
-    return found, about
+def decode_seconds(model: str) -> float:
+    """Median seconds of one plain decoding step."""
+    llm = LLM(model=model, speculative_config=None)
+    params, times = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), []
+    for _ in range(5):
+        llm.engine.reset()
+        llm.generate({"prompt_token_ids": list(range(100, 164))}, params)
+        times.append(llm.engine.times.forward / llm.engine.steps)
+    return statistics.median(times)
 
 
 # ---- the run
 
 
-def first(asked: list[Asked], count: int) -> list[int]:
-    """Indices of the first `count` of each kind."""
-    return [
-        i
-        for i, request in enumerate(asked)
-        if [other.kind for other in asked[:i]].count(request.kind) < count
-    ]
-
-
-def show(title: str, made: dict[str, dict[str, Any]], console: Console) -> None:
-    headline(title, made, console)
-    by_kind(title, made, console)
+def answers(
+    llm: LLM,
+    shown: Mapping[str, Any],
+    asked: Prompts,
+    setting: str,
+    given: argparse.Namespace,
+    console: Console,
+) -> list[Measured]:
+    """Every method and every mode of the other engines over all requests."""
+    params = SamplingParams(max_tokens=given.tokens, seed=7, **SETTINGS[setting])
+    with (
+        running([Rival.parse(text, given.models[0], None) for text in given.peer], llm, params, 4) as others,
+        counted(setting, (len(shown) + len(others)) * len(asked), console) as tick,
+    ):
+        return measure(llm, shown, asked, params, tick=tick, runs=given.runs, others=others)
 
 
 def run(given: argparse.Namespace, console: Console, save: Callable[[dict[str, Any]], None]) -> None:
-    target, draft = str(given.folder / "target"), str(given.folder / "draft")
-    llm = LLM(model=target, max_num_seqs=1, seed=0, speculative_config=None)
-    asked = requests(
-        [given.questions, *given.own], given.per_category, llm.tokenizer, given.context - given.tokens
-    )
-    ratio = decode_seconds(draft) / decode_seconds(target)
-    about = f"draft forward / target forward: {ratio:.3f}"
-    console.print(f"{about}; {len(asked)} requests, {given.tokens} new tokens at most")
-    found: dict[str, Any] = {"draft forward / target forward": round(ratio, 4)}
-    answers: dict[str, list[Measured]] = {}
-    for title in given.settings:
-        params = SamplingParams(max_tokens=given.tokens, seed=7, **SETTINGS[title])
-        some = [
-            asked[i]
-            for i in first(asked, given.per_category if title == GREEDY else given.sampled_per_category)
-        ]
-        began = time.perf_counter()
-        answers[title], found["not run"] = ours(
-            llm, some, configs(draft, given.methods), params, given.repeats
+    found: dict[str, Any] = {}
+    for model in given.models:
+        llm = LLM(model=model, max_num_seqs=1, max_model_len=given.context, speculative_config=None)
+        shown = possible(llm, configs(model, given.methods), console)
+        asked = requests(
+            [given.questions, *given.own], given.per_category, llm.tokenizer, given.context - given.tokens
         )
-        found[title] = figures(answers[title])
-        show(f"{title} ({about})", found[title], console)
-        console.print(f"[dim]{time.perf_counter() - began:.0f} s[/]")
-        save(found)
-    for label, why in found["not run"].items():
-        console.print(f"[yellow]{label} did not run: {why}[/]")
-    few = [asked[i] for i in first(asked, given.peers_per_category)]
-    settings = {title: SETTINGS[title] for title in given.peer_settings if title in answers and given.peers}
-    rivalled, found["peers"] = (
-        peer_results(given.folder, few, settings, given, console) if settings else ({}, {})
-    )
-    for title, others in rivalled.items():
-        where = first([Asked(run.kind, []) for run in answers[title][0].runs], given.peers_per_category)
-        mine = [part(result, where) for result in answers[title]]
-        params = SamplingParams(max_tokens=given.tokens, seed=7, **SETTINGS[title])
-        (again, *_), _ = ours(llm, few, {PLAIN: None}, params, given.repeats)
-        drift = found[f"{title}, plain decoding after the peers / before"] = round(
-            again.speed / mine[0].speed, 3
-        )
-        found[f"{title}, peers"] = figures([*mine, *others])
-        show(
-            f"{title}, with peers ({about}; our plain decoding after them: {drift:.2f} of before)",
-            found[f"{title}, peers"],
-            console,
-        )
-    save(found)
+        ratio = decode_seconds("builtin-draft") / decode_seconds(model)
+        part = found[model] = {"draft forward / target forward": round(ratio, 4)}
+        for setting in given.settings:
+            began = time.perf_counter()
+            part[setting] = figures(answers(llm, shown, asked, setting, given, console))
+            title = f"{model}, {setting}, draft forward / target forward {ratio:.3f}"
+            headline(title, part[setting], console)
+            by_kind(title, part[setting], console)
+            console.print(f"[dim]{time.perf_counter() - began:.0f} s[/]")
+            save(found)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--own", type=Path, nargs="*", default=[Path(__file__).parent / "questions.jsonl"])
-    parser.add_argument("--per-category", type=int, default=10, help="greedy")
-    parser.add_argument("--sampled-per-category", type=int, default=4)
-    parser.add_argument("--peers-per-category", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--models", nargs="+", default=["builtin-100m"])
+    parser.add_argument("--methods", nargs="+", help="labels (default: all)")
+    parser.add_argument(
+        "--peer", action="append", default=[], help="NAME=TARGET,DRAFT, as in `outrider bench`"
+    )
+    parser.add_argument("--per-category", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--context", type=int, default=512, help="prompt and answer together")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--methods", nargs="*", help="parts of the labels of those wanted (default: all)")
-    parser.add_argument("--peers", nargs="*", choices=rivals.ENGINES, default=list(rivals.ENGINES))
-    parser.add_argument("--peer-settings", nargs="*", choices=SETTINGS, default=[GREEDY])
-    parser.add_argument("--guesses", type=int, default=4, help="tokens that a peer guesses ahead")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=1, help="of every method for a question; the best counts")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    if os.environ.get("OMP_NUM_THREADS") != str(given.threads):
-        parser.error(f"set OMP_NUM_THREADS={given.threads}, so that all engines have --threads threads.")
     if given.tokens < 2:
         parser.error("--tokens must be at least 2: the first one comes with the prompt.")
-    if given.peers_per_category > min(given.per_category, given.sampled_per_category):
-        parser.error(
-            "--peers-per-category may not exceed --per-category and --sampled-per-category: "
-            "peers answer some of our requests."
-        )
+    if given.peer and len(given.models) > 1:
+        parser.error("--peer compares with one model: give one in --models.")
     return given
 
 
@@ -325,7 +208,7 @@ if __name__ == "__main__":
 
     def keep(found: dict[str, Any]) -> None:
         """After each part, so that a run that is stopped leaves what it has."""
-        made = {"conditions": conditions(), "seconds": round(time.perf_counter() - start), **found}
+        made = {"conditions": conditions(), "seconds": round(time.perf_counter() - start), "models": found}
         if asked_for.json:
             asked_for.json.write_text(json.dumps(made, indent=1) + "\n")
 

@@ -1,16 +1,28 @@
-"""Figures of spec_bench.py: speeds by kind of question, without the requests that loop."""
+"""Figures of spec_bench.py: speeds by kind of question, without the requests that loop.
+
+    python benchmarks/spec_figures.py RESULT.json [--plot OUT.svg]
+
+prints a table in Markdown for every model, and draws the decode tokens/s of the first one.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from outrider.bench.measure import PLAIN, Measured
+from outrider.bench.plot import BLUE, GREY, pyplot, save
 
 LOOPS = 0.3
+Parts = dict[str, dict[str, Any]]  # "no loops", "all" or a kind of question -> figures of a method
+
+
 # ---- figures
 
 
@@ -28,6 +40,10 @@ def decoding(result: Measured) -> float:
     return sum(len(t) - t.count(t[0]) for t in times) / (sum(t[-1] - t[0] for t in times) or 1)
 
 
+def drafting_seconds(result: Measured) -> float:
+    return sum(run.times.propose for run in result.runs)
+
+
 def figure(result: Measured, plain: Measured) -> dict[str, Any]:
     total = result.total
     return {
@@ -39,7 +55,9 @@ def figure(result: Measured, plain: Measured) -> dict[str, Any]:
         "decode speed-up": round(decoding(result) / decoding(plain), 3) if decoding(plain) else None,
         "tokens per step": round(total.tokens_per_step, 3) if total.steps else None,
         "acceptance": round(total.acceptance, 3) if total.drafted else None,
+        "acceptance by depth": [round(n / total.drafts, 3) for n in total.accepted_at] or None,
         "share of time drafting": round(result.drafting, 3) if total.drafted and result.promise else None,
+        "ms drafting a step": round(1e3 * drafting_seconds(result) / total.steps, 3) if total.steps else None,
         "repeated 4-grams": round(result.repeated, 3),
         "same tokens": result.tokens == plain.tokens if result.promise == "tokens" else None,
         "promise": result.promise,
@@ -66,6 +84,11 @@ def figures(results: list[Measured]) -> dict[str, dict[str, Any]]:
     }
 
 
+def best_part(made: dict[str, Parts]) -> str:
+    """The requests that do not loop, or all where all do."""
+    return "no loops" if "no loops" in made[PLAIN] else "all"
+
+
 def shown_as(value: float) -> str:
     """A speed-up, red where it is none."""
     color = "green" if value >= 1.005 else "red" if value < 0.995 else "white"
@@ -74,7 +97,7 @@ def shown_as(value: float) -> str:
 
 def headline(title: str, made: dict[str, dict[str, Any]], console: Console) -> None:
     """Figures over the requests that do not loop, or all where all do."""
-    key = "no loops" if "no loops" in made[PLAIN] else "all"
+    key = best_part(made)
     rest = made[PLAIN]["all"]["requests"] - made[PLAIN][key]["requests"]
     table = Table(
         "method", "tok/s", "speed-up", "decode\ntok/s", "decode\nspeed-up", "tokens\n/ step", "accep-\ntance",
@@ -115,3 +138,80 @@ def by_kind(title: str, made: dict[str, dict[str, Any]], console: Console) -> No
         table.add_row(method, *cells)
     table.add_row("4-gram repeats", *(f"{made[PLAIN][kind]['repeated 4-grams']:.0%}" for kind in kinds))
     console.print(table)
+
+
+# ---- documents
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A table for every model: decode tokens/s, speed-up and tokens per step in each setting."""
+    lines: list[str] = []
+    for model, found in result["models"].items():
+        settings = {title: made for title, made in found.items() if isinstance(made, dict)}
+        rest = {title: made[PLAIN][best_part(made)]["requests"] for title, made in settings.items()}
+        ratio = f"{model}: draft forward / target forward {found['draft forward / target forward']:.2f}"
+        lines.append(
+            "; ".join([ratio, *(f"{title} {n} requests without loops" for title, n in rest.items())])
+        )
+        lines += [
+            "",
+            "| | " + " | ".join(f"{t}: tokens/s | speed-up | tokens per step" for t in settings) + " |",
+        ]
+        lines += ["|---" * (1 + 3 * len(settings)) + "|"]
+        first = next(iter(settings.values()))
+        for method in sorted(first, key=lambda m: -first[m][best_part(first)]["decode tokens/s"]):
+            cells = [cell for made in settings.values() for cell in _cells(made, method)]
+            lines.append(f"| {method} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cells(made: dict[str, Parts], method: str) -> list[str]:
+    if method not in made:
+        return ["–"] * 3
+    one = made[method][best_part(made)]
+    known = (one["decode speed-up"], "{:.2f}×"), (one["tokens per step"], "{:.2f}")
+    return [f"{one['decode tokens/s']:.0f}", *(form.format(x) if x else "–" for x, form in known)]
+
+
+def draw(result: dict[str, Any], out: Path) -> None:
+    """Decode tokens/s of every method and engine of the first model, a panel for each setting."""
+    model, found = next(iter(result["models"].items()))
+    settings = {title: made for title, made in found.items() if isinstance(made, dict)}
+    first = next(iter(settings.values()))
+    order = sorted(first, key=lambda m: -first[m][best_part(first)]["decode tokens/s"])
+    size = (3.8 + 2.6 * len(settings), 1.2 + 0.24 * len(order))
+    figure, panels = pyplot().subplots(
+        1, len(settings), sharey=True, squeeze=False, figsize=size, layout="constrained"
+    )
+    for axes, (title, made) in zip(panels[0], settings.items()):
+        rows = [made.get(method, {}).get(best_part(made), {}) for method in order]
+        speeds = [row.get("decode tokens/s", 0.0) for row in rows]
+        axes.barh(range(len(order)), speeds, color=[BLUE if row.get("promise") else GREY for row in rows])
+        for y, speed in enumerate(speeds):
+            axes.text(speed, y, f" {speed:.0f}", va="center", fontsize=7)
+        axes.set_title(title, fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("decode tokens/s", fontsize=8)
+        axes.tick_params(labelsize=8)
+    panels[0][0].set_yticks(range(len(order)), order)
+    panels[0][0].invert_yaxis()
+    about = result["conditions"]
+    save(figure, f"{model}, batch 1, {about['cores']} cores of {about['cpu']} ({about['date']})", out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--plot", type=Path)
+    given = parser.parse_args()
+    result = json.loads(given.result.read_text())
+    print(markdown(result))
+    if given.plot:
+        draw(result, given.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ from outrider.bench.measure import Measured, Run
 from outrider.bench.questions import Question
 from outrider.checkpoints.hub import locate, read_tokenizer
 from outrider.core.clock import Times
+from outrider.core.row import Speculation
 from outrider.outputs import CompletionOutput
 
 HIDDEN, MLP, LAYERS, VOCABULARY = 32, 48, 2, 96
@@ -67,8 +68,6 @@ def test_questions_are_spread_over_a_group(bench: Any) -> None:
     assert {kind: [question.turns[0] for question in group] for kind, group in found.items()} == {
         "multi-turn": ["writing 0", "coding 0"], "question": ["0", "3"],
     }  # fmt: skip
-    asked = [bench.Asked(kind, []) for kind in ("a", "a", "b", "a", "b")]
-    assert bench.first(asked, 2) == [0, 1, 2, 4]
 
 
 def test_a_long_question_loses_its_middle(bench: Any) -> None:
@@ -97,9 +96,40 @@ def test_what_loops_is_left_out_of_the_headline(bench: Any) -> None:
     assert "slower" in spec_figures.shown_as(made["no loops"]["speed-up"])
 
 
-@pytest.mark.parametrize("engine", ["transformers", "OpenVINO GenAI", "vLLM", "llama.cpp"])
-def test_a_rival_whose_program_is_missing_is_left_out(bench: Any, tmp_path: Path, engine: str) -> None:
-    gone = str(tmp_path / "gone" / "python")
-    tools = bench.peers.Tools(gone, gone, str(tmp_path / "gone"), gone)
-    outcome = bench.rivals.run(engine, bench.rivals.Job([[1, 2]], {}, 4, "model"), tools)
-    assert (outcome.status, outcome.answers) == (bench.rivals.MISSING, {})
+def test_layer_skipping_is_left_out_on_a_grown_target(bench: Any) -> None:
+    assert {"early exit", "auto", "EAGLE-3, tree"} <= bench.configs("builtin", None).keys()
+    assert not {"early exit", "layer skipping"} & bench.configs("builtin-100m", None).keys()
+    assert [*bench.configs("builtin", ["auto"])] == ["plain decoding", "auto"]
+    with pytest.raises(SystemExit, match="'autos'"):
+        bench.configs("builtin", ["autos"])
+
+
+def test_a_result_becomes_a_table_for_documents_and_a_picture(bench: Any, tmp_path: Path) -> None:
+    import spec_figures
+
+    def answered(tokens_per_step: int) -> Measured:
+        told = (
+            Speculation(20 // tokens_per_step, 16, 8, 20, True, (2, 0, 4))
+            if tokens_per_step
+            else Speculation()
+        )
+        times = [0.1 * (1 + i // max(1, tokens_per_step)) for i in range(20)]
+        output = CompletionOutput(0, "", [*range(20)], speculation=told, token_times=times)
+        return Measured(f"by {tokens_per_step}", [Run("chat", times[-1], Times(), [output])], "tokens")
+
+    plain, fast, rival = answered(1), answered(4), answered(0)
+    plain.method, rival.promise = "plain decoding", ""
+    made = bench.figures([plain, fast, rival])
+    assert made["by 4"]["all"]["acceptance by depth"] == [0.667, 0.667]
+    found = {
+        "draft forward / target forward": 0.25,
+        "greedy": made,
+        "T = 0.8": {"plain decoding": made["plain decoding"]},
+    }
+    result = {"conditions": {"cores": 2, "cpu": "made", "date": "today"}, "models": {"builtin": found}}
+    lines = spec_figures.markdown(result).splitlines()
+    assert lines[0].startswith("builtin: draft forward / target forward 0.25; greedy 1 requests")
+    assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|") == 8
+    assert lines[4] == "| by 4 | 40 | 4.00× | 4.00 | – | – | – |" and "| by 0 | 10 | 1.00× | – |" in lines[6]
+    spec_figures.draw(result, tmp_path / "out.svg")
+    assert "made" in (tmp_path / "out.svg").read_text()
