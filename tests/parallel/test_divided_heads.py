@@ -7,6 +7,7 @@ import json
 from array import array
 from collections.abc import Callable
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ Ranks = Callable[[Layout], LLM]
 Plain = Callable[[str, float], list[tuple[object, ...]]]
 METHODS: dict[str, dict[str, Any]] = {"eagle": {}, "eagle3": {}, "mtp": {"layers": 2}, "peagle": {}}
 SEVERAL = ("tp2pp2", "tp4", "tp2")
+QUICK = (("eagle3", "tp2pp2", 0.8), ("mtp", "tp2pp2", 0.8))
 
 
 def written(folder: Path, llm: LLM, method: str) -> str:
@@ -49,14 +51,12 @@ def use(llm: LLM, method: str, folder: str, ranks: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("layout", "temperature"),
+    ("method", "layout", "temperature"),
     [
-        pytest.param(layout, t, marks=() if (layout, t) == ("tp2pp2", 0.8) else pytest.mark.full)
-        for layout in SEVERAL
-        for t in (0.0, 0.8)
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.full)
+        for case in product(METHODS, SEVERAL, (0.0, 0.8))
     ],
 )
-@pytest.mark.parametrize("method", METHODS)
 def test_a_divided_head_keeps_every_token(
     ranks: Ranks, plain: Plain, crowded: None, tmp_path: Path, method: str, layout: str, temperature: float
 ) -> None:

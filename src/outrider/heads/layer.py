@@ -25,8 +25,10 @@ from outrider.models.base import Model
 from outrider.models.decoder import rotations
 from outrider.models.layers import LayerReader
 from outrider.models.rowwise import by_rows
+from outrider.parallel.layout import Layout
 from outrider.parallel.load import divide
 from outrider.parallel.model import ParallelModel
+from outrider.parallel.stage import ModelOptions
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,10 @@ class Stack:
                 f"{head.name!r} has layers of several sizes: leave draft_tensor_parallel_size out."
             )
         if reader.ranks > 1:
-            bits = f"int{reader.bits}" if reader.bits else None
-            self.divided = divide(target.decoder, reader.ranks, head, specs[0], blocks, turn, bits)
+            bits, layout = f"int{reader.bits}" if reader.bits else None, Layout(reader.ranks)
+            precision, kind = self.model.precision._replace(quantization=bits), self.model.device.type
+            options = ModelOptions(specs[0], layout, kind, precision, turn, blocks)
+            self.divided = divide(self.model, head, options)
             return
         self.backend, self.turn = reader.backend, turn.to(reader.backend.device)
         readers = [LayerReader(head, spec, torch.float32, reader.bits) for spec in specs]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES, Spec
@@ -75,23 +73,13 @@ def load_beside(
     return _beside(target, Setup.of(checkpoint, revision, options, torch.get_num_threads()), max_len)
 
 
-def divide(
-    target: Model,
-    ranks: int,
-    weights: Source,
-    spec: Spec,
-    blocks: Sequence[tuple[str, int]],
-    table: Tensor,
-    quantization: str | None,
-) -> ParallelModel:
+def divide(target: Model, weights: Source, options: ModelOptions) -> ParallelModel:
     """Put layers that are not a model's, such as a head's, on the ranks of the target's first stage.
 
-    weights: read on every rank.  blocks: as in `ModelOptions`.  table: rotations.  Raises as `load_beside`.
+    weights: read on every rank.  Raises as `load_beside`.
     """
-    target, layout = _several(target, ranks), Layout(ranks)
-    layout.check(spec, "draft_tensor_parallel_size")
-    precision = target.precision._replace(quantization=quantization)
-    options = ModelOptions(spec, layout, target.device.type, precision, table, blocks)
+    target = _several(target, options.layout.tensor)
+    options.layout.check(options.spec, "draft_tensor_parallel_size")
     setup = Setup("", None, None, None, options, torch.get_num_threads(), weights)
     return _beside(target, setup, target.max_len)
 
