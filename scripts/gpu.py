@@ -32,8 +32,9 @@ SHAPES: dict[str, dict[str, int]] = {
            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
 }  # fmt: skip
 ROOT = Path(__file__).parents[1]
-TESTS = ["tests/backends/test_triton_attention.py", "tests/backends/test_triton_ops.py",
-         "tests/backends/test_triton_verifier.py", "tests/exact/test_triton.py"]  # fmt: skip
+TESTS = ["tests/backends/test_triton_attention.py", "tests/backends/test_triton_graphs.py",
+         "tests/backends/test_triton_ops.py", "tests/backends/test_triton_verifier.py",
+         "tests/exact/test_triton.py"]  # fmt: skip
 
 
 def main() -> None:
@@ -129,9 +130,10 @@ def decoder_figures(model: str, device: torch.device, context: int, rounds: int)
     from outrider.checkpoints.hub import Checkpoint
     from outrider.core.step_input import StepInput
     from outrider.models.decoder import Decoder
+    from outrider.models.placement import Precision
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    decoder = Decoder(Checkpoint.open(model), dtype, device, 4096)
+    decoder = Decoder(Checkpoint.open(model), Precision(dtype), device, 4096)
     pool, table = decoder.pool(context + 80), array("i", range(context + 80))
 
     def forward(nodes: int) -> None:
@@ -147,11 +149,15 @@ def decoder_figures(model: str, device: torch.device, context: int, rounds: int)
     copy = milliseconds(lambda: source.clone(), device, rounds)
     weights = sum(p.numel() for p in _weights(decoder)) * dtype.itemsize
     took = {nodes: milliseconds(lambda n=nodes: forward(n), device, rounds) for nodes in (0, 16, 64)}
+    graphs, decoder.backend.graphs = decoder.backend.graphs, None
+    launched = {nodes: milliseconds(lambda n=nodes: forward(n), device, rounds) for nodes in (0, 16, 64)}
     return {
         "context": context,
         "copy_gb_per_second": round(2 * source.numel() / copy / 1e6, 1),
         "weight_bytes": weights,
         "forward_ms_by_nodes": took,
+        "forward_ms_by_nodes_without_graphs": launched,
+        "graph_bytes": graphs and graphs.bytes,
         "weights_gb_per_second_of_one_row": round(weights / took[0] / 1e6, 1),
     }
 

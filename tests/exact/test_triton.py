@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from helpers import answer
-from interpreted import DEVICE, needs_triton
+from interpreted import DEVICE, Rerun, needs_triton
 from syncs import Syncs
 
 from outrider import LLM, SamplingParams
@@ -22,7 +22,10 @@ from outrider.testing import (
     visible_parts,
 )
 
-pytestmark = needs_triton
+pytestmark = [
+    needs_triton,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of masked lanes
+]
 PROMPTS = random_prompts(2, seed=3, longest=9)
 PARAMS = [
     SamplingParams(max_tokens=6, ignore_eos=True, temperature=temperature, top_k=40, seed=7)
@@ -58,6 +61,19 @@ def plain(llm: LLM) -> list[Any]:
     return [answer(llm, prompt, p).outputs for prompt, p in zip(PROMPTS, PARAMS)]
 
 
+def graphs_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """New graphs of small sizes for the target, of every shape."""
+    from outrider.backends.triton import graphs
+
+    monkeypatch.setattr(graphs.Graphs, "_comes_again", lambda graphs, key: True)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(graphs, "ROWS", (20,))
+        monkeypatch.setattr(graphs, "LEAST_KEYS", 32)
+    made = graphs.graphs_for(DEVICE) or graphs.Graphs(Rerun())
+    monkeypatch.setattr(llm.engine.decoder.backend, "graphs", made)
+    return made
+
+
 def test_triton_kernels_give_the_tokens_of_the_reference(
     plain: list[Any], small: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,11 +83,15 @@ def test_triton_kernels_give_the_tokens_of_the_reference(
     assert [visible_parts(o) for o in plain] == [visible_parts(o) for o in expected]
 
 
-def test_trees_leave_the_tokens_unchanged_with_one_read_a_step(llm: LLM, plain: list[Any]) -> None:
+@pytest.mark.parametrize("graphs", [False, True], ids=["launched", "graphs"])
+def test_trees_leave_the_tokens_unchanged_with_one_read_a_step(
+    graphs: bool, llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy and sampled requests in one batch, prefill beside decoding, right tokens inside random trees.
 
     The only read of a step returns the counts and tokens of all rows.
     """
+    own = graphs_of(llm, monkeypatch) if graphs else None
     truth, seen = KnownTexts(), Syncs()
     for prompt, p, outputs in zip(PROMPTS, PARAMS, plain):
         truth.learn(prompt, p.seed or 0, outputs)
@@ -83,6 +103,20 @@ def test_trees_leave_the_tokens_unchanged_with_one_read_a_step(llm: LLM, plain: 
     assert sum(o.speculation.accepted for o in outputs) > 0
     assert llm.engine.steps > steps
     assert seen.seen == ["tolist"] * (llm.engine.steps - steps)
+    assert own is None or own.replayed
+    check_idle(llm)
+
+
+def test_graphs_of_a_draft_model_leave_the_tokens_unchanged(
+    llm: LLM, small: str, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = graphs_of(llm, monkeypatch)
+    monkeypatch.setattr("outrider.backends.triton.graphs.graphs_for", lambda device: own)
+    llm.use({"model": small, "num_speculative_tokens": 2})
+    outputs = run_staggered(llm, PROMPTS, PARAMS)
+    assert [visible_parts(o.outputs) for o in outputs] == [visible_parts(o) for o in plain]
+    assert sum(o.speculation.accepted for o in outputs) > 0
+    assert own.replayed and len({key[0] for key in own.graphs}) == 2  # of the target and of the draft
     check_idle(llm)
 
 

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
 import torch
+from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Rerun:
+    """Recorder of graphs without a device: a replay calls the recorded function again.
+
+    It sees what a graph keeps: its own tensors, and numbers as they were when it was recorded.
+    """
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return run
+
+    def reserved(self) -> int:
+        return 0
 
 
 class _Patched:

@@ -135,7 +135,7 @@ class AttentionOps(Protocol):
         """Derive from a step the data that attention reads in every layer.
 
         Called once per step; the result is kept in `StepInput.derived`.  `attend` calls it if it has not
-        been called.  With CUDA graphs it runs before the replay.
+        been called.
         """
 
     def rope_store(self, qkv: Tensor, spec: AttentionShape, rotations: Tensor, kv: LayerKV) -> Tensor:

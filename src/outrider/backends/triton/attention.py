@@ -208,6 +208,15 @@ def _parts(query_start: list[int], row_bytes: int) -> list[_Part]:
     return parts
 
 
+def in_one_part(spec: AttentionShape, rows: int, keys: int) -> bool:
+    """Whether the sums of so many rows of any requests are computed together."""
+    return rows * _row_bytes(spec, keys) <= PARTIAL_BYTES
+
+
+def _row_bytes(spec: AttentionShape, keys: int) -> int:
+    return int(spec.heads * triton.cdiv(keys, SPLIT) * _width(spec.head_dim) * 4)
+
+
 def attend(q: Tensor, spec: AttentionShape, plan: Plan, kv: LayerKV, scores: Scores) -> Tensor:
     """`Backend.attend` of q [N, H, D]; [N, H·D]."""
     step, pool, layer = kv
@@ -217,7 +226,7 @@ def attend(q: Tensor, spec: AttentionShape, plan: Plan, kv: LayerKV, scores: Sco
     lanes = triton.next_power_of_2(group)
     rows = max(1, min(PIECE, TILE // lanes))
     splits = triton.cdiv(step.max_seq_len, SPLIT)
-    parts = _parts(step.query_start, heads * splits * width * 4)
+    parts = _parts(step.query_start, _row_bytes(spec, step.max_seq_len))
     most = max(part.rows for part in parts)
     sums = q.new_empty(most * heads * splits * width, dtype=torch.float32)
     ends = q.new_empty(most * heads * splits * 2, dtype=torch.float32)

@@ -14,22 +14,27 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import AttentionShape, LayerKV, Scores
-from outrider.backends.torch.backend import TorchBackend
-from outrider.backends.triton import attention, elementwise, linear, picking
+from outrider.backends.torch.backend import Stack, TorchBackend
+from outrider.backends.triton import attention, elementwise, graphs, linear, picking
 from outrider.backends.triton.linear import TritonWeight
 from outrider.backends.triton.plan import Plan, plan_of
 from outrider.backends.triton.verifier import TreeVerifier
+from outrider.core.lora import Runs
 from outrider.core.params import DistributionParams
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 
 
 class TritonBackend(TorchBackend):
-    """`Backend` for CUDA devices, and for the CPU in Triton's interpreter."""
+    """`Backend` for CUDA devices, and for the CPU in Triton's interpreter.
+
+    graphs: of decoder blocks; None where every kernel is launched from Python.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
         self.exact, self.verifier = True, TreeVerifier()
+        self.graphs = graphs.graphs_for(device)
         self.name = f"Triton on {device} ({str(dtype).removeprefix('torch.')})"
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Any:
@@ -39,7 +44,7 @@ class TritonBackend(TorchBackend):
         return linear.linear(x, weight, add)
 
     def embed(self, weight: Any, step_input: StepInput) -> Tensor:
-        embeddings: Tensor = weight.embed(plan_of(step_input, self.device).input_ids, self.dtype)
+        embeddings: Tensor = weight.embed(step_input.on(self.device).input_ids, self.dtype)
         return embeddings
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,6 +62,13 @@ class TritonBackend(TorchBackend):
 
     def attend(self, q: Tensor, spec: AttentionShape, kv: LayerKV, scores: Scores) -> Tensor:
         return attention.attend(q, spec, self.prepare(kv.step_input), kv, scores)
+
+    def run_layers(
+        self, stack: Stack, x: Tensor, kv: LayerKV, runs: Runs = (), u: Tensor | None = None
+    ) -> Tensor:
+        if self.graphs is None or runs:
+            return super().run_layers(stack, x, kv, runs, u)
+        return self.graphs.run(super().run_layers, graphs.Call(stack, x, kv, u))
 
     def pick(
         self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0

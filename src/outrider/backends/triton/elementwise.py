@@ -119,11 +119,11 @@ def _rope_store(
         x = x * cos + partner * tl.where(lower, -sin, sin)
     to_q = q + (row * HEADS + head)[:, None] * D + d[None, :]
     tl.store(to_q, x.to(q.dtype.element_ty), mask=is_q[:, None] & (d < D)[None, :])
-    slot = tl.load(slots + row).to(tl.int64) * kv.slot_stride
-    k_at = slot + (head - HEADS).to(tl.int64) * kv.head_stride
-    v_at = slot + (head - HEADS - KV_HEADS).to(tl.int64) * kv.head_stride
-    _store(kv.k, kv.k_scales, k_at, x, d, is_k, D, INT8)
-    _store(kv.v, kv.v_scales, v_at, raw, d, is_v, D, INT8)
+    slot = tl.load(slots + row).to(tl.int64) + head * 0
+    k_at = slot * kv.slot_stride + (head - HEADS).to(tl.int64) * kv.head_stride
+    v_at = slot * kv.slot_stride + (head - HEADS - KV_HEADS).to(tl.int64) * kv.head_stride
+    _store(kv.k, kv.k_scales, k_at, x, d, is_k & (slot >= 0), D, INT8)
+    _store(kv.v, kv.v_scales, v_at, raw, d, is_v & (slot >= 0), D, INT8)
 
 
 def rope_store(

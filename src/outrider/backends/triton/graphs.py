@@ -1,0 +1,200 @@
+"""Graphs of decoder blocks: their launches, recorded once and replayed for every step of like sizes.
+
+A launch from Python takes longer than most kernels of a small step, and a step has some ten launches a layer.
+Steps are padded to a menu of sizes (`padded`), so that few graphs serve them all.  A graph reads its own
+tensors, which a step is copied into before the replay.  Rows that pad a step store nothing, and their results
+are not read.  Kernels compute a row alike in any company, so padding does not change a bit.
+
+The first step of some sizes is computed without a graph, for shapes that come once are not worth one.  The
+second is, too, in the graph's own tensors, which compiles all its kernels; then the graph is recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.backends.base import LayerKV
+from outrider.backends.torch.backend import Stack
+from outrider.backends.triton.attention import in_one_part
+from outrider.backends.triton.plan import Plan, Sizes, numbers_of, plan_of, total
+from outrider.cache.pool import Pool
+from outrider.core.step_input import StepInput
+
+ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of a graph; longer steps have none
+LEAST_KEYS, LEAST_PATH, LEAST_TABLE = 256, 4, 4096
+MOST_GRAPHS = 64  # the one that was used longest ago goes
+MOST_COUNTED = 4096  # sizes that are counted before they get a graph
+log = logging.getLogger("outrider")
+
+
+class Call(NamedTuple):
+    """Arguments of `Backend.run_layers`, without adapters."""
+
+    stack: Stack
+    x: Tensor
+    kv: LayerKV
+    u: Tensor | None
+
+
+Run = Callable[[Stack, Tensor, LayerKV, tuple[()], Tensor | None], Tensor]
+Replay = Callable[[], Tensor]  # returns the result, always in the same memory
+
+
+class Recorder(Protocol):
+    def record(self, run: Callable[[], Tensor]) -> Replay:
+        """What does again what `run` does, on the same memory.  Nothing is computed now."""
+
+    def reserved(self) -> int:
+        """Bytes that the device's allocator holds."""
+
+
+class CudaRecorder:
+    """Recorder of CUDA graphs, which share the memory of what they compute in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.memory = device, torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], Tensor]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
+            result = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    def reserved(self) -> int:
+        return int(torch.cuda.memory_reserved(self.device))
+
+
+def graphs_for(device: torch.device) -> Graphs | None:
+    """Graphs of a CUDA device; OUTRIDER_GRAPHS=0 leaves them out."""
+    if device.type != "cuda" or os.environ.get("OUTRIDER_GRAPHS") == "0":
+        return None
+    return Graphs(CudaRecorder(device))
+
+
+def padded(sizes: Sizes) -> Sizes:
+    """Sizes of the menu that a step of these sizes fits in."""
+    rows = next(rows for rows in ROWS if rows >= sizes.rows)
+    path = max(LEAST_PATH, _power_of_two(sizes.path)) if sizes.path else 0
+    keys, table = max(LEAST_KEYS, _power_of_two(sizes.keys)), max(LEAST_TABLE, _power_of_two(sizes.table))
+    return Sizes(rows, rows, keys, path, table, sizes.pinned)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass
+class Graph:
+    """A recorded graph and its tensors.
+
+    sizes, flat: of its plan, and the plan's numbers.  x, u: as in `Call`.  stack: keeps the weights alive.
+    """
+
+    sizes: Sizes
+    flat: Tensor
+    x: Tensor
+    u: Tensor | None
+    stack: Stack
+    replay: Replay | None = None
+
+    @staticmethod
+    def blank(call: Call, sizes: Sizes) -> Graph:
+        """Tensors for steps like that of `call`."""
+        x, u = call.x.new_zeros(sizes.rows, call.x.shape[1]), call.u
+        if u is not None:
+            u = x if u is call.x else u.new_zeros(sizes.rows, u.shape[1])
+        flat = torch.zeros(total(sizes), dtype=torch.int32, device=x.device)
+        return Graph(sizes, flat, x, u, call.stack)
+
+    def load(self, call: Call) -> None:
+        """Copy a step into the tensors."""
+        numbers = torch.frombuffer(numbers_of(call.kv.step_input, self.sizes), dtype=torch.int32)
+        self.flat[: len(numbers)].copy_(numbers, non_blocking=True)
+        self.x[: len(call.x)].copy_(call.x)
+        if self.u is not None and call.u is not None:
+            self.u[: len(call.u)].copy_(call.u)
+
+    def frame(self) -> StepInput:
+        """A step that has the plan, for the kernels: of requests of one row each."""
+        sizes, frame = self.sizes, StepInput(self.sizes.pinned)
+        frame.length, frame.max_seq_len, frame.max_path_len = sizes.rows, sizes.keys, sizes.path
+        frame.query_start = [*range(sizes.rows + 1)]
+        frame.derived((plan_of, self.x.device), lambda _: Plan.of(self.flat, sizes))
+        return frame
+
+
+class Graphs:
+    """Graphs of one backend, by stack, pool and padded sizes.
+
+    recorded, replayed: how often.  bytes: memory that the recordings took.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.graphs: dict[tuple[Any, ...], Graph] = {}  # the one used last is at the end
+        self.seen = Counter[tuple[Any, ...]]()
+        self.pools: set[int] = set()
+        self.recorded = self.replayed = self.bytes = 0
+
+    def run(self, run: Run, call: Call) -> Tensor:
+        """The result of `run`, by a graph if it is worth one."""
+        sizes, (stack, x, kv, u) = Sizes.of(call.kv.step_input), call
+        if sizes.rows > ROWS[-1] or not stack.layers:
+            return run(stack, x, kv, (), u)
+        sizes = padded(sizes)
+        key = id(stack), id(kv.pool), kv.layer, sizes, u is None, u is x
+        if key in self.graphs:
+            graph = self.graphs[key] = self.graphs.pop(key)
+            graph.load(call)
+            self.replayed += 1
+            assert graph.replay is not None, "graphs are kept when they are recorded"
+            return graph.replay()[: len(x)].clone()
+        if not in_one_part(stack.layers[0], sizes.rows, sizes.keys) or not self._comes_again(key):
+            return run(stack, x, kv, (), u)
+        return self._recorded(key, run, call, sizes)
+
+    def _comes_again(self, key: tuple[Any, ...]) -> bool:
+        if len(self.seen) > MOST_COUNTED:
+            self.seen.clear()
+        self.seen[key] += 1
+        return self.seen[key] > 1
+
+    def _recorded(self, key: tuple[Any, ...], run: Run, call: Call, sizes: Sizes) -> Tensor:
+        """Record a graph.  Computes the step of `call` in its tensors before."""
+        graph, before = Graph.blank(call, sizes), self.recorder.reserved()
+        graph.load(call)
+        stack, kv = call.stack, call.kv._replace(step_input=graph.frame())
+        result = run(stack, graph.x, kv, (), graph.u)[: len(call.x)].clone()
+        graph.replay = self.recorder.record(lambda: run(stack, graph.x, kv, (), graph.u))
+        self._watch(kv.pool)
+        self.graphs[key] = graph
+        if len(self.graphs) > MOST_GRAPHS:
+            del self.graphs[next(iter(self.graphs))]
+        self.recorded, self.bytes = self.recorded + 1, self.bytes + self.recorder.reserved() - before
+        log.debug("graph %d: %s, %d bytes for all", self.recorded, sizes, self.bytes)
+        return result
+
+    def _watch(self, pool: Pool) -> None:
+        """Drop a pool's graphs with it: they write to its memory."""
+        if id(pool) not in self.pools:
+            self.pools.add(id(pool))
+            weakref.finalize(pool, self._drop, id(pool))
+
+    def _drop(self, pool: int) -> None:
+        self.pools.discard(pool)
+        self.graphs = {key: graph for key, graph in self.graphs.items() if key[1] != pool}
+        self.seen = Counter({key: count for key, count in self.seen.items() if key[1] != pool})

@@ -1,0 +1,164 @@
+"""Graphs of decoder blocks: padded steps that are replayed give the bits of steps that are launched."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import DEVICE, Rerun
+from kernel_cases import ragged
+from torch import Tensor
+
+from outrider.cache.pool import Pool
+from outrider.checkpoints.hub import Checkpoint
+from outrider.core.step_input import StepInput
+from outrider.models.decoder import Decoder
+from outrider.models.placement import Precision
+from outrider.testing import tiny_checkpoint
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from outrider.backends.triton import attention, graphs
+from outrider.backends.triton.graphs import Graphs
+from outrider.backends.triton.plan import Plan, Sizes, numbers_of, plan_of, total
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of masked lanes
+SLOTS = 256
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_KERNELS", "triton")
+        if DEVICE.type == "cpu":
+            patch.setattr(attention, "BLOCK", 16)
+            patch.setattr(attention, "SPLIT", 32)
+            patch.setattr(graphs, "ROWS", (1, 2, 4, 8))
+            patch.setattr(graphs, "LEAST_KEYS", 32)
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
+        path = tiny_checkpoint(Path(tmp_path_factory.mktemp("graphs")) / "llama", **sizes)
+        yield Decoder(Checkpoint.open(path), Precision(torch.float32), DEVICE, 64)
+
+
+@pytest.fixture
+def own(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    """The graphs of the decoder's backend."""
+    made = graphs.graphs_for(DEVICE) or Graphs(Rerun())
+    monkeypatch.setattr(decoder.backend, "graphs", made)
+    return made
+
+
+def pair(decoder: Decoder) -> list[Pool]:
+    pools = [decoder.pool(SLOTS) for _ in range(2)]
+    pools[1].data.copy_(pools[0].data.normal_())
+    return pools
+
+
+def step_of(rng: random.Random, lengths: list[int], nodes: int) -> StepInput:
+    """A token of each request, and trees."""
+    step = StepInput()
+    for table, length, paths in ragged(rng, lengths, nodes, SLOTS):
+        step.chain(table, length - 1, [rng.randrange(50)])
+        if paths:
+            step.nodes(table, length, paths, [rng.randrange(50) for _ in paths])
+    return step.build()
+
+
+def eager(decoder: Decoder, step: StepInput, pool: Pool) -> Tensor:
+    kept, decoder.backend.graphs = decoder.backend.graphs, None  # type: ignore[attr-defined]
+    try:
+        return decoder.forward(step, pool)
+    finally:
+        decoder.backend.graphs = kept  # type: ignore[attr-defined]
+
+
+def test_replayed_steps_of_random_trees_have_the_bits_of_launched_ones(decoder: Decoder, own: Graphs) -> None:
+    """K/V too: rows that pad a step store nothing."""
+    torch.manual_seed(0)
+    rng, (ours, theirs) = random.Random(1), pair(decoder)
+    for _ in range(9):
+        step = step_of(rng, [rng.randint(1, 40) for _ in range(rng.randint(1, 3))], 2)
+        assert torch.equal(decoder.forward(step, ours), eager(decoder, step, theirs))
+        assert torch.equal(ours.data, theirs.data)
+    assert own.replayed and own.recorded < 9
+
+
+def test_results_of_earlier_steps_stay(decoder: Decoder, own: Graphs) -> None:
+    rng, (pool, _) = random.Random(2), pair(decoder)
+    results = [decoder.forward(step_of(rng, [5], 0), pool) for _ in range(4)]
+    kept = [result.clone() for result in results]
+    decoder.forward(step_of(rng, [6], 0), pool)
+    assert own.replayed == 3
+    assert all(map(torch.equal, results, kept))
+
+
+def test_a_shape_that_comes_once_and_a_long_step_have_no_graph(decoder: Decoder, own: Graphs) -> None:
+    rng, (pool, _) = random.Random(3), pair(decoder)
+    decoder.forward(step_of(rng, [5], 0), pool)
+    for _ in range(2):
+        decoder.forward(step_of(rng, [3] * (graphs.ROWS[-1] + 1), 0), pool)
+    assert not own.graphs and not own.recorded
+
+
+def test_each_pool_and_each_choice_of_layers_has_its_own_graph(decoder: Decoder, own: Graphs) -> None:
+    rng, pools = random.Random(4), pair(decoder)
+    less = decoder.skip_sublayers([0], [1])
+    step = step_of(rng, [5], 0)
+    expected = decoder.forward(step, pools[0], less).clone()
+    for _ in range(3):
+        for pool in pools:
+            decoder.forward(step, pool)
+        assert torch.equal(decoder.forward(step, pools[0], less), expected)
+    assert len(own.graphs) == 3
+
+
+def test_graphs_go_with_their_pool(decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, pools = random.Random(5), pair(decoder)
+    monkeypatch.setattr(own.recorder, "record", lambda run: lambda: torch.zeros(1, 32))  # keeps nothing
+    for pool in pools * 2:
+        decoder.forward(step_of(rng, [5], 0), pool)
+    assert len(own.graphs) == 2
+    del pools[0], pool
+    gc.collect()
+    assert len(own.graphs) == 1
+
+
+def test_the_graph_that_was_used_longest_ago_goes(
+    decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    rng, (pool, _) = random.Random(6), pair(decoder)
+    for length in (5, 5, 40, 40, 5, 60, 60):  # keys: 32, 64, 32, 64
+        decoder.forward(step_of(rng, [length], 0), pool)
+    decoder.forward(step_of(rng, [5, 5], 0), pool)
+    decoder.forward(step_of(rng, [5, 5], 0), pool)
+    assert [(key[3].rows, key[3].keys) for key in own.graphs] == [(1, 64), (2, 32)]
+
+
+def test_a_padded_plan_holds_the_numbers_of_the_plan() -> None:
+    rng = random.Random(7)
+    for _ in range(20):
+        step = step_of(rng, [rng.randint(1, 30) for _ in range(rng.randint(1, 2))], 3)
+        sizes, exact = graphs.padded(Sizes.of(step)), plan_of(step, torch.device("cpu"))
+        flat = torch.zeros(total(sizes), dtype=torch.int32)
+        numbers = torch.tensor(numbers_of(step, sizes), dtype=torch.int32)
+        flat[: len(numbers)] = numbers
+        wide, n = Plan.of(flat, sizes), step.length
+        for name in ("input_ids", "positions", "contexts", "num_keys", "shifts", "tables"):
+            assert torch.equal(getattr(wide, name)[:n], getattr(exact, name))
+            assert not getattr(wide, name)[n:].any()
+        assert torch.equal(wide.slots[:n], exact.slots) and (wide.slots[n:] == -1).all()
+        assert torch.equal(wide.table_slots[: len(exact.table_slots)], exact.table_slots)
+        assert not wide.pieces[len(exact.pieces) :].any()
+        if step.max_path_len:
+            paths = wide.path_slots.view(-1, sizes.path)[:n, : step.max_path_len]
+            assert torch.equal(paths, exact.path_slots.view(n, -1))
