@@ -1,8 +1,10 @@
 """Figures of spec_bench.py: speeds by kind of question, without the requests that loop.
 
-    python benchmarks/spec_figures.py RESULT.json [--plot OUT.svg]
+    python benchmarks/spec_figures.py RESULT.json [--plot OUT.svg] [--document FILE.md]
 
-prints a table in Markdown for every model, and draws the decode tokens/s of the first one.
+prints a table in Markdown for every model, and draws the decode tokens/s of the first one.  In a document
+each table replaces what stands between <!-- MODEL --> and <!-- end -->; beside other engines it is the one of
+<!-- MODEL, engines -->.
 """
 
 from __future__ import annotations
@@ -143,27 +145,44 @@ def by_kind(title: str, made: dict[str, dict[str, Any]], console: Console) -> No
 # ---- documents
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """A table for every model: decode tokens/s, speed-up and tokens per step in each setting."""
-    lines: list[str] = []
+def markdown(result: dict[str, Any]) -> dict[str, str]:
+    """Place in a document -> a table: decode tokens/s, speed-up and tokens per step in each setting."""
+    made, about = {}, result["conditions"]
     for model, found in result["models"].items():
-        settings = {title: made for title, made in found.items() if isinstance(made, dict)}
-        rest = {title: made[PLAIN][best_part(made)]["requests"] for title, made in settings.items()}
-        ratio = f"{model}: draft forward / target forward {found['draft forward / target forward']:.2f}"
-        lines.append(
-            "; ".join([ratio, *(f"{title} {n} requests without loops" for title, n in rest.items())])
-        )
-        lines += [
-            "",
-            "| | " + " | ".join(f"{t}: tokens/s | speed-up | tokens per step" for t in settings) + " |",
-        ]
-        lines += ["|---" * (1 + 3 * len(settings)) + "|"]
+        settings = {title: methods for title, methods in found.items() if isinstance(methods, dict)}
         first = next(iter(settings.values()))
-        for method in sorted(first, key=lambda m: -first[m][best_part(first)]["decode tokens/s"]):
-            cells = [cell for made in settings.values() for cell in _cells(made, method)]
-            lines.append(f"| {method} | " + " | ".join(cells) + " |")
-        lines.append("")
-    return "\n".join(lines)
+        rest = [f"{title} {_counted(methods)}" for title, methods in settings.items()]
+        columns = " | ".join(f"{title}: tokens/s | speed-up | tokens per step" for title in settings)
+        lines = [
+            f"{about['date']}, {about['cpu']}, {about['cores']} cores, commit {about['commit']};",
+            f"requests: {', '.join(rest)}. One draft forward takes",
+            f"{found['draft forward / target forward']:.2f} of a target forward.",
+            "",
+            f"| | {columns} |",
+            "|---" * (1 + 3 * len(settings)) + "|",
+        ]
+        for method in sorted(first, key=lambda name: -first[name][best_part(first)]["decode tokens/s"]):
+            cells = [cell for methods in settings.values() for cell in _cells(methods, method)]
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+        engines = any(not parts["all"]["promise"] for parts in first.values())
+        made[f"{model}, engines" if engines else model] = "\n".join(lines)
+    return made
+
+
+def _counted(made: dict[str, Parts]) -> str:
+    plain = made[PLAIN]
+    return f"{plain[best_part(made)]['requests']} of {plain['all']['requests']}"
+
+
+def filled(document: str, tables: dict[str, str]) -> str:
+    """A document with these tables in their places.  Raises ValueError if one has none."""
+    for place, table in tables.items():
+        before, found, after = document.partition(f"<!-- {place} -->\n")
+        _, end, rest = after.partition("<!-- end -->")
+        if not (found and end):
+            raise ValueError(f"the document has no <!-- {place} --> … <!-- end -->.")
+        document = f"{before}{found}{table}\n{end}{rest}"
+    return document
 
 
 def _cells(made: dict[str, Parts], method: str) -> list[str]:
@@ -206,9 +225,13 @@ def main() -> None:
     )
     parser.add_argument("result", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--document", type=Path)
     given = parser.parse_args()
     result = json.loads(given.result.read_text())
-    print(markdown(result))
+    tables = markdown(result)
+    print("\n\n".join(tables.values()))
+    if given.document:
+        given.document.write_text(filled(given.document.read_text(), tables))
     if given.plot:
         draw(result, given.plot)
 

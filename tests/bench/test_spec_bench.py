@@ -126,10 +126,17 @@ def test_a_result_becomes_a_table_for_documents_and_a_picture(bench: Any, tmp_pa
         "greedy": made,
         "T = 0.8": {"plain decoding": made["plain decoding"]},
     }
-    result = {"conditions": {"cores": 2, "cpu": "made", "date": "today"}, "models": {"builtin": found}}
-    lines = spec_figures.markdown(result).splitlines()
-    assert lines[0].startswith("builtin: draft forward / target forward 0.25; greedy 1 requests")
-    assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|") == 8
-    assert lines[4] == "| by 4 | 40 | 4.00× | 4.00 | – | – | – |" and "| by 0 | 10 | 1.00× | – |" in lines[6]
+    about = {"cores": 2, "cpu": "made", "date": "today", "commit": "abc"}
+    result = {"conditions": about, "models": {"builtin": found}}
+    tables = spec_figures.markdown(result)
+    lines = tables["builtin, engines"].splitlines()
+    assert "greedy 1 of 1, T = 0.8 1 of 1" in lines[1] and lines[2].startswith("0.25 of")
+    assert lines[4].count("|") == lines[5].count("|") == lines[6].count("|") == 8
+    assert lines[6] == "| by 4 | 40 | 4.00× | 4.00 | – | – | – |" and "| by 0 | 10 | 1.00× | – |" in lines[8]
+    document = "a\n<!-- builtin, engines -->\nold\n<!-- end -->\nb\n<!-- end -->\n"
+    expected = f"a\n<!-- builtin, engines -->\n{tables['builtin, engines']}\n<!-- end -->\nb\n<!-- end -->\n"
+    assert spec_figures.filled(document, tables) == expected
+    with pytest.raises(ValueError, match="no <!-- builtin, engines -->"):
+        spec_figures.filled("a", tables)
     spec_figures.draw(result, tmp_path / "out.svg")
     assert "made" in (tmp_path / "out.svg").read_text()
