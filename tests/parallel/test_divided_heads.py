@@ -20,6 +20,7 @@ from outrider import LLM, ConfigError
 from outrider.config import SpeculativeOptions
 from outrider.core.step_input import StepInput
 from outrider.heads.base import random_head
+from outrider.online.networks import Trainable
 from outrider.parallel.layout import Layout
 
 Ranks = Callable[[Layout], LLM]
@@ -97,3 +98,10 @@ def test_a_head_that_cannot_be_divided_so_is_refused(ranks: Ranks, model: str, t
         use(llm, "eagle", folder, 4)
     with pytest.raises(ConfigError, match="tensor_parallel_size, 1: got 2"):
         use(LLM(model), "eagle", folder, 2)
+
+
+def test_a_divided_head_is_not_trained_while_serving(ranks: Ranks, tmp_path: Path) -> None:
+    llm = ranks(LAYOUTS["tp2pp2"])
+    use(llm, "eagle", written(tmp_path, llm, "eagle"), 2)
+    with pytest.raises(ConfigError, match="draft_tensor_parallel_size 2 is not trained while serving"):
+        Trainable.of(llm.engine.drafter)
