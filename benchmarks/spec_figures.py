@@ -62,6 +62,7 @@ def figure(result: Measured, plain: Measured) -> dict[str, Any]:
         "ms drafting a step": round(1e3 * drafting_seconds(result) / total.steps, 3) if total.steps else None,
         "repeated 4-grams": round(result.repeated, 3),
         "same tokens": result.tokens == plain.tokens if result.promise == "tokens" else None,
+        "answers with the same tokens": sum(map(list.__eq__, result.tokens, plain.tokens)),
         "promise": result.promise,
     }
 
