@@ -1,6 +1,6 @@
 """Minutes of training, from nothing, until a head for the built-in target is better than the draft model.
 
-    python benchmarks/from_nothing.py [--method redrafter] [--options JSON] [--minutes 25] [--json OUT]
+    python benchmarks/from_nothing.py [--method eagle3] [--options JSON] [--minutes 3] [--json OUT]
 
 The minutes count all that `outrider train` does: answers of the target, features and steps, without
 evaluations.  At every evaluation the head and `builtin-draft` answer the same held-out prompts in turn, one
@@ -34,13 +34,13 @@ from outrider.train.report import Report
 from outrider.train.run import train
 from recipes.builtin import prompts, tasks
 
-DEPTH, NEW, HELD, ROUNDS = 3, 64, 16, 3
+DEPTH, NEW, HELD, ROUNDS = 3, 64, 8, 2
 DRAFT = {"method": "draft_model", "model": "builtin-draft", "num_speculative_tokens": DEPTH}
 SMALL = {
     "redrafter": {"layers": 1, "exit_dim": 160},
     "medusa": {"heads": 3, "own": False},
     "eagle": {"inner": 512},
-    "eagle3": {"inner": 512, "draft_vocab_size": 2048, "test_steps": 4},
+    "eagle3": {"inner": 512, "draft_vocab_size": 2048, "test_steps": 3},
 }
 
 
@@ -96,12 +96,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--method", default="redrafter")
+    parser.add_argument("--method", default="eagle3")
     parser.add_argument("--options", type=json.loads, help="of the method; default: sizes as shipped")
-    parser.add_argument("--prompts", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--prompts", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=50, help="steps between two evaluations")
-    parser.add_argument("--minutes", type=float, default=25.0, help="begin no step after this time")
+    parser.add_argument("--minutes", type=float, default=3.0, help="begin no step after this time")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     sizes = SMALL.get(given.method, {}) if given.options is None else given.options
@@ -111,9 +111,9 @@ def main() -> None:
         data.write_text("".join(lines))
         llm = LLM("builtin", max_num_seqs=32, max_model_len=512, speculative_config=None)
         run = {
-            "data": [str(data)], "out": f"{folder}/head", "steps": given.steps, "length": 384,
-            "answer_tokens": 96, "evaluate_every": given.every, "evaluate_prompts": 8,
-            "minutes": given.minutes, **sizes,
+            "data": [str(data)], "out": f"{folder}/head", "steps": given.steps, "length": 160,
+            "answer_tokens": 96, "evaluate_every": given.every, "evaluate_prompts": 2,
+            "minutes": given.minutes, "optimizer": "muon", "batch": 16, "rate": 1.5e-3, **sizes,
         }  # fmt: skip
         comparison = Comparison(llm)
         try:

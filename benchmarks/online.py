@@ -3,8 +3,9 @@
     python benchmarks/online.py [--drafter builtin-eagle] [--kind problem] [--share 0.5] [--json OUT]
 
 The same requests run without and with learning, batches in turn, greedy, chains of 3 draft tokens; the texts
-are compared.  With --adaptive the controller decides whether to draft: `drafting` is the share of the steps
-that did.  --drafter builtin-draft trains the draft model.
+are compared.  Then the controller decides how much to draft, for further requests of the stream, one at a
+time, on the grown target: with the first weights and with the learned ones.  `drafting` is the share of the
+steps that drafted.  --drafter builtin-draft trains the draft model.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from outrider.core.row import Speculation
 from outrider.engine.chat_template import render
 from recipes.builtin import tasks
 
-NEW = 64
+NEW, FURTHER, ROUNDS = 64, 24, 2  # tokens of an answer; requests for the controller, and how often
 
 
 def prompts(llm: LLM, kind: str, count: int) -> list[dict[str, Any]]:
@@ -50,42 +51,57 @@ def serve(llm: LLM, batch: list[dict[str, Any]]) -> tuple[list[list[int]], dict[
     return [list(output.outputs[0].token_ids) for output in outputs], found
 
 
+def speculation(drafter: str, **more: Any) -> dict[str, Any]:
+    tree = {"tree": "chain"} if draft.detect(drafter) in draft.head_methods() else {}
+    return {"model": drafter, "num_speculative_tokens": 3, **tree, **more}
+
+
+def controlled(target: str, drafter: str, asked: list[dict[str, Any]]) -> dict[str, float]:
+    """What the controller drafts with these weights, after a first half of the requests to measure costs."""
+    llm = LLM(
+        target, max_num_seqs=1, max_model_len=512, speculative_config=speculation(drafter, adaptive=True)
+    )
+    serve(llm, asked[: len(asked) // 2])
+    return serve(llm, asked[len(asked) // 2 :])[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", default="builtin", help="or builtin-100m, where a draft pays")
+    parser.add_argument("--target", default="builtin")
+    parser.add_argument("--grown", default="builtin-100m", help="target for the controller")
     parser.add_argument("--drafter", default="builtin-eagle")
     parser.add_argument("--kind", default="problem", choices=sorted(tasks.KINDS))
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--requests", type=int, default=720)
-    parser.add_argument("--batch", type=int, default=24, help="requests at once; few, where drafts pay")
-    parser.add_argument("--minutes", type=float, default=5.0, help="begin no batch after this time")
-    parser.add_argument("--adaptive", action="store_true")
+    parser.add_argument("--batch", type=int, default=24, help="requests at once")
+    parser.add_argument("--minutes", type=float, default=2.5, help="begin no batch after this time")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     ends = time.perf_counter() + 60 * given.minutes
-    config = {"model": given.drafter, "num_speculative_tokens": 3, "adaptive": given.adaptive}
-    if draft.detect(given.drafter) in draft.head_methods():
-        config["tree"] = "chain"
-    fixed = LLM(given.target, max_num_seqs=given.batch, max_model_len=512, speculative_config=config)
+    sizes = {"max_num_seqs": given.batch, "max_model_len": 512}
+    fixed = LLM(given.target, speculative_config=speculation(given.drafter), **sizes)
     rows = []
     with tempfile.TemporaryDirectory() as path:
-        learning = LLM(
-            given.target, max_num_seqs=given.batch, max_model_len=512,
-            speculative_config={**config, "online": {"path": path, "share": given.share}},
-        )  # fmt: skip
-        stream = prompts(fixed, given.kind, given.requests)
-        for at in range(0, len(stream), given.batch):
+        config = speculation(given.drafter, online={"path": path, "share": given.share})
+        learning = LLM(given.target, speculative_config=config, **sizes)
+        stream = prompts(fixed, given.kind, given.requests + FURTHER)
+        for at in range(0, given.requests, given.batch):
             if time.perf_counter() > ends:
                 break
-            (texts, before), (same, after) = (
-                serve(llm, stream[at : at + given.batch]) for llm in (fixed, learning)
-            )
+            batch = stream[at : min(at + given.batch, given.requests)]
+            (texts, before), (same, after) = (serve(llm, batch) for llm in (fixed, learning))
             assert texts == same, "learning changed a text"
             rows.append({"requests": at + len(texts), "fixed": before, "learning": after})
             print(json.dumps(rows[-1]), flush=True)
-    made = {**conditions(), "options": {**vars(given), "json": None}, "rows": rows}
+        weights = {"first weights": given.drafter, "learned weights": path}
+        control: dict[str, list[dict[str, float]]] = {name: [] for name in weights}
+        for _ in range(ROUNDS):
+            for name, used in weights.items():
+                control[name].append(controlled(given.grown, used, stream[-FURTHER:]))
+    print(json.dumps(control))
+    made = {**conditions(), "options": {**vars(given), "json": None}, "rows": rows, "controller": control}
     if given.json is not None:
         given.json.write_text(json.dumps(made, indent=1) + "\n")
 

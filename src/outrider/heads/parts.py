@@ -55,11 +55,6 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def causal_mask(n: int, device: torch.device | None = None) -> Tensor:
-    """bool [n, n]: row i attends to 0 … i."""
-    return torch.ones(n, n, dtype=torch.bool, device=device).tril()
-
-
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
@@ -125,9 +120,10 @@ class Layer(nn.Module):
     def over_text(self, x: Tensor, last: int | None = None) -> Tensor:
         """x [T, hidden] of the positions 0 … T - 1 through the layer.  last: so many last rows only."""
         attention, u, rows = self.self_attn, self.input_layernorm(x), slice(-(last or len(x)), None)
-        angles = rotary_angles(torch.arange(len(x), device=x.device), attention.head_dim)
+        places = torch.arange(len(x), device=x.device)
+        angles = rotary_angles(places, attention.head_dim)
         q, k = attention.queries(u[rows], angles[rows]), attention.keys(u, angles)
-        mask = causal_mask(len(x), x.device)[rows]
+        mask = places <= places[rows, None]
         return self.feed_forward(x[rows] + attention.attend(q, k, attention.values(u), mask))
 
     def feed_forward(self, x: Tensor) -> Tensor:

@@ -41,11 +41,6 @@ class Sample:
         lengths = self.lengths or [len(self.tokens)]
         return torch.cat([torch.arange(length, device=self.tokens.device) for length in lengths])
 
-    @property
-    def first(self) -> int:
-        """The first place that counts."""
-        return 0 if self.mask is None else int(self.mask.int().argmax())
-
     def places(self, first: int, count: int) -> Tensor:
         """int64, ascending: the numbers i < count of the places first + i that count.
 

@@ -62,7 +62,8 @@ class Network(nn.Module):
         states, count = sample.states[FINAL], len(sample.tokens) - 1
         width = NOISE * min(1.0, NOISE_LENGTH / count) * self.training
         noise = (torch.rand_like(states[:count]) - 0.5) * width
-        rows, start = sample.places(1, count), max(0, sample.first - 1)
+        rows = sample.places(1, count)
+        start = int(rows[0]) if len(rows) else 0
         out = self(outer.embedding[sample.tokens[1:]], states[:count] + noise, count - start)[rows - start]
         tokens = soft_cross_entropy(outer.logits(out), sample.logits[1 + rows])
         features = F.smooth_l1_loss(out.float(), states[1 + rows], reduction="none").mean(-1)
