@@ -136,12 +136,27 @@ def test_the_graph_that_was_used_longest_ago_goes(
     decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(graphs, "IDLE_CALLS", -1)
     rng, (pool, _) = random.Random(6), pair(decoder)
     for length in (5, 5, 40, 40, 5, 60, 60):  # keys: 32, 64, 32, 64
         decoder.forward(step_of(rng, [length], 0), pool)
     decoder.forward(step_of(rng, [5, 5], 0), pool)
     decoder.forward(step_of(rng, [5, 5], 0), pool)
     assert [(key[3].rows, key[3].keys) for key in own.graphs] == [(1, 64), (2, 32)]
+
+
+def test_shapes_in_turn_do_not_drop_each_others_graphs(
+    decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(graphs, "IDLE_CALLS", 4)
+    rng, (pool, _) = random.Random(8), pair(decoder)
+    for length in (5, 40) * 4:
+        decoder.forward(step_of(rng, [length], 0), pool)
+    assert (own.recorded, own.replayed) == (1, 2)
+    for length in (40,) * 6:
+        decoder.forward(step_of(rng, [length], 0), pool)
+    assert own.recorded == 2 and [key[3].keys for key in own.graphs] == [64]
 
 
 def test_a_padded_plan_holds_the_numbers_of_the_plan() -> None:

@@ -86,16 +86,40 @@ static void check_idle(void) {
     check(seconds(CLOCK_PROCESS_CPUTIME_ID) - began < 0.03, "threads without a loop take processor time");
 }
 
+static _Atomic int entered, may_end;
+
+static void stay(const void *loop, int64_t first, int64_t end) {
+    (void)loop;
+    for (entered += (int)(end - first); !may_end;) usleep(100); /* in a child for good */
+}
+
+static void *call_stay(void *unused) {
+    parallel_for(30, 1, stay, 0);
+    return unused;
+}
+
 __attribute__((unused)) static void check_fork(void) {
     int status;
     const pid_t child = fork();
     if (!child) {
-        check_threads_meet(2, "a forked process has no threads of its own");
+        alarm(5);
+        check_threads_meet(64, "a forked process has no threads of its own");
         check_each_item_once(MOST, 3);
         exit(0); /* with the threads' end */
     }
     waitpid(child, &status, 0);
     check(WIFEXITED(status) && !WEXITSTATUS(status), "a forked process failed");
+}
+
+/* In the midst of another thread's loop. */
+__attribute__((unused)) static void check_fork_within_a_loop(void) {
+    pthread_t caller;
+    set_threads(3);
+    pthread_create(&caller, 0, call_stay, 0);
+    while (entered < 3) usleep(100);
+    check_fork();
+    may_end = 1;
+    pthread_join(caller, 0);
 }
 
 int main(void) {
@@ -111,6 +135,7 @@ int main(void) {
     check_threads_meet(3, "threads that slept do not come back");
 #ifndef NO_FORK
     check_fork();
+    check_fork_within_a_loop();
     check_threads_meet(3, "threads are lost behind a fork");
 #endif
     set_threads(1 << 20);

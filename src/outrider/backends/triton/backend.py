@@ -32,6 +32,7 @@ class TritonBackend(TorchBackend):
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        device = torch.empty(0, device=device).device  # with its number, as in the tensors of graphs
         super().__init__(device, dtype)
         self.exact, self.verifier = True, TreeVerifier()
         self.graphs = graphs.graphs_for(device)

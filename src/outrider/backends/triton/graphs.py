@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -31,8 +32,9 @@ from outrider.core.step_input import StepInput
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of a graph; longer steps have none
 LEAST_KEYS, LEAST_PATH, LEAST_TABLE = 256, 4, 4096
-MOST_GRAPHS = 64  # the one that was used longest ago goes
+MOST_GRAPHS, IDLE_CALLS = 64, 4096  # a graph makes room for another if it was not used in so many calls
 MOST_COUNTED = 4096  # sizes that are counted before they get a graph
+RECORDING = threading.Lock()  # torch allows one recording at a time in a process
 log = logging.getLogger("outrider")
 
 
@@ -65,7 +67,7 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], Tensor]) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
+        with RECORDING, torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
             result = run()
 
         def replay() -> Tensor:
@@ -75,6 +77,7 @@ class CudaRecorder:
         return replay
 
     def reserved(self) -> int:
+        torch.cuda.empty_cache()  # as a recording does
         return int(torch.cuda.memory_reserved(self.device))
 
 
@@ -102,6 +105,7 @@ class Graph:
     """A recorded graph and its tensors.
 
     sizes, flat: of its plan, and the plan's numbers.  x, u: as in `Call`.  stack: keeps the weights alive.
+    used: the last call, by number
     """
 
     sizes: Sizes
@@ -110,6 +114,7 @@ class Graph:
     u: Tensor | None
     stack: Stack
     replay: Replay | None = None
+    used: int = 0
 
     @staticmethod
     def blank(call: Call, sizes: Sizes) -> Graph:
@@ -148,7 +153,7 @@ class Graphs:
         self.graphs: dict[tuple[Any, ...], Graph] = {}  # the one used last is at the end
         self.seen = Counter[tuple[Any, ...]]()
         self.pools: set[int] = set()
-        self.recorded = self.replayed = self.bytes = 0
+        self.calls = self.recorded = self.replayed = self.bytes = 0
 
     def run(self, run: Run, call: Call) -> Tensor:
         """The result of `run`, by a graph if it is worth one."""
@@ -157,21 +162,37 @@ class Graphs:
             return run(stack, x, kv, (), u)
         sizes = padded(sizes)
         key = id(stack), id(kv.pool), kv.layer, sizes, u is None, u is x
+        self.calls += 1
         if key in self.graphs:
             graph = self.graphs[key] = self.graphs.pop(key)
+            graph.used = self.calls
             graph.load(call)
             self.replayed += 1
             assert graph.replay is not None, "graphs are kept when they are recorded"
             return graph.replay()[: len(x)].clone()
-        if not in_one_part(stack.layers[0], sizes.rows, sizes.keys) or not self._comes_again(key):
-            return run(stack, x, kv, (), u)
-        return self._recorded(key, run, call, sizes)
+        whole = in_one_part(stack.layers[0], sizes.rows, sizes.keys)
+        if whole and self._comes_again(key) and self._make_room():
+            return self._recorded(key, run, call, sizes)
+        return run(stack, x, kv, (), u)
 
     def _comes_again(self, key: tuple[Any, ...]) -> bool:
         if len(self.seen) > MOST_COUNTED:
             self.seen.clear()
         self.seen[key] += 1
         return self.seen[key] > 1
+
+    def _make_room(self) -> bool:
+        """Drop the graph that was used longest ago, if there are many.  Returns False if it is in use.
+
+        Shapes in turn, more than MOST_GRAPHS, would otherwise be recorded anew at every call.
+        """
+        if len(self.graphs) < MOST_GRAPHS:
+            return True
+        oldest = next(iter(self.graphs))
+        idle = self.calls - self.graphs[oldest].used > IDLE_CALLS
+        if idle:
+            del self.graphs[oldest]
+        return idle
 
     def _recorded(self, key: tuple[Any, ...], run: Run, call: Call, sizes: Sizes) -> Tensor:
         """Record a graph.  Computes the step of `call` in its tensors before."""
@@ -181,9 +202,7 @@ class Graphs:
         result = run(stack, graph.x, kv, (), graph.u)[: len(call.x)].clone()
         graph.replay = self.recorder.record(lambda: run(stack, graph.x, kv, (), graph.u))
         self._watch(kv.pool)
-        self.graphs[key] = graph
-        if len(self.graphs) > MOST_GRAPHS:
-            del self.graphs[next(iter(self.graphs))]
+        self.graphs[key], graph.used = graph, self.calls
         self.recorded, self.bytes = self.recorded + 1, self.bytes + self.recorder.reserved() - before
         log.debug("graph %d: %s, %d bytes for all", self.recorded, sizes, self.bytes)
         return result
@@ -196,5 +215,5 @@ class Graphs:
 
     def _drop(self, pool: int) -> None:
         self.pools.discard(pool)
-        self.graphs = {key: graph for key, graph in self.graphs.items() if key[1] != pool}
+        self.graphs = {key: graph for key, graph in list(self.graphs.items()) if key[1] != pool}
         self.seen = Counter({key: count for key, count in self.seen.items() if key[1] != pool})

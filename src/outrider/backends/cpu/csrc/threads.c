@@ -133,6 +133,7 @@ static void *work(void *number) {
 
 static void forget_workers(void) {
     num_workers = 0;
+    atomic_store(&members, 0); /* another thread's loop may have been open */
     atomic_store(&sleeping, 0);
     atomic_flag_clear(&taken);
     lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
