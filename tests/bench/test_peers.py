@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +54,7 @@ def test_an_engine_that_is_not_installed_is_refused_with_the_cure(
     variable = f"OUTRIDER_{name.upper().replace('.', '_')}_PYTHON"
     monkeypatch.setenv(variable, str(tmp_path / "gone"))
     with pytest.raises(
-        ConfigError, match=f"{name} is not installed.*pip install {peers.PEERS[name].package}"
+        ConfigError, match=f"{name} is not installed for .*gone: .*pip install {peers.PEERS[name].package}"
     ):
         Rival.parse(name, "target.gguf", None)
     with pytest.raises(ConfigError, match="transfomers"):
@@ -83,6 +85,37 @@ def test_an_engine_answers_from_its_own_process(tiny: Path, rival: None) -> None
         assert run.kind == "a" and run.answers[0].token_times == [0.5] and 0 < run.seconds < 0.5
         with pytest.raises(ConfigError, match=r"^rival cannot run '.*': out of memory$"):
             found["rival ends"]("a", [{"prompt_token_ids": [7]}])
+
+
+def test_processes_that_an_engine_leaves_behind_end_with_it(tiny: Path, rival: None, tmp_path: Path) -> None:
+    """A fork has our pipe too, whose end would not come before that of the fork."""
+    forking = "import os, time\nif not (child := os.fork()):\n    time.sleep(30)\n    os._exit(0)\n"
+    answer = "def modes(job):\n    return {'rival': lambda ids: ([child], [0.5])}\n"
+    (tmp_path / "rival.py").write_text(forking + answer)
+    given, began = [Rival.parse("rival", str(tiny), None)], time.monotonic()
+    with peers.running(given, LLM(str(tiny)), SamplingParams(max_tokens=4), 2) as found:
+        run = found["rival"]("a", [{"prompt_token_ids": [5]}])
+    assert time.monotonic() - began < 20
+    (child,) = run.answers[0].token_ids
+    with pytest.raises(ProcessLookupError):
+        for _ in range(1000):  # until init has taken its status
+            os.kill(child, 0)
+            time.sleep(0.01)
+
+
+def test_an_interpreter_that_prints_something_else_is_refused(
+    tiny: Path, rival: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho activated; echo no module >&2\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("OUTRIDER_RIVAL_PYTHON", str(python))
+    given = [Rival.parse("rival", str(tiny), None)]
+    with (
+        pytest.raises(ConfigError, match=r"^rival cannot run '.*': no module$"),
+        peers.running(given, LLM(str(tiny)), SamplingParams(max_tokens=4), 2),
+    ):
+        pass
 
 
 def test_what_an_engine_refuses_is_one_sentence(tiny: Path, rival: None) -> None:

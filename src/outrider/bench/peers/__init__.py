@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,9 @@ class Rival(NamedTuple):
             draft = own or None
         peer = PEERS[name]
         if not _installed(name, peer.module):
-            raise ConfigError(f"{name} is not installed here: pip install {peer.package}.")
+            raise ConfigError(
+                f"{name} is not installed for {_python(name)}: {_python(name)} -m pip install {peer.package}"
+            )
         for checkpoint in (model, draft):
             if checkpoint is not None:
                 peer.check(checkpoint)
@@ -96,11 +99,18 @@ def _python(name: str) -> str:
     return os.environ.get(f"OUTRIDER_{_file(name).upper()}_PYTHON", sys.executable)
 
 
+def _environment(name: str) -> dict[str, str]:
+    """Variables of the engine's interpreter.  Another one than ours does not find our libraries."""
+    own = _python(name) == sys.executable
+    return {key: value for key, value in os.environ.items() if own or key != "PYTHONPATH"}
+
+
 def _installed(name: str, module: str) -> bool:
     """Whether the engine's interpreter finds a module, without importing it."""
     asks = f"import sys, importlib.util as util; sys.exit(util.find_spec({module!r}) is None)"
+    line, environment = [_python(name), "-c", asks], _environment(name)
     try:
-        return subprocess.run([_python(name), "-c", asks], capture_output=True, check=False).returncode == 0
+        return not subprocess.run(line, capture_output=True, check=False, env=environment).returncode
     except OSError:
         return False
 
@@ -152,24 +162,28 @@ def _readable(name: str, model: str) -> Iterator[Path]:
 
 
 class Worker:
-    """The process of an engine."""
+    """The process of an engine, with those that it starts."""
 
     def __init__(self, name: str, model: str, errors: IO[str]) -> None:
         self.name, self.model, self.errors = name, model, errors
-        python = _python(name)
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or python == sys.executable}
         self.process = subprocess.Popen(
-            [python, str(Path(worker.__file__)), _file(name)],
+            [_python(name), str(Path(worker.__file__)), _file(name)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
-            env={**environment, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+            env={**_environment(name), "OMP_NUM_THREADS": str(torch.get_num_threads())},
+            start_new_session=True,
         )  # fmt: skip
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.process.kill()
+        self._kill()
         self.process.communicate()
+
+    def _kill(self) -> None:
+        """End the engine's processes.  One that is left would hold its memory, and our pipe open."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send a line, and return the one that comes back."""
@@ -178,6 +192,7 @@ class Worker:
             print(json.dumps(request), file=self.process.stdin, flush=True)
             told: dict[str, Any] = json.loads(self.process.stdout.readline())
         except (OSError, ValueError):
+            self._kill()  # a line that is no answer does not come from a process that ends
             self.process.wait()
             self.errors.seek(0)
             last = (self.errors.read().strip().splitlines() or ["it ended without a word"])[-1]
