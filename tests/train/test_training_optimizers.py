@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from outrider.draft.medusa.network import Network as Medusa
+from outrider.draft.mlp_speculator.network import Network as Speculator
+from outrider.draft.redrafter.network import Network as Redrafter
 from outrider.train.optimizers import SIZE, Muon, optimizers, orthogonalized
 
 
@@ -43,7 +46,33 @@ def test_muon_trains_the_matrices_of_layers() -> None:
     }
     network = nn.ModuleDict(parts)
     network["frozen"] = nn.Linear(4, 4).requires_grad_(False)
-    (adam,), (rest, muon) = (optimizers(network, name, 1e-3, 0.0) for name in ("adamw", "muon"))
+    (adam,), (rest, muon) = (optimizers(network, 9, name, 1e-3, 0.0) for name in ("adamw", "muon"))
     sizes = [[len(group["params"]) for group in one.param_groups] for one in (adam, rest, muon)]
     assert sizes == [[4], [3], [1]]
     assert muon.param_groups[0]["params"][0] is network["mlp"].weight
+
+
+def test_muon_leaves_tables_of_tokens_alone_whatever_their_names() -> None:
+    """Also those of a smaller vocabulary; the residual blocks before a last linear are layers."""
+    made = {
+        "mlp_speculator": (Speculator(12, 8, 40, n_predict=2), {"proj.0", "proj.1"}),
+        "medusa": (Medusa(12, 40, heads=1), {"0.0.linear"}),
+        "redrafter": (Redrafter(12, 40, 1), {"lm_head.0.linear", "rnn_u", "rnn_w"}),
+    }
+    for network, layers in made.values():
+        _, muon = optimizers(network, 40, "muon", 1e-3, 0.0)
+        names = {id(p): n.removesuffix(".weight") for n, p in network.named_parameters()}
+        assert {names[id(p)] for p in muon.param_groups[0]["params"]} == layers
+    small = nn.ModuleDict(
+        {"lm_head": nn.Linear(12, 7), "markov_w2": nn.Linear(3, 7), "fc": nn.Linear(12, 12)}
+    )
+    assert optimizers(small, 40, "muon", 1e-3, 0.0)[1].param_groups[0]["params"] == [small["fc"].weight]
+
+
+def test_a_matrix_that_no_loss_has_read_keeps_its_values() -> None:
+    network = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    before = network["unused"].weight.detach().clone()
+    network["used"](torch.ones(1, 4)).sum().backward()
+    for optimizer in optimizers(network, 9, "muon", 1e-3, 0.5):
+        optimizer.step()
+    assert torch.equal(network["unused"].weight, before)

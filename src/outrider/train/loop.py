@@ -60,7 +60,9 @@ class Trainer:
         self.options: TrainOptions = method.options
         self.parameters = [p for p in method.network.parameters() if p.requires_grad]
         options = self.options
-        self.optimizers = optimizers(method.network, options.optimizer, method.rate, options.weight_decay)
+        self.optimizers = optimizers(
+            method.network, len(method.outer.lm_head), options.optimizer, method.rate, options.weight_decay
+        )
         self.device = features.model.device
         self.step, self.losses = 0, list[float]()
         self.records: list[dict[str, Any]] = []

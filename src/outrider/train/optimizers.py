@@ -32,7 +32,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 moment = self.state[p].setdefault("moment", torch.zeros_like(p))
                 moment.lerp_(p.grad, 1 - MOMENTUM)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -40,12 +40,11 @@ class Muon(Optimizer):
                 p.sub_(update, alpha=SIZE * max(p.shape) ** 0.5 * group["lr"])
 
 
-def optimizers(network: nn.Module, name: str, rate: float, decay: float) -> list[Optimizer]:
-    """name: "adamw" or "muon"."""
+def optimizers(network: nn.Module, vocabulary: int, name: str, rate: float, decay: float) -> list[Optimizer]:
+    """name: "adamw" or "muon".  A matrix with a row or column for each token belongs to no layer."""
     named = [(n, p) for n, p in network.named_parameters() if p.requires_grad]
-    chosen = {
-        n for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n and name == "muon"
-    }
-    adam = AdamW([p for n, p in named if n not in chosen], lr=rate, betas=BETAS, weight_decay=decay)
-    matrices = [p for n, p in named if n in chosen]
+    sizes = {vocabulary, *(len(p) for n, p in named if n.endswith(("lm_head.weight", "embed_tokens.weight")))}
+    matrices = [p for _, p in named if name == "muon" and p.ndim == 2 and sizes.isdisjoint(p.shape)]
+    chosen = {*matrices}
+    adam = AdamW([p for _, p in named if p not in chosen], lr=rate, betas=BETAS, weight_decay=decay)
     return [adam, Muon(matrices, {"lr": rate, "weight_decay": decay})] if matrices else [adam]
