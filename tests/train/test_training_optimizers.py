@@ -52,7 +52,7 @@ def test_muon_trains_the_matrices_of_layers() -> None:
     assert muon.param_groups[0]["params"][0] is network["mlp"].weight
 
 
-def test_muon_leaves_tables_of_tokens_alone_whatever_their_names() -> None:
+def test_muon_trains_no_table_of_tokens_under_any_name() -> None:
     """Also those of a smaller vocabulary; the residual blocks before a last linear are layers."""
     made = {
         "mlp_speculator": (Speculator(12, 8, 40, n_predict=2), {"proj.0", "proj.1"}),
