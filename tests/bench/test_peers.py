@@ -88,13 +88,16 @@ def test_an_engine_answers_from_its_own_process(tiny: Path, rival: None) -> None
 
 
 def test_processes_that_an_engine_leaves_behind_end_with_it(tiny: Path, rival: None, tmp_path: Path) -> None:
-    """A fork has our pipe too, whose end would not come before that of the fork."""
+    """A fork may have our pipe too, whose end would not come before that of the fork."""
     forking = "import os, time\nif not (child := os.fork()):\n    time.sleep(30)\n    os._exit(0)\n"
-    answer = "def modes(job):\n    return {'rival': lambda ids: ([child], [0.5])}\n"
+    modes = "{'rival': lambda ids: ([child], [0.5]), 'rival ends': lambda ids: os._exit(1)}"
+    answer = f"def modes(job):\n    return {modes}\n"
     (tmp_path / "rival.py").write_text(forking + answer)
     given, began = [Rival.parse("rival", str(tiny), None)], time.monotonic()
     with peers.running(given, LLM(str(tiny)), SamplingParams(max_tokens=4), 2) as found:
         run = found["rival"]("a", [{"prompt_token_ids": [5]}])
+        with pytest.raises(ConfigError, match="rival cannot run"):
+            found["rival ends"]("a", [{"prompt_token_ids": [5]}])
     assert time.monotonic() - began < 20
     (child,) = run.answers[0].token_ids
     with pytest.raises(ProcessLookupError):

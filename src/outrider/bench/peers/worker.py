@@ -66,6 +66,7 @@ def timed(answer: Callable[[list[int]], Answer], ids: list[int]) -> dict[str, An
 def main(name: str) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what engines print is no answer
+    os.register_at_fork(after_in_child=out.close)  # only the end of this process closes the pipe
     found: Modes = {}
     for line in sys.stdin:
         asked = json.loads(line)
