@@ -30,6 +30,7 @@ def test_threads_share_loops(flags: tuple[str, ...], tmp_path: Path) -> None:
         *inputs,
         "-o",
         str(program),
+        "-lm",
     ]
     built = subprocess.run(command, capture_output=True, text=True)
     if built.returncode and flags:

@@ -1,5 +1,6 @@
 /* Checks of threads.c, built and run by test_thread_pool.py.  Prints what does not hold. */
 #include "threads.h"
+#include <fenv.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -56,6 +57,19 @@ static void check_threads_meet(int threads, const char *what) {
     set_threads(threads);
     parallel_for(threads, 1, meet, &to);
     check(meeting.inside == threads && seconds(CLOCK_MONOTONIC) - began < 1, what);
+}
+
+static void meet_rounding_up(const void *loop, int64_t first, int64_t end) {
+    const volatile float one = 1, little = 1e-10f;
+    check(one + little > 1, "a thread rounds unlike the caller");
+    meet(loop, first, end);
+}
+
+static void check_rounding(void) {
+    Meeting meeting = {0, 3}, *to = &meeting;
+    fesetround(FE_UPWARD);
+    parallel_for(3, 1, meet_rounding_up, &to);
+    fesetround(FE_TONEAREST);
 }
 
 /* ---- loops within loops, and several callers */
@@ -129,6 +143,7 @@ int main(void) {
     }
     for (int i = 0; i < ROUNDS; i++) check_each_item_once(MOST, 7);
     check_threads_meet(3, "three threads do not share a loop of three items");
+    check_rounding();
     parallel_for(50, 1, nest, 0);
     check_callers();
     check_idle();

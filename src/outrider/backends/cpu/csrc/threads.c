@@ -3,7 +3,7 @@
  * Order: each thread begins with a part of the loop of its own, and takes `grain` items at a time.  Then it
  * takes items of the other parts.  So a thread that the system wakes late or interrupts delays a loop by one
  * grain at most.
- * Exact: every thread computes an item in the same way (see kernels.h).
+ * Exact: every thread computes an item in the same way (see kernels.h), and rounds as the caller does.
  * Threads without a loop look for one for SPIN_NANOSECONDS, then sleep.  A forked process has none of its
  * parent's threads, and starts its own. */
 #include "threads.h"
@@ -27,6 +27,7 @@ static struct {
     LoopBody *body;
     const void *loop;
     int64_t grain, threads;
+    uint64_t float_mode; /* of the caller: rounding, denormals (torch.set_flush_denormal) */
     Part parts[MAX_THREADS];
 } current;
 
@@ -49,6 +50,28 @@ static void compute_parts(int64_t self) {
             if (first < part->end) current.body(current.loop, first, min64(first + current.grain, part->end));
         }
     }
+}
+
+/* ---- floating-point mode of a thread */
+
+INLINE uint64_t float_mode(void) {
+    uint64_t mode = 0;
+#ifdef __x86_64__
+    mode = _mm_getcsr();
+#elif defined __aarch64__
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+#endif
+    return mode;
+}
+
+INLINE void set_float_mode(uint64_t mode) {
+#ifdef __x86_64__
+    _mm_setcsr((uint32_t)mode);
+#elif defined __aarch64__
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
+#else
+    (void)mode;
+#endif
 }
 
 /* ---- waiting */
@@ -125,7 +148,10 @@ static void close_loop(void) {
 static void *work(void *number) {
     for (uint32_t seen = await_loop(0); !atomic_load(&stopped); seen = await_loop(seen)) {
         if (!join_loop()) continue;
-        if ((intptr_t)number < current.threads) compute_parts((intptr_t)number);
+        if ((intptr_t)number < current.threads) {
+            set_float_mode(current.float_mode);
+            compute_parts((intptr_t)number);
+        }
         leave_loop();
     }
     return 0;
@@ -171,6 +197,7 @@ void parallel_for(int64_t count, int64_t grain, LoopBody *body, const void *loop
     current.loop = loop;
     current.grain = grain;
     current.threads = threads;
+    current.float_mode = float_mode();
     for (int64_t i = 0; i < threads; i++) {
         atomic_store_explicit(&current.parts[i].next, i * count / threads, memory_order_relaxed);
         current.parts[i].end = (i + 1) * count / threads;
