@@ -132,6 +132,19 @@ def test_graphs_go_with_their_pool(decoder: Decoder, own: Graphs, monkeypatch: p
     assert len(own.graphs) == 1
 
 
+def test_graphs_go_with_their_layers(decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only with the pool: heads take new weights while their pool stays."""
+    rng, (pool, _) = random.Random(9), pair(decoder)
+    monkeypatch.setattr(own.recorder, "record", lambda run: lambda: torch.zeros(1, 32))  # keeps nothing
+    blocks = [decoder.parts, decoder.skip_sublayers([0], [1])]
+    for used in blocks * 2:
+        decoder.forward(step_of(rng, [5], 0), pool, used)
+    assert len(own.graphs) == 2
+    del blocks, used
+    gc.collect()
+    assert len(own.graphs) == 1
+
+
 def test_the_graph_that_was_used_longest_ago_goes(
     decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

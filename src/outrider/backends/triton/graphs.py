@@ -104,7 +104,7 @@ def _power_of_two(n: int) -> int:
 class Graph:
     """A recorded graph and its tensors.
 
-    sizes, flat: of its plan, and the plan's numbers.  x, u: as in `Call`.  stack: keeps the weights alive.
+    sizes, flat: of its plan, and the plan's numbers.  x, u: as in `Call`.
     used: the last call, by number
     """
 
@@ -112,7 +112,6 @@ class Graph:
     flat: Tensor
     x: Tensor
     u: Tensor | None
-    stack: Stack
     replay: Replay | None = None
     used: int = 0
 
@@ -123,7 +122,7 @@ class Graph:
         if u is not None:
             u = x if u is call.x else u.new_zeros(sizes.rows, u.shape[1])
         flat = torch.zeros(total(sizes), dtype=torch.int32, device=x.device)
-        return Graph(sizes, flat, x, u, call.stack)
+        return Graph(sizes, flat, x, u)
 
     def load(self, call: Call) -> None:
         """Copy a step into the tensors."""
@@ -152,7 +151,7 @@ class Graphs:
         self.recorder = recorder
         self.graphs: dict[tuple[Any, ...], Graph] = {}  # the one used last is at the end
         self.seen = Counter[tuple[Any, ...]]()
-        self.pools: set[int] = set()
+        self.watched: set[int] = set()
         self.calls = self.recorded = self.replayed = self.bytes = 0
 
     def run(self, run: Run, call: Call) -> Tensor:
@@ -202,18 +201,19 @@ class Graphs:
         result = run(stack, graph.x, kv, (), graph.u)[: len(call.x)].clone()
         graph.replay = self.recorder.record(lambda: run(stack, graph.x, kv, (), graph.u))
         self._watch(kv.pool)
+        self._watch(stack)
         self.graphs[key], graph.used = graph, self.calls
         self.recorded, self.bytes = self.recorded + 1, self.bytes + self.recorder.reserved() - before
         log.debug("graph %d: %s, %d bytes for all", self.recorded, sizes, self.bytes)
         return result
 
-    def _watch(self, pool: Pool) -> None:
-        """Drop a pool's graphs with it: they write to its memory."""
-        if id(pool) not in self.pools:
-            self.pools.add(id(pool))
-            weakref.finalize(pool, self._drop, id(pool))
+    def _watch(self, used: Pool | Stack) -> None:
+        """Drop the graphs of a pool or a stack with it: they use its memory."""
+        if id(used) not in self.watched:
+            self.watched.add(id(used))
+            weakref.finalize(used, self._drop, id(used))
 
-    def _drop(self, pool: int) -> None:
-        self.pools.discard(pool)
-        self.graphs = {key: graph for key, graph in list(self.graphs.items()) if key[1] != pool}
-        self.seen = Counter({key: count for key, count in self.seen.items() if key[1] != pool})
+    def _drop(self, used: int) -> None:
+        self.watched.discard(used)
+        self.graphs = {key: graph for key, graph in list(self.graphs.items()) if used not in key[:2]}
+        self.seen = Counter({key: count for key, count in self.seen.items() if used not in key[:2]})
