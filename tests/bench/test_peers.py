@@ -33,7 +33,15 @@ def modes(job):
     if job.depth == 9:
         raise RuntimeError("Exception from building_blocks.cpp:716:\\nUnsupported quantization type\\n\\n")
     ends = lambda ids: sys.exit("out of memory")
-    return {"rival": lambda ids: ([*ids, job.tokens], [0.5]), "rival ends": ends}
+    loaded = []
+
+    def load(mode):
+        loaded.append(mode)
+        assert len(loaded) == 1, "the modes share a process"
+        return mode
+
+    rival = lambda ids: ([*ids, job.tokens], [0.5])
+    return {"rival": lambda: load(rival), "rival ends": lambda: load(ends)}
 """
 
 
@@ -76,7 +84,7 @@ def test_files_that_an_engine_cannot_read_are_refused_before_measuring(
     assert Rival.parse("openvino", str(tmp_path), None) == Rival("openvino", str(tmp_path), None)
 
 
-def test_an_engine_answers_from_its_own_process(tiny: Path, rival: None) -> None:
+def test_each_mode_of_an_engine_answers_from_its_own_process(tiny: Path, rival: None) -> None:
     llm, params = LLM(str(tiny)), SamplingParams(temperature=0, max_tokens=4)
     with peers.running([Rival.parse("rival", str(tiny), None)], llm, params, 2) as found:
         assert list(found) == ["rival", "rival ends"]
@@ -90,7 +98,7 @@ def test_an_engine_answers_from_its_own_process(tiny: Path, rival: None) -> None
 def test_processes_that_an_engine_leaves_behind_end_with_it(tiny: Path, rival: None, tmp_path: Path) -> None:
     """A fork may have our pipe too, whose end would not come before that of the fork."""
     forking = "import os, time\nif not (child := os.fork()):\n    time.sleep(30)\n    os._exit(0)\n"
-    modes = "{'rival': lambda ids: ([child], [0.5]), 'rival ends': lambda ids: os._exit(1)}"
+    modes = "{'rival': lambda: lambda ids: ([child], [0.5]), 'rival ends': lambda: lambda ids: os._exit(1)}"
     answer = f"def modes(job):\n    return {modes}\n"
     (tmp_path / "rival.py").write_text(forking + answer)
     given, began = [Rival.parse("rival", str(tiny), None)], time.monotonic()
@@ -189,7 +197,8 @@ def test_vllm_gets_our_settings_and_speculates_in_its_own_ways(
         LLM(str(tiny), dtype="float32", max_model_len=64),
         SamplingParams(temperature=0, max_tokens=4),
     )
-    found = vllm.modes(replace(peers.job_of(llm, params, 3), model=str(tiny), draft=str(tiny)))
+    modes = vllm.modes(replace(peers.job_of(llm, params, 3), model=str(tiny), draft=str(tiny)))
+    found = {label: load() for label, load in modes.items()}
     assert list(found) == ["vllm", "vllm lookup", "vllm draft"]
     assert [options["model"] for options in made] == [str(tiny)] * 3
     assert {(options["dtype"], options["max_model_len"]) for options in made} == {("float32", 64)}

@@ -145,7 +145,12 @@ def running(
             job = {**asdict(job_of(llm, params, depth)), "model": files[0], "draft": files[1]}
             errors = stack.enter_context(TemporaryFile("w+", errors="replace"))
             process = stack.enter_context(Worker(name, model, errors))
-            found |= {mode: partial(process.attempt, mode) for mode in process.ask(job)["modes"]}
+            for i, mode in enumerate(process.ask(job)["modes"]):
+                if i:  # modes in one process slow each other down: the threads of each wait for work
+                    process = stack.enter_context(Worker(name, model, errors))
+                    process.ask(job)
+                process.ask({"load": mode})
+                found[mode] = process.attempt
         yield found
 
 
@@ -162,7 +167,7 @@ def _readable(name: str, model: str) -> Iterator[Path]:
 
 
 class Worker:
-    """The process of an engine, with those that it starts."""
+    """The process of a mode of an engine, with those that it starts."""
 
     def __init__(self, name: str, model: str, errors: IO[str]) -> None:
         self.name, self.model, self.errors = name, model, errors
@@ -201,7 +206,7 @@ class Worker:
             raise ConfigError(f"{self.name} cannot run {self.model!r}: {told['error']}")
         return told
 
-    def attempt(self, mode: str, kind: str, group: list[Any]) -> Run:
-        told = [self.ask({"mode": mode, "ids": prompt["prompt_token_ids"]}) for prompt in group]
+    def attempt(self, kind: str, group: list[Any]) -> Run:
+        told = [self.ask({"ids": prompt["prompt_token_ids"]}) for prompt in group]
         answers = [CompletionOutput(0, "", each["tokens"], token_times=each["times"]) for each in told]
         return Run(kind, sum(each["seconds"] for each in told), Times(), answers)

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 from urllib.request import Request, urlopen
 
-from outrider.bench.peers.worker import Answer, Job, Modes
+from outrider.bench.peers.worker import Answer, Job, Mode, Modes
 
 
 def modes(job: Job) -> Modes:
     import xllamacpp
 
     kinds = xllamacpp.common_speculative_type
-    found = {
-        "llama.cpp": _mode(job, None),
-        "llama.cpp lookup": _mode(job, kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE),
+    found: Modes = {
+        "llama.cpp": partial(_mode, job, None),
+        "llama.cpp lookup": partial(_mode, job, kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE),
     }
     if job.draft is not None:
-        found["llama.cpp draft"] = _mode(job, kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE, job.draft)
+        kind = kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE
+        found["llama.cpp draft"] = partial(_mode, job, kind, job.draft)
     return found
 
 
-def _mode(job: Job, kind: Any, draft: str | None = None) -> Callable[[list[int]], Answer]:
+def _mode(job: Job, kind: Any, draft: str | None = None) -> Mode:
     """Start a server with this kind of speculation."""
     import xllamacpp
 

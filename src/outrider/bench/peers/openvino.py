@@ -3,43 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from outrider.bench.peers.worker import Answer, Job, Modes
+from outrider.bench.peers.worker import Answer, Job, Mode, Modes
 
 NGRAM = 3  # tokens that have to agree before it copies what followed
 CACHE = 1  # gigabytes of K/V
 
 
 def modes(job: Job) -> Modes:
-    import openvino_genai as genai
-
-    options = {"INFERENCE_NUM_THREADS": job.threads, "KV_CACHE_PRECISION": "f16"}
-    found = {
-        "openvino": _mode(job, options),
-        "openvino lookup": _mode(job, {**options, "prompt_lookup": True}),
+    found: Modes = {
+        "openvino": partial(_mode, job, {}),
+        "openvino lookup": partial(_mode, job, {"prompt_lookup": True}),
     }
     if job.draft is not None:
-        draft = genai.draft_model(job.draft, "CPU", **options)
-        found["openvino draft"] = _mode(job, {**options, "draft_model": draft})
+        found["openvino draft"] = partial(_mode, job, {}, job.draft)
     return found
 
 
-def _mode(job: Job, options: dict[str, Any]) -> Callable[[list[int]], Answer]:
-    """Load the model with these options, which include those of speculation."""
+def _mode(job: Job, speculation: dict[str, Any], draft: str | None = None) -> Mode:
+    """Load the model with options of speculation, or with this draft."""
     import numpy as np
     import openvino
     import openvino_genai as genai
 
-    config, drafts = genai.GenerationConfig(), "prompt_lookup" in options or "draft_model" in options
-    if drafts:
+    options: dict[str, Any] = {"INFERENCE_NUM_THREADS": job.threads, "KV_CACHE_PRECISION": "f16"}
+    if draft is not None:
+        speculation = {"draft_model": genai.draft_model(draft, "CPU", **options)}
+    config = genai.GenerationConfig()
+    if speculation:
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size, scheduler.enable_prefix_caching = CACHE, False
         options, config.num_assistant_tokens = {**options, "scheduler_config": scheduler}, job.depth
-    if "prompt_lookup" in options:
+    if "prompt_lookup" in speculation:
         config.max_ngram_size = NGRAM
-    pipe = genai.LLMPipeline(job.model, "CPU", **options)
+    pipe = genai.LLMPipeline(job.model, "CPU", **options, **speculation)
     config.max_new_tokens, config.do_sample = job.tokens, job.sampling["temperature"] > 0
     config.ignore_eos, config.stop_token_ids = not job.ending, set(job.ending)
     config.eos_token_id = next(iter(job.ending), -1)

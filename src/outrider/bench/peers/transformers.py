@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from outrider.bench.peers.worker import Answer, Job, Modes
+from outrider.bench.peers.worker import Answer, Job, Mode, Modes
 
 
 class _Clock:
@@ -24,6 +24,17 @@ class _Clock:
 
 
 def modes(job: Job) -> Modes:
+    found: Modes = {
+        "transformers": partial(_mode, job),
+        "transformers lookup": partial(_mode, job, prompt_lookup_num_tokens=job.depth),
+    }
+    if job.draft is not None:
+        found["transformers assisted"] = partial(_mode, job, job.draft)
+    return found
+
+
+def _mode(job: Job, draft: str | None = None, **options: Any) -> Mode:
+    """Load the model, and its draft."""
     import torch
     from transformers import AutoModelForCausalLM, logging
 
@@ -36,25 +47,18 @@ def modes(job: Job) -> Modes:
         return model.to(job.device).eval()
 
     model, sampled = loaded(job.model), job.sampling["temperature"] > 0
-    sampling = {"do_sample": sampled, "max_new_tokens": job.tokens, **(job.sampling if sampled else {})}
+    options |= {"do_sample": sampled, "max_new_tokens": job.tokens, **(job.sampling if sampled else {})}
     model.generation_config.eos_token_id = job.ending or None
     model.generation_config.pad_token_id = 0
-
-    def mode(**options: Any) -> Callable[[list[int]], Answer]:
-        def answer(ids: list[int]) -> Answer:
-            torch.manual_seed(job.seed)
-            given, clock = torch.tensor([ids], device=job.device), _Clock()
-            with torch.inference_mode():
-                told = model.generate(
-                    given, attention_mask=torch.ones_like(given), streamer=clock, **sampling, **options
-                )
-            return told[0, len(ids) :].tolist(), clock.times
-
-        return answer
-
-    found = {"transformers": mode(), "transformers lookup": mode(prompt_lookup_num_tokens=job.depth)}
-    if job.draft is not None:
-        assistant = loaded(job.draft)
+    if draft is not None:
+        options["assistant_model"] = assistant = loaded(draft)
         assistant.generation_config.num_assistant_tokens = job.depth
-        found["transformers assisted"] = mode(assistant_model=assistant)
-    return found
+
+    def answer(ids: list[int]) -> Answer:
+        torch.manual_seed(job.seed)
+        given, clock = torch.tensor([ids], device=job.device), _Clock()
+        with torch.inference_mode():
+            told = model.generate(given, attention_mask=torch.ones_like(given), streamer=clock, **options)
+        return told[0, len(ids) :].tolist(), clock.times
+
+    return answer

@@ -1,14 +1,14 @@
-"""vLLM: plain, n-gram look-up, and with the draft model.  Each mode is an engine of its own."""
+"""vLLM: plain, n-gram look-up, and with the draft model."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from outrider.bench.peers.worker import Answer, Job, Modes
+from outrider.bench.peers.worker import Answer, Job, Mode, Modes
 
 NGRAM = 3  # tokens that have to agree before it copies what followed
 CACHE = 1  # gigabytes of K/V
@@ -16,13 +16,13 @@ CACHE = 1  # gigabytes of K/V
 
 def modes(job: Job) -> Modes:
     lookup = {"method": "ngram", "prompt_lookup_max": NGRAM, "prompt_lookup_min": NGRAM}
-    found = {"vllm": _mode(job, None), "vllm lookup": _mode(job, lookup)}
+    found: Modes = {"vllm": partial(_mode, job, None), "vllm lookup": partial(_mode, job, lookup)}
     if job.draft is not None:
-        found["vllm draft"] = _mode(job, {"method": "draft_model", "model": job.draft})
+        found["vllm draft"] = partial(_mode, job, {"method": "draft_model", "model": job.draft})
     return found
 
 
-def _mode(job: Job, speculation: dict[str, Any] | None) -> Callable[[list[int]], Answer]:
+def _mode(job: Job, speculation: dict[str, Any] | None) -> Mode:
     """Start an engine with this speculation."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CACHE))

@@ -1,7 +1,8 @@
 """Run one engine in a process of its own.  Its interpreter needs the engine, and not Outrider.
 
-Lines of JSON come in and go out: a `Job`, answered by the labels of the engine's modes; then requests (a mode
-and token ids), each answered by tokens, their times and seconds.  What fails is answered by an "error".
+Lines of JSON come in and go out: a `Job`, answered by the labels of the engine's modes; the label of the one
+to load, which has this process to itself; then requests (token ids), each answered by tokens, their times
+and seconds.  What fails is answered by an "error".
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 Answer = tuple[list[int], list[float]]  # tokens, and seconds until each was there
-Modes = dict[str, Callable[[list[int]], Answer]]  # label -> what answers a prompt
+Mode = Callable[[list[int]], Answer]  # answers a prompt
+Modes = dict[str, Callable[[], Mode]]  # label -> what loads it
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def modes(name: str, job: Job) -> Modes:
     return found
 
 
-def timed(answer: Callable[[list[int]], Answer], ids: list[int]) -> dict[str, Any]:
+def timed(answer: Mode, ids: list[int]) -> dict[str, Any]:
     began = time.perf_counter()
     tokens, times = answer(ids)
     return {"tokens": tokens, "times": times, "seconds": time.perf_counter() - began}
@@ -68,14 +70,18 @@ def main(name: str) -> None:
     os.dup2(2, 1)  # what engines print is no answer
     os.register_at_fork(after_in_child=out.close)  # only the end of this process closes the pipe
     found: Modes = {}
+    mode: Mode | None = None
     for line in sys.stdin:
         asked = json.loads(line)
         try:
             if not found:
                 found = modes(name, Job(**asked))
                 told: dict[str, Any] = {"modes": [*found]}
+            elif mode is None:
+                mode = found[asked["load"]]()
+                told = asked
             else:
-                told = timed(found[asked["mode"]], asked["ids"])
+                told = timed(mode, asked["ids"])
         except Exception as error:  # any, of an engine that we do not know
             told = {"error": (str(error).strip().splitlines() or [type(error).__name__])[-1]}
         print(json.dumps(told), file=out, flush=True)
