@@ -181,7 +181,7 @@ def test_a_padded_plan_holds_the_numbers_of_the_plan() -> None:
         numbers = torch.tensor(numbers_of(step, sizes), dtype=torch.int32)
         flat[: len(numbers)] = numbers
         wide, n = Plan.of(flat, sizes), step.length
-        for name in ("input_ids", "positions", "contexts", "num_keys", "shifts", "tables"):
+        for name in ("positions", "contexts", "num_keys", "shifts", "tables"):
             assert torch.equal(getattr(wide, name)[:n], getattr(exact, name))
             assert not getattr(wide, name)[n:].any()
         assert torch.equal(wide.slots[:n], exact.slots) and (wide.slots[n:] == -1).all()

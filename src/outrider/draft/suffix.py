@@ -6,7 +6,8 @@ A match of n tokens is looked up in the list of the longest run <= n.  The most 
 frequencies of what follows.  Longer matches earn more draft tokens.  The match with the highest expected
 number of accepted tokens is used.
 
-A request whose prompt ends like an earlier one is drafted from that one's output, as long as it repeats it.
+Where a prompt ends with the same tokens as an earlier one, the output of the earlier request is the draft, as
+long as the new output repeats it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
-                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                if "moment" not in self.state[p]:
+                    self.state[p]["moment"] = torch.zeros_like(p)
+                moment = self.state[p]["moment"]
                 moment.lerp_(p.grad, 1 - MOMENTUM)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 update = orthogonalized(p.grad.lerp(moment, MOMENTUM))

@@ -1,4 +1,4 @@
-"""Graphs of decoder blocks: their launches, recorded once and replayed for every step of like sizes.
+"""Graphs of decoder blocks: their launches, recorded once and replayed for steps of the same padded sizes.
 
 A launch from Python takes longer than most kernels of a small step, and a step has some ten launches a layer.
 Steps are padded to a menu of sizes (`padded`), so that few graphs serve them all.  A graph reads its own
@@ -101,28 +101,23 @@ def _power_of_two(n: int) -> int:
 
 
 @dataclass
-class Graph:
-    """A recorded graph and its tensors.
-
-    sizes, flat: of its plan, and the plan's numbers.  x, u: as in `Call`.
-    used: the last call, by number
-    """
+class Inputs:
+    """The tensors that a graph reads: the numbers of a plan of some sizes, and x and u as in `Call`."""
 
     sizes: Sizes
     flat: Tensor
     x: Tensor
     u: Tensor | None
-    replay: Replay | None = None
-    used: int = 0
 
     @staticmethod
-    def blank(call: Call, sizes: Sizes) -> Graph:
-        """Tensors for steps like that of `call`."""
+    def of(call: Call, sizes: Sizes) -> Inputs:
+        """Tensors with the step of `call`."""
         x, u = call.x.new_zeros(sizes.rows, call.x.shape[1]), call.u
         if u is not None:
             u = x if u is call.x else u.new_zeros(sizes.rows, u.shape[1])
-        flat = torch.zeros(total(sizes), dtype=torch.int32, device=x.device)
-        return Graph(sizes, flat, x, u)
+        inputs = Inputs(sizes, torch.zeros(total(sizes), dtype=torch.int32, device=x.device), x, u)
+        inputs.load(call)
+        return inputs
 
     def load(self, call: Call) -> None:
         """Copy a step into the tensors."""
@@ -141,6 +136,15 @@ class Graph:
         return frame
 
 
+@dataclass
+class Graph:
+    """used: its last call, by number"""
+
+    inputs: Inputs
+    replay: Replay
+    used: int
+
+
 class Graphs:
     """Graphs of one backend, by stack, pool and padded sizes.
 
@@ -156,18 +160,16 @@ class Graphs:
 
     def run(self, run: Run, call: Call) -> Tensor:
         """The result of `run`, by a graph if it is worth one."""
-        sizes, (stack, x, kv, u) = Sizes.of(call.kv.step_input), call
-        if sizes.rows > ROWS[-1] or not stack.layers:
+        stack, x, kv, u = call
+        if kv.step_input.length > ROWS[-1] or not stack.layers:
             return run(stack, x, kv, (), u)
-        sizes = padded(sizes)
+        sizes = padded(Sizes.of(kv.step_input))
         key = id(stack), id(kv.pool), kv.layer, sizes, u is None, u is x
         self.calls += 1
         if key in self.graphs:
             graph = self.graphs[key] = self.graphs.pop(key)
-            graph.used = self.calls
-            graph.load(call)
-            self.replayed += 1
-            assert graph.replay is not None, "graphs are kept when they are recorded"
+            graph.used, self.replayed = self.calls, self.replayed + 1
+            graph.inputs.load(call)
             return graph.replay()[: len(x)].clone()
         whole = in_one_part(stack.layers[0], sizes.rows, sizes.keys)
         if whole and self._comes_again(key) and self._make_room():
@@ -195,14 +197,13 @@ class Graphs:
 
     def _recorded(self, key: tuple[Any, ...], run: Run, call: Call, sizes: Sizes) -> Tensor:
         """Record a graph.  Computes the step of `call` in its tensors before."""
-        graph, before = Graph.blank(call, sizes), self.recorder.reserved()
-        graph.load(call)
-        stack, kv = call.stack, call.kv._replace(step_input=graph.frame())
-        result = run(stack, graph.x, kv, (), graph.u)[: len(call.x)].clone()
-        graph.replay = self.recorder.record(lambda: run(stack, graph.x, kv, (), graph.u))
+        inputs, before = Inputs.of(call, sizes), self.recorder.reserved()
+        stack, kv = call.stack, call.kv._replace(step_input=inputs.frame())
+        result = run(stack, inputs.x, kv, (), inputs.u)[: len(call.x)].clone()
+        replay = self.recorder.record(lambda: run(stack, inputs.x, kv, (), inputs.u))
         self._watch(kv.pool)
         self._watch(stack)
-        self.graphs[key], graph.used = graph, self.calls
+        self.graphs[key] = Graph(inputs, replay, self.calls)
         self.recorded, self.bytes = self.recorded + 1, self.bytes + self.recorder.reserved() - before
         log.debug("graph %d: %s, %d bytes for all", self.recorded, sizes, self.bytes)
         return result

@@ -42,13 +42,13 @@ class Sizes(NamedTuple):
     @property
     def lengths(self) -> list[int]:
         """Of the arrays, in the order of `Plan`."""
-        return [self.rows] * 7 + [self.rows * self.path, 3 * self.pieces, self.table]
+        return [self.rows] * 6 + [self.rows * self.path, 3 * self.pieces, self.table]
 
 
 class Plan(NamedTuple):
     """int32 arrays of a step of N rows.
 
-    input_ids, positions, slots, contexts: [N], as in `StepInput`; K/V of a slot below 0 are not stored
+    positions, slots, contexts: [N], as in `StepInput`; K/V of a slot below 0 are not stored
     num_keys: [N], context and path
     shifts:   [N], text position minus number of the keys after the pinned ones
     tables:   [N], where the slot table of the row's request begins in `table_slots`
@@ -58,7 +58,6 @@ class Plan(NamedTuple):
     table_slots: the slot tables of all requests, one after another
     """
 
-    input_ids: Tensor
     positions: Tensor
     slots: Tensor
     contexts: Tensor
@@ -107,7 +106,6 @@ def numbers_of(step: StepInput, sizes: Sizes) -> array[int]:
         tables.extend([len(table_slots)] * (end - first))
         table_slots += table[: _keys_in_table(step, request)]
     arrays = [
-        array("i", step.input_ids),
         array("i", step.positions),
         array("i", step.slot_mapping),
         array("i", step.context_lens),

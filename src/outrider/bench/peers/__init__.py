@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -142,11 +142,10 @@ def running(
                 for one in (model, draft)
             ]
             job = {**asdict(job_of(llm, params, depth)), "model": files[0], "draft": files[1]}
-            errors = stack.enter_context(TemporaryFile("w+", errors="replace"))
-            process = stack.enter_context(Worker(name, model, errors))
+            process = stack.enter_context(Worker(name, model))
             for i, mode in enumerate(process.ask(job)["modes"]):
                 if i:  # modes in one process slow each other down: the threads of each wait for work
-                    process = stack.enter_context(Worker(name, model, errors))
+                    process = stack.enter_context(Worker(name, model))
                     process.ask(job)
                 process.ask({"load": mode})
                 found[mode] = process.attempt
@@ -168,8 +167,9 @@ def _readable(name: str, model: str) -> Iterator[Path]:
 class Worker:
     """The process of a mode of an engine, with those that it starts."""
 
-    def __init__(self, name: str, model: str, errors: IO[str]) -> None:
-        self.name, self.model, self.errors = name, model, errors
+    def __init__(self, name: str, model: str) -> None:
+        self.name, self.model = name, model
+        self.errors = TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
         self.process = subprocess.Popen(
             [_python(name), str(Path(worker.__file__)), _file(name)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
@@ -183,6 +183,7 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         self._kill()
         self.process.communicate()
+        self.errors.close()
 
     def _kill(self) -> None:
         """End the engine's processes.  One that is left would hold its memory, and our pipe open."""

@@ -63,10 +63,9 @@ class Network(nn.Module):
 
         states [T, hidden]; tokens [T + n_predict - 1], each after the token of its state.
         """
-        s, outputs = (
-            F.rms_norm(states, states.shape[-1:], eps=EPS) * 0.5**0.5 if self.scale_input else states,
-            [],
-        )
+        s, outputs = states, []
+        if self.scale_input:
+            s = F.rms_norm(states, states.shape[-1:], eps=EPS) * 0.5**0.5
         for i in range(self.n_predict):
             embedded = self.emb[i](tokens[i : i + len(states)])
             s = F.gelu(self.ln[i](self.proj[i](s) + self.share * embedded))

@@ -64,23 +64,29 @@ typedef struct {
     int64_t rows, inputs, outputs;
 } PartOfRun;
 
+/* Up to TILE ranks, from k on. */
+static void apply_a_tile(const PartOfRun *l, int64_t k) {
+    const int64_t rank = l->part->rank, inputs = l->inputs, stride = padded_inputs(inputs);
+    const float *a = l->part->a + k * stride, scale = l->part->scale;
+    int64_t r = 0;
+    if (rank - k < TILE) {
+        for (; r < l->rows; r++)
+            for (int64_t i = 0; i < rank - k; i++) {
+                const float *x = l->x + r * inputs;
+                multiply_a(1, 1, a + i * stride, x, inputs, scale, l->t + r * rank + k + i, rank);
+            }
+        return;
+    }
+    for (; r + TILE <= l->rows; r += TILE)
+        multiply_a(TILE, TILE, a, l->x + r * inputs, inputs, scale, l->t + r * rank + k, rank);
+    for (; r < l->rows; r++)
+        multiply_a(1, TILE, a, l->x + r * inputs, inputs, scale, l->t + r * rank + k, rank);
+}
+
 static void apply_a(const void *loop, int64_t first, int64_t end) {
     const PartOfRun *l = loop;
-    const int64_t rank = l->part->rank, inputs = l->inputs;
-    for (int64_t k = first * TILE; k < min64(end * TILE, rank); k += TILE)
-        for (int64_t r = 0; r < l->rows;) {
-            const float *a = l->part->a + k * padded_inputs(inputs), *x = l->x + r * inputs;
-            float *t = l->t + r * rank + k;
-            const int is_tile = l->rows - r >= TILE;
-            if (rank - k < TILE)
-                for (int64_t i = 0; i < rank - k; i++)
-                    multiply_a(1, 1, a + i * padded_inputs(inputs), x, inputs, l->part->scale, t + i, rank);
-            else if (is_tile)
-                multiply_a(TILE, TILE, a, x, inputs, l->part->scale, t, rank);
-            else
-                multiply_a(1, TILE, a, x, inputs, l->part->scale, t, rank);
-            r += is_tile && rank - k >= TILE ? TILE : 1;
-        }
+    for (int64_t k = first * TILE; k < min64(end * TILE, l->part->rank); k += TILE)
+        apply_a_tile(l, k);
 }
 
 static void apply_b(const void *loop, int64_t first, int64_t end) {
@@ -102,7 +108,7 @@ void add_lora(const LoraRun *runs, int64_t num_runs, int64_t first_part, int64_t
     for (const LoraRun *run = runs; run < runs + num_runs; run++)
         for (const LoraPart *part = run->parts + first_part; part < run->parts + first_part + num_parts;
              part++) {
-            if (!part->rank) continue;
+            if (!part->rank || !run->num_rows) continue;
             const int64_t rows = run->num_rows, products = rows * part->rank;
             PartOfRun l = {part, x + run->first_row * inputs, 0, y + run->first_row * outputs + part->start,
                            rows, inputs, outputs};
