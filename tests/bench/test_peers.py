@@ -118,7 +118,7 @@ def test_an_interpreter_that_prints_something_else_is_refused(
     tiny: Path, rival: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho activated; echo no module >&2\nexec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\necho no module >&2; echo activated\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setenv("OUTRIDER_RIVAL_PYTHON", str(python))
     given = [Rival.parse("rival", str(tiny), None)]
