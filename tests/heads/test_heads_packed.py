@@ -15,7 +15,8 @@ from torch import Tensor
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, ModelError, SamplingParams, draft
-from outrider.checkpoints.heads import Head, PackedTensors, builtin
+from outrider.checkpoints.heads import Head, builtin
+from outrider.checkpoints.packed import PackedWeights
 from outrider.config import SpeculativeOptions
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step import Batch
@@ -122,7 +123,7 @@ def test_a_dense_head_with_its_targets_config_stays_dense(
     network = Network(HIDDEN, V, heads=2, layers=1)
     config = {**network.config(), "quantization_config": copied}
     head = Head.open(folder := save_head(tmp_path, config, network.state_dict()))
-    assert not isinstance(head.tensors, PackedTensors)
+    assert not isinstance(head.tensors, PackedWeights)
     drafter = Hydra(Hydra.Options(model=folder), toy.engine.target)
     drafter.adopt(network.state_dict())
     assert drafter.options.quantization is None and drafter.reader.bits is None

@@ -52,18 +52,26 @@ class AttentionShape(Protocol):
     eps: float
 
 
-class DecoderLayer(AttentionShape, Protocol):
-    """Weights of one decoder block, packed by the backend that runs it.
+@dataclass
+class DecoderLayer:
+    """Weights of one decoder block (`AttentionShape`), packed by the backend that runs it.
 
-    window: attention window in tokens, 0 for all keys
+    norm_in: None if the caller computes the input of `qkv`
+    window:  attention window in tokens, 0 for all keys
     """
 
-    norm_in: Any  # Tensor; None if the caller computes the input of `qkv`
-    qkv: Any
+    norm_in: Any  # Tensor
+    qkv: Any  # [(heads + 2 kv_heads) head_dim, hidden]
     o: Any
     norm_post: Tensor
-    gate_up: Any
+    gate_up: Any  # [2 inner, hidden]
     down: Any
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
     window: int
 
 

@@ -5,8 +5,7 @@ Where shapes and config disagree, shapes count.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -45,51 +44,7 @@ class Tensors(Protocol):
         """As `raw`, or the quantized weight if it is stored so."""
 
 
-class PackedTensors:
-    """The tensors of a quantized file.  A quantized layer appears as one tensor, its weight.
-
-    layer_of: name of such a weight -> name of its layer.
-    """
-
-    def __init__(self, tensors: Weights, scheme: Scheme) -> None:
-        self.tensors, self.layers = tensors, PackedWeights(tensors, scheme)
-        words = f".{self.layers.layout.words}"
-        packed = [name.removesuffix(words) for name in tensors if name.endswith(words)]
-        self.layer_of = {f"{layer}.weight": layer for layer in packed}
-        self.names = [*self.layer_of, *(name for name in tensors if not self.layers.belongs(name))]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.layer_of or (name in self.tensors and not self.layers.belongs(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        layer = self.layer_of.get(name)
-        return self.tensors.shape(name) if layer is None else self.layers.shape(layer)
-
-    def bits(self, names: Iterable[str]) -> int | None:
-        """The most bits that a value of these weights has; None if none of them is quantized."""
-        layers, words = (
-            [self.layer_of[name] for name in names if name in self.layer_of],
-            self.layers.layout.words,
-        )
-        sizes = [math.prod(self.layers.shape(layer)) for layer in layers]
-        stored = [32 * math.prod(self.tensors.shape(f"{layer}.{words}")) for layer in layers]
-        return max((bits // size for bits, size in zip(stored, sizes)), default=None)
-
-    def raw(self, name: str) -> Tensor:
-        weight = self.weight(name)
-        return weight.dense() if isinstance(weight, QuantizedWeight) else weight
-
-    def weight(self, name: str) -> Tensor | QuantizedWeight:
-        layer = self.layer_of.get(name)
-        return (
-            self.tensors.raw(name) if layer is None else self.layers.linear(layer, *self.layers.shape(layer))
-        )
-
-
-def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | PackedTensors:
+def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | PackedWeights:
     """The tensors of a folder.
 
     A config may be a copy of the target's: then nothing is packed.  Unsupported quantization is not an error
@@ -100,7 +55,7 @@ def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | PackedTen
     if not isinstance(quantization, dict):
         return weights
     try:
-        packed = PackedTensors(weights, Scheme.read(quantization))
+        packed = PackedWeights(weights, Scheme.read(quantization))
     except ModelError:
         return weights
     return packed if packed.layer_of else weights

@@ -12,6 +12,8 @@ K inputs, O outputs; every int32 word holds p = 32 / bits values, the lowest bit
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,26 +47,56 @@ LAYOUTS = {
 
 
 class PackedWeights:
-    """The `Source` of a quantised checkpoint.  A layer is quantised if its packed values are in the files."""
+    """The tensors of a quantised checkpoint or head (`Source`).  A quantised layer is one tensor, its weight.
+
+    A layer is quantised if its packed values are in the files.
+    layer_of: name of such a weight -> name of its layer.
+    """
 
     def __init__(self, files: Weights, scheme: Scheme) -> None:
         self.files, self.scheme, self.layout = files, scheme, LAYOUTS[scheme.method]
+        words = f".{self.layout.words}"
+        layers = [name.removesuffix(words) for name in files if name.endswith(words)]
+        self.layer_of = {f"{layer}.weight": layer for layer in layers}
         self.warned = False
 
     def __contains__(self, name: str) -> bool:
-        return name in self.files
+        return name in self.layer_of or (name in self.files and not self._is_part(name))
 
-    def get(self, name: str, *shape: int) -> Tensor:
-        return self.files.get(name, *shape)
+    def __iter__(self) -> Iterator[str]:
+        yield from self.layer_of
+        yield from (name for name in self.files if not self._is_part(name))
 
-    def belongs(self, name: str) -> bool:
+    def _is_part(self, name: str) -> bool:
         """Whether a tensor of the files is a part of a quantised layer."""
         layer, _, part = name.rpartition(".")
         layout = self.layout
         parts = (layout.words, layout.zeros, layout.scales, layout.group_index, "weight_shape")
         return part in parts and f"{layer}.{layout.words}" in self.files
 
-    def shape(self, name: str) -> tuple[int, int]:
+    def shape(self, name: str) -> tuple[int, ...]:
+        layer = self.layer_of.get(name)
+        return self.files.shape(name) if layer is None else self._layer_shape(layer)
+
+    def raw(self, name: str) -> Tensor:
+        weight = self.weight(name)
+        return weight.dense() if isinstance(weight, QuantizedWeight) else weight
+
+    def weight(self, name: str) -> Tensor | QuantizedWeight:
+        layer = self.layer_of.get(name)
+        return self.files.raw(name) if layer is None else self.linear(layer, *self._layer_shape(layer))
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        return self.files.get(name, *shape)
+
+    def bits(self, names: Iterable[str]) -> int | None:
+        """The most bits that a value of these weights has; None if none of them is quantized."""
+        layers, words = [self.layer_of[name] for name in names if name in self.layer_of], self.layout.words
+        sizes = [math.prod(self._layer_shape(layer)) for layer in layers]
+        stored = [32 * math.prod(self.files.shape(f"{layer}.{words}")) for layer in layers]
+        return max((bits // size for bits, size in zip(stored, sizes)), default=None)
+
+    def _layer_shape(self, name: str) -> tuple[int, int]:
         """(outputs, inputs) of a quantized layer, from headers."""
         outputs, words = self.files.shape(f"{name}.{self.layout.words}")
         if self.scheme.method != "compressed-tensors":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -27,8 +26,7 @@ class LayerSizes(Protocol):
     def head_dim(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class Low:
+class Low(NamedTuple):
     """Update of one projection: y += scale * b (a x), with a [rank, inputs] and b [outputs, rank]."""
 
     a: Tensor

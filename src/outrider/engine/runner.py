@@ -16,7 +16,6 @@ from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Resume
 from outrider.errors import OutriderError
 from outrider.models.base import Model
-from outrider.models.steps import finish_step
 from outrider.parallel.model import ParallelModel
 from outrider.sampling import random_streams
 from outrider.sampling.sampler import Sampler
@@ -174,7 +173,7 @@ class Runner:
                 return self.decoder.begin_step(*args)
             return partial(self.decoder.forward_step, *args)
         x = self._resumed(step_input, resume, spans)
-        return partial(finish_step, self.decoder, step_input, x, kept, queries)
+        return partial(self.decoder.finish_step, step_input, x, kept, queries)
 
     def _resumed(self, step_input: StepInput, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
         """Hidden states [n, hidden] after the last layer."""

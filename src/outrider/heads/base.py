@@ -22,7 +22,8 @@ from torch import Tensor
 
 from outrider.cache.catch_up import CatchUp, Cursor
 from outrider.cache.pool import Pool
-from outrider.checkpoints.heads import Head, PackedTensors
+from outrider.checkpoints.heads import Head
+from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.quantize import Quantization, bits_of
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
@@ -104,7 +105,7 @@ class HeadDrafter(Drafter):
         self.backend, self.hidden = target.decoder.backend, target.decoder.spec.hidden
         opened = head or self._open(options)
         check_size(opened, target.vocabulary)
-        self.packed = opened.tensors if isinstance(opened.tensors, PackedTensors) else None
+        self.packed = opened.tensors if isinstance(opened.tensors, PackedWeights) else None
         self.head = self.translate(opened)
         bits, ranks = bits_of(options.quantization), options.draft_tensor_parallel_size
         self.reader = Reader(self.head, self.backend, bits, ranks)

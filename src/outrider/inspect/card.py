@@ -220,12 +220,13 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -
     scheme = checkpoint.scheme if checkpoint else None
     layout = LAYOUTS[scheme.method] if scheme else None
     weights = Weights(locate(options.model, options.revision))
+    packed = PackedWeights(weights, scheme) if scheme else weights
     for name, shape, kind in headers(weights):
         layer, _, last = name.rpartition(".")
         if scheme and layout and last == layout.words:
             bits, group = min(scheme.sizes)
             if len(scheme.sizes) > 1:  # only compressed-tensors has layers of different bits
-                bits = 32 * count(shape) // count(PackedWeights(weights, scheme).shape(layer))
+                bits = 32 * count(shape) // count(packed.shape(f"{layer}.weight"))
             kind = f"{scheme.method} in {bits} bits"
             yield Stored(
                 name, count(shape) * 32 // bits, kind, False, _few(bits, group, not scheme.symmetric)

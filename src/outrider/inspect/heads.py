@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.checkpoints.heads import Head, PackedTensors
+from outrider.checkpoints.heads import Head
+from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.weights import Weights
 from outrider.draft import PLAIN_MODEL, detect, head_methods
 from outrider.errors import ModelError
@@ -100,14 +101,14 @@ def _label(layout: Layout | None) -> str:
 
 
 def _file(head: Head) -> Weights:
-    tensors = head.tensors.tensors if isinstance(head.tensors, PackedTensors) else head.tensors
+    tensors = head.tensors.files if isinstance(head.tensors, PackedWeights) else head.tensors
     assert isinstance(tensors, Weights)
     return tensors
 
 
 def _stored(head: Head) -> Iterator[Entry]:
     """Every tensor; a quantized weight is one."""
-    packed = head.tensors.layer_of if isinstance(head.tensors, PackedTensors) else {}
+    packed = head.tensors.layer_of if isinstance(head.tensors, PackedWeights) else {}
     yield from ((name, head.tensors.shape(name), PACKED) for name in packed)
     yield from (entry for entry in headers(_file(head)) if entry[0] in head.tensors)
 

@@ -13,33 +13,44 @@ from outrider.backends.base import Backend, Chains
 from outrider.backends.rules import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.checkpoints.spec import Facts
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
 from outrider.errors import EngineError
 from outrider.models.placement import Precision
 
 Taps = dict[int, Tensor] | None  # layer -> receives the residual stream [N, hidden] before it
+Stream = Tensor | None  # residual stream [N, hidden]; None: the embeddings of the step
 
 
 class Model(Protocol):
-    """Weights of one model.  There is no state between calls: K/V is in the pool that a call gets."""
+    """Weights of one model.  There is no state between calls: K/V is in the pool that a call gets.
+
+    embedding: packed for `backend`; None if only `embed` can compute it
+    """
 
     backend: Backend
     dtype: torch.dtype
     device: torch.device
     max_len: int
     precision: Precision
-    embedding: Any  # packed for `backend`; None if only `embed` can compute it
+    spec: Facts
+    embedding: Any = None
 
-    @property
-    def spec(self) -> Facts: ...
     @property
     def exact(self) -> bool:
         """Whether a row's result does not depend on the other rows, bit for bit."""
+        return self.backend.exact
 
     @property
     def footprint(self) -> Counter[torch.device]:
         """Bytes of K/V per token, by device."""
+        raise NotImplementedError
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no forward is possible any more; None while it is."""
+        return None
 
     def pool(self, slots: int) -> Pool: ...
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Any:
@@ -51,33 +62,35 @@ class Model(Protocol):
 
     def layer_range(self, first: int, last: int) -> Any:
         """Blocks of the layers first, …, last - 1 only."""
+        rest = {*range(first), *range(last, self.spec.layers)}
+        return self.skip_sublayers(rest, rest)
 
     def forward(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        blocks: Any = None,
-        x: Tensor | None = None,
-        taps: Taps = None,
+        self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Stream = None, taps: Taps = None
     ) -> Tensor:
         """Hidden states [N, hidden] of the rows of a step, as `logits` takes them.  Writes K/V to the pool.
 
         blocks: blocks to run, by default all
-        x:      input of the first block, by default the embeddings; it may be overwritten
+        x:      input of the first block; it may be overwritten
         taps:   the number of layers receives the stream after the last
         """
+        raise NotImplementedError
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         """Rows [n, hidden] of the embedding, without scaling."""
+        raise NotImplementedError
 
     def final(self, x: Tensor) -> Tensor:
         """`forward`'s result [n, hidden] after the last norm: the input of the head."""
+        raise NotImplementedError
 
     def head_logits(self, x: Tensor) -> Tensor:
         """Logits float32 [n, V] of states [n, hidden] after the last norm."""
+        raise NotImplementedError
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """Logits float32 [len(rows), V] of some rows, ascending, of `forward`'s result."""
+        return self.head_logits(self.final(x if len(rows) == x.shape[0] else x[rows]))
 
     def forward_step(
         self, step_input: StepInput, pool: Pool, states: dict[int, Tensor], queries: TreeQueries | None = None
@@ -88,14 +101,32 @@ class Model(Protocol):
         states:  its keys are layers as in `taps` of `forward`, and FINAL; receives their states [N, hidden]
         queries: trees from the backend's `verifier`, answered from the logits
         """
+        taps = {layer: state for layer, state in states.items() if layer != FINAL}
+        x = self.forward(step_input, pool, taps=taps)
+        states.update(taps)
+        return self.finish_step(step_input, x, states, queries)
 
-    @property
-    def failure(self) -> EngineError | None:
-        """Why no forward is possible any more; None while it is."""
+    def finish_step(
+        self, step_input: StepInput, x: Tensor, states: dict[int, Tensor], queries: TreeQueries | None
+    ) -> Tensor:
+        """The part of `forward_step` after the last layer; x: the result of `forward`."""
+        if FINAL in states:
+            states[FINAL] = self.final(x)
+        logits = self.logits(x, step_input.logits_rows)
+        self.answer(logits, queries)
+        return logits
+
+    def answer(self, logits: Tensor, queries: TreeQueries | None) -> None:
+        """Answer the trees of a step from its logits."""
+        if queries is not None:
+            assert self.backend.verifier is not None, "queries come from the backend's verifier"
+            self.backend.verifier.verify(logits, queries)
 
     @property
     def fuses_chains(self) -> bool:
         """Whether `draft_chain` is supported."""
+        return False
 
     def draft_chain(self, step_input: StepInput, pool: Pool, chains: Chains, blocks: Any = None) -> Chained:
         """Run `forward` over the step, then extend chains of the best tokens after some rows, in one call."""
+        raise AssertionError("fuses_chains is False")

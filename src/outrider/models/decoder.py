@@ -31,11 +31,10 @@ from outrider.core.lora import Adapted, Runs
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
 from outrider.errors import CapacityError, ConfigError, ModelError, first_line
-from outrider.models.base import Taps
+from outrider.models.base import Model, Stream, Taps
 from outrider.models.layers import LayerReader
 from outrider.models.placement import Placement, Precision, place
 from outrider.models.rope import rope_frequencies
-from outrider.models.steps import forward_parts
 
 MAX_ROTATIONS = 1 << 31  # numbers: 16 million positions of 128 dimensions
 
@@ -54,12 +53,14 @@ class Part:
 Blocks = Sequence[Part]
 
 
-class Decoder:
-    """Weights of one model (`Model`).
+class Decoder(Model):
+    """Weights of one model.
 
     device, backend: those of the embedding and the head.  Results of `forward` and `logits` are on this
     device, wherever the layers are.
     """
+
+    spec: Spec
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Decoder:
             first, count = numbers[0], len(numbers)
             stack = backends[at].pack_layers(spec, self.layers[first : first + count], table.to(at))
             self.parts.append(Part(backends[at], stack, first, count))
-        self.layer_range = lru_cache(maxsize=8)(self._layer_range)
+        self._layer_range = lru_cache(maxsize=8)(super().layer_range)
         self.norm = reader.norm(self.backend)
         self.lm_head = self.embedding if spec.tied else reader.lm_head(self.backend)
         self.fused = None if self.split else self.backend.fused
@@ -107,7 +108,6 @@ class Decoder:
 
     @property
     def footprint(self) -> Counter[torch.device]:
-        """Bytes of K/V per slot, by device."""
         s, dtype, sizes = self.spec, self.precision.kv_dtype, Counter[torch.device]()
         for part in self.parts:
             sizes[part.backend.device] += Pool.bytes_per_slot(part.layers, s.kv_heads, s.head_dim, dtype)
@@ -118,7 +118,6 @@ class Decoder:
         return all(backend.exact for backend in (self.backend, *(part.backend for part in self.parts)))
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Blocks:
-        """The blocks without the attention, or the MLP, of some layers, for `forward` and `draft_chain`."""
         skips = [(i in attention) + 2 * (i in mlp) for i in range(self.spec.layers)]
         parts = []
         for part in self.parts:
@@ -127,17 +126,11 @@ class Decoder:
             parts.append(replace(part, stack=stack, idle=all(skip == 3 for skip in own)))
         return parts
 
-    def _layer_range(self, first: int, last: int) -> Blocks:
-        rest = {*range(first), *range(last, self.spec.layers)}
-        return self.skip_sublayers(rest, rest)
+    def layer_range(self, first: int, last: int) -> Any:
+        return self._layer_range(first, last)
 
     def forward(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        blocks: Any = None,
-        x: Tensor | None = None,
-        taps: Taps = None,
+        self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Stream = None, taps: Taps = None
     ) -> Tensor:
         """Residual stream [N, hidden] after the last layer."""
         if taps:
@@ -165,7 +158,7 @@ class Decoder:
         self, step_input: StepInput, pool: Pool, states: dict[int, Tensor], queries: TreeQueries | None = None
     ) -> Tensor:
         if self.fused is None:
-            return forward_parts(self, step_input, pool, states, queries)
+            return super().forward_step(step_input, pool, states, queries)
         stack, runs = self.parts[0].stack, _runs(step_input, 0)
         return self.fused.forward(stack, self.ends, LayerKV(step_input, pool), states, queries, runs)
 
@@ -175,10 +168,6 @@ class Decoder:
             part.backend.pack_adapter(self.spec, layers[part.first : part.first + part.layers])
             for part in self.parts
         ]
-
-    def logits(self, x: Tensor, rows: list[int]) -> Tensor:
-        """Logits float32 [len(rows), V] of some rows, ascending, of `forward`'s result."""
-        return self.head_logits(self.final(x if len(rows) == x.shape[0] else x[rows]))
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         return self.backend.embed(self.embedding, StepInput.of_ids(ids))
@@ -190,8 +179,6 @@ class Decoder:
         logits = self.backend.linear(x, self.lm_head)
         # `float` takes 30 µs here even if there is nothing to convert
         return logits if logits.dtype == torch.float32 else logits.float()
-
-    failure = None
 
     @property
     def fuses_chains(self) -> bool:

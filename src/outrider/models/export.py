@@ -103,15 +103,9 @@ def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits:
 
 
 def _dense(weights: PackedWeights, names: Iterable[str]) -> dict[str, Tensor]:
-    tensors = {}
-    for name in names:
-        layer, _, part = name.rpartition(".")
-        if part == weights.layout.words:
-            weight = weights.linear(layer, *weights.shape(layer))
-            tensors[f"{layer}.weight"] = weight.dense() if isinstance(weight, QuantizedWeight) else weight
-        elif not weights.belongs(name):
-            tensors[name] = weights.files.raw(name)
-    return tensors
+    words = f".{weights.layout.words}"
+    found = (f"{name.removesuffix(words)}.weight" if name.endswith(words) else name for name in names)
+    return {name: weights.raw(name) for name in found if name in weights}
 
 
 def _copy_rest(checkpoint: Checkpoint, folder: Path) -> None:

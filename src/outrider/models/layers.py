@@ -8,30 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend, Weight
+from outrider.backends.base import Backend, DecoderLayer, Weight
 from outrider.checkpoints.quantize import reduced
 from outrider.checkpoints.spec import Spec
 from outrider.checkpoints.weights import Source
 from outrider.core.quantized import join
-
-
-@dataclass
-class Layer:
-    """Weights of one block (`backends.base.DecoderLayer`)."""
-
-    norm_in: Tensor | None
-    qkv: Weight  # [(heads + 2 kv_heads) head_dim, hidden]
-    o: Weight
-    norm_post: Tensor
-    gate_up: Weight  # [2 inner, hidden]
-    down: Weight
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    window: int
 
 
 @dataclass(frozen=True)
@@ -43,7 +24,7 @@ class LayerReader:
     dtype: torch.dtype
     bits: int | None
 
-    def layer(self, backend: Backend, i: int, at: str = "", inputs: int = 0) -> Layer:
+    def layer(self, backend: Backend, i: int, at: str = "", inputs: int = 0) -> DecoderLayer:
         """at: prefix of its names, if they are not a model's.
 
         inputs: width of what `qkv` reads if it is not the normed states; then there is no norm_in.
@@ -56,7 +37,7 @@ class LayerReader:
             self._vector(backend, f"{at}.self_attn.{name}_norm", s.head_dim) if s.qk_norm else None
             for name in ("q", "k")
         )
-        return Layer(
+        return DecoderLayer(
             norm_in=None if inputs else self._vector(backend, f"{at}.input_layernorm", s.hidden),
             qkv=self._fused(backend, attention, inputs or s.hidden, self.bits),
             o=self._fused(backend, [(f"{at}.self_attn.o_proj", s.hidden)], q, self.bits),

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from outrider.backends.rules import TreeQueries
 from outrider.cache.pool import Pool
+from outrider.checkpoints.spec import Spec
 from outrider.core.lora import Adapted
 from outrider.core.step_input import StepInput
-from outrider.core.stop_rule import Chained
 from outrider.errors import RankError
-from outrider.models.base import Taps
+from outrider.models.base import Model, Stream, Taps
 from outrider.parallel.group import Group
 from outrider.parallel.layout import split
 from outrider.parallel.messages import Report
@@ -45,14 +45,14 @@ class ParallelPool(Pool):
         self.call("move", self.number, sources, targets)
 
 
-class ParallelModel:
+class ParallelModel(Model):
     """`Model` on all ranks of a group.  The layers of rank 0 are in `stage`.
 
     number: among the models of the group.  reports: of all ranks.
+    Every rank of the first stage has a slice of the embedding, which is not packed here.
     """
 
-    embedding: None = None  # every rank of the first stage has a slice
-    fuses_chains = False
+    spec: Spec
 
     def __init__(
         self, group: Group, stage: Stage, reports: Sequence[Report], max_len: int, number: int = 0
@@ -78,7 +78,7 @@ class ParallelModel:
 
     @property
     def footprint(self) -> Counter[torch.device]:
-        """Bytes of K/V per slot on this machine, by device."""
+        """As `Model.footprint`, on this machine."""
         sizes, host = Counter[torch.device](), self.reports[0].host
         for report in self.reports:
             if report.host == host:
@@ -101,17 +101,8 @@ class ParallelModel:
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Skips:
         return tuple((i in attention) + 2 * (i in mlp) for i in range(self.spec.layers))
 
-    def layer_range(self, first: int, last: int) -> Skips:
-        rest = {*range(first), *range(last, self.spec.layers)}
-        return self.skip_sublayers(rest, rest)
-
     def forward(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        blocks: Any = None,
-        x: Tensor | None = None,
-        taps: Taps = None,
+        self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Stream = None, taps: Taps = None
     ) -> Tensor:
         taps = {} if taps is None else taps
         found, _ = self._begin(step_input, pool, Wanted((*taps, LAST)), blocks, x)()
@@ -132,9 +123,7 @@ class ParallelModel:
         def complete() -> Tensor:
             found, logits = run()
             states.update((which, found[which]) for which in states)
-            if queries is not None:
-                assert self.backend.verifier is not None, "queries come from the backend's verifier"
-                self.backend.verifier.verify(logits, queries)
+            self.answer(logits, queries)
             return logits
 
         return complete
@@ -149,19 +138,8 @@ class ParallelModel:
     def head_logits(self, x: Tensor) -> Tensor:
         return self._logits([self._call("head", len(x), x=x).result()])
 
-    def logits(self, x: Tensor, rows: list[int]) -> Tensor:
-        return self.head_logits(self.final(x if len(rows) == x.shape[0] else x[rows]))
-
-    def draft_chain(self, *_: Any) -> Chained:
-        raise AssertionError("fuses_chains is False")
-
     def _begin(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        wanted: Wanted,
-        blocks: Skips | None = None,
-        x: Tensor | None = None,
+        self, step_input: StepInput, pool: Pool, wanted: Wanted, blocks: Skips | None = None, x: Stream = None
     ) -> Callable[[], tuple[dict[Any, Tensor], Tensor]]:
         """What waits for the wanted states, and for logits [M, V] (none: M = 0)."""
         assert isinstance(pool, ParallelPool)

@@ -25,6 +25,18 @@ from outrider.parallel.layout import Share
 ROW_PARALLEL = ("o", "down")
 
 
+def splits(spec: Spec, share: Share) -> dict[str, tuple[int, range]]:
+    """Projection -> all of its outputs, and those of this rank; of a row-parallel one, its inputs."""
+
+    def of_heads(heads: int, own: range) -> tuple[int, range]:
+        return heads * spec.head_dim, range(own.start * spec.head_dim, own.stop * spec.head_dim)
+
+    q, kv = of_heads(spec.heads, share.heads), of_heads(spec.kv_heads, share.kv_heads)
+    inner, vocabulary = (spec.inner, share.inner), (spec.vocabulary, share.vocabulary)
+    outer = {"embed_tokens": vocabulary, "lm_head": vocabulary}
+    return {"q": q, "k": kv, "v": kv, "o": q, "gate": inner, "up": inner, "down": inner, **outer}
+
+
 @dataclass(frozen=True)
 class SlicedSource:
     """`Source` of a rank's share of the tensors in `whole`, which is of a model of size `spec`."""
@@ -39,59 +51,30 @@ class SlicedSource:
 
     def get(self, name: str, *shape: int) -> Tensor:
         """A vector of this rank."""
-        outputs = self._outputs(_projection(name.rpartition(".")[0]))
-        if outputs is None:
+        projection, found = _projection(name.rpartition(".")[0]), splits(self.spec, self.share)
+        if projection not in found or projection in ROW_PARALLEL:
             return self.whole.get(name, *shape)
-        full, own = outputs
+        full, own = found[projection]
         return self.whole.get(name, full)[own.start : own.stop]
 
     def linear(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
         projection = _projection(name)
+        full, own = splits(self.spec, self.share)[projection]
         if projection in ROW_PARALLEL:
-            full, own = inputs_of(projection, self.spec, self.share)
             return columns(self.whole.linear(name, outputs, full), own)
-        split = self._outputs(projection)
-        assert split is not None, name
-        full, own = split
         return rows(self.whole.linear(name, full, inputs), own)
-
-    def _outputs(self, projection: str) -> tuple[int, range] | None:
-        """All outputs of a column-parallel projection, and those of this rank; None for others."""
-        spec, share = self.spec, self.share
-        if projection in ("embed_tokens", "lm_head"):
-            return spec.vocabulary, share.vocabulary
-        return outputs_of(projection, spec, share)
 
 
 def slice_update(layer: Mapping[str, Low], spec: Spec, share: Share) -> dict[str, Low]:
     """A rank's share of an adapter's updates of one layer."""
     own: dict[str, Low] = {}
-    for name, low in layer.items():
+    for name, (a, b, scale) in layer.items():
+        _, part = splits(spec, share)[name]
         if name in ROW_PARALLEL:
-            _, part = inputs_of(name, spec, share)
-            own[name] = Low(low.a[:, part.start : part.stop].contiguous(), low.b, low.scale)
+            own[name] = Low(a[:, part.start : part.stop].contiguous(), b, scale)
         else:
-            split = outputs_of(name, spec, share)
-            assert split is not None, name
-            _, part = split
-            own[name] = Low(low.a, low.b[part.start : part.stop].contiguous(), low.scale)
+            own[name] = Low(a, b[part.start : part.stop].contiguous(), scale)
     return own
-
-
-def outputs_of(projection: str, spec: Spec, share: Share) -> tuple[int, range] | None:
-    if projection in ("gate", "up"):
-        return spec.inner, share.inner
-    if projection == "q":
-        return spec.heads * spec.head_dim, _scaled(share.heads, spec.head_dim)
-    if projection in ("k", "v"):
-        return spec.kv_heads * spec.head_dim, _scaled(share.kv_heads, spec.head_dim)
-    return None
-
-
-def inputs_of(projection: str, spec: Spec, share: Share) -> tuple[int, range]:
-    if projection == "down":
-        return spec.inner, share.inner
-    return spec.heads * spec.head_dim, _scaled(share.heads, spec.head_dim)
 
 
 def rows(weight: Tensor | QuantizedWeight, own: range) -> Tensor | QuantizedWeight:
@@ -115,7 +98,3 @@ def columns(weight: Tensor | QuantizedWeight, own: range) -> Tensor | QuantizedW
 def _projection(name: str) -> str:
     """'q' for 'model.layers.0.self_attn.q_proj', 'lm_head' for 'lm_head'."""
     return name.rpartition(".")[2].removesuffix("_proj")
-
-
-def _scaled(part: range, size: int) -> range:
-    return range(part.start * size, part.stop * size)

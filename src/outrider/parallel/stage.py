@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend, LayerKV
+from outrider.backends.base import Backend, DecoderLayer, LayerKV
 from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool
 from outrider.checkpoints.quantize import bits_of
@@ -25,7 +25,7 @@ from outrider.checkpoints.weights import Source
 from outrider.core.lora import Adapted, Runs
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.models.layers import Layer, LayerReader
+from outrider.models.layers import LayerReader
 from outrider.models.placement import Precision
 from outrider.parallel.layout import Layout, Share, vocabulary_ranges
 from outrider.parallel.links import Answer, Links, add_parts
@@ -66,7 +66,7 @@ class Wanted(NamedTuple):
 class Block(NamedTuple):
     """One layer.  stacks[skip]: packed, without some sublayers (`Backend.skip_sublayers`)."""
 
-    layer: Layer
+    layer: DecoderLayer
     stacks: Sequence[Any]
 
 
@@ -111,7 +111,7 @@ class Stage:
         own, dtype = self.share.spec, self.options.precision.kv_dtype
         return Pool.bytes_per_slot(len(self.range), own.kv_heads, own.head_dim, dtype)
 
-    def _block(self, layer: Layer, spec: Spec, rotations: Tensor) -> Block:
+    def _block(self, layer: DecoderLayer, spec: Spec, rotations: Tensor) -> Block:
         stack = self.backend.pack_layers(spec, [layer], rotations)
         return Block(layer, [self.backend.skip_sublayers(stack, [skip]) for skip in range(3)])
 

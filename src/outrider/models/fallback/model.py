@@ -24,15 +24,13 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from outrider.backends.base import Backend
-from outrider.backends.rules import TreeQueries
 from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES
 from outrider.core.step_input import StepInput
-from outrider.core.stop_rule import Chained
 from outrider.errors import ConfigError, ModelError, first_line
-from outrider.models.base import Taps
+from outrider.models.base import Model, Stream, Taps
 from outrider.models.fallback import row_invariant, tempered, unrouted
 from outrider.models.fallback.attention import (
     ATTENTION,
@@ -48,7 +46,6 @@ from outrider.models.fallback.loading import body_attribute, body_of, load_model
 from outrider.models.fallback.taps import layers_of, tapping
 from outrider.models.placement import Precision
 from outrider.models.rope import fix_ropes
-from outrider.models.steps import forward_parts
 
 CHECK_TOKENS = 24
 # Largest root mean square of the difference from transformers' logits, in units of their standard deviation.
@@ -76,10 +73,8 @@ class BodyStub(nn.Module):
         return BodyOutput(last_hidden_state=self.hidden)
 
 
-class Fallback:
-    """A `Model` over transformers' own code."""
-
-    embedding: None = None  # some families scale the rows of the embedding
+class Fallback(Model):
+    """A `Model` over transformers' own code.  It packs no embedding: some families scale its rows."""
 
     def __init__(
         self, checkpoint: Checkpoint, precision: Precision, device: torch.device, max_len: int
@@ -117,10 +112,6 @@ class Fallback:
         )
 
     @property
-    def exact(self) -> bool:
-        return self.backend.exact
-
-    @property
     def footprint(self) -> Counter[torch.device]:
         layer, dtype = self.layers[0], self.precision.kv_dtype
         size = Pool.bytes_per_slot(len(self.layers), layer.kv_heads, layer.head_dim, dtype)
@@ -132,16 +123,8 @@ class Fallback:
             "transformers' own code, which computes all layers."
         )
 
-    def layer_range(self, first: int, last: int) -> None:
-        self.skip_sublayers((), ())
-
     def forward(
-        self,
-        step_input: StepInput,
-        pool: Pool,
-        blocks: Any = None,
-        x: Tensor | None = None,
-        taps: Taps = None,
+        self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Stream = None, taps: Taps = None
     ) -> Tensor:
         """[n, hidden] after the last norm; K/V of these rows is in the pool."""
         assert blocks is None and x is None, "all layers run"
@@ -160,25 +143,10 @@ class Fallback:
         return self.logits(x, list(range(len(x))))
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
-        """float32 [len(rows), V] of some rows, in ascending order, of `forward`'s result."""
         self.body_stub.hidden = (x if len(rows) == x.shape[0] else x[rows])[None]
         ids = torch.zeros(1, len(rows), dtype=torch.int64, device=self.device)
         out: Tensor = self.head(input_ids=ids, use_cache=False).logits[0]
         return out.float()
-
-    def forward_step(
-        self, step_input: StepInput, pool: Pool, states: dict[int, Tensor], queries: TreeQueries | None = None
-    ) -> Tensor:
-        return forward_parts(self, step_input, pool, states, queries)
-
-    failure = None
-
-    @property
-    def fuses_chains(self) -> bool:
-        return False
-
-    def draft_chain(self, *_: Any) -> Chained:
-        raise AssertionError("fuses_chains is False")
 
     def _hidden(self, step_input: StepInput) -> Tensor:
         out: Tensor = self.body(use_cache=False, **self._model_inputs(step_input))[0][0]
