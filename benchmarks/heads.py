@@ -38,9 +38,9 @@ from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Budget
 from outrider.draft.eagle import Eagle
-from outrider.draft.eagle.network import Network as EagleNetwork
+from outrider.draft.eagle import Network as EagleNetwork
 from outrider.draft.eagle3 import Eagle3
-from outrider.draft.eagle3.network import Network as Eagle3Network
+from outrider.draft.eagle3 import Network as Eagle3Network
 from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import Sizes

@@ -45,7 +45,7 @@ def snippets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_snippets_are_found() -> None:
-    assert [name for name, _ in SNIPPETS] == ["echo.py", "shift/layouts.py", "shift/__init__.py"]
+    assert [name for name, _ in SNIPPETS] == ["echo.py", "shift.py"]
     assert {"echo", "shift"} <= set(draft.names())
 
 
@@ -74,11 +74,8 @@ def test_documented_head_is_found_lossless_and_shown(tiny: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_head_needs_only_its_folder_and_a_row_of_the_table(name: str) -> None:
-    """Code outside the folder, or file, never names it (test_architecture); its names, network and row are
-    where tools look for them."""
-    folder = Path(draft.__file__).parent / name
-    if not folder.with_suffix(".py").is_file():
-        assert (folder / "network.py").is_file()
+def test_head_needs_only_its_file_and_a_row_of_the_table(name: str) -> None:
+    """Code outside the file never names it (test_architecture); its names and row are where tools look."""
+    assert (Path(draft.__file__).parent / f"{name}.py").is_file()
     assert format_of(name).layouts and format_of(name).hidden
     assert f"`{name}`" in (REPOSITORY / "docs" / "methods.md").read_text()

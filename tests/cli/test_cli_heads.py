@@ -13,7 +13,7 @@ from commands import Run
 from toys import save_head
 
 from outrider.checkpoints.weights import Weights
-from outrider.draft.redrafter.network import Network
+from outrider.draft.redrafter import Network
 from outrider.inspect import heads
 from outrider.inspect.heads import head_card
 

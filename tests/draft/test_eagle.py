@@ -17,8 +17,7 @@ from outrider import LLM
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.draft import detect
-from outrider.draft.eagle import Eagle
-from outrider.draft.eagle.network import Network
+from outrider.draft.eagle import Eagle, Network
 from outrider.draft.hydra import Hydra
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.layer import Sizes

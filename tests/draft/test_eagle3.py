@@ -16,8 +16,7 @@ from toys import HIDDEN, LAYERS, V, acceptance, read, samples, save_head, teach,
 
 from outrider import LLM, SamplingParams
 from outrider.core.step_input import StepInput
-from outrider.draft.eagle3 import Eagle3
-from outrider.draft.eagle3.network import Network
+from outrider.draft.eagle3 import Eagle3, Network
 from outrider.heads import recurrent
 from outrider.heads.layer import Sizes
 from outrider.heads.sample import TargetWeights

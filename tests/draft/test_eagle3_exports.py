@@ -20,7 +20,7 @@ from eagle3_heads import (
 from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, ConfigError, draft
-from outrider.draft.eagle3.network import Network
+from outrider.draft.eagle3 import Network
 from outrider.heads.layer import Sizes
 from outrider.heads.tapped import TAPS
 from outrider.train.methods.eagle3 import Eagle3 as Trained

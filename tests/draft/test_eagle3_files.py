@@ -27,8 +27,7 @@ from toys import HIDDEN, V, save_head, toy_target
 
 from outrider import LLM, ConfigError, ModelError, draft
 from outrider.checkpoints.heads import Head
-from outrider.draft.eagle3 import Eagle3
-from outrider.draft.eagle3.layouts import FORMAT
+from outrider.draft.eagle3 import FORMAT, Eagle3
 from outrider.heads.layer import Sizes
 from outrider.heads.tapped import TAPS, taps_of
 

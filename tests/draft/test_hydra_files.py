@@ -30,8 +30,7 @@ from toys import HIDDEN, V, save_head
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams
 from outrider.draft import detect
-from outrider.draft.hydra import Hydra
-from outrider.draft.hydra.network import Network
+from outrider.draft.hydra import Hydra, Network
 from outrider.heads.layer import Sizes
 
 

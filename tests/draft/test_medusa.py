@@ -30,8 +30,7 @@ from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
 from outrider.draft import detect
-from outrider.draft.medusa import Medusa
-from outrider.draft.medusa.network import Network
+from outrider.draft.medusa import Medusa, Network
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.sample import TargetWeights
 from outrider.train.methods.medusa import Medusa as Trained

@@ -20,8 +20,7 @@ from outrider.core.noise import gumbel, key_of
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
-from outrider.draft.medusa import Medusa, Packed
-from outrider.draft.medusa.network import Network
+from outrider.draft.medusa import Medusa, Network, Packed
 from outrider.draft.union import Union
 from outrider.drafting.base import Drafter
 from outrider.heads.ranks import RankAccuracy

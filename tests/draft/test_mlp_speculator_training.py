@@ -16,8 +16,7 @@ from outrider import LLM, ConfigError, SamplingParams
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
 from outrider.core.tree import ROOT
-from outrider.draft.mlp_speculator import MlpSpeculator
-from outrider.draft.mlp_speculator.network import Network
+from outrider.draft.mlp_speculator import MlpSpeculator, Network
 from outrider.heads.sample import Sample, TargetWeights
 from outrider.heads.trees import RankTree
 from outrider.testing import EngineDriver

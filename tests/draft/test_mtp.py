@@ -19,8 +19,7 @@ from outrider.core.step import FINAL, Batch
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Draft, DraftTree
 from outrider.draft import detect
-from outrider.draft.mtp import Mtp
-from outrider.draft.mtp.network import Network
+from outrider.draft.mtp import Mtp, Network
 from outrider.errors import ConfigError
 from outrider.heads.layer import Sizes
 from outrider.heads.sample import TargetWeights

@@ -16,8 +16,7 @@ from toys import HIDDEN, V, read, save_head, toy_target
 from outrider import LLM, ConfigError, ModelError, SamplingParams
 from outrider.core.tree import DraftTree
 from outrider.draft import detect
-from outrider.draft.peagle import PEagle
-from outrider.draft.peagle.network import Network
+from outrider.draft.peagle import Network, PEagle
 from outrider.heads.sample import TargetWeights
 from outrider.heads.tapped import TAPS
 

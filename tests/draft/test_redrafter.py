@@ -18,8 +18,7 @@ from outrider.config import SpeculativeOptions
 from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
-from outrider.draft.redrafter import ReDrafter
-from outrider.draft.redrafter.network import Network
+from outrider.draft.redrafter import Network, ReDrafter
 from outrider.testing import check_tree, make_row, propose_tree
 
 Tensors = dict[str, Tensor]

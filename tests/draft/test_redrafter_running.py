@@ -14,8 +14,7 @@ from toys import HIDDEN, V, acceptance, read, samples, save_head, teach, toy_tar
 from outrider import LLM, ConfigError, ModelError, SamplingParams
 from outrider.core.step import FINAL
 from outrider.core.tree import ROOT
-from outrider.draft.redrafter import Beams, ReDrafter
-from outrider.draft.redrafter.network import Network
+from outrider.draft.redrafter import Beams, Network, ReDrafter
 from outrider.heads.base import State
 from outrider.heads.sample import TargetWeights
 from outrider.testing import random_prompts

@@ -14,8 +14,7 @@ from torch import Tensor
 from toys import HIDDEN, V, read, save_head, toy_target
 
 from outrider import LLM
-from outrider.draft import detect, dflash, domino
-from outrider.draft.dspark import network as dspark
+from outrider.draft import detect, dflash, domino, dspark
 from outrider.drafting.trees.builder import SAMPLE_CONFIDENCE
 from outrider.errors import ModelError
 from outrider.heads.sample import TargetWeights

@@ -15,8 +15,7 @@ from toys import HIDDEN, V, save_head, toy_target
 from outrider import LLM, SamplingParams, draft
 from outrider.checkpoints.heads import Head
 from outrider.config import SpeculativeOptions
-from outrider.draft.hydra import Hydra
-from outrider.draft.hydra.network import Network
+from outrider.draft.hydra import Hydra, Network
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadDrafter
 from outrider.heads.vocabulary import check_size

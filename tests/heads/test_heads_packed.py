@@ -21,8 +21,7 @@ from outrider.config import SpeculativeOptions
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step import Batch
 from outrider.core.tree import Budget, Draft, DraftTree
-from outrider.draft.hydra import Hydra
-from outrider.draft.hydra.network import Network
+from outrider.draft.hydra import Hydra, Network
 from outrider.drafting.base import Drafter
 from outrider.heads import base
 from outrider.heads.base import HeadDrafter

@@ -11,7 +11,7 @@ import torch
 from toys import toy_target
 
 from outrider import LLM, SamplingParams
-from outrider.draft.eagle.network import Network
+from outrider.draft.eagle import Network
 from outrider.errors import ConfigError
 from outrider.online import learner as learners
 from outrider.online import texts

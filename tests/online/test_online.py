@@ -19,7 +19,7 @@ from outrider import LLM, SamplingParams
 from outrider.cli import main
 from outrider.core.clock import Times
 from outrider.core.row import Speculation
-from outrider.draft.eagle.network import Network
+from outrider.draft.eagle import Network
 from outrider.errors import ConfigError
 from outrider.online import learner as learners
 from outrider.online import store, texts

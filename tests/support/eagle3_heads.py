@@ -11,8 +11,7 @@ from toys import HIDDEN, LAYERS, V
 
 from outrider import LLM
 from outrider.core.step_input import StepInput
-from outrider.draft.eagle3 import Eagle3
-from outrider.draft.eagle3.network import Network
+from outrider.draft.eagle3 import Eagle3, Network
 
 H, INNER, HEADS, KV, D, VD = 64, 80, 4, 2, 24, 128  # head_dim is not h / heads
 TEXT, PAIRS = [3, 141, 59, 265, 358, 97, 9], 4  # the first PAIRS + 1 tokens are certain, the others drafted

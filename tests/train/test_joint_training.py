@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider import LLM, LoRARequest, SamplingParams
-from outrider.draft.medusa.network import Network
+from outrider.draft.medusa import Network
 from outrider.errors import ConfigError
 from outrider.models.differentiable import text_logits
 from outrider.train.joint import Joint

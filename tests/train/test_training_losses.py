@@ -14,11 +14,11 @@ from eagle3_heads import random_network
 from torch import Tensor, nn
 
 from outrider.core.step import FINAL
-from outrider.draft.dspark.network import Network as Block
-from outrider.draft.eagle.network import Network as Eagle
-from outrider.draft.hydra.network import Network as Hydra
-from outrider.draft.medusa.network import Network as Medusa
-from outrider.draft.redrafter.network import Network as Redrafter
+from outrider.draft.dspark import Network as Block
+from outrider.draft.eagle import Network as Eagle
+from outrider.draft.hydra import Network as Hydra
+from outrider.draft.medusa import Network as Medusa
+from outrider.draft.redrafter import Network as Redrafter
 from outrider.heads.layer import Sizes
 from outrider.heads.parts import acceptance_loss
 from outrider.heads.sample import Sample, TargetWeights

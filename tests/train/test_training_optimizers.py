@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.draft.medusa.network import Network as Medusa
-from outrider.draft.mlp_speculator.network import Network as Speculator
-from outrider.draft.redrafter.network import Network as Redrafter
+from outrider.draft.medusa import Network as Medusa
+from outrider.draft.mlp_speculator import Network as Speculator
+from outrider.draft.redrafter import Network as Redrafter
 from outrider.train.optimizers import SIZE, Muon, optimizers, orthogonalized
 
 

@@ -12,16 +12,8 @@ from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.spec import FAMILIES, Spec
+from outrider.draft import eagle, eagle3, hydra, medusa
 from outrider.draft.draft_model import DraftModel
-from outrider.draft.eagle import Eagle
-from outrider.draft.eagle import network as eagle
-from outrider.draft.eagle3 import Eagle3
-from outrider.draft.eagle3 import network as eagle3
-from outrider.draft.hydra import Hydra
-from outrider.draft.hydra import network as hydra
-from outrider.draft.medusa import Medusa
-from outrider.draft.medusa import network as medusa
-from outrider.draft.medusa.layouts import REFERENCE, counts
 from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError
 from outrider.heads.base import HeadDrafter
@@ -87,21 +79,21 @@ def _head(drafter: HeadDrafter) -> nn.Module:
     head, hidden, vocabulary = drafter.head, drafter.hidden, drafter.target.vocabulary
     if drafter.reader.ranks > 1:
         raise ConfigError(f"online: a head with draft_tensor_parallel_size {drafter.reader.ranks} {CURE}")
-    if isinstance(drafter, Eagle3):
+    if isinstance(drafter, eagle3.Eagle3):
         sizes, ids = Sizes.of(head, "midlayer", hidden), drafter.net.ids
         drafted = None if ids is None else ids.tolist()
         return loaded(eagle3.Network(sizes, vocabulary, drafter.net.taps, drafted, steps=3, decay=0.8), head)
-    if isinstance(drafter, Eagle):
+    if isinstance(drafter, eagle.Eagle):
         sizes = Sizes.of(head, "layers.0", hidden)
         return loaded(eagle.Network(sizes, vocabulary, "fc.bias" in head), head)
-    if isinstance(drafter, Medusa):
-        heads, blocks = counts(head)
+    if isinstance(drafter, medusa.Medusa):
+        heads, blocks = medusa.counts(head)
         if blocks > 1 and len({head.stored[f"0.{j}.linear.weight"] for j in range(blocks)}) > 1:
             raise ConfigError(f"online: a Medusa head whose blocks differ, as in {head.name!r}, {CURE}")
         own = "0.lm_head.weight" in head
         network = medusa.Network(hidden, vocabulary, heads, blocks, own)
-        return loaded(network, head, lambda name: REFERENCE.ours(name, blocks=blocks) or name)
-    if isinstance(drafter, Hydra):
+        return loaded(network, head, lambda name: medusa.REFERENCE.ours(name, blocks=blocks) or name)
+    if isinstance(drafter, hydra.Hydra):
         layers, own = int(head.config.get("hydra_num_layers") or 1), "hydra_lm_head.0.weight" in head
         return loaded(hydra.Network(hidden, vocabulary, len(drafter.heads), layers, None, 0.0, own), head)
     raise ConfigError(f"online: a head of the method {drafter.sources[0]!r} {CURE}")

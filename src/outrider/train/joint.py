@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from outrider.core.step import FINAL
-from outrider.draft.medusa.network import Network
+from outrider.draft.medusa import Network
 from outrider.drafting.base import Target
 from outrider.errors import ConfigError
 from outrider.heads.sample import Sample, TargetWeights

@@ -13,8 +13,8 @@ from torch import Tensor
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import Count, Flag, Natural, one_of, whole
 from outrider.draft import dflash, domino, dspark
-from outrider.draft.dspark.layouts import MARKOV, VANILLA
-from outrider.draft.dspark.network import Network as DSparkNetwork
+from outrider.draft.dspark import MARKOV, VANILLA
+from outrider.draft.dspark import Network as DSparkNetwork
 from outrider.errors import ConfigError
 from outrider.heads.block_layouts import ARCHITECTURE, SLIDING
 from outrider.heads.block_layouts import TAPS as KEYS

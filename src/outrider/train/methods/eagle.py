@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import Count, Flag
-from outrider.draft.eagle.layouts import FORMAT, SPECULATORS
-from outrider.draft.eagle.network import Network
+from outrider.draft.eagle import FORMAT, SPECULATORS, Network
 from outrider.errors import ConfigError
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain, refuse

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import Count, Positive, one_of
-from outrider.draft.eagle3.layouts import FORMAT, SGLANG, VLLM
-from outrider.draft.eagle3.network import Network
+from outrider.draft.eagle3 import FORMAT, SGLANG, VLLM, Network
 from outrider.errors import ConfigError
 from outrider.heads import tapped
 from outrider.heads.layouts import speculators_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.core.validate import Count, Flag
-from outrider.draft.hydra.network import Network
+from outrider.draft.hydra import Network
 from outrider.train.base import Method
 from outrider.train.options import Fraction, TrainOptions
 

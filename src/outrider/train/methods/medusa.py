@@ -14,8 +14,7 @@ from torch import nn
 from outrider.checkpoints.heads import Head
 from outrider.core.row import LoRARequest
 from outrider.core.validate import Count, Flag
-from outrider.draft.medusa.layouts import FORMAT, REFERENCE, VLLM, counts
-from outrider.draft.medusa.network import Network
+from outrider.draft.medusa import FORMAT, REFERENCE, VLLM, Network, counts
 from outrider.errors import ConfigError
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, refuse

@@ -12,8 +12,7 @@ from typing import ClassVar
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import Count, Flag
 from outrider.draft.lstm_speculator import LstmSpeculator
-from outrider.draft.mlp_speculator.layouts import FORMAT
-from outrider.draft.mlp_speculator.network import Network
+from outrider.draft.mlp_speculator import FORMAT, Network
 from outrider.errors import ConfigError
 from outrider.heads.speculators import PREFIX
 from outrider.train.base import Files, Method

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
 from outrider.core.validate import Count, Flag
-from outrider.draft.mtp.layouts import FORMAT, LAYOUTS, swap_inputs
-from outrider.draft.mtp.network import Network
+from outrider.draft.mtp import FORMAT, LAYOUTS, Network, swap_inputs
 from outrider.errors import ConfigError
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain, refuse

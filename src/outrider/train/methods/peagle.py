@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from outrider.core.validate import Count, Natural, whole
-from outrider.draft.peagle.network import Network
+from outrider.draft.peagle import Network
 from outrider.errors import ConfigError
 from outrider.heads.tapped import default_taps
 from outrider.train.base import Method

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import Count, Flag
-from outrider.draft.redrafter.layouts import CONVERTED, FORMAT, blocks
-from outrider.draft.redrafter.network import Network
+from outrider.draft.redrafter import CONVERTED, FORMAT, Network, blocks
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain
 from outrider.train.options import TrainOptions

@@ -1,34 +1,89 @@
-"""The network of an EAGLE-3 head for training, with the reference's names, and its training-time-test loss.
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one layer on the inputs of three layers of the target.
 
-Step 0 reads the target's states, step s the output of step s - 1, as in drafting; the tokens are the text's.
+It predicts x_t+2 from the states at t and the token x_t+1, over a vocabulary of its own.  For the
+next draft token its own output takes the place of the state.  Network: heads/tapped.py; K/V:
+heads/recurrent.py; trees: heads/trees.py.
 
-    place t                   0          1          2
-    step 0 reads pair      (f_0, x_1) (f_1, x_2) (f_2, x_3)      at position t; predicts x_t+2
-    step 1                 (o_0, x_2) (o_1, x_3) (o_2, x_4)      at t + 1, o of step 0; predicts x_t+3
-    step s                        (o_t, x_t+s+1)                 at position t + s; predicts x_t+s+2
+Published files.
 
-Step s at place t attends to step 0 at places 0 … t and to steps 1 … s at place t: the committed text and its
-own path.
+ours, as the reference (SafeAILab, SpecForge)       speculators, vLLM       SGLang
+fc, norm, lm_head, d2t, t2d, embed_tokens           the same                the same
+midlayer.…                                          layers.0.…              the same
+layers.1.…, layers.2.… (ordinary layers)            the same                additional_layers.0.…, 1.…
+fc_norm.0, …, input_norm (variants)                 the same                not supported
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.drafting.base import Target
+from outrider.checkpoints.heads import Head
+from outrider.drafting.base import Drafter, Target
+from outrider.heads.base import random_head
 from outrider.heads.layer import Sizes
+from outrider.heads.layouts import UNCHANGED, HeadFormat, Layout
 from outrider.heads.parts import acceptance_loss, small_sizes, soft_cross_entropy
+from outrider.heads.recurrent import Recurrent, RecurrentOptions
 from outrider.heads.sample import Sample, TargetWeights, mean_loss
-from outrider.heads.tapped import default_taps
+from outrider.heads.tapped import TAPS, TapNet, TapOptions, default_taps, is_parallel
 from outrider.heads.tapped_parts import Keys, PathLayer, Rows, TapNetwork, small_vocabulary
+
+FIRST = ("midlayer.{rest}", "midlayer.{rest}")
+REST = (
+    ("layers.0.{rest}", "midlayer.{rest}"),
+    ("d2t", "d2t"),
+    ("draft_id_to_target_id", "d2t"),
+    ("{rest}.rotary_emb.inv_freq", None),
+    ("rotary_emb.inv_freq", None),
+    ("verifier_{rest}", None),
+    ("layers.{i}.hidden_norm.weight", None),  # vLLM gives every layer a norm that only the first uses
+    *UNCHANGED,
+)
+VLLM = Layout("speculators, vLLM", ("layers.0.hidden_norm.weight",), REST, ("model.",))
+SGLANG = Layout(
+    "SGLang",
+    ("additional_layers.{i}.{rest}",),
+    (
+        ("additional_layers.{i}.hidden_norm.{rest}", "layers.{i+1}.input_layernorm.{rest}"),
+        ("additional_layers.{i}.{rest}", "layers.{i+1}.{rest}"),
+        FIRST,
+        *REST,
+    ),
+    ("model.",),
+)
+REFERENCE = Layout("reference", ("midlayer.hidden_norm.weight",), (FIRST, *REST), ("model.",))
+
+
+FORMAT = HeadFormat(
+    (SGLANG, VLLM, REFERENCE),
+    hidden=(("fc.weight", 1),),
+    vocabulary=("lm_head.weight",),
+    taps=(TAPS,),
+    kinds=".*Eagle3.*|eagle3",
+)
 
 
 class Network(TapNetwork):
+    """For training, with the reference's names, and its training-time-test loss.
+
+    Step 0 reads the target's states, step s the output of step s - 1, as in drafting; the tokens are the
+    text's.
+
+        place t                   0          1          2
+        step 0 reads pair      (f_0, x_1) (f_1, x_2) (f_2, x_3)      at position t; predicts x_t+2
+        step 1                 (o_0, x_2) (o_1, x_3) (o_2, x_4)      at t + 1, o of step 0; predicts x_t+3
+        step s                        (o_t, x_t+s+1)                 at position t + s; predicts x_t+s+2
+
+    Step s at place t attends to step 0 at places 0 … t and to steps 1 … s at place t: the committed text and
+    its own path.
+    """
+
     def __init__(
         self,
         sizes: Sizes,
@@ -101,3 +156,33 @@ class Network(TapNetwork):
             losses = self.row_loss(self.logits(o[number[counted[found] - step - 1]]), theirs[found])
             total = total + self.decay**step * mean_loss(losses)
         return total
+
+
+class Eagle3(Recurrent):
+    FORMAT = FORMAT
+    demo: ClassVar = {"EAGLE-3": {"model": "builtin-eagle3", "tree": "chain", "num_speculative_tokens": 2}}
+
+    @dataclass(frozen=True)
+    class Options(TapOptions, RecurrentOptions):
+        """As of all recurrent heads, and which states of the target the head reads."""
+
+    def network(self) -> TapNet:
+        return TapNet(self.reader, self.target, self.options)
+
+    @classmethod
+    def claims(cls, head: Head) -> int:
+        """2: the first layer has two norms and reads twice the width that it writes."""
+        if is_parallel(head) or head.config.get("speculators_model_type", "eagle3") != "eagle3":
+            return 0
+        ours = FORMAT.renamed(head)
+        norm, q, o = (
+            f"midlayer.{name}.weight" for name in ("hidden_norm", "self_attn.q_proj", "self_attn.o_proj")
+        )
+        if norm in ours and q in ours and o in ours and ours.shape(q)[-1] == 2 * ours.shape(o)[0]:
+            return 2
+        return int(FORMAT.named_in(head.config))
+
+    @classmethod
+    def example(cls, target: Target) -> Drafter:
+        """A random network over two thirds of the tokens."""
+        return cls(cls.Options(), target, random_head(Network.like, target))

@@ -6,28 +6,143 @@ the acceptance.  e: row of w1 of the token before; x: the state of a position.
     rnn          logits + w2 tanh(o), with a state s along the block: g, c, o = joint [s; e; x];
                  s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c)
     confidence   sigmoid(proj [x; e]) or sigmoid(proj x): expected acceptance, sum of min(p, q)
+
+Published files: a block's, and
+
+                          speculators (vLLM)               SpecForge (SGLang)
+    the table             markov_w1 [V, rank], markov_w2 [Vd, rank]; gate_proj or joint_proj of other kinds
+    the acceptance        confidence_head.proj
+    kind of the table     markov_head_type                 dflash_config.markov_head_type,
+                                                           projector_type "dspark"
+The anchor's row predicts by default.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
-from outrider.draft.dspark.layouts import FORMAT, GATED, RNN, TENSORS, TYPE, VANILLA, anchored
-from outrider.draft.dspark.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import random_head
-from outrider.heads.block_layouts import kind_of
+from outrider.heads.block_layouts import block_format, from_anchor, kind_of
+from outrider.heads.block_parts import BlockNetwork
 from outrider.heads.blocks import BlockDrafter, BlockOptions
 from outrider.heads.corrections import Corrected, Correction
 from outrider.heads.outer import embed, lm_logits
 from outrider.heads.reader import Reader
 from outrider.models.rowwise import by_rows
+
+VANILLA, GATED, RNN = MARKOV = ("vanilla", "gated", "rnn")
+TYPE = "dspark"
+TENSORS = re.compile("markov|confidence_head")  # in their published names
+
+
+def anchored(head: Head) -> bool:
+    """`from_anchor` of a file of this kind."""
+    usual = kind_of(head) == TYPE or any(name.endswith("markov_w1.weight") for name in head)
+    return from_anchor(head, usual)
+
+
+def _refused(head: Head) -> str:
+    kind = head.config.get("markov_head_type", VANILLA)
+    return "" if kind in MARKOV else f"its markov_head_type is {kind!r}, and none of {', '.join(MARKOV)}"
+
+
+FORMAT = block_format(
+    f"{TYPE}|DSpark.*",
+    rows=(
+        ("markov_head.markov_w{i}.{kind}", "markov_w{i}.{kind}"),
+        ("markov_head.gate_proj.{kind}", "gate_proj.{kind}"),
+        ("markov_head.joint_proj.{kind}", "joint_proj.{kind}"),
+    ),
+    known=r"(markov_w[12]|(gate|joint|confidence_head\.)_?proj)\.(weight|bias)",
+    variants=(("markov", "DSpark with another table"),),
+    anchored=anchored,
+    refused=_refused,
+)
+
+
+class MarkovHead(nn.Module):
+    """Of blocks [A, block].  rank: of the table."""
+
+    def __init__(self, hidden: int, vocabulary: int, outputs: int, rank: int, kind: str = VANILLA) -> None:
+        super().__init__()
+        self.kind = kind
+        self.markov_w1 = nn.Embedding(vocabulary, rank)
+        self.markov_w2 = nn.Linear(rank, outputs, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+        if kind == GATED:
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        if kind == RNN:
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+
+    def forward(self, before: Tensor, x: Tensor) -> Tensor:
+        """Bias [A, block, Vd] of the tokens before each place, [A, block], and the states [A, block, h]."""
+        e = self.markov_w1(before)
+        if self.kind == GATED:
+            e = self.gate_proj(torch.cat([x, e], dim=-1)).sigmoid() * e
+        if self.kind == RNN:
+            state, outputs = e.new_zeros(e.shape[0], e.shape[2]), list[Tensor]()
+            for i in range(e.shape[1]):
+                g, c, o = self.joint_proj(torch.cat([state, e[:, i], x[:, i]], dim=-1)).chunk(3, dim=-1)
+                state = g.sigmoid() * state + (1 - g.sigmoid()) * c.tanh()
+                outputs.append(o.tanh())
+            e = torch.stack(outputs, dim=1)
+        bias: Tensor = self.markov_w2(e)
+        return bias
+
+
+class ConfidenceHead(nn.Module):
+    """Logit of the acceptance of every place, from its state and the Markov embedding, `inputs` wide."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(inputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logit: Tensor = self.proj(x)[..., 0]
+        return logit
+
+
+class Network(BlockNetwork):
+    """For training, with the published names."""
+
+    def __init__(
+        self, *block: Any, markov: int = 0, kind: str = VANILLA, confidence: bool = False, **options: Any
+    ) -> None:
+        """block, options: as of `BlockNetwork`.  markov, kind: rank and kind of the table; without one 0.
+        confidence: with a predictor of the acceptance.
+        """
+        super().__init__(*block, **options)
+        hidden, self.markov, self.kind = self.sizes.hidden, markov, kind
+        made = MarkovHead(hidden, self.vocabulary, self.outputs, markov, kind) if markov else None
+        self.markov_head, self.confidence_head = made, ConfidenceHead(hidden + markov) if confidence else None
+
+    def config(self) -> dict[str, Any]:
+        return self.speculators(
+            TYPE,
+            "DSparkDraftModel",
+            markov_rank=self.markov,
+            markov_head_type=self.kind,
+            enable_confidence_head=self.confidence_head is not None,
+            confidence_head_with_markov=bool(self.markov),
+        )
+
+    def correct(
+        self, logits: Tensor, x: Tensor, before: Tensor, embedding: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        known = [x]
+        if self.markov_head is not None:
+            logits = logits + self.markov_head(before, x)
+            known.append(self.markov_head.markov_w1(before))
+        confidence = self.confidence_head
+        return logits, None if confidence is None else confidence(torch.cat(known, dim=-1))
 
 
 class Confidence:

@@ -10,6 +10,16 @@ before it.
 P_t is f_t itself (`mlp`), or the output of a Llama block for f_0 … f_t (`prefix-mlp`: Hydra++).  That
 block's K/V of position t is in the target's slot t and depends on nothing after t, so it is shared with
 the target's pages.
+
+Published files.  Ours are the reference's names, with the slots of the file.
+
+    hydra_mlp.{i}.{slot}      block j of head i: slot j, or 2j + 1 with dropouts between them
+    hydra_lm_head.{i}.1       hydra_lm_head.{i}, after a dropout
+    prefix_embeding_layer     the prefix layer (the misspelling is the file's)
+    input_embed_fn            a copy of the target's embedding, not read
+
+The blocks of a head after the first are one module.  Pickles hold it under several names; files without
+aliases hold it once, or several times.
 """
 
 from __future__ import annotations
@@ -17,11 +27,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.cache.catch_up import MAX_PENDING
 from outrider.checkpoints.heads import Head
@@ -29,18 +39,128 @@ from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.core.tree import Draft
 from outrider.core.validate import whole
-from outrider.draft.hydra.layouts import FORMAT, PREFIX
-from outrider.draft.hydra.network import Network
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import State, random_head
-from outrider.heads.layer import Stack, residual
-from outrider.heads.layouts import numbers
+from outrider.heads.layer import Sizes, Stack, residual
+from outrider.heads.layouts import HeadFormat, Layout, numbers, unchanged
 from outrider.heads.outer import embed, lm_logits
+from outrider.heads.parts import Layer, ResidualBlock, sizes_config, small_sizes
 from outrider.heads.ranked import CHAIN, RankedDrafter, RankedOptions
 from outrider.heads.reader import Reader
+from outrider.heads.sample import Sample, TargetWeights
 from outrider.heads.trees import RankTree, SampledTree
 from outrider.models.rowwise import by_rows
+
+PREFIX = "prefix_embeding_layer"
+BLOCK, LM_HEAD = "hydra_mlp.{i}.{slot}.{rest}", "hydra_lm_head.{i}.{kind}"
+
+
+def _refused(head: Head) -> str:
+    architecture = head.config.get("hydra_head_arch", "mlp")
+    if architecture == "eagle-attn":
+        return "its hydra_head_arch is 'eagle-attn', which is an EAGLE head: the method eagle reads it"
+    if architecture not in ("mlp", "prefix-mlp"):
+        return f"its hydra_head_arch is {architecture!r}, and none of mlp, prefix-mlp and eagle-attn"
+    if numbers(head, BLOCK) and not any(".res_connection." in name for name in head):
+        return "its heads are not grounded: none reads the draft tokens before its own"
+    return ""
+
+
+ROWS = (
+    *unchanged(BLOCK, LM_HEAD, f"{PREFIX}.layers.{{rest}}", f"{PREFIX}.norm.{{rest}}"),
+    ("hydra_lm_head.{i}.{slot}.{kind}", LM_HEAD),
+)
+FORMAT = HeadFormat(
+    (Layout("reference", (BLOCK,), ROWS),),
+    hidden=(("hydra_mlp.0.{j}.linear.weight", 0),),
+    vocabulary=("hydra_lm_head.{i}.weight",),
+    numbered=("hydra_mlp.{i}.{rest}", "hydra_lm_head.{i}.{rest}"),
+    keys=("hydra_head_arch",),
+    known=rf"hydra_.*|{PREFIX}\.(norm|layers\.0)\..*",
+    variants=(("", "a prefix of more than one layer"),),
+    refused=_refused,
+)
+
+
+class Network(nn.Module):
+    """For training, with the names and config of the reference's files.
+
+    prefix: sizes of the prefix layer of a `prefix-mlp` head, None for a plain `mlp` head.
+    own: every head has an lm_head; otherwise they use the target's.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        vocabulary: int,
+        heads: int = 4,
+        layers: int = 4,
+        prefix: Sizes | None = None,
+        dropout: float = 0.2,
+        own: bool = True,
+    ) -> None:
+        super().__init__()
+        self.layers, self.prefix, self.own = layers, prefix, own
+        drop = [nn.Dropout(dropout)] if prefix else []
+        if prefix:
+            parts = {"layers": nn.ModuleList([Layer(prefix)]), "norm": nn.RMSNorm(hidden, prefix.eps)}
+            self.prefix_embeding_layer = nn.ModuleDict(parts)
+        self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
+        for i in range(heads):
+            first, again = ResidualBlock((i + 2) * hidden, hidden), ResidualBlock(hidden, hidden)
+            for block in (first, again):
+                nn.init.zeros_(block.linear.weight)
+            self.hydra_mlp.append(nn.Sequential(*drop, first, *([*drop, again] * (layers - 1))))
+        for _ in range(heads if own else 0):
+            out = nn.Linear(hidden, vocabulary)
+            self.hydra_lm_head.append(nn.Sequential(*drop, out) if drop else out)
+
+    @classmethod
+    def like(cls, target: Target, arch: str = "prefix-mlp", **options: Any) -> Network:
+        """A small one for this target, with random weights."""
+        spec = target.decoder.spec
+        prefix = small_sizes(spec) if arch == "prefix-mlp" else None
+        return cls(spec.hidden, spec.vocabulary, prefix=prefix, **options)
+
+    def start(self, outer: TargetWeights) -> None:
+        """The reference's initial weights: every head predicts what the target's lm_head does."""
+        for out in self.hydra_lm_head:
+            linear: Any = out[-1] if isinstance(out, nn.Sequential) else out
+            linear.weight.data.copy_(outer.lm_head)
+
+    def config(self) -> dict[str, Any]:
+        """The reference's keys, and the prefix layer's sizes, which the reference takes from the target."""
+        return {
+            "hydra_head_arch": "prefix-mlp" if self.prefix else "mlp",
+            "hydra_num_heads": len(self.hydra_mlp),
+            "hydra_num_layers": self.layers,
+            "grounded_heads": True,
+            "hidden_state_offset": 0,
+            **(sizes_config(self.prefix) if self.prefix else {}),
+        }
+
+    def prefixed(self, states: Tensor) -> Tensor:
+        """P_0 … of f_0 …, [T, hidden] both."""
+        if self.prefix is None:
+            return states
+        parts: Any = self.prefix_embeding_layer
+        return parts["norm"](parts["layers"][0].over_text(states))  # type: ignore[no-any-return]
+
+    def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
+        """Teacher loss: each head's cross entropy with the target's distribution of its predicted token.
+
+        Head 1 reads P_t, e(x_t+1) and e(x_t+2), and predicts x_t+3, taught by logits[t+2].
+        """
+        embedded, z = outer.embedding[sample.tokens], self.prefixed(sample.states[FINAL])
+        total = embedded.new_zeros(())
+        for i, mlp in enumerate(self.hydra_mlp):
+            z = torch.cat([z[:-1], embedded[i + 1 :]], dim=-1)
+            rows = sample.places(i + 1, len(z))
+            x = mlp(z[rows])
+            logits = self.hydra_lm_head[i](x) if self.own else outer.logits(x)
+            total = total + sample.target_loss(logits, i + 1 + rows)
+        return total
 
 
 class HydraHead:

@@ -11,33 +11,159 @@ A beam is a path of draft tokens.  A forward extends the beams of all rows by on
 likeliest.  At a temperature the request's noise ranks them, as it will rank the target's own picks.
 Verification rules that compare p with q get sampled children instead: a beam that won against others is no
 sample.
+
+Published names.  Ours are the reference's, without optional prefixes.
+
+    input_proj           where the head is not as wide as its input
+    lm_head.{i}.linear   residual block i of n
+    lm_head.{n}          the matrix to the vocabulary
+    rnn_u, rnn_w         the recurrence
+
+The reference's trainer saves the head beside its target.  vLLM and SGLang do not read such heads;
+TensorRT-LLM converts them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
-from outrider.core.step import RowStep
+from outrider.core.step import FINAL, RowStep
 from outrider.core.tree import Budget, DraftTree
 from outrider.core.validate import whole
-from outrider.draft.redrafter.layouts import FORMAT, blocks
-from outrider.draft.redrafter.network import Network
 from outrider.drafting.base import DEPTHS, Drafter, Target
 from outrider.drafting.trees.sampled import Tree
 from outrider.heads.base import HeadOptions, State, StateDrafter, random_head
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import residual
+from outrider.heads.layouts import HeadFormat, Layout, matching, unchanged
 from outrider.heads.outer import embed
+from outrider.heads.parts import ResidualBlock
+from outrider.heads.sample import Sample, TargetWeights
 from outrider.heads.trees import sample_children, sources_of
 from outrider.models.rowwise import by_rows
+
+MODEL_TYPE = "recurrent_drafting_drafter"  # of the reference's config
+SHARED = (
+    ("input_projs.{kind}", "input_proj.{kind}"),
+    *unchanged("input_proj.{kind}", "rnn_u.{kind}", "rnn_w.{kind}"),
+)
+
+
+def _is_redrafter(head: Head) -> bool:
+    return head.config.get("model_type") == MODEL_TYPE
+
+
+def _block_count(head: Head) -> dict[str, int]:
+    return {"blocks": sum(1 for _ in matching(head, "drafter.layers.{i}.linear.weight"))}
+
+
+CONVERTED = Layout(
+    "TensorRT-LLM",
+    ("drafter.layers.{i}.linear.weight",),
+    (
+        ("layers.{i}.linear.{kind}", "lm_head.{i}.linear.{kind}"),
+        ("lm_head.weight", "lm_head.{blocks}.weight"),
+        *SHARED,
+    ),
+    ("drafter.",),
+    numbers=_block_count,
+    beside_target=True,
+)
+NUMBERED = Layout(  # Medusa's names are the same
+    "reference, numbered",
+    ("0.{i}.linear.weight", "0.{i}.weight"),
+    (("0.{i}.linear.{kind}", "lm_head.{i}.linear.{kind}"), ("0.{i}.weight", "lm_head.{i}.weight"), *SHARED),
+    applies=_is_redrafter,
+)
+REFERENCE = Layout(
+    "reference",
+    ("lm_head.{i}.linear.weight", "lm_heads.{i}.linear.weight", "rnn_u.weight", "rnn_w.weight"),
+    (("lm_heads.{i}.{rest}", "lm_head.{i}.{rest}"), *unchanged("lm_head.{i}.{rest}"), *SHARED),
+    ("module.", "drafter."),
+    beside_target=True,
+)
+FORMAT = HeadFormat(
+    (CONVERTED, NUMBERED, REFERENCE),
+    hidden=(("rnn_u.weight", 1),),
+    vocabulary=("lm_head.{i}.weight",),
+    kinds=MODEL_TYPE,
+)
+
+
+def blocks(head: Head) -> int:
+    """The number of residual blocks."""
+    last = [int(name.split(".")[1]) for name in matching(head, "lm_head.{i}.weight")]
+    return max(last, default=sum(name.endswith(".linear.weight") for name in head))
+
+
+STEPS = 5  # in the loss
+
+
+class Network(nn.Module):
+    """For training, with the reference's names.
+
+    layers: residual blocks.  exit_dim: their width, 2 * hidden unless given.  rnn: otherwise states are sums
+    of embeddings.
+    """
+
+    def __init__(
+        self, hidden: int, vocabulary: int, layers: int = 2, exit_dim: int | None = None, rnn: bool = True
+    ) -> None:
+        super().__init__()
+        self.hidden, self.vocabulary, self.layers = hidden, vocabulary, layers
+        width = self.exit_dim = exit_dim or 2 * hidden
+        self.input_proj = nn.Linear(2 * hidden, width) if width != 2 * hidden else None
+        blocks = [ResidualBlock(width, width) for _ in range(layers)]
+        self.lm_head = nn.Sequential(*blocks, nn.Linear(width, vocabulary, bias=False))
+        self.rnn_u = nn.Linear(hidden, hidden) if rnn else None
+        self.rnn_w = nn.Linear(hidden, hidden, bias=False) if rnn else None
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "model_type": MODEL_TYPE,
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "exit_dim": self.exit_dim,
+            "num_draft_layers": self.layers,
+            "rnn": self.rnn_u is not None,
+        }
+
+    def step(self, s: Tensor, embedded: Tensor) -> Tensor:
+        """The next state [n, hidden], after a token of these embeddings."""
+        if self.rnn_u is None or self.rnn_w is None:
+            return s + embedded
+        return F.silu(self.rnn_w(embedded) + self.rnn_u(s))
+
+    def forward(self, f: Tensor, s: Tensor) -> Tensor:
+        """Logits [n, V] of the target's states f and the head's own s, [n, hidden] both."""
+        x = torch.cat([f, s], dim=-1)
+        logits: Tensor = self.lm_head(x if self.input_proj is None else self.input_proj(x))
+        return logits
+
+    def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
+        """Sum over the steps of the mean cross entropy with the text, whose own tokens every step reads.
+
+        s_1 = step(0,   e(x_t+1))    [f_t ; s_1] predicts x_t+2
+        s_2 = step(s_1, e(x_t+2))    [f_t ; s_2] predicts x_t+3 …
+        """
+        f, tokens = sample.states[FINAL], sample.tokens
+        embedded, s = F.embedding(tokens, outer.embedding), torch.zeros_like(f)
+        total = f.new_zeros(())
+        for step in range(1, min(STEPS, len(tokens) - 2) + 1):
+            count = len(tokens) - step - 1  # positions t with a token at t + step + 1
+            s = self.step(s[:count], embedded[step : step + count])
+            rows = sample.places(step, count)
+            total = total + sample.text_loss(self(f[rows], s[rows]), step + 1 + rows)
+        return total
+
 
 MAX_WIDTH, MAX_LENGTH = 64, 1025
 TOP = 50  # continuations of a beam, and all that equal the last of them
