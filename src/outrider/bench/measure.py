@@ -18,7 +18,7 @@ from outrider.core.row import Speculation
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput
 
-PLAIN = "plain decoding"
+PLAIN, ALL = "plain decoding", "all"
 TOLERANCE = 1.01  # of a speed-up above the limit
 Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config
 Prompts = Sequence[tuple[str, Any]]  # (kind, prompt for LLM.generate)
@@ -64,6 +64,9 @@ class Measured:
     promise: str = "tokens"
 
     def only(self, kind: str) -> Measured:
+        """The results of one kind; all of them for ALL."""
+        if kind == ALL:
+            return self
         return Measured(self.method, [run for run in self.runs if run.kind == kind], self.promise)
 
     def differs(self, plain: Measured) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from outrider.bench.measure import Prompts
 from outrider.bench.prompts import PROMPTS, rendered
 from outrider.core.params import SamplingParams
+from outrider.core.validate import text_of
 from outrider.engine.chat_template import render
 from outrider.errors import RequestError
 from outrider.llm import LLM
@@ -31,10 +32,7 @@ def read(path: Path, limit: int | None = None, raw: bool = False) -> list[Questi
 
     raw: without a chat template.  Raises RequestError naming file and line.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"the prompts {str(path)!r} cannot be read: {error}") from error
+    text = text_of(path, "the prompts", RequestError)
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if path.suffix in (".jsonl", ".json"):
         questions = [_question(line, f"{path}, line {number}")._replace(raw=raw) for number, line in lines]

@@ -12,11 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outrider.bench.measure import Measured
+from outrider.bench.measure import ALL, Measured
 from outrider.bench.plot import Gain
 
 PERCENTILES = (50, 95, 99)
-ALL = "all"
 
 
 @contextmanager
@@ -81,13 +80,8 @@ def speed_ups(results: Sequence[Measured]) -> dict[str, list[Gain | None]]:
         each = ours.speed_ups(theirs)
         return None if ours.impossible(theirs) else Gain(ours.speed_up(theirs), min(each), max(each))
 
-    return {
-        result.method: [
-            *(gain(result.only(kind), plain.only(kind)) for kind in plain.kinds),
-            gain(result, plain),
-        ]
-        for result in results[1:]
-    }
+    kinds = (*plain.kinds, ALL)
+    return {r.method: [gain(r.only(kind), plain.only(kind)) for kind in kinds] for r in results[1:]}
 
 
 def _speed_up(result: Measured, plain: Measured, spread: bool = True) -> str:
@@ -155,16 +149,8 @@ def latencies(results: Sequence[Measured]) -> Table:
 
 def figures(results: Sequence[Measured]) -> dict[str, Any]:
     """Method -> category -> figures, for JSON; the category "all" holds all prompts."""
-    return {
-        result.method: {
-            kind: _figures(
-                result if kind == ALL else result.only(kind),
-                results[0] if kind == ALL else results[0].only(kind),
-            )
-            for kind in (ALL, *result.kinds)
-        }
-        for result in results
-    }
+    plain, kinds = results[0], (ALL, *results[0].kinds)
+    return {r.method: {kind: _figures(r.only(kind), plain.only(kind)) for kind in kinds} for r in results}
 
 
 def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:

@@ -20,127 +20,110 @@ LENGTH, EPSILON = whole(1, 1 << 24), real(0, 1, above=True)
 WINDOW = whole(0, INT32)
 POSITIVE, SHARE, SCALE = real(0, 1e6, above=True), real(0, 1), real(-1e9, 1e9)
 TOKEN = whole(-1, INT32)  # -1: none
+THETA = real(1, 1e15)
 RANK, ALPHA = whole(1, 1 << 20), real(-1e9, 1e9)
 
 
-def _alike(kind: Kind, names: str) -> dict[str, Kind | Section]:
-    return dict.fromkeys(names.split(), kind)
+def _table(*rows: tuple[Kind | Section, str]) -> dict[str, Kind | Section]:
+    """Keys and the values that they may have, from rows (value, keys)."""
+    return {key: kind for kind, keys in rows for key in keys.split()}
 
 
-ROPE: dict[str, Kind | Section] = {
-    **_alike(NAME, "rope_type type"),
-    **_alike(POSITIVE, "factor attention_factor beta_fast beta_slow low_freq_factor high_freq_factor"),
-    **_alike(SCALE, "mscale mscale_all_dim"),
-    **_alike(each(POSITIVE, 1 << 16), "short_factor long_factor"),
-    "rope_theta": real(1, 1e15),
-    "partial_rotary_factor": SHARE,
-    "original_max_position_embeddings": real(1, 1 << 24),
-}
-ROPE |= dict.fromkeys(("full_attention", "sliding_attention"), Section(ROPE))  # one per kind of layer
+ROPE = _table(
+    (NAME, "rope_type type"),
+    (POSITIVE, "factor attention_factor beta_fast beta_slow low_freq_factor high_freq_factor"),
+    (SCALE, "mscale mscale_all_dim"),
+    (each(POSITIVE, 1 << 16), "short_factor long_factor"),
+    (THETA, "rope_theta"),
+    (SHARE, "partial_rotary_factor"),
+    (real(1, 1 << 24), "original_max_position_embeddings"),
+)
+ROPE |= _table((Section(ROPE), "full_attention sliding_attention"))  # one per kind of layer
 
-_WEIGHTS: Table = {
-    "num_bits": whole(1, 64),
-    "group_size": whole(-1, 1 << 24),
-    "symmetric": FLAG,
-    **_alike(NAME, "type strategy"),
-}
-QUANTIZATION: Table = {
-    "bits": whole(1, 64),
-    "group_size": whole(-1, 1 << 24),
-    **_alike(FLAG, "zero_point sym desc_act"),
-    **_alike(NAME, "quant_method version checkpoint_format format"),
-    "config_groups": Section({ANY: Section({"weights": Section(_WEIGHTS)})}),
-    "dynamic": Section({}),
-}
+_BITS, _GROUP = whole(1, 64), whole(-1, 1 << 24)
+_WEIGHTS = _table((_BITS, "num_bits"), (_GROUP, "group_size"), (FLAG, "symmetric"), (NAME, "type strategy"))
+QUANTIZATION: Table = _table(
+    (_BITS, "bits"),
+    (_GROUP, "group_size"),
+    (FLAG, "zero_point sym desc_act"),
+    (NAME, "quant_method version checkpoint_format format"),
+    (Section({ANY: Section({"weights": Section(_WEIGHTS)})}), "config_groups"),
+    (Section({}), "dynamic"),
+)
 
-GENERATION: Table = _alike(one_or_more(TOKEN, 1 << 16), "bos_token_id eos_token_id pad_token_id")
+GENERATION = _table((one_or_more(TOKEN, 1 << 16), "bos_token_id eos_token_id pad_token_id"))
 
 # Sizes of a language model.  Families have different names for the same size.
-CONFIG: dict[str, Kind | Section] = {
-    **GENERATION,
-    **_alike(LAYER_COUNT, "num_hidden_layers n_layer n_layers num_layers"),
-    **_alike(WIDTH, "hidden_size n_embd d_model"),
-    **_alike(
-        one_or_more(whole(0, 1 << 24), MOST_LAYERS), "intermediate_size n_inner ffn_dim ffn_hidden_size"
-    ),
-    **_alike(one_or_more(HEAD_COUNT, MOST_LAYERS), "num_attention_heads n_head n_heads num_heads"),
-    **_alike(one_or_more(HEAD_COUNT, MOST_LAYERS), "num_key_value_heads num_kv_heads"),
-    **_alike(whole(1, 1 << 16), "head_dim qk_head_dim"),
-    **_alike(
-        whole(0, 1 << 16), "v_head_dim qk_rope_head_dim qk_nope_head_dim kv_lora_rank q_lora_rank rotary_dim"
-    ),
-    "vocab_size": whole(1, 1 << 26),
-    **_alike(LENGTH, "max_position_embeddings n_positions max_seq_len seq_length n_ctx"),
-    **_alike(WINDOW, "sliding_window window_size max_window_layers"),
-    **_alike(
-        EPSILON, "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon"
-    ),
-    **_alike(ROPE["rope_theta"], "rope_theta rope_local_base_freq rotary_emb_base"),  # type: ignore[arg-type]
-    **_alike(SHARE, "partial_rotary_factor rotary_pct"),
-    **_alike(SCALE, "logit_scale attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar"),
-    **_alike(
-        whole(0, 1 << 16),
-        "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok num_labels",
-    ),
-    **_alike(FLAG, "tie_word_embeddings is_encoder_decoder use_sliding_window attention_bias mlp_bias"),
-    **_alike(NAME, "model_type hidden_act hidden_activation dtype torch_dtype transformers_version"),
-    "architectures": each(NAME, 16),
-    "layer_types": each(NAME, MOST_LAYERS),
-    **dict.fromkeys(("rope_parameters", "rope_scaling"), Section(ROPE)),
-    "quantization_config": Section(QUANTIZATION),
-    "auto_map": Section({"AutoModelForCausalLM": NAME, "AutoConfig": NAME}),
-    **dict.fromkeys(("id2label", "label2id"), Section({})),
-}
+_HEADS, _INNER = one_or_more(HEAD_COUNT, MOST_LAYERS), one_or_more(whole(0, 1 << 24), MOST_LAYERS)
+_DIMENSION = whole(0, 1 << 16)
+CONFIG = GENERATION | _table(
+    (LAYER_COUNT, "num_hidden_layers n_layer n_layers num_layers"),
+    (WIDTH, "hidden_size n_embd d_model"),
+    (_INNER, "intermediate_size n_inner ffn_dim ffn_hidden_size"),
+    (_HEADS, "num_attention_heads n_head n_heads num_heads num_key_value_heads num_kv_heads"),
+    (whole(1, 1 << 16), "head_dim qk_head_dim"),
+    (_DIMENSION, "v_head_dim qk_rope_head_dim qk_nope_head_dim kv_lora_rank q_lora_rank rotary_dim"),
+    (whole(1, 1 << 26), "vocab_size"),
+    (LENGTH, "max_position_embeddings n_positions max_seq_len seq_length n_ctx"),
+    (WINDOW, "sliding_window window_size max_window_layers"),
+    (EPSILON, "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon"),
+    (THETA, "rope_theta rope_local_base_freq rotary_emb_base"),
+    (SHARE, "partial_rotary_factor rotary_pct"),
+    (SCALE, "logit_scale attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar"),
+    (_DIMENSION, "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok"),
+    (_DIMENSION, "num_labels"),
+    (FLAG, "tie_word_embeddings is_encoder_decoder use_sliding_window attention_bias mlp_bias"),
+    (NAME, "model_type hidden_act hidden_activation dtype torch_dtype transformers_version"),
+    (each(NAME, 16), "architectures"),
+    (each(NAME, MOST_LAYERS), "layer_types"),
+    (Section(ROPE), "rope_parameters rope_scaling"),
+    (Section(QUANTIZATION), "quantization_config"),
+    (Section({"AutoModelForCausalLM": NAME, "AutoConfig": NAME}), "auto_map"),
+    (Section({}), "id2label label2id"),
+)
 CONFIG["text_config"] = Section(CONFIG)
 
-LAYER_LIST = each(whole(-MOST_LAYERS, MOST_LAYERS), MOST_STEPS)
-HEAD: dict[str, Kind | Section] = {
-    **CONFIG,
-    "num_hidden_layers": whole(0, MOST_LAYERS),
-    **_alike(
-        whole(1, MOST_STEPS), "medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers n_predict"
-    ),
-    "num_nextn_predict_layers": whole(0, MOST_STEPS),
-    "block_size": whole(1, 4096),
-    "mask_token_id": whole(0, INT32),
-    "hidden_state_offset": whole(0, MOST_LAYERS),
-    "swa_window_size": WINDOW,
-    "draft_vocab_size": whole(1, 1 << 26),
-    "n_candidates": whole(0, 1 << 24),
-    "top_k_tokens_per_head": each(whole(0, 1 << 24), MOST_STEPS),
-    **_alike(LAYER_LIST, "target_layer_ids aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids"),
-    **_alike(
-        FLAG,
-        "norm_before_residual norm_before_fc norm_output fc_norm use_aux_hidden_state is_causal causal "
-        "sliding_window_non_causal sample_from_anchor use_swa is_neox_style prenorm tie_weights scale_input "
-        "tie_lstm_embs original_lm_head rnn shift_label",
-    ),
-    **_alike(NAME, "speculators_model_type hydra_head_arch method markov_head_type projector_type"),
-}
-HEAD |= dict.fromkeys(("transformer_layer_config", "dflash_config", "eagle_config"), Section(HEAD))
-HEAD |= {"model": Section(HEAD, strict=False), "text_config": Section(HEAD)}
+_COUNT = whole(1, MOST_STEPS)
+_LAYER_LIST = each(whole(-MOST_LAYERS, MOST_LAYERS), MOST_STEPS)
+HEAD = CONFIG | _table(
+    (whole(0, MOST_LAYERS), "num_hidden_layers hidden_state_offset"),
+    (_COUNT, "medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers n_predict"),
+    (whole(0, MOST_STEPS), "num_nextn_predict_layers"),
+    (whole(1, 4096), "block_size"),
+    (whole(0, INT32), "mask_token_id"),
+    (WINDOW, "swa_window_size"),
+    (whole(1, 1 << 26), "draft_vocab_size"),
+    (whole(0, 1 << 24), "n_candidates"),
+    (each(whole(0, 1 << 24), MOST_STEPS), "top_k_tokens_per_head"),
+    (_LAYER_LIST, "target_layer_ids aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids"),
+    (FLAG, "norm_before_residual norm_before_fc norm_output fc_norm use_aux_hidden_state is_causal causal"),
+    (FLAG, "sliding_window_non_causal sample_from_anchor use_swa is_neox_style prenorm tie_weights"),
+    (FLAG, "scale_input tie_lstm_embs original_lm_head rnn shift_label"),
+    (NAME, "speculators_model_type hydra_head_arch method markov_head_type projector_type"),
+)
+HEAD |= _table((Section(HEAD), "transformer_layer_config dflash_config eagle_config text_config"))
+HEAD["model"] = Section(HEAD, strict=False)
 
-PEFT: Table = {
-    "use_rslora": FLAG,
-    **_alike(NAME, "peft_type base_model_name_or_path"),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), Section({})),
-}
+PEFT = _table(
+    (FLAG, "use_rslora"),
+    (NAME, "peft_type base_model_name_or_path"),
+    (Section({}), "rank_pattern alpha_pattern"),
+)
 
 _PIECES = 1 << 22  # tokens and merges in a vocabulary
-GGUF: Table = {
-    "general.architecture": NAME,
-    "general.alignment": whole(1, 1 << 20),
-    "split.count": whole(0, 99_999),  # five digits in the names of the shards
-    **_alike(text(1 << 20), "tokenizer.chat_template tokenizer.ggml.model tokenizer.ggml.pre"),
-    "tokenizer.ggml.tokens": each(NAME, _PIECES),
-    "tokenizer.ggml.merges": each(text(2 * 4096 + 1), _PIECES),
-    "tokenizer.ggml.scores": each(real(-math.inf, math.inf), _PIECES),
-    "tokenizer.ggml.token_type": each(whole(0, 255), _PIECES),
-    **{
-        f"tokenizer.ggml.{name}_token_id": whole(0, (1 << 32) - 1)
-        for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
-    },
-    **_alike(
-        FLAG, "tokenizer.ggml.add_bos_token tokenizer.ggml.add_eos_token tokenizer.ggml.add_space_prefix"
-    ),
-}
+_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
+_TOKENIZER = _table(
+    (text(1 << 20), "model pre"),
+    (each(NAME, _PIECES), "tokens"),
+    (each(text(2 * 4096 + 1), _PIECES), "merges"),
+    (each(real(-math.inf, math.inf), _PIECES), "scores"),
+    (each(whole(0, 255), _PIECES), "token_type"),
+    (whole(0, (1 << 32) - 1), " ".join(f"{name}_token_id" for name in _IDS)),
+    (FLAG, "add_bos_token add_eos_token add_space_prefix"),
+)
+GGUF = {f"tokenizer.ggml.{key}": kind for key, kind in _TOKENIZER.items()} | _table(
+    (NAME, "general.architecture"),
+    (whole(1, 1 << 20), "general.alignment"),
+    (whole(0, 99_999), "split.count"),  # five digits in the names of the shards
+    (text(1 << 20), "tokenizer.chat_template"),
+)

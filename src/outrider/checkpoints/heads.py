@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.fields import HEAD
-from outrider.checkpoints.hub import NOT_DOWNLOADED, download
+from outrider.checkpoints.hub import NOT_DOWNLOADED, download, on_hub
 from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.validate import check, read_json
@@ -157,7 +157,7 @@ def folder_of(name: str, revision: str | None = None) -> Path:
     folder = builtin().get(name) or Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") != 1:
+    if not on_hub(name):
         known = ", ".join(["a folder", "a hub id (owner/name)", *builtin()])
         raise ModelError(f"there is no folder {name!r} with a draft head: give {known}.")
     return download(name, revision, ["*.pt"])

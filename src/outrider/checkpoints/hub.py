@@ -70,16 +70,13 @@ def download(name: str, revision: str | None = None, also: Sequence[str] = ()) -
     """The folder of a hub id in the hub's own cache.  `also`: patterns of files besides those of a model."""
     from huggingface_hub import snapshot_download
 
-    patterns = [*DOWNLOADED, *also]
+    wanted = {"allow_patterns": [*DOWNLOADED, *also], "ignore_patterns": NOT_DOWNLOADED}
     try:
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED
-            )
-        )
+        return Path(snapshot_download(name, revision=revision, **wanted))
     except Exception as error:  # the hub raises a dozen kinds; the user needs one sentence
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{name!r} is no local folder, and the hub did not give it: {reason}") from error
+        raise ModelError(
+            f"{name!r} is no local folder, and the hub did not give it: {first_line(error)}"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.checkpoints.fields import ALPHA, PEFT, RANK
-from outrider.checkpoints.hub import download
+from outrider.checkpoints.hub import download, on_hub
 from outrider.checkpoints.spec import Spec
 from outrider.checkpoints.validate import read_json
 from outrider.checkpoints.weights import Weights
@@ -25,6 +25,7 @@ TENSOR = re.compile(
     r"(?:base_model\.model\.)?"
     r"(model\.layers\.(\d+)\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj)\.lora_([AB])\.weight"
 )
+BASE = "base_model_name_or_path"
 REFUSED = {  # settings whose effect is not a low-rank update
     "use_dora": "DoRA scales every weight anew; merge the adapter into the model instead",
     "modules_to_save": "it replaces whole modules; merge the adapter into the model instead",
@@ -65,24 +66,14 @@ class PeftAdapter:
         config = read_json(folder / "adapter_config.json", PEFT)
         _refuse(config)
         weights = Weights(folder, ("adapter_model.safetensors", "adapter_model.bin"))
-        base = config.get("base_model_name_or_path")
-        parts = [
-            _part(
-                config,
-                module,
-                tensors,
-                spec,
-                max_rank,
-                f"the adapter was made for {base!r}, which is not this model",
-            )
-            for module, tensors in _modules(weights).items()
-        ]
+        modules = _modules(weights).items()
+        parts = [_part(config, module, tensors, spec, max_rank) for module, tensors in modules]
         found = PeftAdapter(spec, weights, parts)
         for part, name, shape in found._shapes():
             if weights.shape(name) != shape:
                 raise ModelError(
                     f"{name} has shape {weights.shape(name)}, rank {part.rank} and this model ask for "
-                    f"{shape}: was the adapter made for another base model?  It says {base!r}."
+                    f"{shape}: was the adapter made for another base model?  It says {config.get(BASE)!r}."
                 )
         return found
 
@@ -109,7 +100,7 @@ class PeftAdapter:
 def _locate(path: str) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        if folder.exists() or path.startswith(("/", ".", "~")) or path.count("/") != 1:
+        if not on_hub(path):
             raise ModelError(f"there is no adapter folder {path!r}; give a folder or a hub id (owner/name).")
         folder = download(path)
     if not (folder / "adapter_config.json").is_file():
@@ -150,19 +141,15 @@ def _modules(weights: Weights) -> dict[str, dict[str, str]]:
     return found
 
 
-def _part(
-    config: Mapping[str, Any],
-    module: str,
-    tensors: dict[str, str],
-    spec: Spec,
-    max_rank: int,
-    wrong_base: str,
-) -> Part:
+def _part(config: Mapping[str, Any], module: str, tensors: dict[str, str], spec: Spec, max_rank: int) -> Part:
     match = TENSOR.fullmatch(tensors["A"])
     assert match is not None
     layer, name = int(match[2]), match[3]
     if layer >= spec.layers:
-        raise ModelError(f"{module} is layer {layer} of a model that has {spec.layers}: {wrong_base}.")
+        raise ModelError(
+            f"{module} is layer {layer} of a model that has {spec.layers}: the adapter was made for "
+            f"{config.get(BASE)!r}, which is not this model."
+        )
     rank = _setting(config, "rank_pattern", module, config.get("r", 8))
     alpha = _setting(config, "alpha_pattern", module, config.get("lora_alpha", 8))
     RANK.check(rank, f"the rank of {module} (r, rank_pattern)", ModelError)

@@ -20,6 +20,7 @@ from outrider.cli.chat import chat
 from outrider.cli.demo import demo
 from outrider.cli.estimate import estimate
 from outrider.cli.export import export
+from outrider.cli.flags import CONTEXT
 from outrider.cli.generate import generate
 from outrider.cli.models import models
 from outrider.cli.quantize import quantize
@@ -33,13 +34,7 @@ from outrider.version import VERSION
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda name: name.replace("_", "-"),  # --top_k is --top-k
-    },
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=CONTEXT
 )
 
 

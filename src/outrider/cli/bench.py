@@ -172,8 +172,9 @@ def show(results: Sequence[Measured], left_out: int, short: int, console: Consol
 
 def draw(results: Sequence[Measured], out: Path) -> None:
     """Write the speed-ups of our methods, and of other engines, as a picture."""
+    from outrider.bench.measure import ALL
     from outrider.bench.plot import speed_ups as panels
-    from outrider.bench.report import ALL, speed_ups
+    from outrider.bench.report import speed_ups
 
     plain = results[0]
     rounds, prompts = len(plain.runs[0].turns), len(plain.answers)

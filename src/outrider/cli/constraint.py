@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-from typer import Option
-
+from outrider.cli.flags import GROUPS, Flag, Given
 from outrider.core.validate import text_of
 from outrider.errors import RequestError
 
-PANEL = "Constrained output"
-JsonSchema = Annotated[
-    str | None,
-    Option(
-        "-j", "--json-schema", help="JSON schema of the answer, or a file with one.", rich_help_panel=PANEL
+GROUPS["constraint"] = (
+    (
+        Flag("json", str, "--json-schema -j", "JSON schema of the answer, or a file with one."),
+        Flag("grammar", str, "--grammar", "GBNF or Lark grammar of the answer."),
+        Flag("grammar_file", str, "--grammar-file", "As --grammar, from a file."),
+        Flag("regex", str, "--regex", "Regular expression of the whole answer."),
     ),
-]
-Grammar = Annotated[
-    str | None, Option("--grammar", help="GBNF or Lark grammar of the answer.", rich_help_panel=PANEL)
-]
-GrammarFile = Annotated[
-    str | None, Option("--grammar-file", help="As --grammar, from a file.", rich_help_panel=PANEL)
-]
-Regex = Annotated[
-    str | None, Option("--regex", help="Regular expression of the whole answer.", rich_help_panel=PANEL)
-]
+    "Constrained output",
+)
 
 
-def constraint(
-    json_schema: str | None, grammar: str | None, grammar_file: str | None, regex: str | None
-) -> dict[str, Any]:
+def structured(constraint: Given) -> Given:
     """Sampling parameters of these flags; at most one of them."""
-    given = {"json": json_schema, "grammar": grammar, "grammar-file": grammar_file, "regex": regex}
-    form = {name: text for name, text in given.items() if text is not None}
-    if not form:
-        return {}
-    if "grammar-file" in form:
+    form = dict(constraint)
+    if "grammar_file" in form:
         if "grammar" in form:
             raise RequestError("give either --grammar or --grammar-file.")
-        form["grammar"] = text_of(form.pop("grammar-file"), "the grammar file", RequestError)
+        form["grammar"] = text_of(form.pop("grammar_file"), "the grammar file", RequestError)
     if "json" in form and not form["json"].lstrip().startswith("{"):
         form["json"] = text_of(form["json"], "the JSON schema file", RequestError)
-    return {"structured_outputs": form}
+    return {"structured_outputs": form} if form else {}

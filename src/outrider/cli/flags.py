@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
     from outrider.llm import LLM
 
+CONTEXT = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda name: name.replace("_", "-"),  # --top_k is --top-k
+}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 Given = dict[str, Any]  # field -> value, for the flags of one group that were given
 

@@ -15,7 +15,7 @@ import typer
 from typer import Option
 
 from outrider.cli.arguments import one_of
-from outrider.cli.constraint import Grammar, GrammarFile, JsonSchema, Regex, constraint
+from outrider.cli.constraint import structured
 from outrider.cli.flags import AUTO, Given, config_of, load, params_of, shared
 from outrider.errors import ConfigError, RequestError
 
@@ -33,6 +33,7 @@ def generate(
     engine: Given,
     speculation: Given,
     sampling: Given,
+    constraint: Given,
     given: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The same as --prompt.")] = None,
     prompt: Annotated[str | None, Option("-p", "--prompt", help="The text to continue.")] = None,
     file: Annotated[
@@ -44,10 +45,6 @@ def generate(
     no_display_prompt: Annotated[
         bool, Option("--no-display-prompt", help="Do not print the prompt.")
     ] = False,
-    json_schema: JsonSchema = None,
-    grammar: Grammar = None,
-    grammar_file: GrammarFile = None,
-    regex: Regex = None,
     plot_choices: Annotated[
         Path | None, Option(help="Draw what was chosen over time into a file (PNG, SVG).")
     ] = None,
@@ -63,7 +60,7 @@ def generate(
     text = read_prompt(one_of("prompt", given, prompt), file, escape)
     if plot_choices is not None:
         check_plot(plot_choices)
-    params = params_of({**sampling, **constraint(json_schema, grammar, grammar_file, regex)})
+    params = params_of({**sampling, **structured(constraint)})
     began = time.perf_counter()
     llm = load(engine, config_of(speculation, AUTO))
     loaded = time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -165,14 +165,13 @@ def _stored(card: Card | HeadCard) -> str:
 
 
 def _count(number: int) -> str:
-    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return str(number)
+    return _in_units(number, {" B": 10**9, " M": 10**6, " k": 1000}) or str(number)
 
 
 def _bytes(number: int) -> str:
-    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} bytes"
+    return _in_units(number, {" GiB": 1 << 30, " MiB": 1 << 20, " KiB": 1 << 10}) or f"{number} bytes"
+
+
+def _in_units(number: int, units: Mapping[str, int]) -> str | None:
+    """In the first unit that is not too large; None if all are."""
+    return next((f"{number / size:.1f}{unit}" for unit, size in units.items() if number >= size), None)

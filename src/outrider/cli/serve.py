@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.cli.flags import AUTO, MODEL_HELP, Flag, config_of
+from outrider.cli.flags import AUTO, CONTEXT, MODEL_HELP, Flag, config_of
 from outrider.errors import ConfigError
 
 ALIASES = {
@@ -34,14 +34,7 @@ def serve(context: typer.Context) -> None:
     """Serve a model with OpenAI's protocol: outrider serve MODEL --port 8000.  --help lists the options."""
     if find_spec("fastapi") is None or find_spec("uvicorn") is None or find_spec("prometheus_client") is None:
         raise ConfigError("the server needs more packages: pip install 'outrider[serve]'.")
-    app = typer.Typer(
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings={
-            "help_option_names": ["-h", "--help"],
-            "token_normalize_func": lambda name: name.replace("_", "-"),
-        },
-    )
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=CONTEXT)
     app.command()(command())
     app(context.args, prog_name="outrider serve", standalone_mode=False)
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,6 +51,7 @@ class StepTensors(NamedTuple):
     slot_mapping: Tensor
 
 
+@dataclass(eq=False, slots=True)
 class StepInput:
     """N rows of B requests, added in order; `build` makes the arrays.  The rows of a request are neighbours.
 
@@ -68,45 +70,27 @@ class StepInput:
     tensors lazily, once per device.
     """
 
-    __slots__ = (
-        "_derived",
-        "_paths",
-        "adapters",
-        "columns",
-        "context_lens",
-        "input_ids",
-        "length",
-        "logits_rows",
-        "max_path_len",
-        "max_seq_len",
-        "path_lens",
-        "path_slots",
-        "pinned",
-        "positions",
-        "query_start",
-        "slot_mapping",
-        "slot_tables",
-    )
-
-    def __init__(self, pinned: int = 0) -> None:
-        self.pinned = pinned
-        self.length = self.max_seq_len = self.max_path_len = 0
-        self.input_ids: list[int] = []
-        self.positions: list[int] = []
-        self.slot_mapping: list[int] = []
-        self.context_lens: list[int] = []
-        self.path_lens: list[int] = []
-        self.columns, self.path_slots = NO_COLUMNS, NO_PATHS
-        self.slot_tables: list[array[int]] = []
-        self.query_start = [0]
-        self.adapters: list[AdapterRows] = []
-        self.logits_rows: list[int] = []
-        self._paths: list[Sequence[int]] = []
-        self._derived: dict[object, Any] = {}
+    pinned: int = 0
+    length: int = 0
+    max_seq_len: int = 0
+    max_path_len: int = 0
+    input_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slot_mapping: list[int] = field(default_factory=list)
+    context_lens: list[int] = field(default_factory=list)
+    path_lens: list[int] = field(default_factory=list)
+    columns: array[int] = field(default_factory=lambda: NO_COLUMNS)
+    path_slots: array[int] = field(default_factory=lambda: NO_PATHS)
+    slot_tables: list[array[int]] = field(default_factory=list)
+    query_start: list[int] = field(default_factory=lambda: [0])
+    adapters: list[AdapterRows] = field(default_factory=list)
+    logits_rows: list[int] = field(default_factory=list)
+    _paths: list[Sequence[int]] = field(default_factory=list)
+    _derived: dict[object, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         """What another process needs: slot tables as far as they are read, nothing that a backend derived."""
-        kept = {name: getattr(self, name) for name in self.__slots__}
+        kept = {part.name: getattr(self, part.name) for part in fields(self)}
         kept["slot_tables"] = [table[: self.max_seq_len] for table in self.slot_tables]
         return None, {**kept, "_derived": {}}
 
@@ -195,9 +179,7 @@ class StepInput:
                 if self._paths[i]:
                     part.node(table, self.context_lens[i], self._paths[i], self.input_ids[i])
                 else:
-                    assert self.context_lens[i] == self.positions[i] + 1, (
-                        "rows of a view are never taken apart"
-                    )
+                    assert self.context_lens[i] == self.positions[i] + 1, "of a view"
                     part.chain(table, self.positions[i], self.input_ids[i : i + 1])
         for first, count, adapter in self.adapters:
             before, after = (sum(i < end for i in rows) for end in (first, first + count))

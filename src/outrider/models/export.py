@@ -140,13 +140,9 @@ def scheme(bits: int, plain: Iterable[str] = ()) -> dict[str, Any]:
 
     def group(targets: list[str], bits: int) -> dict[str, Any]:
         weights = {
-            "num_bits": bits,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "group",
-            "group_size": GROUP,
+            "num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
             "dynamic": False,
-        }
+        }  # fmt: skip
         return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
 
     groups: Mapping[str, Any] = {"group_0": group(["Linear", "Embedding"] if bits == 8 else ["Linear"], bits)}

@@ -8,7 +8,7 @@ import torch
 
 from outrider.backends.select import fast_bfloat16
 from outrider.cache.pool import kv_dtype
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,7 +56,7 @@ def pick_device(name: str, option: str = "device") -> torch.device:
     try:
         return torch.empty(1, device=name).device  # with its number: cuda and cuda:0 are the same
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ConfigError(f"{option} {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{option} {name!r} cannot be used: {first_line(error)}") from error
 
 
 def pick_dtype(

@@ -23,19 +23,8 @@ from typing import Any, NamedTuple
 
 from outrider.errors import OutriderError, RankError
 from outrider.parallel.links import Answer
-from outrider.parallel.messages import (
-    BEAT,
-    FAILED,
-    LOAD,
-    READY,
-    Report,
-    Setup,
-    check_same,
-    hear,
-    tell,
-    versions,
-)
-from outrider.parallel.stage import Activity, Stage, Stages
+from outrider.parallel.messages import News, Report, Setup, check_same, hear, tell, versions
+from outrider.parallel.stage import LOAD, Activity, Stage, Stages
 from outrider.parallel.start import Ranks
 
 SILENCE = 8.0  # seconds without a beat after which a rank counts as frozen
@@ -116,7 +105,7 @@ class Group:
         reports = {0: report}
         while len(reports) < size:
             rank, message = self._next_news()
-            if message[0] == FAILED:
+            if message[0] == News.FAILED:
                 raise self._failure_of(rank, message[1])
             reports[rank] = message[1]
         for rank, found in reports.items():
@@ -125,9 +114,9 @@ class Group:
 
     def _hello(self, connection: Connection[Any, Any]) -> tuple[int, dict[str, str]]:
         """Rank and versions at the other end."""
-        message = (BEAT,)
+        message = (News.BEAT,)
         with contextlib.suppress(EOFError, OSError):
-            while message[0] == BEAT and connection.poll(START_TIMEOUT):
+            while message[0] == News.BEAT and connection.poll(START_TIMEOUT):
                 message = hear(connection)
         if not isinstance(message[0], int):
             raise RankError("a rank ended while it started, or did not start in time: see its messages.")
@@ -237,11 +226,11 @@ class Group:
                     self._ended.append(rank)
                 continue
             self._seen[rank] = time.monotonic()
-            if message[0] == BEAT:
+            if message[0] == News.BEAT:
                 self._activities[rank] = message[1]
-            if message[0] == READY or (message[0] == FAILED and not self._begun):
+            if message[0] == News.READY or (message[0] == News.FAILED and not self._begun):
                 self._news.put((rank, message))
-            elif message[0] == FAILED:
+            elif message[0] == News.FAILED:
                 self._told[rank] = message[1]
 
     # ---- ending

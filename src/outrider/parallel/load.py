@@ -39,9 +39,8 @@ def load(
     """
     if placed():
         join()
-    spec, table = _divided(checkpoint, layout), rotations(checkpoint.config, max_len, SELF_TEST)
+    options = _options(checkpoint, layout, device, precision, max_len)
     own, threads = pinned_device(device, 0), threads_of_rank(layout.size, device)
-    options = ModelOptions(spec, layout, device.type, precision, table)
     torch.set_num_threads(threads)
     group = Group(start(layout, own, threads))
     try:
@@ -68,8 +67,7 @@ def load_beside(
     be divided so.  A rank that cannot load ends the target.
     """
     target = _several(target, ranks)
-    spec, table = _divided(checkpoint, target.layout), rotations(checkpoint.config, max_len, SELF_TEST)
-    options = ModelOptions(spec, target.layout, target.device.type, precision, table)
+    options = _options(checkpoint, target.layout, target.device, precision, max_len)
     return _beside(target, Setup.of(checkpoint, revision, options, torch.get_num_threads()), max_len)
 
 
@@ -103,8 +101,10 @@ def _several(target: Model, ranks: int) -> ParallelModel:
     return target
 
 
-def _divided(checkpoint: Checkpoint, layout: Layout) -> Spec:
-    """The sizes of a model that can be divided so.  Raises ConfigError for others."""
+def _options(
+    checkpoint: Checkpoint, layout: Layout, device: torch.device, precision: Precision, max_len: int
+) -> ModelOptions:
+    """What the ranks need to know.  Raises ConfigError for a model that cannot be divided so."""
     spec = checkpoint.spec
     if not isinstance(spec, Spec):
         raise ConfigError(
@@ -112,4 +112,5 @@ def _divided(checkpoint: Checkpoint, layout: Layout) -> Spec:
             f"{spec.architecture} runs in one process: leave them out."
         )
     layout.check(spec)
-    return spec
+    table = rotations(checkpoint.config, max_len, SELF_TEST)
+    return ModelOptions(spec, layout, device.type, precision, table)

@@ -6,6 +6,7 @@ import pickle
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,9 +21,15 @@ from outrider.errors import ConfigError
 from outrider.parallel.stage import ModelOptions, Stage
 from outrider.version import VERSION
 
-BEAT, READY, FAILED = "beat", "ready", "failed"  # kinds of messages to rank 0
-LOAD = "load"  # command to load another model
 BEAT_INTERVAL = 0.5  # seconds
+
+
+class News(StrEnum):
+    """Kinds of messages to rank 0."""
+
+    BEAT = "beat"
+    READY = "ready"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True)

@@ -29,20 +29,8 @@ import torch
 from outrider.errors import OutriderError
 from outrider.parallel.layout import Layout
 from outrider.parallel.links import Links, SocketLinks, TorchLinks
-from outrider.parallel.messages import (
-    BEAT,
-    BEAT_INTERVAL,
-    FAILED,
-    LOAD,
-    READY,
-    Report,
-    Setup,
-    hear,
-    pinned_device,
-    tell,
-    versions,
-)
-from outrider.parallel.stage import Activity, Stage, Stages
+from outrider.parallel.messages import BEAT_INTERVAL, News, Report, Setup, hear, pinned_device, tell, versions
+from outrider.parallel.stage import LOAD, Activity, Stage, Stages
 
 GRACE = 5.0  # seconds for this process to end by itself once rank 0 has ended
 
@@ -75,7 +63,7 @@ class RankProcess:
             pass  # rank 0 has ended, or its network
         except Exception as error:
             expected = isinstance(error, OutriderError)
-            self._tell(FAILED, error if expected else f"{type(error).__name__}: {error}")
+            self._tell(News.FAILED, error if expected else f"{type(error).__name__}: {error}")
 
     def _load(self, setup: Setup) -> Stage:
         torch.set_num_threads(setup.threads)
@@ -84,7 +72,7 @@ class RankProcess:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # where Triton launches kernels, and so what `backend_for` asks
         stage = Stage(weights, setup.options, self.rank, device)
-        self._tell(READY, Report.of(stage, fingerprint))
+        self._tell(News.READY, Report.of(stage, fingerprint))
         return stage
 
     def _serve(self, setup: Setup) -> None:
@@ -111,7 +99,7 @@ class RankProcess:
                 time.sleep(BEAT_INTERVAL)
                 activity = Activity() if self._stages is None else self._stages.activity
                 with self._sending:
-                    tell((BEAT, activity), self.connection)
+                    tell((News.BEAT, activity), self.connection)
         time.sleep(GRACE)
         os._exit(1)  # a transfer may block for minutes
 

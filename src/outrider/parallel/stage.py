@@ -33,7 +33,7 @@ from outrider.parallel.slices import SlicedSource, slice_update
 
 ATTENTION, MLP = 1, 2  # bits of a sublayer that is skipped
 LAST = "x"  # key of the residual stream after the last layer
-UNLOAD = "unload"  # command that drops a model
+LOAD, UNLOAD = "load", "unload"  # commands that add and drop a model
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,14 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
     more: dict[str, Any] = {"max_tokens": body.max_completion_tokens or body.max_tokens}
     if body.logprobs:
         more["logprobs"] = body.top_logprobs or 0
-    if tools and body.tool_choice != "none" and body.skip_special_tokens is None:
+    if tools and body.skip_special_tokens is None:
         more["skip_special_tokens"] = False  # markers of calls may be special tokens
     form = tool_form(tools, body.tool_choice)
     params = params_of(body, form, **more)
     prompt = server.conversation(
         body.messages,
         chat_template=body.chat_template,
-        tools=None if body.tool_choice == "none" else tools or None,
+        tools=tools or None,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
@@ -90,7 +90,7 @@ def called(call: ToolCall) -> dict[str, Any]:
 def reply_for(server: Server, tools: Sequence[Mapping[str, Any]], body: Calling) -> Reply:
     """A reader for a request.  tools: those of the body, checked and in the shape of chat completions."""
     choice = body.tool_choice
-    if not tools or choice == "none":
+    if not tools:
         return Reply(None)
     special = server.tokenizer.convert_ids_to_tokens(sorted(server.engine.llm.engine.ending))
     names = frozenset(tool["function"]["name"] for tool in tools)

@@ -44,27 +44,23 @@ class Metrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self.success = self._counter("request_success", "Finished requests.", "finished_reason")
-        self.failures = self._counter("request_failure", "Requests that ended with an error.", "error")
-        self.refused = Counter(
-            f"{PREFIX}request_refused", "Requests refused with status 429.", registry=self.registry
-        )
-        self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.")
-        self.inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens; 0 within one step."
-        )
-        self.per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time between tokens of a request."
-        )
-        self.latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token.")
-        self.queued = self._histogram("request_queue_time_seconds", "Arrival to admission.")
-        self.prefill = self._histogram("request_prefill_time_seconds", "Admission to first token.")
-        self.decode = self._histogram("request_decode_time_seconds", "First to last token.")
-        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens.", TOKENS)
-        self.output_tokens = self._histogram("request_generation_tokens", "Output tokens.", TOKENS)
+        count, histogram = self._counter, self._histogram
+        self.success = count("request_success", "Finished requests.", "finished_reason")
+        self.failures = count("request_failure", "Requests that ended with an error.", "error")
+        self.refused = count("request_refused", "Requests refused with status 429.")
+        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.")
+        self.inter_token = histogram("inter_token_latency_seconds", "Between two tokens; 0 within one step.")
+        mean = "Mean time between tokens of a request."
+        self.per_token = histogram("request_time_per_output_token_seconds", mean)
+        self.latency = histogram("e2e_request_latency_seconds", "Arrival to last token.")
+        self.queued = histogram("request_queue_time_seconds", "Arrival to admission.")
+        self.prefill = histogram("request_prefill_time_seconds", "Admission to first token.")
+        self.decode = histogram("request_decode_time_seconds", "First to last token.")
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens.", TOKENS)
+        self.output_tokens = histogram("request_generation_tokens", "Output tokens.", TOKENS)
 
-    def _counter(self, name: str, help: str, label: str) -> Counter:
-        return Counter(f"{PREFIX}{name}", help, (label,), registry=self.registry)
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"{PREFIX}{name}", help, labels, registry=self.registry)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         return Histogram(f"{PREFIX}{name}", help, buckets=buckets, registry=self.registry)

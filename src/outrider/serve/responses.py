@@ -36,16 +36,13 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
         raise ApiError(400, "logprobs of responses are not supported: use /v1/chat/completions.", "include")
     tools = checked_tools(chat_tools(body.tools), body.tool_choice)
     more: dict[str, Any] = {"max_tokens": body.max_output_tokens, "seed": body.seed}
-    if tools and body.tool_choice != "none" and body.skip_special_tokens is None:
+    if tools and body.skip_special_tokens is None:
         more["skip_special_tokens"] = False  # markers of calls may be special tokens
     forms = [*_format(body), *([form] if (form := tool_form(tools, body.tool_choice)) else [])]
     if len(forms) > 1:
         raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
     params = params_of(body, forms[0] if forms else None, **more)
-    prompt = server.conversation(
-        messages_of(body.input, body.instructions),
-        tools=None if body.tool_choice == "none" else tools or None,
-    )
+    prompt = server.conversation(messages_of(body.input, body.instructions), tools=tools or None)
     id = name_of(body, "resp_")
     (request,) = await server.read([prompt], params, id, adapter, body.priority)
     reply = reply_for(server, tools, body)
@@ -87,10 +84,8 @@ class Responses:
         """The whole response."""
         (output,) = await self.server.outputs(self.requests)
         sample = output.outputs[0]
-        for _ in self.items.grow(
-            self.reply.read(sample.text, sample.finish_reason or "stop"), _status(sample)
-        ):
-            pass  # events are for streams
+        parsed = self.reply.read(sample.text, sample.finish_reason or "stop")
+        list(self.items.grow(parsed, _status(sample)))  # its events are for streams
         return self._ended(output)
 
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:
@@ -101,10 +96,8 @@ class Responses:
                     yield self._sent(each)
         except Exception as error:
             refusal = told(error).body()["error"]
-            failed = {
-                **self._head("failed"),
-                "error": {"code": "server_error", "message": refusal["message"]},
-            }
+            short = {"code": "server_error", "message": refusal["message"]}
+            failed = {**self._head("failed"), "error": short}
             yield self._sent({**refusal, "type": "error"})
             yield self._sent({"type": "response.failed", "response": failed})
 
@@ -133,13 +126,12 @@ class Responses:
         if made["status"] == "incomplete":
             made["incomplete_details"] = {"reason": "max_output_tokens"}
         usage = usage_of([output])
+        of_prompt, of_output = usage["prompt_tokens_details"], usage["completion_tokens_details"]
         made["usage"] = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": usage["completion_tokens_details"],
+            "input_tokens": usage["prompt_tokens"], "input_tokens_details": of_prompt,
+            "output_tokens": usage["completion_tokens"], "output_tokens_details": of_output,
             "total_tokens": usage["total_tokens"],
-        }
+        }  # fmt: skip
         if self.body.return_speculation:
             made["speculation"] = speculation_of([output])
         return made

@@ -117,7 +117,10 @@ def named_tool(choice: Any) -> str | None:
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> list[dict[str, Any]]:
-    """The tools of a chat body.  Raises ApiError for what is no function, and for an unknown tool_choice."""
+    """The tools of a chat body; none for tool_choice "none".
+
+    Raises ApiError for what is no function, and for an unknown tool_choice.
+    """
     for i, tool in enumerate(tools or ()):
         function = tool.get("function")
         good = tool.get("type") == "function" and isinstance(function, Mapping)
@@ -134,4 +137,4 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> lis
         )
     if not tools and choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice needs tools.", "tool_choice")
-    return [dict(tool) for tool in tools or ()]
+    return [dict(tool) for tool in tools or ()] if choice != "none" else []

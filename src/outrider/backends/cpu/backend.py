@@ -116,19 +116,11 @@ class CpuBackend(Picking):
             for name in structs.VECTORS:
                 setattr(to, name, address(getattr(layer, name)))
             to.window = layer.window
+        sizes = {name: getattr(spec, name) for name in structs.SIZES}
         shape = STRUCTS["ModelShape"](
-            layers=len(layers),
-            hidden=spec.hidden,
-            inner=spec.inner,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            padded_dim=Pool.wide(spec.head_dim),
-            rotary_dim=rotations.shape[1],
-            eps=spec.eps,
-            scale=spec.head_dim**-0.5,
-            rotary=rotations.data_ptr(),
-        )
+            **sizes, layers=len(layers), padded_dim=Pool.wide(spec.head_dim), scale=spec.head_dim**-0.5,
+            rotary_dim=rotations.shape[1], rotary=rotations.data_ptr(),
+        )  # fmt: skip
         return Stack(packed, shape, (layers, rotations))
 
     def skip_sublayers(self, stack: Stack, skips: Sequence[int]) -> Stack:

@@ -12,16 +12,9 @@ from pathlib import Path
 from typing import Any
 
 HEADER = Path(__file__).parent / "csrc" / "kernels.h"
-NUMBERS: dict[str, Any] = {
-    "void": None,
-    "char": ctypes.c_char,
-    "int": ctypes.c_int,
-    "int32_t": ctypes.c_int32,
-    "int64_t": ctypes.c_int64,
-    "uint64_t": ctypes.c_uint64,
-    "float": ctypes.c_float,
-    "double": ctypes.c_double,
-}
+_SCALARS = ("char", "int", "int32_t", "int64_t", "uint64_t", "float", "double")
+NUMBERS: dict[str, Any] = {name: getattr(ctypes, f"c_{name.removesuffix('_t')}") for name in _SCALARS}
+NUMBERS["void"] = None
 _STRUCT = re.compile(r"typedef struct \{([^}]*)\} (\w+);")
 _FUNCTION = re.compile(r"^(\w+) \*?(\w+)\(([^;{]*)\);", re.MULTILINE)
 _DECLARATION = re.compile(r"(?:const )?(\w+) (.*)", re.DOTALL)

@@ -55,28 +55,12 @@ class CpuFusedModel:
         self, stack: Stack, ends: Ends, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
     ) -> Tensor:
         threads.adopt(self.lib)
-        step_input, pool, _ = kv
-        stack.shape.kv_kind, adapters, view = KINDS[pool.dtype], lora.rows(runs), structs.view(step_input)
-        rows = array("q", step_input.logits_rows)
-        taps = _taps(stack.shape, step_input.length, states) if states else None
-        queries = TreeQueries() if queries is None else queries
+        rows, adapters = array("q", kv.step_input.logits_rows), lora.rows(runs)
+        taps = _taps(stack.shape, kv.step_input.length, states) if states else None
         logits = self._room(len(rows), ends.c.outputs)
-        self.lib.read_model(
-            stack.shape,
-            stack.layers,
-            ends.c,
-            view.with_adapters(adapters),
-            view.input_ids,
-            pool.address,
-            pool.plane,
-            taps,
-            rows.buffer_info()[0],
-            len(rows),
-            logits.data_ptr(),
-            queries.queries,
-            len(queries.sizes),
-            queries.data.buffer_info()[0],
-        )
+        wanted = taps, rows.buffer_info()[0], len(rows), logits.data_ptr()
+        trees = TreeQueries() if queries is None else queries
+        self.lib.read_model(*_model(stack, ends, kv, adapters), *wanted, *trees.given)
         return logits
 
     def _room(self, rows: int, outputs: int) -> Tensor:
@@ -93,29 +77,24 @@ class CpuFusedModel:
 
     def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
         threads.adopt(self.lib)
-        (step_input, pool, _), (several, vocabulary, stop_rule, states) = kv, chains
-        stack.shape.kv_kind, view = KINDS[pool.dtype], structs.view(step_input)
+        several, vocabulary, stop_rule, states = chains
         levels = max(chain.levels for chain in several)
         tokens = array("i", bytes(4 * levels * len(several)))
         features = array("f", bytes(0 if stop_rule is None else 4 * NUM_FEATURES * len(tokens)))
-        self.lib.chain(
-            stack.shape,
-            stack.layers,
-            ends.c,
-            view.with_adapters(None),
-            view.input_ids,
-            pool.address,
-            pool.plane,
-            _chains(several),
-            len(several),
-            levels,
-            vocabulary,
-            structs.stop_rule(stop_rule),
-            tokens.buffer_info()[0],
-            features.buffer_info()[0],
-            address(states),
-        )
+        asked = _chains(several), len(several), levels, vocabulary, structs.stop_rule(stop_rule)
+        found = tokens.buffer_info()[0], features.buffer_info()[0], address(states)
+        self.lib.chain(*_model(stack, ends, kv), *asked, *found)
         return _chained(tokens, features, levels)
+
+
+def _model(
+    stack: Stack, ends: Ends, kv: LayerKV, adapters: ctypes.Array[Any] | None = None
+) -> tuple[Any, ...]:
+    """A model and a step, as the functions of fused.c take them first."""
+    step_input, pool, _ = kv
+    stack.shape.kv_kind, view = KINDS[pool.dtype], structs.view(step_input)
+    rows = view.with_adapters(adapters)
+    return stack.shape, stack.layers, ends.c, rows, view.input_ids, pool.address, pool.plane
 
 
 def _chains(chains: Sequence[Chain]) -> ctypes.Array[Any]:

@@ -55,6 +55,11 @@ class TreeQueries:
             data.extend([*tree.tokens[:n], *tree.parents[:n], *(tree.probs_of[:n] or [-1] * n)])
         data.frombytes(bytes(8 * n + 8))
 
+    @property
+    def given(self) -> tuple[bytes, int, int]:
+        """The trees, as rules.c and fused.c take them."""
+        return self.queries, len(self.sizes), self.data.buffer_info()[0]
+
     def read(self) -> Iterator[tuple[int, Answer | None]]:
         """Yield (key, answer) of every tree; None where the kernels gave none."""
         data, at = self.data.tolist(), 0
@@ -83,8 +88,7 @@ class TreeVerifier:
         vocabulary = logits.shape[1]
         if wrong := [tuple(q.shape) for q in queries.distributions if q.shape != (vocabulary,)]:
             raise ValueError(f"a draft's sampling distribution has shape {wrong[0]}, not ({vocabulary},).")
-        trees = queries.queries, len(queries.sizes), queries.data.buffer_info()[0]
-        self.lib.verify_trees(logits.data_ptr(), logits.stride(0), vocabulary, None, 0, *trees)
+        self.lib.verify_trees(logits.data_ptr(), logits.stride(0), vocabulary, None, 0, *queries.given)
 
 
 class Distributions:

@@ -15,6 +15,7 @@ from outrider.core.stop_rule import StopRule, hidden_of
 
 LINEARS = ("qkv", "o", "gate_up", "down")
 ROWS = STRUCTS["Rows"]
+SIZES = ("hidden", "inner", "heads", "kv_heads", "head_dim", "eps")
 VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
 
 
@@ -37,18 +38,9 @@ class StepView:
         self.tables = array("q", tables)  # the address of every row's slot table
         self.input_ids = at = step.columns.buffer_info()[0]
         n, size = step.length, 8 * step.length
-        self.rows = ROWS(
-            n,
-            step.max_path_len,
-            step.max_seq_len,
-            step.pinned,
-            at + size,
-            at + 2 * size,
-            at + 3 * size,
-            at + 4 * size,
-            self.tables.buffer_info()[0],
-            step.path_slots.buffer_info()[0],
-        )
+        columns = at + size, at + 2 * size, at + 3 * size, at + 4 * size
+        slots = self.tables.buffer_info()[0], step.path_slots.buffer_info()[0]
+        self.rows = ROWS(n, step.max_path_len, step.max_seq_len, step.pinned, *columns, *slots)
 
     def with_adapters(self, runs: ctypes.Array[Any] | None) -> Any:
         """The rows, with these runs of LoRA adapters (see lora.py).  The caller keeps the runs alive."""

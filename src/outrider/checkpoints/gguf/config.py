@@ -112,23 +112,14 @@ def _longrope(file: GgufFile, context: int, head_dim: int, factor: float) -> dic
             f"{(head_dim // 2,)}."
         )
     scaled = (factors.flatten().float() * factor).tolist()
-    return {
-        "rope_type": "longrope",
-        "short_factor": scaled,
-        "long_factor": scaled,
-        "factor": 1.0,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": context,
-    }
+    given = {"short_factor": scaled, "long_factor": scaled, "factor": 1.0, "attention_factor": 1.0}
+    return {"rope_type": "longrope", "original_max_position_embeddings": context, **given}
 
 
 def _yarn(file: GgufFile, context: int, factor: float) -> dict[str, Any]:
     original = file.integer("rope.scaling.original_context_length", context)
-    rope: dict[str, Any] = {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": original,
-    }
+    rope: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    rope["original_max_position_embeddings"] = original
     names = {"attn_factor": "attention_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
     for key, name in names.items():
         if f"{file.architecture}.rope.scaling.yarn_{key}" in file.metadata:

@@ -22,11 +22,8 @@ from outrider.checkpoints.gguf.names import checkpoint_name
 from outrider.checkpoints.validate import check
 from outrider.errors import ModelError
 
-SCALAR_TYPES = dict(zip(range(8), ["u1", "i1", "u2", "i2", "u4", "i4", "f4", "?"])) | {
-    10: "u8",
-    11: "i8",
-    12: "f8",
-}
+SCALAR_TYPES = dict(enumerate(["u1", "i1", "u2", "i2", "u4", "i4", "f4", "?"]))
+SCALAR_TYPES |= {10: "u8", 11: "i8", 12: "f8"}
 STRING, ARRAY = 8, 9
 MAX_ARRAY_DEPTH, MAX_ARRAY_LENGTH = 4, 1 << 24
 DEFAULT_ALIGNMENT = 32

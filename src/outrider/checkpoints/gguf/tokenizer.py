@@ -36,17 +36,10 @@ PATTERNS = {name: patterns for patterns, names in MODELS.items() for name in nam
 # default.
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
 # Control tokens that end a text, regardless of the metadata's EOS.
-END_TOKENS = [
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "</s>",
-    "<EOT>",
-]
+END_TOKENS = (
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<|end|>", "<end_of_turn>",
+    "</s>", "<EOT>",
+)  # fmt: skip
 SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 PREFIX = "tokenizer.ggml."
 

@@ -161,11 +161,8 @@ PRODUCTS: dict[Any, Callable[..., Tensor | None]] = {
     F.embedding: _embedding,
     torch.addmm: _addmm,
     torch.bmm: _bmm,
-    torch.matmul: _matmul,
-    torch.mm: _matmul,
-    torch.Tensor.matmul: _matmul,
-    torch.Tensor.mm: _matmul,
-    torch.Tensor.__matmul__: _matmul,
+    **dict.fromkeys((torch.matmul, torch.mm), _matmul),
+    **dict.fromkeys((torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__), _matmul),
 }
 
 
@@ -188,8 +185,8 @@ def convert(model: nn.Module, backend: Backend, dtype: torch.dtype) -> None:
             else:
                 weight.requires_grad_(False)
                 weight.data = weight.data.to(backend.activations)
-        if type(module) in (nn.Dropout,):
-            module.forward = _identity
+        if type(module) is nn.Dropout:
+            module.forward = lambda x: x
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != torch.float32:
                 module._buffers[name] = buffer.to(backend.activations)
@@ -203,23 +200,10 @@ def _replace_weight(module: Any, name: str, matrix: Matrix) -> None:
         module.forward = functools.partial(matrix.linear, transposed=transposed, bias=module.bias)
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
 # ---- elementwise functions: full vectors go through Sleef, the remainder of a call through libm
 
-BATCH_DEPENDENT = {
-    F.silu,
-    F.gelu,
-    F.softplus,
-    F.mish,
-    F.elu,
-    F.logsigmoid,
-    torch.sigmoid,
-    torch.Tensor.sigmoid,
-    torch.Tensor.sigmoid_,
-}
+BATCH_DEPENDENT = {F.silu, F.gelu, F.softplus, F.mish, F.elu, F.logsigmoid}
+BATCH_DEPENDENT |= {torch.sigmoid, torch.Tensor.sigmoid, torch.Tensor.sigmoid_}
 
 
 class RowwiseMode(TorchFunctionMode):
