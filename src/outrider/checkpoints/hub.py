@@ -70,7 +70,7 @@ def download(name: str, revision: str | None = None, also: Sequence[str] = ()) -
     """The folder of a hub id in the hub's own cache.  `also`: patterns of files besides those of a model."""
     from huggingface_hub import snapshot_download
 
-    wanted = {"allow_patterns": [*DOWNLOADED, *also], "ignore_patterns": NOT_DOWNLOADED}
+    wanted: dict[str, Any] = {"allow_patterns": [*DOWNLOADED, *also], "ignore_patterns": NOT_DOWNLOADED}
     try:
         return Path(snapshot_download(name, revision=revision, **wanted))
     except Exception as error:  # the hub raises a dozen kinds; the user needs one sentence

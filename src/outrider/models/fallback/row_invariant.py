@@ -185,7 +185,7 @@ def convert(model: nn.Module, backend: Backend, dtype: torch.dtype) -> None:
             else:
                 weight.requires_grad_(False)
                 weight.data = weight.data.to(backend.activations)
-        if type(module) is nn.Dropout:
+        if type(module) in (nn.Dropout,):
             module.forward = lambda x: x
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != torch.float32:
