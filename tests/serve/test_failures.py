@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from outrider import AsyncLLM, SamplingParams
 from outrider.progress import Request
@@ -27,7 +26,7 @@ from outrider.sampling.grammar.compiler import GrammarCompiler
 from outrider.serve.app import make_app
 from outrider.serve.log import log_throughput
 from outrider.serve.options import ServerOptions
-from outrider.serve.run import watch_engine
+from outrider.serve.run import Process, watch_engine
 from outrider.serve.state import Server, cancelled
 from outrider.serve.wire import Events
 
@@ -100,14 +99,15 @@ def test_a_loading_server_answers_503() -> None:
 LOADING = """
 import sys, time
 from outrider.serve.options import ServerOptions
-from outrider.serve.run import run
+from outrider.serve.run import Service, run
 
-def load():
-    print("loading", flush=True)
-    time.sleep(600)
+class Slow(Service):
+    def load(self):
+        print("loading", flush=True)
+        time.sleep(600)
 
 key, certificate, port = sys.argv[1:]
-run(ServerOptions(port=int(port), ssl_keyfile=key, ssl_certfile=certificate), "model", load)
+run(Slow(ServerOptions(port=int(port), ssl_keyfile=key, ssl_certfile=certificate), {"model": "model"}))
 """
 
 
@@ -260,10 +260,9 @@ def test_a_failed_step_turns_health_red(engine: AsyncLLM, monkeypatch: pytest.Mo
         refused = await client.post("/v1/completions", json=BODY)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_stopped"
         server = Server(ServerOptions(), "builtin")
-        failure: list[Exception] = []
         server.started(engine)
-        process = uvicorn.Server(uvicorn.Config("none"))
-        await asyncio.wait_for(watch_engine(process, server, failure), 5)
-        assert process.should_exit and "a defect" in str(failure[0])
+        process = Process(make_app(server), server)
+        await asyncio.wait_for(watch_engine(process, server), 5)
+        assert process.should_exit and "a defect" in str(process.failure)
 
     ask(engine, task)

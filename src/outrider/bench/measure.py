@@ -249,7 +249,9 @@ def measure(
             break
         if fresh or not rounds:
             variants = {label: llm.variant(config) for label, config in configs.items()}
-            memories = _warm_up(variants, groups[0], params)
+            memories = {label: variant.engine.drafter.memory for label, variant in variants.items()}
+            for label, variant in variants.items():
+                once(variant, *groups[0], params, memories[label])  # warm up
         for label, variant in variants.items():
             variant.engine.drafter.memory = memories[label]
         rounds.append(_round(variants, others, groups, params, len(rounds), tick, runs))
@@ -266,16 +268,6 @@ def _results(rounds: Sequence[dict[tuple[str, int], Run]], promises: Mapping[str
         Measured(label, [run for (own, _), run in best.items() if own == label], promise)
         for label, promise in promises.items()
     ]
-
-
-def _warm_up(
-    variants: Mapping[str, LLM], group: tuple[str, list[Any]], params: SamplingParams
-) -> dict[str, Any]:
-    """Run a group with every variant.  Returns the drafters' memories from before."""
-    memories = {label: variant.engine.drafter.memory for label, variant in variants.items()}
-    for label, variant in variants.items():
-        once(variant, *group, params, memories[label])
-    return memories
 
 
 def _round(

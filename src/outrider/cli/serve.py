@@ -76,9 +76,8 @@ def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, t
     """Check all options, then load and serve."""
     from outrider.config import EngineOptions, SpeculativeOptions
     from outrider.parallel.start import join, placed
-    from outrider.serve.replicas.child import Job
     from outrider.serve.replicas.run import run_replicas
-    from outrider.serve.run import loader, run
+    from outrider.serve.run import Service, run
 
     EngineOptions(**engine)
     SpeculativeOptions.of(config)
@@ -90,10 +89,11 @@ def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, t
     if placed():
         join()  # one rank serves
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING, force=True)
+    service = Service(options, engine, config, threads)
     if options.replicas > 1:
-        run_replicas(Job(options, engine, config, threads))
+        run_replicas(service)
     else:
-        run(options, engine["model"], loader(options, engine, config, threads))
+        run(service)
 
 
 def listed(value: Any) -> Any:

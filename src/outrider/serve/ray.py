@@ -41,7 +41,7 @@ from outrider.serve.options import ServerOptions
 from outrider.serve.replicas.app import passed_on
 from outrider.serve.replicas.relay import Answer, Pool, Question, ReplicaLost, whole_events
 from outrider.serve.replicas.routing import BLOCK_TOKENS, Prefixes, work
-from outrider.serve.run import WATCH_INTERVAL, loader
+from outrider.serve.run import WATCH_INTERVAL, Service
 from outrider.serve.state import Server, cancelled
 
 MOST_ONGOING = 1024  # requests of one Front; a Model has max_requests
@@ -99,8 +99,8 @@ def deployment(
     inner = replace(options, api_key=(), api_key_file=None, allowed_origins=(), root_path="")
     front = serve.deployment(max_ongoing_requests=MOST_ONGOING)(serve.ingress()(Front))
     placed = dict(actor or {}) if placement is not None else None
-    given = {"model": model, **engine}
-    return front.bind(routed.bind(inner, given, speculative_config, threads, placed), options)
+    service = Service(inner, {"model": model, **engine}, speculative_config, threads)
+    return front.bind(routed.bind(service, placed), options)
 
 
 def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:
@@ -148,19 +148,12 @@ def replicas_for_load(context: AutoscalingContext) -> tuple[float, dict[str, Any
 class Model:
     """A replica: the server's application on an engine of its own."""
 
-    def __init__(
-        self,
-        options: ServerOptions,
-        engine: dict[str, Any],
-        config: Mapping[str, Any] | None,
-        threads: int | None,
-        placed: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, service: Service, placed: Mapping[str, Any] | None = None) -> None:
         """placed: resources of each rank that Ray places; None: ranks are processes of this machine."""
         if placed is not None:
-            _place_ranks(EngineOptions(**engine).layout.size, placed)
-        self.server = Server(options, engine["model"])
-        self.server.started(loader(options, engine, config, threads)())
+            _place_ranks(EngineOptions(**service.engine).layout.size, placed)
+        self.server = Server(service.options, service.engine["model"])
+        self.server.started(service.load())
         self.app = make_app(self.server)
         Thread(target=self._end_with_engine, daemon=True).start()
 

@@ -6,9 +6,11 @@ import asyncio
 import gc
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from socket import socket
 from types import FrameType
 from typing import Any, Protocol
 
@@ -31,73 +33,57 @@ GRACE = 5.0  # seconds between the end of the engine and that of connections
 log = logging.getLogger("outrider.serve")
 
 
-def loader(
-    options: ServerOptions, engine: Mapping[str, Any], config: Mapping[str, Any] | None, threads: int | None
-) -> Callable[[], AsyncLLM]:
-    """A function that loads a model.  engine: options of `LLM`; config: its speculative_config."""
+@dataclass(frozen=True)
+class Service:
+    """What a process serves.
 
-    def load() -> AsyncLLM:
-        limit()
-        if threads is not None:
-            torch.set_num_threads(threads)
-        return AsyncLLM(speculative_config=config, restart_on_error=options.restart_engine, **engine)
-
-    return load
-
-
-def run(options: ServerOptions, model: str, load: Callable[[], AsyncLLM], path: str | None = None) -> None:
-    """Serve until SIGTERM or SIGINT.
-
-    load: returns the engine.  It runs in another thread, while /health answers 503.
-    path: of a Unix socket to listen on, instead of host and port
-    Raises the error of `load`, EngineError if the engine stops, and OSError if the address is in use.
+    engine: options of `LLM`, with the model.  config: its speculative_config.  threads: of the CPU.
+    number, socket, gpus: of a replica, which listens on a Unix socket
     """
-    server = Server(options, model)
-    failure: list[Exception] = []
+
+    options: ServerOptions
+    engine: Mapping[str, Any]
+    config: Mapping[str, Any] | None = None
+    threads: int | None = None
+    number: int = 0
+    socket: str | None = None
+    gpus: Sequence[str] = ()
+
+    def load(self) -> AsyncLLM:
+        limit()
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        restarts = self.options.restart_engine
+        return AsyncLLM(speculative_config=self.config, restart_on_error=restarts, **self.engine)
+
+
+def run(service: Service) -> None:
+    """Serve until SIGTERM or SIGINT.  The engine loads in another thread, while /health answers 503.
+
+    Raises the error of loading, EngineError if the engine stops, and OSError if the address is in use.
+    """
+    server = Server(service.options, service.engine["model"])
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [
-            asyncio.create_task(_load(process, server, load, failure)),
-            asyncio.create_task(log_throughput(server)),
-            asyncio.create_task(watch_engine(process, server, failure)),
-        ]
+        work = _load(process, server, service.load), log_throughput(server), watch_engine(process, server)
+        tasks = [asyncio.create_task(task) for task in work]
         yield
         await cancelled(tasks)
         await server.end()
         if server.traces is not None:
             await asyncio.to_thread(server.traces.shutdown)
 
-    process = Process(config_of(make_app(server, lifespan), options, path), server)
+    process = Process(make_app(server, lifespan), server, service.socket)
     process.run()
-    if failure:
-        raise failure[0]
 
 
-def config_of(app: ASGIApp, options: ServerOptions, path: str | None = None) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        host=options.host,
-        port=options.port,
-        uds=path,
-        ssl_certfile=options.ssl_certfile,
-        ssl_keyfile=options.ssl_keyfile,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(options.shutdown_timeout + GRACE) + 1,
-    )
-
-
-async def _load(
-    process: Process, server: Server, load: Callable[[], AsyncLLM], failure: list[Exception]
-) -> None:
+async def _load(process: Process, server: Server, load: Callable[[], AsyncLLM]) -> None:
     log.info("loading %s", server.model)
     try:
         server.started(await asyncio.wrap_future(_loading(load)))
     except Exception as error:
-        failure.append(error)
-        process.should_exit = True
+        process.fail(error)
         return
     gc.freeze()  # a collection that visits all that is loaded takes a tenth of a second
     log.info(described(server.llm.engine))
@@ -108,8 +94,8 @@ async def _load(
 async def log_address(process: Process, options: ServerOptions, name: str) -> None:
     while not process.started:
         await asyncio.sleep(0.01)
-    for socket in process.servers[0].sockets:
-        host, port = socket.getsockname()[:2]
+    for listener in process.servers[0].sockets:
+        host, port = listener.getsockname()[:2]
         log.info("%s is served at %s://%s:%d", name, "https" if options.ssl_certfile else "http", host, port)
 
 
@@ -128,13 +114,12 @@ def _loading(load: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
     return future
 
 
-async def watch_engine(process: uvicorn.Server, server: Server, failure: list[Exception]) -> None:
+async def watch_engine(process: Process, server: Server) -> None:
     """End the process with a failure once the engine has stopped for good, for its supervisor."""
     while server.status != "ready" or server.engine.is_running:
         await asyncio.sleep(WATCH_INTERVAL)
-    failure.append(server.engine.error or EngineError("the engine has stopped."))
-    log.error("%s", failure[-1])
-    process.should_exit = True
+    process.fail(server.engine.error or EngineError("the engine has stopped."))
+    log.error("%s", process.failure)
 
 
 class Ending(Gate, Protocol):
@@ -155,10 +140,26 @@ class Process(uvicorn.Server):
     all at once.
     """
 
-    def __init__(self, config: uvicorn.Config, server: Ending) -> None:
+    failure: Exception | None = None
+
+    def __init__(self, app: ASGIApp, server: Ending, path: str | None = None) -> None:
+        """path: of a Unix socket to listen on, instead of host and port."""
+        self.server, options = server, server.options
+        config = uvicorn.Config(
+            app, host=options.host, port=options.port, uds=path, ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile, log_level="warning", access_log=False, server_header=False,
+            timeout_graceful_shutdown=int(options.shutdown_timeout + GRACE) + 1,
+        )  # fmt: skip
         super().__init__(config)
-        self.server = server
-        self.ending: asyncio.Task[None] | None = None
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, which `run` raises."""
+        self.failure, self.should_exit = error, True
+
+    def run(self, sockets: list[socket] | None = None) -> None:
+        super().run(sockets)
+        if self.failure is not None:
+            raise self.failure
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # not super(): it would raise the signal again at the end, so the status of the process were not 0
@@ -166,11 +167,11 @@ class Process(uvicorn.Server):
         self.force_exit = self.should_exit
         self.should_exit = True
 
-    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
         self.server.status = "stopping"
-        self.ending = asyncio.create_task(self._end_engine())
-        await super().shutdown(sockets)  # type: ignore[arg-type]
-        self.ending.cancel()
+        ending = asyncio.create_task(self._end_engine())
+        await super().shutdown(sockets)
+        ending.cancel()
 
     async def _end_engine(self) -> None:
         """End the engine once no request is open, after shutdown_timeout at the latest."""

@@ -19,9 +19,10 @@ from pathlib import Path
 import httpx
 
 from outrider.errors import EngineError
-from outrider.serve.replicas.child import Job, main
+from outrider.serve.replicas.child import main
 from outrider.serve.replicas.relay import NotReached, Question, ReplicaLost, whole_events
 from outrider.serve.replicas.routing import BLOCK_TOKENS, Prefixes
+from outrider.serve.run import Service
 from outrider.serve.state import cancelled
 
 POLL, BEAT = 0.1, 1.0  # seconds between two questions for its health: while it starts, and later
@@ -43,12 +44,12 @@ class Replica:
 
     def __init__(
         self,
-        job: Job,
+        service: Service,
         timeout: float,
         prepare: Callable[[Replica], Awaitable[None]],
         changed: asyncio.Event,
     ) -> None:
-        self.number, self.job, self.timeout = job.number, job, timeout
+        self.number, self.service, self.timeout = service.number, service, timeout
         self.prepare, self.changed = prepare, changed
         self.state, self.open, self.used, self.restarts = "starting", 0, 0, 0
         self.prefixes = Prefixes()
@@ -97,14 +98,14 @@ class Replica:
     async def _run_process(self) -> float | None:
         """Run one process to its end.  Returns when it became ready, None if it never did."""
         self.state, self.prefixes = "starting", Prefixes()
-        Path(self.job.socket).unlink(missing_ok=True)
-        process = self._process = CONTEXT.Process(target=main, args=(self.job,), daemon=True)
+        Path(self.service.socket).unlink(missing_ok=True)
+        process = self._process = CONTEXT.Process(target=main, args=(self.service,), daemon=True)
         await asyncio.to_thread(process.start)
         ready_at: list[float] = []
         limits = httpx.Limits(max_keepalive_connections=0)  # a process may close an idle one at any time
-        transport = httpx.AsyncHTTPTransport(uds=self.job.socket, limits=limits)
+        transport = httpx.AsyncHTTPTransport(uds=self.service.socket, limits=limits)
         async with httpx.AsyncClient(
-            transport=transport, base_url=f"http://replica{self.job.options.root_path}", timeout=None
+            transport=transport, base_url=f"http://replica{self.service.options.root_path}", timeout=None
         ) as self._client:
             watch = asyncio.create_task(self._watch(process, ready_at))
             try:
@@ -131,7 +132,7 @@ class Replica:
                 self.state = "ready"
             await asyncio.sleep(BEAT)
         planned = self.state == "stopping"
-        await asyncio.sleep(self.job.options.shutdown_timeout + END_SECONDS if planned else POLL)
+        await asyncio.sleep(self.service.options.shutdown_timeout + END_SECONDS if planned else POLL)
         log.error("replica %d does not answer: process %s is killed", self.number, process.pid)
         process.kill()
 

@@ -17,10 +17,10 @@ import torch
 from outrider.backends.cpu.threads import limit
 from outrider.errors import ConfigError
 from outrider.serve.errors import ApiError
-from outrider.serve.replicas.child import Job
 from outrider.serve.replicas.relay import Answer, Question
 from outrider.serve.replicas.replica import Replica
 from outrider.serve.replicas.routing import work
+from outrider.serve.run import Service
 from outrider.serve.state import cancelled
 
 LOADING, UNLOADING = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -35,17 +35,16 @@ class Router:
     hits, blocks: blocks of prompts that were at the chosen replica, and all.
     """
 
-    def __init__(self, job: Job, folder: Path) -> None:
-        self.options, self.status = job.options, "loading"
-        self.model = (job.options.served_model_name or (job.engine["model"],))[0]
+    def __init__(self, service: Service, folder: Path) -> None:
+        self.options, self.status = service.options, "loading"
+        self.model = (service.options.served_model_name or (service.engine["model"],))[0]
         self.retries, self.hits, self.blocks = 0, 0, 0
-        self.failure: Exception | None = None
         self._changed, self._rolling = asyncio.Event(), asyncio.Lock()
         self._adapters: dict[str, Question] = {}  # name -> how it was loaded
         self._uses = itertools.count(1)
         self.replicas = [
-            Replica(part, job.options.replica_timeout, self._prepare, self._changed)
-            for part in parts(job, folder)
+            Replica(part, service.options.replica_timeout, self._prepare, self._changed)
+            for part in parts(service, folder)
         ]
 
     @property
@@ -151,21 +150,23 @@ class Router:
                     log.error("replica %d has no adapter %r", replica.number, name)
 
 
-def parts(job: Job, folder: Path) -> list[Job]:
-    """The job of every replica: its threads and GPUs, without what the router does."""
-    given, replicas = job.options, job.options.replicas
+def parts(service: Service, folder: Path) -> list[Service]:
+    """The service of every replica: its threads and GPUs, without what the router does."""
+    given, replicas = service.options, service.options.replicas
     options = replace(
         given, api_key=(), api_key_file=None, ssl_certfile=None, ssl_keyfile=None, allowed_origins=()
     )
     limit()
-    threads = job.threads
+    threads = service.threads
     if threads is None and not os.environ.get("OMP_NUM_THREADS"):
         threads = max(1, torch.get_num_threads() // replicas)
-    found = [] if job.engine.get("device") == "cpu" else visible_gpus()
-    ranks = (job.engine.get("tensor_parallel_size") or 1) * (job.engine.get("pipeline_parallel_size") or 1)
+    found = [] if service.engine.get("device") == "cpu" else visible_gpus()
+    ranks = (service.engine.get("tensor_parallel_size") or 1) * (
+        service.engine.get("pipeline_parallel_size") or 1
+    )
     gpus = shares(found, replicas, ranks) if found else [[] for _ in range(replicas)]
     return [
-        replace(job, options=options, threads=threads, number=i, socket=str(folder / str(i)), gpus=own)
+        replace(service, options=options, threads=threads, number=i, socket=str(folder / str(i)), gpus=own)
         for i, own in enumerate(gpus)
     ]
 

@@ -16,23 +16,22 @@ from starlette.applications import Starlette
 from outrider.core.validate import text_of
 from outrider.errors import OutriderError
 from outrider.serve.replicas.app import make_app
-from outrider.serve.replicas.child import Job
 from outrider.serve.replicas.router import Router
-from outrider.serve.run import Process, config_of, log_address
+from outrider.serve.run import Process, Service, log_address
 from outrider.serve.state import cancelled
 
 log = logging.getLogger("outrider.serve")
 
 
-def run_replicas(job: Job) -> None:
+def run_replicas(service: Service) -> None:
     """Serve with several processes until SIGTERM or SIGINT.  SIGHUP restarts them one after the other.
 
     Raises EngineError if a replica cannot start, ConfigError, and OSError if the address is in use.
     """
-    if job.options.chat_template is not None:
-        text_of(job.options.chat_template, "chat_template")
+    if service.options.chat_template is not None:
+        text_of(service.options.chat_template, "chat_template")
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
-        router = Router(job, Path(folder))
+        router = Router(service, Path(folder))
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -43,14 +42,12 @@ def run_replicas(job: Job) -> None:
             yield
             await cancelled([task, *rolls])
 
-        process = Process(config_of(make_app(router, lifespan), job.options), router)
+        process = Process(make_app(router, lifespan), router)
         process.run()
-    if router.failure is not None:
-        raise router.failure
 
 
 async def _run(process: Process, router: Router) -> None:
     try:
         await router.run(partial(log_address, process, router.options, router.model))
     except OutriderError as error:
-        router.failure, process.should_exit = error, True
+        process.fail(error)
