@@ -118,113 +118,6 @@ class Norms(NamedTuple):
     eps: float
 
 
-class LinearOps(Protocol):
-    """Linear layers, embeddings and norms."""
-
-    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Weight:
-        """Pack [O, K] in the layout of the other operations.  A quantized weight keeps its bits."""
-
-    def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
-        """Product x [n, K] -> [n, O].  With `add` [n, O], accumulates into `add` and returns it."""
-
-    def embed(self, weight: Any, step_input: StepInput) -> Tensor:
-        """Embeddings [N, h] of the step's ids."""
-
-    def pair(self, weight: Any, step_input: StepInput, g: Tensor, norms: Norms) -> Tensor:
-        """Concatenation [norm(e); norm(g)], [N, 2h], of embeddings e of the ids and states g [N, h]."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-
-class AttentionOps(Protocol):
-    """Attention over the paged K/V of a pool."""
-
-    def prepare(self, step_input: StepInput) -> Any:
-        """Derive from a step the data that attention reads in every layer.
-
-        Called once per step; the result is kept in `StepInput.derived`.  `attend` calls it if it has not
-        been called.
-        """
-
-    def rope_store(self, qkv: Tensor, spec: AttentionShape, rotations: Tensor, kv: LayerKV) -> Tensor:
-        """Rotate the heads of qkv [N, (H + 2k) D] and write K and V to the step's slots.
-
-        rotations: float32 [positions, rot], cos then sin; no rotation if rot is 0.
-        Returns q in the form that `attend` takes.
-        """
-
-    def attend(self, q: Tensor, spec: AttentionShape, kv: LayerKV, scores: Scores) -> Tensor:
-        """Attention output [N, H·D] of every row over its visible keys."""
-
-
-class LayerOps(Protocol):
-    """Decoder blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x))."""
-
-    def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Any:
-        """The blocks of a decoder as `run_layers` takes them; rotations as in `rope_store`."""
-
-    def skip_sublayers(self, stack: Any, skips: Sequence[int]) -> Any:
-        """The same blocks without some sublayers.
-
-        skips: for layer i, 1 skips its attention, 2 its MLP, 3 both.  A skipped sublayer is the identity,
-        its norm included.  A skipped attention neither reads nor writes K/V.
-        """
-
-    def pack_adapter(self, spec: LayerSizes, layers: Adapted) -> Any:
-        """A LoRA adapter as `run_layers` takes it."""
-
-    def run_layers(
-        self, stack: Any, x: Tensor, kv: LayerKV, runs: Runs = (), u: Tensor | None = None
-    ) -> Tensor:
-        """Residual stream [N, h] after all blocks.  `x` [N, h] may be overwritten, and may be the result.
-
-        kv:   of the first block; the others have the layers after it
-        runs: rows whose linears add the updates of an adapter
-        u:    [N, K], input of the first `qkv` in place of norm(x), or of the first `gate_up` if that
-              attention is skipped; it may be x
-        """
-
-
-class TokenPicker(Protocol):
-    """Choice of tokens from logits, under a sampling distribution and the noise of an RNG key."""
-
-    def pick(
-        self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
-    ) -> tuple[list[int], list[float]]:
-        """The k best tokens of one row and their probabilities, best first; fewer if fewer are allowed.
-
-        logits: [V], or [M, V] of which row `row` is used
-        """
-
-    def pick_rows(
-        self,
-        logits: Tensor,
-        distribution: DistributionParams,
-        keys: Sequence[int],
-        k: int,
-        ids: Tensor | None = None,
-        probs: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """`pick` for every row of [n, V], k <= 64, each row with its own key.
-
-        ids:   int32 [V], token of each column of the logits; its noise is used.  The result holds columns.
-        probs: False leaves all probabilities 0
-        Returns int32 and float32 [n, k], padded with -1 and 0.
-        """
-
-    def should_stop(
-        self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, depth: int, row: int = 0
-    ) -> tuple[bool, NodeFeatures]:
-        """Whether the draft ends after `token`, picked from `row` of the logits; and its features."""
-
-    def candidates(self, k: int, wide: int, levels: int) -> Candidates:
-        """An empty dynamic tree of `levels` levels.
-
-        k:    maximum children per node, at most 64
-        wide: nodes expanded per level
-        """
-
-
 class Chain(NamedTuple):
     """A chain of draft tokens that begins after row `at` of a step.
 
@@ -277,7 +170,7 @@ class FusedModel(Protocol):
         """Run the blocks over the step, then extend the chains."""
 
 
-class Backend(LinearOps, AttentionOps, LayerOps, TokenPicker, Protocol):
+class Backend(Protocol):
     """Operations of one device in one dtype of weights."""
 
     name: str
@@ -291,3 +184,102 @@ class Backend(LinearOps, AttentionOps, LayerOps, TokenPicker, Protocol):
     def verifier(self) -> TreeVerifier | None: ...
     @property
     def distributions(self) -> DistributionOps | None: ...
+
+    # ---- linear layers, embeddings and norms
+
+    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Weight:
+        """Pack [O, K] in the layout of the other operations.  A quantized weight keeps its bits."""
+
+    def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
+        """Product x [n, K] -> [n, O].  With `add` [n, O], accumulates into `add` and returns it."""
+
+    def embed(self, weight: Any, step_input: StepInput) -> Tensor:
+        """Embeddings [N, h] of the step's ids."""
+
+    def pair(self, weight: Any, step_input: StepInput, g: Tensor, norms: Norms) -> Tensor:
+        """Concatenation [norm(e); norm(g)], [N, 2h], of embeddings e of the ids and states g [N, h]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    # ---- attention over the paged K/V of a pool
+
+    def prepare(self, step_input: StepInput) -> Any:
+        """Derive from a step the data that attention reads in every layer.
+
+        Called once per step; the result is kept in `StepInput.derived`.  `attend` calls it if it has not
+        been called.
+        """
+
+    def rope_store(self, qkv: Tensor, spec: AttentionShape, rotations: Tensor, kv: LayerKV) -> Tensor:
+        """Rotate the heads of qkv [N, (H + 2k) D] and write K and V to the step's slots.
+
+        rotations: float32 [positions, rot], cos then sin; no rotation if rot is 0.
+        Returns q in the form that `attend` takes.
+        """
+
+    def attend(self, q: Tensor, spec: AttentionShape, kv: LayerKV, scores: Scores) -> Tensor:
+        """Attention output [N, H·D] of every row over its visible keys."""
+
+    # ---- decoder blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x))
+
+    def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Any:
+        """The blocks of a decoder as `run_layers` takes them; rotations as in `rope_store`."""
+
+    def skip_sublayers(self, stack: Any, skips: Sequence[int]) -> Any:
+        """The same blocks without some sublayers.
+
+        skips: for layer i, 1 skips its attention, 2 its MLP, 3 both.  A skipped sublayer is the identity,
+        its norm included.  A skipped attention neither reads nor writes K/V.
+        """
+
+    def pack_adapter(self, spec: LayerSizes, layers: Adapted) -> Any:
+        """A LoRA adapter as `run_layers` takes it."""
+
+    def run_layers(
+        self, stack: Any, x: Tensor, kv: LayerKV, runs: Runs = (), u: Tensor | None = None
+    ) -> Tensor:
+        """Residual stream [N, h] after all blocks.  `x` [N, h] may be overwritten, and may be the result.
+
+        kv:   of the first block; the others have the layers after it
+        runs: rows whose linears add the updates of an adapter
+        u:    [N, K], input of the first `qkv` in place of norm(x), or of the first `gate_up` if that
+              attention is skipped; it may be x
+        """
+
+    # ---- choice of tokens from logits, under a sampling distribution and the noise of an RNG key
+
+    def pick(
+        self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
+    ) -> tuple[list[int], list[float]]:
+        """The k best tokens of one row and their probabilities, best first; fewer if fewer are allowed.
+
+        logits: [V], or [M, V] of which row `row` is used
+        """
+
+    def pick_rows(
+        self,
+        logits: Tensor,
+        distribution: DistributionParams,
+        keys: Sequence[int],
+        k: int,
+        ids: Tensor | None = None,
+        probs: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """`pick` for every row of [n, V], k <= 64, each row with its own key.
+
+        ids:   int32 [V], token of each column of the logits; its noise is used.  The result holds columns.
+        probs: False leaves all probabilities 0
+        Returns int32 and float32 [n, k], padded with -1 and 0.
+        """
+
+    def should_stop(
+        self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, depth: int, row: int = 0
+    ) -> tuple[bool, NodeFeatures]:
+        """Whether the draft ends after `token`, picked from `row` of the logits; and its features."""
+
+    def candidates(self, k: int, wide: int, levels: int) -> Candidates:
+        """An empty dynamic tree of `levels` levels.
+
+        k:    maximum children per node, at most 64
+        wide: nodes expanded per level
+        """

@@ -12,6 +12,7 @@ from outrider.core.params import DistributionParams
 
 TINY = 1e-30
 
+Table = Tensor | None  # [V]: token of each entry; [k]: confidence of each rank; None: those of the entry
 Picks = Callable[..., tuple[Tensor, Tensor]]
 # tokens, the nodes of their parents (-1 after the root), shares
 Nodes = tuple[list[int], list[int], list[float]]
@@ -26,8 +27,8 @@ class Found(NamedTuple):
 
     entries: Tensor
     shares: Tensor
-    ids: Tensor | None = None
-    ranked: Tensor | None = None
+    ids: Table = None
+    ranked: Table = None
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Tokens int64 [n, k], and confidences, 0 for padding."""
@@ -52,12 +53,7 @@ class Candidates(Protocol):
         """
 
     def grow(
-        self,
-        logits: Tensor,
-        distribution: DistributionParams,
-        key: int,
-        ids: Tensor | None,
-        ranked: Tensor | None,
+        self, logits: Tensor, distribution: DistributionParams, key: int, ids: Table, ranked: Table
     ) -> tuple[list[int], list[int]]:
         """`widen` by the best entries of logits float32 [n, V], as `Backend.pick_rows` finds them.
 
@@ -87,12 +83,7 @@ class Plain:
         return [(at - first) // k for at in self.front], [self.records[at][0] for at in self.front]
 
     def grow(
-        self,
-        logits: Tensor,
-        distribution: DistributionParams,
-        key: int,
-        ids: Tensor | None,
-        ranked: Tensor | None,
+        self, logits: Tensor, distribution: DistributionParams, key: int, ids: Table, ranked: Table
     ) -> tuple[list[int], list[int]]:
         found = self.picks(
             logits, distribution, [key] * len(logits), min(self.k, logits.shape[1]), ids, ranked is None

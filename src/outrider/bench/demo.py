@@ -12,7 +12,7 @@ from outrider.bench.measure import PLAIN, Configs, Prompts, demonstrations, meas
 from outrider.bench.panes import Piece, pieces_of, replay
 from outrider.bench.prompts import PROMPTS, TASKS, Prompt, rendered
 from outrider.bench.report import counted, remarks, table
-from outrider.checkpoints.hub import GROWN
+from outrider.checkpoints.hub import GROWN, Checkpoint
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.llm import LLM
@@ -47,7 +47,8 @@ def demo(model: str | None, drafts: list[str], small: bool, tokens: int, console
     """
     name = model or ("builtin" if small else GROWN)
     with console.status(f"Loading {name}"):
-        llm = LLM(model=name, speculative_config=None, max_num_seqs=1, max_model_len=_context(name))
+        context = min(CONTEXT, Checkpoint.open(name).spec.unscaled)
+        llm = LLM(model=name, speculative_config=None, max_num_seqs=1, max_model_len=context)
         show = _own(llm, drafts, console) if model else _builtin(llm, small)
     console.print(f"[bold]Outrider[/] on {llm.engine.decoder.backend.name}.", soft_wrap=True)
     if name == GROWN:
@@ -55,12 +56,6 @@ def demo(model: str | None, drafts: list[str], small: bool, tokens: int, console
     params = SamplingParams(temperature=0.0, max_tokens=tokens)
     speed = _side_by_side(show, params, console)
     return _compare(show, replace(params, max_tokens=min(tokens, MEASURED)), speed, console)
-
-
-def _context(name: str) -> int:
-    from outrider.checkpoints.hub import Checkpoint
-
-    return min(CONTEXT, Checkpoint.open(name).spec.unscaled)
 
 
 def _builtin(llm: LLM, small: bool) -> Show:

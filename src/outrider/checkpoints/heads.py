@@ -5,9 +5,9 @@ Where shapes and config disagree, shapes count.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -166,8 +166,5 @@ def folder_of(name: str, revision: str | None = None) -> Path:
 def file_names(folder: Path) -> list[str]:
     """Names of files that may hold tensors: the usual ones, then all others but those of trainers."""
     others = [path.name for path in folder.iterdir() if path.suffix in SUFFIXES]
-    return [*FILE_NAMES, *sorted(name for name in others if not _left_by_trainer(name))]
-
-
-def _left_by_trainer(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in NOT_DOWNLOADED)
+    left = {name for pattern in NOT_DOWNLOADED for name in fnmatch.filter(others, pattern)}
+    return [*FILE_NAMES, *sorted({*others} - left)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,12 +108,7 @@ def read_json(path: Path, table: Table | None = None) -> dict[str, Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(
-            key
-            for key, _ in pairs
-            if key in seen or seen.add(key)  # type: ignore[func-returns-value]
-        )
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice!r} occurs twice")
     return found
 

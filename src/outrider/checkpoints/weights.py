@@ -171,7 +171,8 @@ def _read_index(folder: Path, index: Path) -> Iterator[tuple[str, Path]]:
     if not isinstance(shards, dict):
         raise ModelError(f"{index} is corrupt: it has no weight_map.")
     for name, shard in shards.items():
-        if not isinstance(shard, str) or "\0" in shard or _leaves_folder(Path(shard)):
+        inside = isinstance(shard, str) and "\0" not in shard and not Path(shard).is_absolute()
+        if not inside or ".." in Path(shard).parts:
             raise ModelError(
                 f"{index}: weight_map names {reprlib.repr(shard)} for {name!r}, which is not a file in this "
                 "folder."
@@ -180,10 +181,6 @@ def _read_index(folder: Path, index: Path) -> Iterator[tuple[str, Path]]:
         if len(shard) > 255 or not (folder / shard).is_file():
             raise ModelError(f"{index}: weight_map names {shard[:80]!r}, which is missing in {folder}.")
     return ((name, folder / shard) for name, shard in shards.items())
-
-
-def _leaves_folder(path: Path) -> bool:
-    return path.is_absolute() or ".." in path.parts
 
 
 def _check_bin(path: Path, loaded: object) -> None:

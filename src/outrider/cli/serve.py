@@ -52,7 +52,8 @@ def command() -> Callable[..., None]:
         for name in REFUSED:
             if given.pop(name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} is not supported: {NEW_SPELLING}.")
-        own = {field.name: listed(given.pop(field.name)) for field in fields(ServerOptions)}
+        own = {field.name: given.pop(field.name) for field in fields(ServerOptions)}
+        own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
         server = options(ServerOptions, own, "server option")
         if place is not None and given["model"] not in (None, place):
             raise ConfigError(f"the model is given twice, as {place!r} and as --model {given['model']!r}.")
@@ -94,11 +95,6 @@ def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, t
         run_replicas(service)
     else:
         run(service)
-
-
-def listed(value: Any) -> Any:
-    """A value of a command line as options have it."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _parameters(kind: type[Any], panel: str) -> list[inspect.Parameter]:

@@ -12,15 +12,11 @@ T = TypeVar("T")
 
 def classes(package: str, path: Iterable[str], kind: type[T]) -> dict[str, type[T]]:
     """Module name -> the class of this kind that it defines itself, for all modules in a package's path."""
-    found = {}
-    for module in pkgutil.iter_modules(path):
-        loaded = importlib.import_module(f"{package}.{module.name}")
-        for thing in vars(loaded).values():
-            if (
-                isinstance(thing, type)
-                and issubclass(thing, kind)
-                and thing.__module__ == loaded.__name__
-                and thing is not kind
-            ):
-                found[module.name] = thing
-    return found
+    modules = [importlib.import_module(f"{package}.{module.name}") for module in pkgutil.iter_modules(path)]
+    return {
+        module.__name__.rpartition(".")[2]: thing
+        for module in modules
+        for thing in vars(module).values()
+        if isinstance(thing, type) and issubclass(thing, kind) and thing.__module__ == module.__name__
+        if thing is not kind
+    }

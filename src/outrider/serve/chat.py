@@ -92,7 +92,7 @@ def reply_for(server: Server, tools: Sequence[Mapping[str, Any]], body: Calling)
     choice = body.tool_choice
     if not tools:
         return Reply(None)
-    special = server.tokenizer.convert_ids_to_tokens(sorted(server.engine.llm.engine.ending))
+    special = server.tokenizer.convert_ids_to_tokens(sorted(server.llm.engine.ending))
     names = frozenset(tool["function"]["name"] for tool in tools)
     ending = frozenset(token for token in special if token)
     return Reply(server.tool_parser, choice, ending, names, body.parallel_tool_calls is not False)
@@ -182,6 +182,6 @@ class Chat:
         return {**self._one(token, entry), "top_logprobs": [self._one(other, entry) for other in best]}
 
     def _one(self, token: int, entry: Entry) -> dict[str, Any]:
-        text = self.server.engine.llm.reader.piece(token)
+        text = self.server.llm.reader.piece(token)
         found = list(text.encode(errors="replace"))
         return {"token": text, "logprob": bounded(entry[token].logprob), "bytes": found}

@@ -42,7 +42,7 @@ def add_models(app: FastAPI, server: Server) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Json:
         """Text of token ids."""
-        vocabulary = server.engine.llm.engine.checkpoint.spec.vocabulary
+        vocabulary = server.llm.engine.checkpoint.spec.vocabulary
         if wrong := [token for token in body.tokens if token >= vocabulary]:
             raise ApiError(400, f"token id {wrong[0]} is none of 0 … {vocabulary - 1}.", "tokens")
         return Json({"prompt": await asyncio.to_thread(server.decode, body.tokens)})
@@ -64,7 +64,7 @@ def add_models(app: FastAPI, server: Server) -> None:
 
 def card_of(server: Server, created: int, name: str, parent: str | None = None) -> dict[str, Any]:
     """A model in OpenAI's shape.  parent: of an adapter."""
-    engine = server.engine.llm.engine
+    engine = server.llm.engine
     base = {"id": name, "object": "model", "created": created, "owned_by": "outrider"}
     own = {"max_model_len": engine.max_len, "speculative_methods": list(engine.drafter.sources)}
     return {**base, "root": parent or server.model, "parent": parent, **own}
@@ -81,12 +81,12 @@ def tokens_of(server: Server, body: TokenizeBody) -> dict[str, Any]:
     server.adapter_of(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages.", "prompt")
-    reader = server.engine.llm.reader
+    reader = server.llm.reader
     if body.messages is not None:
         prompt: Any = server.conversation(body.messages, **{name: getattr(body, name) for name in TEMPLATE})
         ids = reader.ids(prompt)
     else:
         ids = server.encode(body.prompt or "", body.add_special_tokens)
-    made = {"tokens": ids, "count": len(ids), "max_model_len": server.engine.llm.engine.max_len}
+    made = {"tokens": ids, "count": len(ids), "max_model_len": server.llm.engine.max_len}
     names = server.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
     return {**made, "token_strs": names}

@@ -35,7 +35,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     if "message.output_text.logprobs" in (body.include or ()):
         raise ApiError(400, "logprobs of responses are not supported: use /v1/chat/completions.", "include")
     tools = checked_tools(chat_tools(body.tools), body.tool_choice)
-    more: dict[str, Any] = {"max_tokens": body.max_output_tokens, "seed": body.seed}
+    more: dict[str, Any] = {"max_tokens": body.max_output_tokens}
     if tools and body.skip_special_tokens is None:
         more["skip_special_tokens"] = False  # markers of calls may be special tokens
     forms = [*_format(body), *([form] if (form := tool_form(tools, body.tool_choice)) else [])]

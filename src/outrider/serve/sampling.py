@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from outrider.core.params import SamplingParams
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import Classic, ResponseFormat, Sampling
 
-SHARED = (  # the same name and meaning in a body and in SamplingParams
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "truncate_prompt_tokens",
-    "allowed_token_ids", "bad_words",
-)  # fmt: skip
-CLASSIC = (
-    "n", "seed", "stop", "frequency_penalty", "presence_penalty", "logit_bias", "prompt_logprobs",
-)  # fmt: skip
+# parameters that a body has under the same name, but not with the same meaning
+OTHERS = {"logprobs", "max_tokens", "prediction", "structured_outputs"}
+SHARED = {field.name for field in fields(SamplingParams)} - OTHERS
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -31,11 +27,10 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
     form: structured_outputs that another field asks for.  more: fields of other names; None is left out.
     Raises RequestError or ApiError naming the field.
     """
-    given = {name: getattr(body, name) for name in SHARED}
+    given = {name: getattr(body, name) for name in SHARED & type(body).model_fields.keys()}
     if isinstance(body, Classic):
         if body.stream and body.prompt_logprobs is not None:
             raise ApiError(400, "a stream has no prompt_logprobs.", "prompt_logprobs")
-        given |= {name: getattr(body, name) for name in CLASSIC}
         given["prediction"] = body.prediction.text if body.prediction is not None else None
     forms = [*_forms(body), *([dict(form)] if form else [])]
     if len(forms) > 1:

@@ -90,7 +90,7 @@ class Server:
 
     @property
     def tool_parser(self) -> ToolParser:
-        template = self.template or getattr(self.engine.llm.tokenizer, "chat_template", None)
+        template = self.template or getattr(self.llm.tokenizer, "chat_template", None)
         return parser_for(self.options.tool_call_parser, template if isinstance(template, str) else "")
 
     def started(self, engine: AsyncLLM) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.backends.candidates import Found, Nodes
+from outrider.backends.candidates import Found, Nodes, Table
 from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.structs import address
 from outrider.core.params import DistributionParams
@@ -38,12 +38,7 @@ class Compiled:
         )
 
     def grow(
-        self,
-        logits: Tensor,
-        distribution: DistributionParams,
-        key: int,
-        ids: Tensor | None,
-        ranked: Tensor | None,
+        self, logits: Tensor, distribution: DistributionParams, key: int, ids: Table, ranked: Table
     ) -> tuple[list[int], list[int]]:
         logits = logits.contiguous()
         vocabulary, out = logits.shape[1], _address(self.out)

@@ -18,7 +18,7 @@ MAX_K = 64  # tokens a pick
 
 
 class Picking:
-    """The `TokenPicker` part of the backend."""
+    """The part of the backend that picks tokens."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.lib = lib

@@ -64,7 +64,7 @@ def _score(
 def pick_rows(
     logits: Tensor, distribution: DistributionParams, keys: Sequence[int], k: int, ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`TokenPicker.pick_rows` with probabilities, on the CPU."""
+    """`Backend.pick_rows` with probabilities, on the CPU."""
     rows, (n, vocabulary) = _rows(logits, distribution, keys), logits.shape
     low, scores = logits.new_empty(n, vocabulary), logits.new_empty(n, vocabulary)
     columns = rows.owners if ids is None else ids.to(logits.device)
