@@ -46,7 +46,7 @@ class Service:
     config: Mapping[str, Any] | None = None
     threads: int | None = None
     number: int = 0
-    socket: str | None = None
+    socket: str = ""
     gpus: Sequence[str] = ()
 
     def load(self) -> AsyncLLM:
@@ -142,11 +142,11 @@ class Process(uvicorn.Server):
 
     failure: Exception | None = None
 
-    def __init__(self, app: ASGIApp, server: Ending, path: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, server: Ending, path: str = "") -> None:
         """path: of a Unix socket to listen on, instead of host and port."""
         self.server, options = server, server.options
         config = uvicorn.Config(
-            app, host=options.host, port=options.port, uds=path, ssl_certfile=options.ssl_certfile,
+            app, host=options.host, port=options.port, uds=path or None, ssl_certfile=options.ssl_certfile,
             ssl_keyfile=options.ssl_keyfile, log_level="warning", access_log=False, server_header=False,
             timeout_graceful_shutdown=int(options.shutdown_timeout + GRACE) + 1,
         )  # fmt: skip
