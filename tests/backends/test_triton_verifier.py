@@ -27,7 +27,7 @@ import triton.language as tl
 
 from outrider.backends.triton import sampling
 from outrider.backends.triton.backend import TritonBackend
-from outrider.backends.triton.picking import pick_first
+from outrider.backends.triton.picking import pick_next
 from outrider.backends.triton.verifier import TreeVerifier
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of masked lanes
@@ -192,7 +192,7 @@ def test_noise_wins_in_any_block() -> None:
     logits = torch.randn(6, 9000, generator=torch.Generator().manual_seed(1)) / 4
     keys = [key_of(3, 0, position) for position in range(6)]
     expected = [reference.pick(row, DistributionParams(), key, 1)[0][0] for row, key in zip(logits, keys)]
-    assert pick_first(logits.to(DEVICE), DistributionParams(), keys) == expected
+    assert pick_next(logits.to(DEVICE), [DistributionParams()], keys).tolist() == expected
     assert len({token // sampling.BLOCK for token in expected}) > 2
 
 

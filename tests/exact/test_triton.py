@@ -107,15 +107,18 @@ def test_trees_leave_the_tokens_unchanged_with_one_read_a_step(
     check_idle(llm)
 
 
-def test_graphs_of_a_draft_model_leave_the_tokens_unchanged(
+def test_a_draft_model_reads_once_a_chain_and_leaves_the_tokens_unchanged(
     llm: LLM, small: str, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = graphs_of(llm, monkeypatch)
     monkeypatch.setattr("outrider.backends.triton.graphs.graphs_for", lambda device: own)
-    llm.use({"model": small, "num_speculative_tokens": 2})
-    outputs = run_staggered(llm, PROMPTS, PARAMS)
+    llm.use({"model": small, "num_speculative_tokens": 3})
+    steps, seen = llm.engine.steps, Syncs()
+    with seen:
+        outputs = run_staggered(llm, PROMPTS, PARAMS)
     assert [visible_parts(o.outputs) for o in outputs] == [visible_parts(o) for o in plain]
     assert sum(o.speculation.accepted for o in outputs) > 0
+    assert set(seen.seen) == {"tolist"} and len(seen.seen) <= 2 * (llm.engine.steps - steps)
     assert own.replayed and len({key[0] for key in own.graphs}) == 2  # of the target and of the draft
     check_idle(llm)
 

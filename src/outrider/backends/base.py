@@ -2,7 +2,7 @@
 
 `backends/cpu` calls compiled C kernels, `backends/triton` has those of CUDA devices.  `backends/torch` is
 the reference.  It serves every other device, machines without a compiler, and the tests.  Optional parts are
-declared: `Backend.fused`, `verifier` and `distributions` are None if a backend has none.
+declared: `Backend.fused`, `verifier`, `distributions` and `pick_next` are None if a backend has none.
 
 Shapes: N rows of a step, h hidden, I inner, H query heads, k K/V heads, D head dimensions, V vocabulary,
 M rows with logits.
@@ -10,7 +10,7 @@ M rows with logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -148,6 +148,11 @@ class Chains(NamedTuple):
     states: Tensor | None = None
 
 
+# The best token of each row of logits [n, V], given the distribution and the key of the noise of each.
+# int64 [n] on the device of the logits, -1 where none is finite; the host reads nothing.
+PickNext = Callable[[Tensor, Sequence[DistributionParams], Sequence[int]], Tensor]
+
+
 class FusedModel(Protocol):
     """A whole model in one call.
 
@@ -184,6 +189,8 @@ class Backend(Protocol):
     def verifier(self) -> TreeVerifier | None: ...
     @property
     def distributions(self) -> DistributionOps | None: ...
+    @property
+    def pick_next(self) -> PickNext | None: ...
 
     # ---- linear layers, embeddings and norms
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from outrider.core.noise import MASK, mix
 from outrider.core.params import DistributionParams
 from outrider.core.tree import DraftTree
 
@@ -27,6 +28,14 @@ class TreeQuery(NamedTuple):
     stream: int
     position: int
     tree: DraftTree
+
+    @property
+    def keys(self) -> list[int]:
+        """Of the noise after the root and each node."""
+        depths = [0]
+        for parent in self.tree.parents[: self.tree.size]:
+            depths.append(depths[parent + 1] + 1)
+        return [mix(self.stream + self.position + depth & MASK) for depth in depths]
 
 
 class TreeQueries(Protocol):

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from outrider.core.device import to_device
+
 T = TypeVar("T")
 NO_COLUMNS, NO_PATHS = array("q"), array("i")  # of a step that is not built, or has no paths
 
@@ -63,6 +65,7 @@ class StepInput:
     slot_tables:                        [B], int32, the slot of each position, or of each entry of a view
     max_seq_len:                        largest number of keys of a row
     adapters:                           the rows that use a LoRA adapter, ascending
+    device_ids:                         int64 [N] or None: ids that only a device knows, in place of input_ids
     logits_rows:                        [M], ascending: rows whose logits are computed
 
     Rows are added to lists, from which `build` makes `columns` and `path_slots`.  These are `array` objects:
@@ -75,6 +78,7 @@ class StepInput:
     max_seq_len: int = 0
     max_path_len: int = 0
     input_ids: list[int] = field(default_factory=list)
+    device_ids: Tensor | None = None
     positions: list[int] = field(default_factory=list)
     slot_mapping: list[int] = field(default_factory=list)
     context_lens: list[int] = field(default_factory=list)
@@ -257,4 +261,5 @@ class StepInput:
 
     def _tensors(self, device: torch.device) -> StepTensors:
         columns = torch.frombuffer(self.columns, dtype=torch.int64).view(-1, self.length)
-        return StepTensors(*columns[:3].to(device))
+        ids, positions, slots = to_device(columns[:3], device)
+        return StepTensors(ids if self.device_ids is None else self.device_ids.to(device), positions, slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 TOP = 4
@@ -30,6 +31,11 @@ class StopRule(NamedTuple):
     most: float = math.inf
     net: Tensor | None = None
 
+    @property
+    def judges(self) -> bool:
+        """Whether it may end a chain."""
+        return self.least > 0 or self.most < math.inf or self.net is not None
+
 
 def hidden_of(net: Tensor) -> int:
     """Hidden units of a network in the layout of `StopRule.net`."""
@@ -38,10 +44,18 @@ def hidden_of(net: Tensor) -> int:
 
 def measure(logits: Tensor, temperature: float, token: int) -> NodeFeatures:
     """Features of `token` under softmax(logits [V] / temperature); temperature 0 counts as 1."""
-    distribution = (logits.double() / (temperature or 1.0)).softmax(-1)
-    best = distribution.topk(min(TOP, distribution.numel())).values.tolist()
-    entropy = -float((distribution * distribution.clamp_min(1e-300).log()).sum())
-    return [float(distribution[token]), entropy, *best, *[0.0] * (TOP - len(best))]
+    at, place = logits.new_tensor([temperature or 1.0]).double(), torch.tensor([token], device=logits.device)
+    features: NodeFeatures = features_of(logits[None], at, place)[0].tolist()
+    return features
+
+
+def features_of(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> Tensor:
+    """Features float64 [n, NUM_FEATURES] of tokens [n] under softmax(logits [n, V] / temperatures [n])."""
+    probs = (logits.double() / temperatures[:, None]).softmax(-1)
+    entropy = -(probs * probs.clamp_min(1e-300).log()).sum(-1, keepdim=True)
+    best = probs.topk(min(TOP, probs.shape[1])).values
+    found = torch.cat([probs.gather(1, tokens[:, None]), entropy, best], 1)
+    return torch.nn.functional.pad(found, (0, NUM_FEATURES - found.shape[1]))
 
 
 def should_stop(stop_rule: StopRule, features: NodeFeatures, level: int) -> bool:

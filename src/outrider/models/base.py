@@ -13,6 +13,7 @@ from outrider.backends.base import Backend, Chains
 from outrider.backends.rules import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.checkpoints.spec import Facts
+from outrider.core.device import take
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
@@ -90,7 +91,7 @@ class Model(Protocol):
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         """Logits float32 [len(rows), V] of some rows, ascending, of `forward`'s result."""
-        return self.head_logits(self.final(x if len(rows) == x.shape[0] else x[rows]))
+        return self.head_logits(self.final(take(x, rows)))
 
     def forward_step(
         self, step_input: StepInput, pool: Pool, states: dict[int, Tensor], queries: TreeQueries | None = None

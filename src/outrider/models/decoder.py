@@ -32,6 +32,7 @@ from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
 from outrider.errors import CapacityError, ConfigError, ModelError, first_line
 from outrider.models.base import Model, Stream, Taps
+from outrider.models.chains import draft_chain
 from outrider.models.layers import LayerReader
 from outrider.models.placement import Placement, Precision, place
 from outrider.models.rope import rope_frequencies
@@ -182,10 +183,11 @@ class Decoder(Model):
 
     @property
     def fuses_chains(self) -> bool:
-        return self.fused is not None
+        return self.fused is not None or self.backend.pick_next is not None
 
     def draft_chain(self, step_input: StepInput, pool: Pool, chains: Chains, blocks: Any = None) -> Chained:
-        assert self.fused is not None, "fuses_chains says whether chains are supported"
+        if self.fused is None:
+            return draft_chain(self, step_input, pool, chains, blocks)
         stack = (blocks or self.parts)[0].stack
         return self.fused.draft_chain(stack, self.ends, LayerKV(step_input, pool), chains)
 

@@ -71,6 +71,7 @@ class TorchBackend:
         self.exact = self.onednn
         # Without its bfloat16 kernels, oneDNN computes the linears in float32 on widened weights.
         self.linear_dtype = dtype if self.onednn and _onednn_has_bfloat16() else torch.float32
+        self.pick_next = None if device.type == "mps" else self._pick_next  # mps has no float64
         self.wide = torch.float64 if device.type == "cpu" else torch.float32
         self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"
 
@@ -187,6 +188,11 @@ class TorchBackend:
         self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
     ) -> tuple[list[int], list[float]]:
         return sampling.pick(_row(logits, row), distribution, key, k)
+
+    def _pick_next(
+        self, logits: Tensor, distributions: Sequence[DistributionParams], keys: Sequence[int]
+    ) -> Tensor:
+        return sampling.pick_next(logits, zip(range(len(keys)), distributions, keys))
 
     def pick_rows(
         self,

@@ -7,6 +7,7 @@ logits are kept or removed together.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def below(logits: Tensor, distribution: DistributionParams) -> Tensor:
     so the C kernels compute the same numbers.
     """
     logits = logits.float()
-    low = (logits - logits.max()) * torch.tensor(distribution.temperature).reciprocal().to(logits.device)
+    low = (logits - logits.max()) * torch.tensor(distribution.temperature).reciprocal()
     if distribution.min_p > 0:
         low = low.masked_fill(low < math.log(distribution.min_p), float("-inf"))
     if 0 < distribution.top_k < low.numel():
@@ -65,10 +66,26 @@ def probabilities(logits: Tensor, distribution: DistributionParams) -> Tensor | 
     """
     if not logits.amax().isfinite():
         return None
-    logits = logits.cpu()
+    return distribution_of(logits.cpu(), distribution)
+
+
+def distribution_of(logits: Tensor, distribution: DistributionParams) -> Tensor:
+    """`probabilities` on the device of the logits, one of which is finite."""
     if distribution.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(), logits.numel()).double()
     return below(logits, distribution).double().softmax(-1)
+
+
+def pick_next(logits: Tensor, asked: Iterable[tuple[int, DistributionParams, int]]) -> Tensor:
+    """The best token of every row of [n, V], int64 [n] on its device, -1 where no logit is finite.
+
+    asked: rows, their distributions and keys; the other rows are greedy
+    """
+    tokens = logits.float().argmax(-1)  # the first of equal ones
+    for row, distribution, key in asked:
+        if distribution.temperature > 0:
+            tokens[row] = scores(logits[row], distribution, key).argmax()
+    return torch.where(logits.amax(-1).isfinite(), tokens, -1)
 
 
 def with_float64(logits: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class TritonBackend(TorchBackend):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         device = torch.empty(0, device=device).device  # with its number, as in the tensors of graphs
         super().__init__(device, dtype)
-        self.exact, self.verifier = True, TreeVerifier()
+        self.exact, self.verifier, self.pick_next = True, TreeVerifier(), picking.pick_next
         self.graphs = graphs.graphs_for(device)
         self.name = f"Triton on {device} ({str(dtype).removeprefix('torch.')})"
 
@@ -76,10 +76,11 @@ class TritonBackend(TorchBackend):
     ) -> tuple[list[int], list[float]]:
         rows = logits[None] if logits.dim() == 1 else logits[row : row + 1]
         if k == 1 and not probs:
-            tokens = [token for token in picking.pick_first(rows, distribution, [key]) if token >= 0]
+            found = picking.pick_next(rows, [distribution], [key]).tolist()
+            tokens = [token for token in found if token >= 0]
             return tokens, [0.0] * len(tokens)
-        found, shares = picking.pick_rows(rows, distribution, [key], k, None)
-        tokens = [token for token in found[0].tolist() if token >= 0]
+        picked, shares = picking.pick_rows(rows, distribution, [key], k, None)
+        tokens = [token for token in picked[0].tolist() if token >= 0]
         return tokens, shares[0, : len(tokens)].tolist()
 
     def pick_rows(

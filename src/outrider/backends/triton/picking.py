@@ -22,23 +22,24 @@ from outrider.backends.triton.sampling import (
     params_of,
     signed,
 )
+from outrider.core.device import to_device
 from outrider.core.params import DistributionParams
 
 
-def _rows(logits: Tensor, distribution: DistributionParams, keys: Sequence[int]) -> Rows:
-    device = logits.device
-    owners = torch.tensor([[0, signed(key)] for key in keys], device=device)
-    params = torch.tensor(params_of(distribution, logits.shape[1]), dtype=torch.float64, device=device)
-    return Rows(logits, logits.amax(-1), owners, params)
+def _rows(logits: Tensor, distributions: Sequence[DistributionParams], keys: Sequence[int]) -> Rows:
+    """distributions: one for each row, or one for all"""
+    owners = torch.tensor([[i % len(distributions), signed(key)] for i, key in enumerate(keys)])
+    numbers = [params_of(each, logits.shape[1]) for each in distributions]
+    params = torch.tensor(numbers, dtype=torch.float64)
+    return Rows(logits, logits.amax(-1), *(to_device(part, logits.device) for part in (owners, params)))
 
 
-def pick_first(logits: Tensor, distribution: DistributionParams, keys: Sequence[int]) -> list[int]:
-    """The best token of each row of [n, V], -1 where no logit is finite."""
-    rows = _rows(logits, distribution, keys)
+def pick_next(logits: Tensor, distributions: Sequence[DistributionParams], keys: Sequence[int]) -> Tensor:
+    """`Backend.pick_next`."""
+    rows = _rows(logits, distributions, keys)
     scores, tokens = best_of_parts(rows)
     tokens = tokens.masked_fill(scores < scores.amax(-1, keepdim=True), LATEST.value).amin(-1)
-    found: list[int] = tokens.masked_fill(~rows.highest.isfinite(), -1).tolist()
-    return found
+    return tokens.masked_fill(~rows.highest.isfinite(), -1).long()
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def pick_rows(
     logits: Tensor, distribution: DistributionParams, keys: Sequence[int], k: int, ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`Backend.pick_rows` with probabilities, on the CPU."""
-    rows, (n, vocabulary) = _rows(logits, distribution, keys), logits.shape
+    rows, (n, vocabulary) = _rows(logits, [distribution], keys), logits.shape
     low, scores = logits.new_empty(n, vocabulary), logits.new_empty(n, vocabulary)
     columns = rows.owners if ids is None else ids.to(logits.device)
     _score[(n, triton.cdiv(vocabulary, BLOCK))](

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.core.device import to_device
 from outrider.core.step_input import StepInput
 
 ALIGNED = 4  # numbers: every array begins at a multiple of 16 bytes
@@ -86,7 +87,7 @@ def plan_of(step_input: StepInput, device: torch.device) -> Plan:
 def _make(step: StepInput, device: torch.device) -> Plan:
     sizes = Sizes.of(step)
     flat = torch.frombuffer(numbers_of(step, sizes), dtype=torch.int32)
-    return Plan.of(flat.to(device), sizes)
+    return Plan.of(to_device(flat, device), sizes)
 
 
 def total(sizes: Sizes) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.backends.rules import Answer, TreeQuery
 from outrider.backends.triton.sampling import LATEST, Rows, best_of_parts, params_of, signed
-from outrider.core.noise import MASK, mix
+from outrider.core.device import to_device
 from outrider.core.params import DistributionParams
 
 
@@ -34,11 +34,8 @@ class TreeQueries:
 
     def add(self, query: TreeQuery) -> None:
         tree, root = query.tree, query.root
-        n, depths = tree.size, [0]
-        for parent in tree.parents[:n]:
-            depths.append(depths[parent + 1] + 1)
-        for row, depth in enumerate(depths, root):
-            self.owners[row] = len(self.sizes), signed(mix(query.stream + query.position + depth & MASK))
+        n = tree.size
+        self.owners |= {row: (len(self.sizes), signed(key)) for row, key in enumerate(query.keys, root)}
         self.trees.extend((root, len(self.nodes) // 2, n))
         for node in zip(tree.tokens[:n], tree.parents):
             self.nodes.extend(node)
@@ -56,7 +53,7 @@ class TreeQueries:
         parts = [owners, words, self.trees, self.nodes]
         for part in parts:
             part.extend([0] * (len(part) % 2))  # every array begins at a multiple of 16 bytes
-        flat = torch.frombuffer(sum(parts, array("q")), dtype=torch.int64).to(device)
+        flat = to_device(torch.frombuffer(sum(parts, array("q")), dtype=torch.int64), device)
         moved = list(flat.split([*map(len, parts)]))
         moved[1] = moved[1].view(torch.float64)
         return moved

@@ -176,7 +176,10 @@ class LayerSkip(Drafter):
         states = None
         if self.early_exit:
             depth = max(chain.levels for chain in chains)
-            states = torch.empty(len(chains), depth, self.decoder.spec.hidden)
+            states = torch.empty(
+                len(chains), depth, self.decoder.spec.hidden,
+                dtype=self.decoder.backend.activations, device=self.decoder.device,
+            )  # fmt: skip
         measured = self.target.adaptive or any(chain.floor for chain in chains)
         stop_rule = StopRule() if measured else None
         wanted = Chains(chains, self.target.vocabulary, stop_rule, states)

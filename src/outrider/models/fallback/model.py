@@ -23,14 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from outrider.backends.base import Backend
+from outrider.backends.base import Backend, Chains
 from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES
+from outrider.core.device import take
 from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import Chained
 from outrider.errors import ConfigError, ModelError, first_line
 from outrider.models.base import Model, Stream, Taps
+from outrider.models.chains import draft_chain
 from outrider.models.fallback import row_invariant, tempered, unrouted
 from outrider.models.fallback.attention import (
     ATTENTION,
@@ -143,10 +146,17 @@ class Fallback(Model):
         return self.logits(x, list(range(len(x))))
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
-        self.body_stub.hidden = (x if len(rows) == x.shape[0] else x[rows])[None]
+        self.body_stub.hidden = take(x, rows)[None]
         ids = torch.zeros(1, len(rows), dtype=torch.int64, device=self.device)
         out: Tensor = self.head(input_ids=ids, use_cache=False).logits[0]
         return out.float()
+
+    @property
+    def fuses_chains(self) -> bool:
+        return self.backend.pick_next is not None
+
+    def draft_chain(self, step_input: StepInput, pool: Pool, chains: Chains, blocks: Any = None) -> Chained:
+        return draft_chain(self, step_input, pool, chains, blocks)
 
     def _hidden(self, step_input: StepInput) -> Tensor:
         out: Tensor = self.body(use_cache=False, **self._model_inputs(step_input))[0][0]
