@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,6 +90,30 @@ def test_replayed_steps_of_random_trees_have_the_bits_of_launched_ones(decoder: 
         assert torch.equal(decoder.forward(step, ours), eager(decoder, step, theirs))
         assert torch.equal(ours.data, theirs.data)
     assert own.replayed and own.recorded < 9
+
+
+def test_a_recording_that_fails_leaves_its_sizes_without_a_graph(
+    decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is computed, others are recorded, and there is one warning.  Later it is tried again."""
+    record = own.recorder.record
+    short: list[object] = []
+
+    def fail(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if len(short) < 2:
+            short.append(run)
+            raise torch.OutOfMemoryError("out of memory")
+        return record(run)
+
+    monkeypatch.setattr(own.recorder, "record", fail)
+    monkeypatch.setattr(graphs, "IDLE_CALLS", 3)
+    rng, (ours, theirs) = random.Random(10), pair(decoder)
+    for length, recorded in ((5, 0), (5, 0), (5, 0), (40, 0), (40, 0), (5, 0), (5, 0), (5, 0), (5, 1)):
+        step = step_of(rng, [length], 0)
+        assert torch.equal(decoder.forward(step, ours), eager(decoder, step, theirs))
+        assert own.recorded == recorded
+    assert torch.equal(ours.data, theirs.data)
+    assert own.failed == 2 and len([each for each in caplog.records if each.levelname == "WARNING"]) == 1
 
 
 def test_results_of_earlier_steps_stay(decoder: Decoder, own: Graphs) -> None:

@@ -53,7 +53,10 @@ Replay = Callable[[], Tensor]  # returns the result, always in the same memory
 
 class Recorder(Protocol):
     def record(self, run: Callable[[], Tensor]) -> Replay:
-        """What does again what `run` does, on the same memory.  Nothing is computed now."""
+        """What does again what `run` does, on the same memory.  Nothing is computed now.
+
+        Raises RuntimeError if memory is short or an operation cannot be recorded.
+        """
 
     def reserved(self) -> int:
         """Bytes that the device's allocator holds."""
@@ -66,9 +69,12 @@ class CudaRecorder:
         self.device, self.memory = device, torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> Replay:
-        graph = torch.cuda.CUDAGraph()
-        with RECORDING, torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
-            result = run()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        try:
+            with RECORDING, torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
+                result = run()
+        finally:
+            torch.cuda.set_stream(stream)  # a recording that fails leaves its own
 
         def replay() -> Tensor:
             graph.replay()
@@ -148,7 +154,7 @@ class Graph:
 class Graphs:
     """Graphs of one backend, by stack, pool and padded sizes.
 
-    recorded, replayed: how often.  bytes: memory that the recordings took.
+    recorded, replayed, failed: how often.  bytes: memory that the recordings took.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -156,7 +162,7 @@ class Graphs:
         self.graphs: dict[tuple[Any, ...], Graph] = {}  # the one used last is at the end
         self.seen = Counter[tuple[Any, ...]]()
         self.watched: set[int] = set()
-        self.calls = self.recorded = self.replayed = self.bytes = 0
+        self.calls = self.recorded = self.replayed = self.failed = self.bytes = 0
 
     def run(self, run: Run, call: Call) -> Tensor:
         """The result of `run`, by a graph if it is worth one."""
@@ -173,8 +179,18 @@ class Graphs:
             return graph.replay()[: len(x)].clone()
         whole = in_one_part(stack.layers[0], sizes.rows, sizes.keys)
         if whole and self._comes_again(key) and self._make_room():
-            return self._recorded(key, run, call, sizes)
+            try:
+                return self._recorded(key, run, call, sizes)
+            except RuntimeError as error:
+                self._refuse(key, error)
         return run(stack, x, kv, (), u)
+
+    def _refuse(self, key: tuple[Any, ...], error: RuntimeError) -> None:
+        """Leave sizes without a graph for IDLE_CALLS of their calls."""
+        self.seen[key] = -IDLE_CALLS
+        level = logging.DEBUG if self.failed else logging.WARNING
+        log.log(level, "no CUDA graph of %s, whose steps are launched one by one: %s", key[3], error)
+        self.failed += 1
 
     def _comes_again(self, key: tuple[Any, ...]) -> bool:
         if len(self.seen) > MOST_COUNTED:
