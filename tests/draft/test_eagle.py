@@ -21,8 +21,8 @@ from outrider.draft.eagle import Eagle, Network
 from outrider.draft.hydra import Hydra
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.layer import Sizes
+from outrider.heads.ranks import EAGLE, paths
 from outrider.heads.sample import TargetWeights
-from outrider.heads.templates import EAGLE, paths
 from outrider.train.methods.eagle import Eagle as Trained
 
 

@@ -16,9 +16,8 @@ from outrider.cache.catch_up import MAX_PENDING
 from outrider.core.step import FINAL
 from outrider.core.tree import Budget, DraftTree
 from outrider.draft.hydra import Hydra, Network
-from outrider.heads.ranks import ranks_of
+from outrider.heads.ranks import MEDUSA, paths, ranks_of
 from outrider.heads.sample import TargetWeights
-from outrider.heads.templates import MEDUSA, paths
 
 
 @pytest.fixture(scope="module")

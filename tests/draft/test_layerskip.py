@@ -23,7 +23,8 @@ from outrider.checkpoints.hub import Checkpoint
 from outrider.core.params import DistributionParams
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
-from outrider.draft.layerskip.confidence import ExitThreshold, siblings_at
+from outrider.draft.layerskip.chain import ExitThreshold, siblings_at
+from outrider.draft.layerskip.options import LayerSkipOptions
 from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import PUBLISHED, Skip, known, named
 from outrider.models.decoder import Decoder
@@ -165,9 +166,10 @@ def test_a_plan_of_some_rows() -> None:
 
 
 def test_published_sets_are_sets_of_their_models() -> None:
-    for name, (layers, attention, mlp) in PUBLISHED.items():
+    for name, found in PUBLISHED.items():
+        layers = found["layers"]
         skip = named(name, layers, name)
-        assert len(skip.attention) == len(attention.split()) and len(skip.mlp) == len(mlp.split())
+        assert [*skip.attention] == found["skip_attention"] and [*skip.mlp] == found["skip_mlp"]
         assert 0.1 * layers < len(skip.attention) < layers
 
 
@@ -290,14 +292,8 @@ def test_the_less_sure_the_more_siblings() -> None:
 
 
 def searching(**given: Any) -> Search:
-    settings = {
-        "bayes_interval": 5,
-        "max_opt_iter": 1000,
-        "max_tolerance_iter": 300,
-        "max_score": 0.95,
-        **given,
-    }
-    return Search(12, 9, Skip.alternating(12), **settings)
+    options = LayerSkipOptions(search=True, **{"bayes_interval": 5, **given})
+    return Search(12, 9, Skip.alternating(12), options)
 
 
 def worth(search: Search, skip: Skip, value: list[float]) -> float:

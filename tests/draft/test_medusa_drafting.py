@@ -23,9 +23,8 @@ from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
 from outrider.draft.medusa import Medusa, Network, Packed
 from outrider.draft.union import Union
 from outrider.drafting.base import Drafter
-from outrider.heads.ranks import RankAccuracy
+from outrider.heads.ranks import MEDUSA, RankAccuracy, paths
 from outrider.heads.sample import Sample, TargetWeights
-from outrider.heads.templates import MEDUSA, paths
 from outrider.train.methods.medusa import Medusa as Trained
 
 

@@ -33,7 +33,9 @@ def sampled(
     """The tree of a draft model that samples from q.  Nothing is drafted after the token `last`."""
 
     def draft(models: RandomModels) -> DraftTree:
-        tree = Tree(make_row([1, 2]), 2, Budget(depth, nodes), siblings, View(array("i")), repeats)
+        tree = Tree(
+            make_row([1, 2]), 2, Budget(depth, nodes), siblings, view=View(array("i")), repeats=repeats
+        )
         while tree.growing:
             tree.draw({node: models.distribution("q", tree.path_tokens(node)) for node in tree.frontier})
             tree.frontier = [node for node in tree.frontier if tree.tokens[node] != last]

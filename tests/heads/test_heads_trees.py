@@ -27,9 +27,8 @@ from outrider.draft.union import Union
 from outrider.drafting.base import Drafter, Target
 from outrider.heads.base import HeadDrafter
 from outrider.heads.choose import Chooser
-from outrider.heads.ranks import RankAccuracy
-from outrider.heads.templates import EAGLE, MEDUSA, paths
-from outrider.heads.trees import DynamicTree, KVTree, RankTree, SampledTree
+from outrider.heads.ranks import EAGLE, MEDUSA, RankAccuracy, paths
+from outrider.heads.trees import DynamicTree, LevelTree, RankTree, SampledTree
 from outrider.sampling.sampler import Sampler
 from outrider.testing import check_idle, check_tree, make_row, random_prompts, tiny_checkpoint, visible_parts
 
@@ -53,7 +52,7 @@ def chooser() -> Chooser:
 CHOOSE = chooser()
 
 
-def grow(tree: KVTree, seed: int, nodes: int) -> DraftTree:
+def grow(tree: LevelTree, seed: int, nodes: int) -> DraftTree:
     """Grow as a drafter does: every row is in a draft slot one position below its parent, used once."""
     at: list[tuple[int, ...]] = [()]  # token paths of the rows of the last forward
     used: set[int] = set()

@@ -19,10 +19,7 @@ OWN_MODULES = ("outrider.draft", "outrider.drafting", "outrider.cache")
 
 @dataclass
 class Check:
-    """One line of the certificate.  figures: the result in numbers.  judged:
-
-    False for a rule that is not lossless.
-    """
+    """One line of the certificate.  figures: in numbers.  judged: False for a rule that is not lossless."""
 
     name: str
     tested: str
@@ -53,10 +50,8 @@ class Certificate:
     def verdict(self) -> str:
         if not self.passed:
             failed = ", ".join(check.name for check in self.checks if not check.passed)
-            bug = self.exact and self.promise != "lossy" and self.differences
-            return f"Not proven lossless: {failed}." + (
-                " On these kernels every difference is a bug." if bug else ""
-            )
+            bug = self.exact and self.promise != "lossy" and bool(self.differences)
+            return f"Not proven lossless: {failed}." + " On these kernels every difference is a bug." * bug
         if self.promise == "lossy":
             return (
                 "This rule is not lossless, as expected: "
@@ -99,13 +94,8 @@ def text_check(tally: Tally, lossless: bool) -> Check:
     settings = settings.replace("temperature", "T =")
     batch = f"in a batch, {tally.joined} of them joining later" if tally.batched else "one at a time"
     result = f"{wrong} texts differ" if wrong else f"same except for {ties} ties" if ties else "same tokens"
-    figures = {
-        "texts": tally.texts,
-        "tokens": tally.tokens,
-        "joined": tally.joined,
-        "different": wrong,
-        "ties": ties,
-    }
+    figures = {name: getattr(tally, name) for name in ("texts", "tokens", "joined")}
+    figures |= {"different": wrong, "ties": ties}
     name = f"{settings}, {'batched' if tally.batched else 'alone'}"
     tested = f"{tally.texts} texts, {tally.tokens:,} tokens, {batch}"
     return Check(name, tested, result, not (wrong and lossless), figures)

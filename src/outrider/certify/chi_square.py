@@ -49,9 +49,8 @@ def pool_cells(
     total = first + second
     cells = [(first[outcome], second[outcome]) for outcome in total if total[outcome] >= min_count]
     a = b = 0
-    for outcome in sorted(  # type: ignore[type-var]
-        outcome for outcome in total if total[outcome] < min_count
-    ):
+    rare = [outcome for outcome in total if total[outcome] < min_count]
+    for outcome in sorted(rare):  # type: ignore[type-var]
         a, b = a + first[outcome], b + second[outcome]
         if a + b >= min_count:
             cells.append((a, b))
@@ -72,9 +71,8 @@ def compare(first: Counter[Outcome], second: Counter[Outcome], level: float) -> 
     distance = sum(abs(a / n - b / m) for a, b in cells) / 2
     expected = sum(math.sqrt(2 / math.pi * (a + b) / (n + m) * (1 / n + 1 / m)) for a, b in cells) / 2
     detectable = minimum_detectable(n, m, test.dof, level)
-    return ChiSquareResult(
-        float(test.pvalue), float(test.statistic), int(test.dof), distance, expected, detectable
-    )
+    p, statistic = float(test.pvalue), float(test.statistic)
+    return ChiSquareResult(p, statistic, int(test.dof), distance, expected, detectable)
 
 
 def combine(results: Sequence[ChiSquareResult], n: int, m: int, level: float) -> ChiSquareResult:

@@ -22,11 +22,7 @@ def initial_prompts(llm: LLM, seed: int, raw: bool = False) -> list[list[int]]:
 
 
 class PromptSource:
-    """Prompts in order.
-
-    max_tokens: longer prompts lose their beginning.  extend: continue with passages of the texts in
-    `add_text`.
-    """
+    """Prompts, cut to their last max_tokens.  extend: go on with passages of the texts in `add_text`."""
 
     def __init__(self, prompts: Sequence[list[int]], max_tokens: int, extend: bool, seed: int) -> None:
         self.prompts = [ids[-max_tokens:] for ids in prompts]

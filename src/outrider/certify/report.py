@@ -31,17 +31,13 @@ def subject(llm: LLM, config: Mapping[str, Any], certificate: Certificate) -> di
     decoder, options = llm.engine.decoder, llm.engine.options
     bits = f", weights in {options.quantization}" if options.quantization else ""
     cache = f", K/V in {options.kv_cache_dtype}" if options.kv_cache_dtype != "auto" else ""
-    kernels = (
-        "exact: a row does not depend on the batch"
-        if certificate.exact
-        else "not exact: rounding depends on the batch"
-    )
+    kernels = "exact: a row does not depend" if certificate.exact else "not exact: rounding depends"
     return {
         "model": f"{options.model} ({llm.engine.checkpoint.spec.architecture})",
         "method": json.dumps(dict(config), default=repr),
         "rule": f"{config.get('verification', 'match')}, which promises {PROMISES[certificate.promise]}",
         "dtype": str(decoder.dtype).removeprefix("torch.") + bits + cache,
-        "kernels": f"{decoder.backend.name} ({kernels})",
+        "kernels": f"{decoder.backend.name} ({kernels} on the batch)",
     }
 
 

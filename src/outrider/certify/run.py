@@ -65,17 +65,15 @@ def certify(
     certificate.differences = [difference for tally in texts.tallies for difference in tally.differences]
     _explain(plain, certificate.differences)
     certificate.checks += [text_check(tally, rule.lossless) for tally in texts.tallies]
-    certificate.checks.append(
-        logprob_check(texts.tallies, 0.0 if exact else _logprob_tolerance(plain, compared), rule.lossless)
-    )
+    limit = 0.0 if exact else _logprob_tolerance(plain, compared)
+    certificate.checks.append(logprob_check(texts.tallies, limit, rule.lossless))
     if not rule.same:
         test = DistributionTest(plain, speculative, prompts.shortest(CANDIDATES), effort.seed)
         _sample(test, effort.samples, clock, tick)
         certificate.checks.append(distribution_check(test, rule.lossless))
     if not rule.lossless:
-        certificate.checks.append(
-            Check("the rule", "its promise", "it is marked as not lossless", expect_lossy)
-        )
+        promise = Check("the rule", "its promise", "it is marked as not lossless", expect_lossy)
+        certificate.checks.append(promise)
         for check in certificate.checks:
             check.judged = False
     certificate.checks.append(leak_check((plain, speculative)))
@@ -94,10 +92,7 @@ class _Clock:
 def _compare(
     texts: TextComparison, prompts: PromptSource, effort: Effort, clock: _Clock, share: float, tick: Tick
 ) -> list[list[int]]:
-    """Rounds of more and longer texts while time and prompts last.
-
-    Returns the first few texts of plain decoding.
-    """
+    """Rounds of more and longer texts while time and prompts last; the first few of plain decoding."""
     size, tokens, kept = 4, min(8, effort.tokens), list[list[int]]()
     max_size = 2 * texts.speculative.engine.options.max_num_seqs
     while batch := prompts.take(size):
@@ -126,22 +121,14 @@ def _explain(llm: LLM, differences: list[Difference]) -> None:
     """Fill in `gap` of the differences, until MAX_UNEXPLAINED of them are not explained by rounding."""
     unexplained = 0
     for difference in differences:
-        if (
-            difference.plain is not None
-            and difference.speculative is not None
-            and unexplained < MAX_UNEXPLAINED
-        ):
-            difference.gap = look(
-                llm.engine, difference.prompt, difference.params, difference.before, difference.speculative
-            )
+        token = difference.speculative
+        if token is not None and difference.plain is not None and unexplained < MAX_UNEXPLAINED:
+            difference.gap = look(llm.engine, difference.prompt, difference.params, difference.before, token)
         unexplained += not difference.explained
 
 
 def _logprob_tolerance(llm: LLM, texts: Sequence[list[int]]) -> float:
     """How far rounding may move a log-probability: that of a logit, twice, as the normaliser moves too."""
-    found = [
-        reference_logits(llm.engine.decoder, text[: len(text) // 2], text[len(text) // 2 :]) for text in texts
-    ]
-    return max(
-        (2 * tolerance(alone, together, llm.engine.decoder.dtype) for alone, together in found), default=0.0
-    )
+    decoder, halves = llm.engine.decoder, [(text[: len(text) // 2], text[len(text) // 2 :]) for text in texts]
+    found = (reference_logits(decoder, *half) for half in halves)
+    return max((2 * tolerance(alone, together, decoder.dtype) for alone, together in found), default=0.0)

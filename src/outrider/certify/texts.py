@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,12 +57,7 @@ class Tally:
         self, prompt: list[int], params: SamplingParams, plain: CompletionOutput, fast: CompletionOutput
     ) -> None:
         self.texts += 1
-        common = sum(
-            1
-            for _ in itertools.takewhile(
-                lambda pair: pair[0] == pair[1], zip(plain.token_ids, fast.token_ids)
-            )
-        )
+        common = sum(itertools.takewhile(bool, map(operator.eq, plain.token_ids, fast.token_ids)))
         self.tokens += common
         for token, a, b in zip(plain.token_ids[:common], plain.logprobs or (), fast.logprobs or ()):
             self.logprob_difference = max(self.logprob_difference, abs(a[token].logprob - b[token].logprob))

@@ -55,14 +55,8 @@ def look(
     moved = 0.0 if engine.exact else tolerance(alone, together, engine.decoder.dtype) / temperature
     limit = max_rounding(alone, engine.decoder.dtype) / temperature
     first, second = best.tolist()
-    return Gap(
-        (first, second),
-        float(values[0] - values[1]),
-        float(values[0] - a[token]),
-        moved,
-        int(b.argmax()) == token,
-        limit,
-    )
+    gap, lead = float(values[0] - values[1]), float(values[0] - a[token])
+    return Gap((first, second), gap, lead, moved, int(b.argmax()) == token, limit)
 
 
 def reference_logits(decoder: Model, prompt: Sequence[int], text: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -72,14 +66,9 @@ def reference_logits(decoder: Model, prompt: Sequence[int], text: Sequence[int])
 
 
 def tolerance(alone: Tensor, together: Tensor, dtype: torch.dtype) -> float:
-    """How far rounding may move a logit:
-
-    SAFETY times the measured difference, at least one ulp of the largest logit.
-    """
-    measured = max(
-        SAFETY * float((alone - together).abs().max()), torch.finfo(dtype).eps * float(alone.abs().max())
-    )
-    return min(measured, max_rounding(alone, dtype))
+    """How far rounding may move a logit: SAFETY times the measured difference, at least one ulp."""
+    ulp = torch.finfo(dtype).eps * float(alone.abs().max())
+    return min(max(SAFETY * float((alone - together).abs().max()), ulp), max_rounding(alone, dtype))
 
 
 def max_rounding(logits: Tensor, dtype: torch.dtype) -> float:

@@ -84,6 +84,9 @@ class Head:
         source = GivenWeights(tensors) if isinstance(tensors, Mapping) else tensors
         return Head(name, config, source, {stored: stored for stored in source})
 
+    def misfit(self, why: str) -> ModelError:
+        return ModelError(f"{self.name!r} does not fit the target: {why}.")
+
     def renamed(self, rename: Callable[[str], str | None]) -> Head:
         """The head under other names.
 

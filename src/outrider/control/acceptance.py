@@ -56,10 +56,7 @@ def bin_of(key: int) -> int:
 
 
 class Calibration:
-    """Accepted and rejected nodes by bin, which give the probability of a node's `key_of`.
-
-    above: the estimate over all requests, None for that itself.
-    """
+    """Accepted and rejected nodes by bin.  above: the estimate over all requests, None for that itself."""
 
     __slots__ = ("above", "cells", "known")
 

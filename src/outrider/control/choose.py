@@ -98,10 +98,7 @@ def prefix(
 
 
 def missed_by(trees: Sequence[tuple[int, DraftTree]], calibration: Calibration) -> float:
-    """Probability that the first tokens of a row's trees are all wrong, as the surest of them has it.
-
-    trees: each with its source.
-    """
+    """Probability that the first tokens of (source, tree) pairs are all wrong, by the surest tree."""
     missed = 1.0
     for source, tree in trees:
         joint = joint_probabilities(tree, calibration, source)

@@ -149,10 +149,7 @@ def _on_line(known: Mapping[int, float], rows: int) -> float:
 
 
 class DraftCost:
-    """Seconds of asking each drafter, at pace 1: a line over the depth, for each number of asking rows.
-
-    plain: seconds of a plain step, the unit of the prior.
-    """
+    """Seconds of asking each drafter, at pace 1: lines over the depth, by asking rows.  plain: of a step."""
 
     def __init__(self, plain: float) -> None:
         self.plain = plain

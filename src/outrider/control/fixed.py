@@ -68,9 +68,8 @@ class FixedController:
     @property
     def max_depth(self) -> int:
         """The largest depth for any batch size."""
-        return max(
-            [self.depth, *(entry[2] for entry in self.options.num_speculative_tokens_per_batch_size or ())]
-        )
+        table = self.options.num_speculative_tokens_per_batch_size or ()
+        return max([self.depth, *(entry[2] for entry in table)])
 
     def nodes(self, rows: int) -> int:
         """The largest number of draft nodes that one of so many rows may get."""

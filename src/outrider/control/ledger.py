@@ -46,10 +46,7 @@ class Ledger:
 
 @dataclass(slots=True)
 class Trials:
-    """Account for one drafter that does not seem to pay: `EXPLORE` of the time, for all requests together.
-
-    room: seconds that may go into trying it.
-    """
+    """`EXPLORE` of all requests' time for a drafter that does not seem to pay.  room: seconds left for it."""
 
     room: float
 

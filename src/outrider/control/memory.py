@@ -28,10 +28,7 @@ class Memory(Protocol):
 
 
 class Learned(NamedTuple):
-    """Acceptance over all requests, and costs, of every drafter.
-
-    prefill_cost: seconds for a token of a prompt.
-    """
+    """Acceptance and costs of every drafter, over all requests.  prefill_cost: seconds by prompt token."""
 
     calibration: Calibration
     reach: Sequence[Reach]

@@ -18,6 +18,7 @@ by `PROOF`, and again once it leads by as much; one that is not begins with the 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -80,11 +81,8 @@ def node_inputs() -> Array:
     ends = [*EDGES[1:], FINE + 2]
     middles = np.array([(low + high) / (2 * FINE + 4) for low, high in zip(EDGES, ends)], np.float32)
     log_odds = np.log(middles / (1 - middles)).clip(-6, 6) / 4
-    rows = [
-        (log_odds[cell], middles[cell], depth / DEEP, depth == 1)
-        for depth in range(DEEP + 1)
-        for cell in range(CELLS)
-    ]
+    places = itertools.product(range(DEEP + 1), range(CELLS))
+    rows = [(log_odds[cell], middles[cell], depth / DEEP, depth == 1) for depth, cell in places]
     return np.array(rows, np.float32)
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple
 
 from outrider.control.acceptance import Calibration, Reach, key_of
@@ -14,7 +15,7 @@ from outrider.control.cost import ForwardCost
 from outrider.control.ledger import Ledger
 from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import Batch, RowStep
-from outrider.core.tree import ROOT, Budget, DraftTree
+from outrider.core.tree import ROOT, Budget
 
 
 class Arm(NamedTuple):
@@ -237,13 +238,11 @@ def note_depths(tried: Try, step: RowStep, bits: Sequence[int]) -> None:
     if len(bits) == 1 and tree.chained:
         tried.proposed = dict.fromkeys(tried.asked, tree.size)
         return
-    depths = {ROOT: 0}
-    for i in range(tree.size):
-        depths[i] = depths[tree.parents[i]] + 1
+    for i, depth in zip(range(tree.size), tree.depths):
         source = tree.proposers[i] if tree.proposers else 1
         for k in tried.asked:
             if source & bits[k]:
-                tried.proposed[k] = max(tried.proposed.get(k, 0), depths[i])
+                tried.proposed[k] = max(tried.proposed.get(k, 0), depth)
 
 
 def share_of(step: RowStep, bits: int) -> tuple[int, int, float]:
@@ -260,15 +259,8 @@ def share_of(step: RowStep, bits: int) -> tuple[int, int, float]:
         accepted += 1
     last = step.accepted[accepted - 1] if accepted else ROOT
     behind = any(mine and parent == last for mine, parent in zip(own, tree.parents))
-    return accepted, accepted + behind, sum(own) / max(1, _depth(tree, own))
-
-
-def _depth(tree: DraftTree, own: Sequence[bool]) -> int:
-    """Depth of those nodes of a tree that are marked."""
-    depths = {ROOT: 0}
-    for i in range(tree.size):
-        depths[i] = depths[tree.parents[i]] + 1
-    return max((depths[i] for i in range(tree.size) if own[i]), default=0)
+    depth = max(compress(tree.depths, own), default=0)
+    return accepted, accepted + behind, sum(own) / max(1, depth)
 
 
 def keep(batch: Batch, step: RowStep, nodes: list[int]) -> None:

@@ -55,11 +55,8 @@ class Planner:
         self.load = Load(evidence.forward)
         self.order: Sequence[int] = range(len(arms))
         # drafters that compute prompts, and draft under a name of their own
-        self.prefilling = [
-            k
-            for k, arm in enumerate(arms)
-            if arm.prefills and [a.sources for a in arms].count(arm.sources) == 1
-        ]
+        names = [arm.sources for arm in arms]
+        self.prefilling = [k for k, arm in enumerate(arms) if arm.prefills and names.count(arm.sources) == 1]
         # of the last plans
         self.room = self.row_grace = 0.0  # seconds: left of the ledger of all requests; grace of each
         self.wait = LONGEST_PAUSE  # steps until a row without a plan may get one

@@ -33,6 +33,7 @@ fixed(k) from per_token(k).
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,9 +51,7 @@ REFRESH_STEPS = 16
 SURPRISE = 1.5  # two steps in a row off by this factor: the machine's speed has changed
 CONTEXT_BUCKET = 1024  # positions that share one cost estimate
 RIDGE = 0.02
-MIN_SLOPE = (
-    0.25  # least per_token, as a part of the seconds per token: noise must not make prompt tokens look free
-)
+MIN_SLOPE = 0.25  # least per_token, as a part of the seconds per token: noise must not make tokens look free
 FREE = 1e-9  # seconds of a prompt token that costs nothing measurable
 
 
@@ -101,13 +100,7 @@ class ChunkCost:
     tokens_seconds: float = 0.0
 
     def scaled(self, factor: float) -> ChunkCost:
-        return ChunkCost(
-            factor * self.weight,
-            factor * self.tokens,
-            factor * self.seconds,
-            factor * self.tokens_tokens,
-            factor * self.tokens_seconds,
-        )
+        return ChunkCost(*[factor * part for part in vars(self).values()])
 
     def after(self, tokens: int, step: float, decode: float) -> ChunkCost:
         """The cost after a step of `step` seconds, `decode` of which it would have taken without the chunk.
@@ -117,14 +110,9 @@ class ChunkCost:
         """
         if self.weight:
             step = min(step, 3 * (decode + self.predict(tokens)))
-        old, weight, seconds = self.scaled(0.95), 1 / tokens, step - decode
-        return ChunkCost(
-            old.weight + weight,
-            old.tokens + weight * tokens,
-            old.seconds + weight * seconds,
-            old.tokens_tokens + weight * tokens**2,
-            old.tokens_seconds + weight * tokens * seconds,
-        )
+        weight, seconds = 1 / tokens, step - decode
+        new = weight, weight * tokens, weight * seconds, weight * tokens**2, weight * tokens * seconds
+        return ChunkCost(*map(operator.add, vars(self.scaled(0.95)).values(), new))
 
     def predict(self, tokens: int) -> float:
         fixed, per_token = self.line()

@@ -33,10 +33,7 @@ class Rest:
     propose: float = 0.0
 
     def goes_on(self, rows: list[Row], depth: int) -> bool:
-        """Count a step, unless the rest is over before it.
-
-        It is over, too, if other drafts are allowed, or if many requests have ended.
-        """
+        """Count a step, unless the rest is over: by its length, other limits, or far fewer requests."""
         if depth != self.depth or relieved(len(rows), self.batch):
             return False
         if rows != self.rows:

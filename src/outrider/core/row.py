@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -200,6 +201,12 @@ class Row:
         """Whether the request lets one of these methods draft for it."""
         method = self.params.draft_method
         return method is None or method in sources
+
+    @property
+    def slots(self) -> array[int]:
+        """Of its tokens and of this step's draft tokens, in position order, while it runs."""
+        assert self.table is not None
+        return self.table.slots
 
     @property
     def output(self) -> list[int]:

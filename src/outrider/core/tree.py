@@ -80,6 +80,14 @@ class DraftTree(NamedTuple):
         """Number of nodes that may be accepted."""
         return len(self.tokens) - self.probes
 
+    @property
+    def depths(self) -> list[int]:
+        """Of every node; 1 for a child of the root."""
+        found = [0]  # of the root, then of the nodes
+        for parent in self.parents:
+            found.append(found[parent + 1] + 1)
+        return found[1:]
+
     def only(self, keep: Sequence[int]) -> DraftTree:
         """Subtree of the nodes `keep`, ascending and closed under parents."""
         place = {ROOT: ROOT, **{node: at for at, node in enumerate(keep)}}

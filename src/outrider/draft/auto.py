@@ -47,9 +47,7 @@ class Auto(Union):
         elif options.nodes is None:
             return factories[0](target)  # a mix of one costs host time
         mix = cls(options, target, factories)
-        mix.depths = [
-            max(depth, DEEPEST) if drafter.computes_prompts else depth
-            for drafter, depth in zip(mix.drafters, mix.depths)
-        ]
+        own = zip(mix.drafters, mix.depths)
+        mix.depths = [max(depth, DEEPEST) if drafter.computes_prompts else depth for drafter, depth in own]
         mix.depth = max(mix.depths)
         return mix

@@ -8,7 +8,6 @@ projector_type "domino", pure_draft_prefix_len, and shift_label: predict from th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from outrider.core.validate import whole
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import random_head
-from outrider.heads.block_layouts import block_format, kind_of
+from outrider.heads.block_layouts import block_format
 from outrider.heads.block_parts import BlockNetwork
 from outrider.heads.blocks import BlockDrafter, BlockOptions
 from outrider.heads.corrections import Corrected, Correction
@@ -30,7 +29,6 @@ from outrider.heads.reader import Reader
 from outrider.models.rowwise import by_rows
 
 ARCHITECTURE, TYPE = "DominoDraftModel", "domino"
-TENSORS = re.compile("prefix_gru|embed_proj")  # in their published names
 FORMAT = block_format(
     ARCHITECTURE,
     rows=(
@@ -115,18 +113,14 @@ class Recurrence(Correction):
 
 class Domino(BlockDrafter):
     FORMAT = FORMAT
+    kind, tensors = TYPE, "prefix_gru|embed_proj"
 
     Options = BlockOptions
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        outputs = None if self.ids is None else len(self.ids)
         if "domino.state.weight" in self.head:
-            self.correction = Recurrence(self.reader, target, self.width, outputs, self.embedding)
-
-    @classmethod
-    def marked(cls, head: Head) -> bool:
-        return kind_of(head) == TYPE or any(map(TENSORS.search, head))
+            self.correction = Recurrence(self.reader, target, self.width, self.outputs, self.embedding)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

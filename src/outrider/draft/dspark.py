@@ -19,7 +19,6 @@ The anchor's row predicts by default.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +39,6 @@ from outrider.models.rowwise import by_rows
 
 VANILLA, GATED, RNN = MARKOV = ("vanilla", "gated", "rnn")
 TYPE = "dspark"
-TENSORS = re.compile("markov|confidence_head")  # in their published names
 
 
 def anchored(head: Head) -> bool:
@@ -125,14 +123,10 @@ class Network(BlockNetwork):
         self.markov_head, self.confidence_head = made, ConfidenceHead(hidden + markov) if confidence else None
 
     def config(self) -> dict[str, Any]:
-        return self.speculators(
-            TYPE,
-            "DSparkDraftModel",
-            markov_rank=self.markov,
-            markov_head_type=self.kind,
-            enable_confidence_head=self.confidence_head is not None,
-            confidence_head_with_markov=bool(self.markov),
-        )
+        table = {"markov_rank": self.markov, "markov_head_type": self.kind}
+        predicts, embeds = self.confidence_head is not None, bool(self.markov)
+        own = {**table, "enable_confidence_head": predicts, "confidence_head_with_markov": embeds}
+        return self.speculators(TYPE, "DSparkDraftModel", **own)
 
     def correct(
         self, logits: Tensor, x: Tensor, before: Tensor, embedding: Tensor
@@ -214,21 +208,17 @@ class Spark(Correction):
 
 class DSpark(BlockDrafter):
     FORMAT = FORMAT
+    kind, tensors = TYPE, "markov|confidence_head"
 
     Options = BlockOptions
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        outputs = None if self.ids is None else len(self.ids)
-        self.correction = Spark(self.reader, target, self.width, outputs)
+        self.correction = Spark(self.reader, target, self.width, self.outputs)
 
     @staticmethod
     def anchored(head: Head) -> bool:
         return anchored(head)
-
-    @classmethod
-    def marked(cls, head: Head) -> bool:
-        return kind_of(head) == TYPE or any(map(TENSORS.search, head))
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -15,9 +15,9 @@ fc_norm.0, …, input_norm (variants)                 the same                no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from outrider.checkpoints.heads import Head
 from outrider.drafting.base import Drafter, Target
 from outrider.heads.base import random_head
-from outrider.heads.layer import Sizes
 from outrider.heads.layouts import UNCHANGED, HeadFormat, Layout
-from outrider.heads.parts import acceptance_loss, small_sizes, soft_cross_entropy
+from outrider.heads.parts import acceptance_loss, soft_cross_entropy
 from outrider.heads.recurrent import Recurrent, RecurrentOptions
 from outrider.heads.sample import Sample, TargetWeights, mean_loss
-from outrider.heads.tapped import TAPS, TapNet, TapOptions, default_taps, is_parallel
-from outrider.heads.tapped_parts import Keys, PathLayer, Rows, TapNetwork, small_vocabulary
+from outrider.heads.tapped import TAPS, TapNet, TapOptions, is_parallel
+from outrider.heads.tapped_parts import Keys, PathLayer, Rows, TapNetwork
 
 FIRST = ("midlayer.{rest}", "midlayer.{rest}")
 REST = (
@@ -86,32 +85,27 @@ class Network(TapNetwork):
 
     def __init__(
         self,
-        sizes: Sizes,
-        vocabulary: int,
-        taps: Sequence[int],
-        drafted: Sequence[int] | None = None,
-        positions: int = 2048,
+        *tap: Any,
         embeds: bool = False,
         steps: int = 3,
         decay: float = 1.0,
         acceptance: bool = False,
+        **options: Any,
     ) -> None:
-        """embeds: it has an embedding of its own.  steps: steps in the loss (the reference 7, speculators 3).
-        decay: weight of a step relative to the one before it (the reference 0.8).
-        acceptance: the loss is `acceptance_loss`, not the cross entropy with the target.
+        """tap, options: as of `TapNetwork`.  embeds: it has an embedding of its own.  steps: in the loss (the
+        reference 7, speculators 3).  decay: weight of a step relative to the one before it (the reference
+        0.8).  acceptance: the loss is `acceptance_loss`, not the cross entropy with the target.
         """
-        super().__init__(sizes, vocabulary, taps, drafted, positions)
+        super().__init__(*tap, **options)
         self.steps, self.decay = steps, decay
         self.row_loss = acceptance_loss if acceptance else soft_cross_entropy
-        self.midlayer = PathLayer(sizes)
-        self.embed_tokens = nn.Embedding(vocabulary, sizes.hidden) if embeds else None
+        self.midlayer = PathLayer(self.sizes)
+        self.embed_tokens = nn.Embedding(self.vocabulary, self.sizes.hidden) if embeds else None
 
     @classmethod
-    def like(cls, target: Target) -> Network:
-        """A small one for this target, with random weights and two tokens of three."""
-        spec, embeds = target.decoder.spec, target.decoder.embed([0]).shape[1] != target.decoder.spec.hidden
-        drafted, taps = small_vocabulary(target.vocabulary), default_taps(spec.layers)
-        return cls(small_sizes(spec), target.vocabulary, taps, drafted, target.max_len, embeds)
+    def like(cls, target: Target, **options: Any) -> Self:
+        embeds = target.decoder.embed([0]).shape[1] != target.decoder.spec.hidden
+        return super().like(target, embeds=embeds, **options)
 
     def config(self) -> dict[str, Any]:
         return {"architectures": ["LlamaForCausalLM"], **self.layer_config(1), **self.head_config()}

@@ -235,9 +235,8 @@ class Hydra(RankedDrafter):
     def tree(self, step: RowStep) -> RankTree | SampledTree:
         row, budget = step.row, step.budget.within(depth=self.levels)
         if self.samples(row):
-            assert row.table is not None
             siblings = 1 if self.options.tree == CHAIN else max(1, budget.nodes // budget.depth)
-            return SampledTree(row, row.table.slots, step.end, budget, siblings, self.target.stream_id)
+            return SampledTree(row, row.slots, step.end, budget, siblings, self.target.stream_id)
         return RankTree(row, self.shape(budget))
 
     def advance(self, level: int, state: State, tokens: Sequence[int]) -> tuple[State, Tensor]:

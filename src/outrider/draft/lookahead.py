@@ -93,10 +93,7 @@ class Window:
         return nodes[0][:-1] + [node for level in nodes[:-1] for node in level]
 
     def ngrams(self, root: int, predicted: list[int]) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """(first token, the rest) of each column; `predicted` is below the last level.
-
-        None while the window grows.
-        """
+        """(first token, the rest) of each column, with `predicted` below; () while the window grows."""
         if not self.full:
             return ()
         columns = zip(*([root, *self.levels[0]], *self.levels[1:], predicted))
@@ -211,10 +208,7 @@ class Lookahead(Drafter):
                 self._pool_text(row, state)
 
     def _advance(self, row: Row, root: int, tree: DraftTree, topk: Sequence[list[int]]) -> None:
-        """Pool the window's n-grams and advance it.
-
-        Restart it if the target had no finite logit below some column.
-        """
+        """Pool the window's n-grams and advance it; restart it after a column without a finite logit."""
         window = self.rows[row].window
         best = [topk[1 + node] for node in window.nodes(tree.size)[-1]]
         if not all(best):

@@ -87,12 +87,10 @@ class LstmSpeculator(SpeculatorDrafter):
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """Random gates over one embedding, and a tree."""
-        hidden, width = target.decoder.spec.hidden, 32
-        shapes = {
-            "forget_emb.0.weight": (target.vocabulary, width),
-            "head.0.weight": (target.vocabulary, width),
-        }
-        shapes |= {"projs.0.weight": (4 * width, hidden), "projs.1.weight": (4 * width, width)}
+        width = 32
+        shapes = dict.fromkeys(("forget_emb.0.weight", "head.0.weight"), (target.vocabulary, width))
+        inputs = {"projs.0.weight": target.decoder.spec.hidden, "projs.1.weight": width}
+        shapes |= {name: (4 * width, size) for name, size in inputs.items()}
         random = torch.Generator().manual_seed(0)
         tensors = {name: torch.randn(shape, generator=random) * 0.1 for name, shape in shapes.items()}
         for name in ("cell_ln.0", "state_ln.0"):

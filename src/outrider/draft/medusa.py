@@ -121,6 +121,12 @@ FORMAT = HeadFormat(
 )
 
 
+def reference_config(heads: int, blocks: int, own: bool) -> dict[str, Any]:
+    """own: every head has an lm_head."""
+    config = {"medusa_num_heads": heads, "medusa_num_layers": blocks, "base_model_name_or_path": ""}
+    return config if own else {**config, "version": "2"}
+
+
 DECAY = 0.8  # weight of a head's loss relative to the head before it
 
 
@@ -149,12 +155,7 @@ class Network(nn.ModuleList):
         return network
 
     def config(self) -> dict[str, Any]:
-        config = {
-            "medusa_num_heads": len(self),
-            "medusa_num_layers": self.blocks,
-            "base_model_name_or_path": "",
-        }
-        return config if self.own else {**config, "version": "2"}
+        return reference_config(len(self), self.blocks, self.own)
 
     def logits(self, i: int, states: Tensor, outer: TargetWeights) -> Tensor:
         """[n, V] of head i for the target's states [n, hidden]."""
@@ -172,10 +173,7 @@ class Network(nn.ModuleList):
 
 
 class Packed:
-    """The heads on the target's kernels.
-
-    ids: int32 [Vd], the target's token of each of the heads'; None if they have all.  outputs: Vd.
-    """
+    """The heads on the target's kernels.  ids: int32 [Vd], the target's tokens; None: all.  outputs: Vd."""
 
     def __init__(self, reader: Reader, target: Target) -> None:
         """reader: of a head under our names.  Raises ModelError where it does not fit the target."""
@@ -244,6 +242,7 @@ class Medusa(RankedDrafter):
         if levels:
             for r, logits in zip(rows, self.heads(self.states(batch, rows), levels)):
                 row, shape, stream = batch[r].row, shapes[batch[r].budget], self.target.stream_id
-                tree = BlockTree(row, logits, shape, self.samples(row), stream, self.memory.accuracy)
+                tree = BlockTree(row, logits, shape, self.samples(row), stream)
+                tree.accuracy = self.memory.accuracy
                 grown[r] = tree.grow(self.choose)
         return self.propose_for(batch, grown)

@@ -128,10 +128,7 @@ class Network(nn.Module):
         )
 
     def outputs(self, states: Tensor, tokens: Tensor) -> list[Tensor]:
-        """The recurrent state [T, inner] after every step.
-
-        states [T, hidden]; tokens [T + n_predict - 1], each after the token of its state.
-        """
+        """State [T, inner] after each step.  states [T, hidden]; tokens [T + n_predict - 1] behind them."""
         s, outputs = states, []
         if self.scale_input:
             s = F.rms_norm(states, states.shape[-1:], eps=EPS) * 0.5**0.5
@@ -142,10 +139,7 @@ class Network(nn.Module):
         return outputs
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
-        """Cross entropy with the text, summed over the steps (IBM's first stage).
-
-        Step 0 reads f_t and x_t+1, and predicts x_t+2;  step 1 reads x_t+2 and predicts x_t+3;  …
-        """
+        """Cross entropy with the text, summed over the steps: step i reads x_t+i+1, predicts x_t+i+2."""
         tokens, total = sample.tokens, outer.embedding.new_zeros(())
         count = max(0, len(tokens) - self.n_predict - 1)  # none for a text of too few tokens
         for i, s in enumerate(self.outputs(sample.states[FINAL][:count], tokens[1:])):

@@ -119,9 +119,8 @@ class Ngram(TextDrafter):
         for step in commit.batch:
             if step.tree.tokens and step.row in self.indexes:
                 index, accepted = self.indexes[step.row], len(step.accepted)
-                index.credit = (
-                    min(MAX_CREDIT, index.credit + accepted) if accepted else max(0, index.credit - 1)
-                )
+                raised = min(MAX_CREDIT, index.credit + accepted)
+                index.credit = raised if accepted else max(0, index.credit - 1)
 
     def forget(self, row: Row, reason: str) -> None:
         self.indexes.pop(row, None)

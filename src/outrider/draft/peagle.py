@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +30,15 @@ from outrider.draft import eagle3
 from outrider.drafting.base import DEPTHS, Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import random_head
-from outrider.heads.layer import Sizes
-from outrider.heads.layouts import speculators_config
-from outrider.heads.parts import Layer, rotary_angles, small_sizes, soft_cross_entropy
-from outrider.heads.ranks import prior_paths
+from outrider.heads.layouts import speculators
+from outrider.heads.parts import Layer, rotary_angles, soft_cross_entropy
+from outrider.heads.ranks import Path, chain_paths, prior_paths
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import CHAIN, Forwards, Reading, Recurrent
 from outrider.heads.sample import Sample, TargetWeights, mean_loss
-from outrider.heads.tapped import TapNet, TapOptions, default_taps, is_parallel
-from outrider.heads.tapped_parts import PathLayer, TapNetwork, small_vocabulary
-from outrider.heads.templates import Path, chain_paths
-from outrider.heads.trees import BlockTree, KVTree
+from outrider.heads.tapped import TapNet, TapOptions, is_parallel
+from outrider.heads.tapped_parts import SPECULATORS, PathLayer, TapNetwork
+from outrider.heads.trees import BlockTree, LevelTree
 
 ANCHORS = 128  # of a text, at most, in one loss
 KEPT, LEAST = 0.7, 0.2  # share of the anchors that go on with every further depth; of all, at least
@@ -61,41 +59,24 @@ class Network(TapNetwork):
     Deeper levels have fewer rows, as in the publication.
     """
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        vocabulary: int,
-        taps: Sequence[int],
-        mask: int,
-        drafted: Sequence[int] | None = None,
-        layers: int = 1,
-        depths: int = 8,
-        positions: int = 2048,
-    ) -> None:
-        """mask: token id of positions without a token.  depths: levels in the loss."""
-        super().__init__(sizes, vocabulary, taps, drafted, positions)
+    def __init__(self, *tap: Any, mask: int, layers: int = 1, depths: int = 8, **options: Any) -> None:
+        """tap, options: as of `TapNetwork`.  mask: token id of positions without a token.  depths: levels in
+        the loss.
+        """
+        super().__init__(*tap, **options)
         self.mask, self.depths = mask, depths
-        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(taps) * sizes.hidden))
-        self.layers = nn.ModuleList([PathLayer(sizes), *(Layer(sizes) for _ in range(layers - 1))])
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(self.taps) * self.sizes.hidden))
+        further = (Layer(self.sizes) for _ in range(layers - 1))
+        self.layers = nn.ModuleList([PathLayer(self.sizes), *further])
 
     @classmethod
-    def like(cls, target: Target, **options: Any) -> Network:
-        """A small one for this target, with random weights and two tokens of three."""
-        spec, vocabulary = target.decoder.spec, target.vocabulary
-        usual = {"mask": vocabulary - 1, "drafted": small_vocabulary(vocabulary), "depths": 4}
-        return cls(small_sizes(spec), vocabulary, default_taps(spec.layers), **{**usual, **options})
+    def like(cls, target: Target, **options: Any) -> Self:
+        return super().like(target, **{"mask": target.vocabulary - 1, "depths": 4, **options})
 
     def config(self) -> dict[str, Any]:
-        return {
-            "architectures": ["PEagleDraftModel"],
-            "speculators_model_type": "peagle",
-            "speculators_version": "0.3.0",
-            "mask_token_id": self.mask,
-            **self.head_config(),
-            "norm_before_residual": False,
-            "transformer_layer_config": self.layer_config(len(self.layers)),
-            "speculators_config": speculators_config("peagle", self.depths),
-        }
+        own = {**SPECULATORS, "mask_token_id": self.mask, **self.head_config()}
+        layer = self.layer_config(len(self.layers))
+        return speculators("peagle", "PEagleDraftModel", self.depths, layer, own)
 
     def forward(
         self, states: Tensor, tokens: Tensor, embedding: Tensor, anchors: Tensor, depth: Tensor
@@ -130,10 +111,7 @@ class Network(TapNetwork):
         return torch.cat([anchors, *parts]), torch.cat(depths)
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
-        """Mean cross entropy with the target's distribution over the head's tokens, over all rows.
-
-        Counts the rows where the target's likeliest token is one of them.
-        """
+        """Mean cross entropy with the target over the rows whose likeliest token is one of the head's."""
         states = torch.cat([sample.states[tap] for tap in self.taps], dim=-1)[:-1]
         anchors, depth = self.rows(sample)
         logits = self(states, sample.tokens, outer.embedding, anchors, depth)
@@ -160,10 +138,7 @@ class Packed(TapNet):
         self.mask = int(mask)
         wide, hidden = len(self.taps) * self.model.spec.hidden, head.raw("mask_hidden").float().reshape(1, -1)
         if hidden.shape[1] != wide:
-            raise ModelError(
-                f"{head.name!r} does not fit the target: its mask_hidden has {hidden.shape[1]} values, and "
-                f"{wide} are needed."
-            )
+            raise head.misfit(f"its mask_hidden has {hidden.shape[1]} values, and {wide} are needed")
         self.masked = self.from_states(hidden.to(self.backend.device, self.backend.activations)).clone()
 
 
@@ -229,14 +204,14 @@ class PEagle(Recurrent):
         nodes: int = self.options.nodes
         return min(nodes, RANKS) if depth == 1 else max(depth, nodes)
 
-    def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> KVTree:
+    def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> LevelTree:
         """An empty tree, whose logits come with the pass."""
         shape: Sequence[Path] = chain_paths(budget.depth)
         if self.options.nodes is not None:
             shape = prior_paths(budget.nodes, budget.depth, RANKS)
         return BlockTree(row, torch.empty(0), shape, self.samples(row), self.target.stream_id)
 
-    def _grow(self, forwards: Forwards, trees: list[KVTree]) -> None:
+    def _grow(self, forwards: Forwards, trees: list[LevelTree]) -> None:
         o, blocks = self._catch_up(forwards), [tree for tree in trees if isinstance(tree, BlockTree)]
         if blocks:
             depths = [tree.budget.depth for tree in blocks]

@@ -19,7 +19,7 @@ from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
 from outrider.core.validate import Checked, Share, whole
 from outrider.drafting.base import Target, TextDrafter
 from outrider.drafting.trees.builder import TreeBuilder
-from outrider.heads.templates import Path, paths
+from outrider.heads.ranks import Path, paths
 
 RANKS = 8
 RATE = 0.02  # of the moving average of a rank's acceptance
@@ -34,10 +34,7 @@ PATHS = paths(TREE)
 
 @dataclass
 class SuccessorTable:
-    """next: RANKS ids for every token of the vocabulary, best first, -1 if unknown.
-
-    acceptance: of each rank.
-    """
+    """next: RANKS ids for every token, best first, -1 if unknown.  acceptance: of each rank."""
 
     next: array[int]
     acceptance: list[float] = field(default_factory=lambda: [0.4, 0.15, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02])
@@ -88,13 +85,10 @@ class Recycle(TextDrafter):
         return min(self.nodes, sum(len(path) <= depth for path in PATHS))
 
     def propose(self, batch: Batch) -> Draft:
-        order = self._order() if any(step.budget.nodes for step in batch) else []
-        return Draft(
-            [
-                self._tree(step.row.tokens[-1], order, step.budget) if step.budget.nodes else EMPTY_TREE
-                for step in batch
-            ]
-        )
+        if not any(step.budget.nodes for step in batch):
+            return Draft([EMPTY_TREE] * len(batch))
+        order = self._order()
+        return Draft([self._tree(step.row.tokens[-1], order, step.budget) for step in batch])
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
         return self._tree(ahead[-1] if ahead else row.tokens[-1], self._order(), budget)

@@ -39,6 +39,7 @@ from outrider.core.step import FINAL, RowStep
 from outrider.core.tree import Budget, DraftTree
 from outrider.core.validate import whole
 from outrider.drafting.base import DEPTHS, Drafter, Target
+from outrider.drafting.trees.builder import NO_VIEW
 from outrider.drafting.trees.sampled import Tree
 from outrider.heads.base import HeadOptions, State, StateDrafter, random_head
 from outrider.heads.choose import Chooser
@@ -47,7 +48,7 @@ from outrider.heads.layouts import HeadFormat, Layout, matching, unchanged
 from outrider.heads.outer import embed
 from outrider.heads.parts import ResidualBlock
 from outrider.heads.sample import Sample, TargetWeights
-from outrider.heads.trees import sample_children, sources_of
+from outrider.heads.trees import SampledTree, sources_of
 from outrider.models.rowwise import by_rows
 
 MODEL_TYPE = "recurrent_drafting_drafter"  # of the reference's config
@@ -175,28 +176,20 @@ class Beams(Tree):
 
     The likeliest nodes of all levels are kept, as many as the budget has.  A beam that is not among them
     can have no child among them, and ends.
-
-    sampled: a level has at most `width` sampled children, and no more than leaves the same number to the
-    levels below.
     """
 
-    def __init__(self, row: Row, budget: Budget, width: int, sampled: bool, stream_id: int) -> None:
-        siblings = min(width, max(1, budget.nodes // budget.depth)) if sampled else width
-        room = budget if sampled else Budget(budget.depth, width * budget.depth)
-        super().__init__(row, 0, room, siblings, stream_id=stream_id)  # the nodes have no K/V
-        self.sampled, self.max_nodes = sampled, budget.nodes
+    def __init__(self, row: Row, budget: Budget, width: int) -> None:
+        super().__init__(row, 0, Budget(budget.depth, width * budget.depth), width)  # the nodes have no K/V
+        self.max_nodes = budget.nodes
         self.sources: Sequence[int] = [0]
 
     def add_level(self, choose: Chooser, logits: Tensor) -> None:
         parents = self.frontier
-        if self.sampled:
-            sample_children(self, choose, logits)
-        else:
-            paths = [self.path_tokens(node) for node in parents]
-            ranked = zip(parents, choose.ranked(self.row, paths, logits, self.siblings))
-            self.choose((node, token, share) for node, best in ranked for token, share in best if share > 0)
-            likeliest = self._likeliest()
-            self.frontier = [node for node in self.frontier if node in likeliest]
+        paths = [self.path_tokens(node) for node in parents]
+        ranked = zip(parents, choose.ranked(self.row, paths, logits, self.siblings))
+        self.choose((node, token, share) for node, best in ranked for token, share in best if share > 0)
+        likeliest = self._likeliest()
+        self.frontier = [node for node in self.frontier if node in likeliest]
         self.sources = sources_of(self, parents)
 
     def _likeliest(self) -> set[int]:
@@ -206,8 +199,7 @@ class Beams(Tree):
 
     @property
     def draft_tree(self) -> DraftTree:
-        tree = super().draft_tree
-        return tree if self.sampled else tree.only(sorted(self._likeliest()))
+        return super().draft_tree.only(sorted(self._likeliest()))
 
 
 class ReDrafter(StateDrafter):
@@ -254,9 +246,13 @@ class ReDrafter(StateDrafter):
         width: int = self.options.beam_width
         return min(self.nodes, depth * width)
 
-    def tree(self, step: RowStep) -> Beams:
-        width, sampled = self.options.beam_width, self.samples(step.row)
-        return Beams(step.row, step.budget, width, sampled, self.target.stream_id)
+    def tree(self, step: RowStep) -> Beams | SampledTree:
+        """Where samples are needed, a level has as many as leave the same number to the levels below."""
+        row, budget, width = step.row, step.budget, self.options.beam_width
+        if not self.samples(row):
+            return Beams(row, budget, width)
+        siblings = min(width, max(1, budget.nodes // budget.depth))
+        return SampledTree(row, NO_VIEW.slots, 0, budget, siblings, self.target.stream_id)
 
     def begin(self, states: Tensor) -> State:
         return states, torch.zeros_like(states)

@@ -55,11 +55,7 @@ class Target:
 
 
 class Storage(NamedTuple):
-    """K/V storage that a drafter has allocated.
-
-    pools: at the slots of the target's pool.  caches: page allocators of K/V that cannot use the target's
-    slots.
-    """
+    """pools: at the slots of the target's pool.  caches: page allocators of K/V at slots of their own."""
 
     pools: Sequence[Pool] = ()
     caches: Sequence[Cache] = ()
@@ -105,10 +101,7 @@ class Drafter:
         return cls(cls.Options(), target)
 
     def samples(self, row: Row) -> bool:
-        """Whether draft tokens of this row should be sampled from q, and q be kept in the tree.
-
-        Greedy rows need no q.
-        """
+        """Whether draft tokens of this row should be sampled from q, and q be kept: not of greedy rows."""
         return self.target.needs_probs and row.distribution.temperature > 0
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
@@ -128,10 +121,7 @@ class Drafter:
         return depth
 
     def propose(self, batch: Batch) -> Draft:
-        """Return one tree a row, within its budget.
-
-        During this step node i of a row may use slot row.table.slots[step.end + i].
-        """
+        """Return one tree a row, within its budget.  Node i may use slot row.table.slots[step.end + i]."""
         raise NotImplementedError
 
     def observe(self, commit: Commit) -> None:
@@ -152,10 +142,7 @@ class Drafter:
         return 0
 
     def grade(self, row: Row) -> int:
-        """How much speaks for the next draft of a row before it is asked for; 0 if that is unknown.
-
-        Acceptance is learned for each grade, over all requests.
-        """
+        """How much speaks for the next draft of a row; 0: unknown.  Acceptance is learned by grade."""
         return 0
 
     def filled(self, row: Row) -> int:
@@ -174,10 +161,7 @@ class TextDrafter(Drafter):
     certain: ClassVar[bool] = False
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
-        """Return draft tokens after the row's tokens and `ahead`, which may never be emitted.
-
-        Keeps nothing of it.
-        """
+        """Return draft tokens after the row's and `ahead`, which may never be emitted; keep nothing."""
         raise NotImplementedError
 
     def propose(self, batch: Batch) -> Draft:

@@ -67,10 +67,7 @@ def load(file: str) -> Classifier:
 
 
 def fit(pairs: Sequence[tuple[Sequence[float], bool]], steps: int = 400, seed: int = 0) -> Classifier:
-    """Fit a network to (features, whether the node was accepted) by full-batch Adam on the cross entropy.
-
-    Raises ConfigError unless there are both accepted and rejected nodes.
-    """
+    """Fit to (features, whether accepted) by full-batch Adam.  Raises ConfigError unless both occur."""
     x = torch.tensor([features for features, _ in pairs])
     y = torch.tensor([float(accepted) for _, accepted in pairs])
     if not len(y) or not 0 < y.sum() < len(y):

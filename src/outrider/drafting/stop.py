@@ -167,10 +167,7 @@ class Stop:
         self.rounds[row].features = dict(enumerate(features))
 
     def prune(self, tree: Tree, rows: dict[int, int], sampler: Sampler, logits: Tensor) -> None:
-        """Keep those nodes on the tree's frontier after which drafting goes on.
-
-        rows: parent -> the row of the logits after it.
-        """
+        """Keep frontier nodes after which drafting goes on.  rows: parent -> row of the logits after it."""
         stop_rule = self.stop_rule
         if stop_rule is None:
             return
@@ -196,7 +193,7 @@ class Stop:
                 self._learn(row, tree, step.accepted, round)
 
     def _learn(self, row: Row, tree: DraftTree, accepted: Sequence[int], round: Round) -> None:
-        options, memory, drafted = self.options, self.memory, depth_of(tree)
+        options, memory, drafted = self.options, self.memory, max(tree.depths, default=0)
         if options.num_assistant_tokens_schedule != "constant":
             length = self._length(row)
             # A draft that another limit cut short is no evidence about a greater depth.
@@ -221,13 +218,6 @@ class Stop:
     def forget(self, row: Row) -> None:
         self.lengths.pop(row, None)
         self.rounds.pop(row, None)
-
-
-def depth_of(tree: DraftTree) -> int:
-    depth = {ROOT: 0}
-    for node, parent in enumerate(tree.parents):
-        depth[node] = depth[parent] + 1
-    return max(depth.values())
 
 
 def scheduled(length: int, all_accepted: bool) -> int:

@@ -48,10 +48,7 @@ class View(NamedTuple):
             step_input.adapt(first, self.adapter)
 
     def node(self, step_input: StepInput, base: int, path: Sequence[int], token: int) -> None:
-        """Append a node of a tree whose root is at position base - 1.
-
-        path: the nodes from the root to it.
-        """
+        """Append a node of a tree with its root at base - 1.  path: the nodes from the root to it."""
         first, at = step_input.length, base - self.shift
         step_input.node(self.slots, at, [self.slots[at + i] for i in path], token, self.shift)
         if self.adapter is not None:
@@ -85,10 +82,7 @@ class Window:
         nodes: int,
         adapter: Any = None,
     ) -> View:
-        """Append known tokens at positions start, start + 1, …, piece by piece.
-
-        Returns the view of the last piece, with room for `nodes` draft nodes.
-        """
+        """Append known tokens from `start` on in pieces; the last one's view, with room for `nodes` nodes."""
         assert tokens, "nothing to read"
         if self.recent == sys.maxsize:
             view = View(slots, 0, adapter)
@@ -101,14 +95,7 @@ class Window:
         return view
 
 
-OWN_WEIGHTS = (
-    "draft_dtype",
-    "quantization",
-    "revision",
-    "draft_device",
-    "draft_gpu_layers",
-    "vocab_mismatch",
-)
+OWN = ("draft_dtype", "quantization", "revision", "draft_device", "draft_gpu_layers", "vocab_mismatch")
 
 
 def check(options: Any) -> None:
@@ -126,7 +113,7 @@ def check(options: Any) -> None:
             'model "self" needs a draft_kv_budget: with all of the context the target would do its own work '
             "twice."
         )
-    for name in OWN_WEIGHTS:
+    for name in OWN:
         if (value := getattr(options, name)) != getattr(type(options), name):
             raise ConfigError(
                 f'{name} = {value!r} is about a draft with weights of its own, and model "self" has the '

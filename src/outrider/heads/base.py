@@ -35,7 +35,7 @@ from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.layouts import HeadFormat
 from outrider.heads.reader import Reader
-from outrider.heads.trees import Growth, TokenTree, frontier_tokens
+from outrider.heads.trees import Growth, LevelTree, frontier_tokens
 from outrider.heads.vocabulary import check_size
 
 FINGERPRINT = "target_fingerprint"  # in the config of a head: `Checkpoint.fingerprint` of its target
@@ -73,10 +73,7 @@ class LayerOptions(HeadOptions):
 
 
 def random_head(make: Callable[..., Any], *args: Any, **options: Any) -> Head:
-    """A head with the weights of a new network, make(*args, **options), always the same.
-
-    Zeros that training starts from become noise, so that all parts have an effect.
-    """
+    """A head with the weights of a new network, always the same, with noise in place of zeros."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         network = make(*args, **options)
@@ -167,9 +164,8 @@ class HeadDrafter(Drafter):
     def check(cls, head: Head) -> None:
         """Raise ModelError for a file that fits no target, judged by its config and tensor names."""
         quantized = next((name for name in head if QUANTIZED.search(name)), None)
-        if (
-            quantized and "model.norm.weight" not in head
-        ):  # a whole target may hold any tensors besides the head's
+        whole = "model.norm.weight" in head  # a target, which may hold any tensors besides the head's
+        if quantized and not whole:
             raise ModelError(
                 f"{head.name!r} is quantised ({quantized}): load the unquantised head, or one in "
                 "compressed-tensors (pack-quantized), GPTQ or AWQ (gemm); 'quantization' quantises it while "
@@ -206,8 +202,7 @@ class HeadDrafter(Drafter):
         """The positions of all pending states of these rows, and the states [n, width]."""
         step_input, states = StepInput(), list[Tensor]()
         for row, cursor in cursors.items():
-            assert row.table is not None
-            step_input.chain(row.table.slots, cursor.first, [0] * cursor.count)
+            step_input.chain(row.slots, cursor.first, [0] * cursor.count)
             states += cursor.states
         return step_input.build(), torch.cat(states)
 
@@ -237,11 +232,8 @@ class HeadDrafter(Drafter):
         self.check(head)
         trained_for = head.config.get(FINGERPRINT)
         if trained_for is not None and trained_for != self.target.checkpoint.fingerprint:
-            log.warning(
-                "%s was trained for another target than %s: few of its tokens will be accepted",
-                head.name,
-                self.target.checkpoint.name,
-            )
+            found = "%s was trained for another target than %s: few of its tokens will be accepted"
+            log.warning(found, head.name, self.target.checkpoint.name)
         return head
 
 
@@ -275,7 +267,7 @@ class StateDrafter(HeadDrafter):
         """[len(rows), hidden]: f_e-2 of each."""
         return torch.cat([self.last_states[batch[r].row][1] for r in rows]).to(self.backend.activations)
 
-    def tree(self, step: RowStep) -> TokenTree:
+    def tree(self, step: RowStep) -> LevelTree:
         """The empty tree of a row."""
         raise NotImplementedError
 
@@ -293,7 +285,7 @@ class StateDrafter(HeadDrafter):
             self._grow(list(grown.values()), self.begin(self.states(batch, list(grown))))
         return self.propose_for(batch, {r: tree.draft_tree for r, tree in grown.items()})
 
-    def _grow(self, trees: Sequence[TokenTree], state: State) -> None:
+    def _grow(self, trees: Sequence[LevelTree], state: State) -> None:
         growth = Growth(trees, self.choose)
         state, logits = self.advance(0, state, frontier_tokens(trees))
         while growth.add(logits):

@@ -91,10 +91,7 @@ class BlockLayout:
 
 
 def from_anchor(head: Head, usual: bool = False) -> bool:
-    """Whether the anchor's row predicts, too, so that each row predicts the token after it.
-
-    usual: unless the config says otherwise.
-    """
+    """Whether the anchor's row predicts, too: each the token after it.  usual: without such a key."""
     config = flat(head.config)
     return bool(config.get("sample_from_anchor", config.get("shift_label", usual)))
 
@@ -148,10 +145,7 @@ def block_format(
     anchored: Callable[[Head], bool] = from_anchor,
     refused: Callable[[Head], str] = lambda _: "",
 ) -> HeadFormat:
-    """The format of a block with more tensors than a plain one has: rows, known, variants, prefixes.
-
-    anchored: `from_anchor` of such heads.
-    """
+    """The format of a block with more tensors than a plain one has.  anchored: its `from_anchor`."""
 
     def refusal(head: Head) -> str:
         if not head.config.get("is_neox_style", True):

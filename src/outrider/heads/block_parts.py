@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from outrider.drafting.base import Target
 from outrider.heads.block_layouts import DEFAULT_THETA, TAPS
 from outrider.heads.layer import Sizes
-from outrider.heads.layouts import speculators_config
+from outrider.heads.layouts import speculators
 from outrider.heads.parts import Layer, register_vocabulary, rotary_angles, sizes_config
 from outrider.heads.sample import Sample, TargetWeights
 
@@ -101,19 +101,10 @@ class BlockNetwork(nn.Module):
 
     def speculators(self, kind: str, architecture: str, **own: Any) -> dict[str, Any]:
         """The config in the format of speculators.  own: further keys of the method."""
-        return {
-            **own,
-            "architectures": [architecture],
-            "speculators_model_type": kind,
-            "block_size": self.block,
-            "mask_token_id": self.mask,
-            TAPS[0]: list(self.taps),
-            "sliding_window_non_causal": False,
-            "sample_from_anchor": False,
-            "draft_vocab_size": self.outputs,
-            "transformer_layer_config": self.layer_config(),
-            "speculators_config": speculators_config(kind, self.block - 1, ""),
-        }
+        own |= {"block_size": self.block, "mask_token_id": self.mask, TAPS[0]: list(self.taps)}
+        own |= {"sliding_window_non_causal": False, "sample_from_anchor": False}
+        own["draft_vocab_size"] = self.outputs
+        return speculators(kind, architecture, self.block - 1, self.layer_config(), own)
 
     def correct(
         self, logits: Tensor, x: Tensor, before: Tensor, embedding: Tensor

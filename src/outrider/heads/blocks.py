@@ -17,6 +17,7 @@ A position needs the target's states at that position only, so any prefix hit ca
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
@@ -33,15 +34,13 @@ from outrider.core.step_input import StepInput
 from outrider.core.tree import Draft, DraftTree
 from outrider.core.validate import Kind, is_whole, whole
 from outrider.drafting.base import DEPTHS, Target
-from outrider.errors import ModelError
 from outrider.heads.base import HeadDrafter, HeadOptions
-from outrider.heads.block_layouts import SIGNS, BlockLayout, from_anchor
+from outrider.heads.block_layouts import SIGNS, BlockLayout, from_anchor, kind_of
 from outrider.heads.choose import Chooser
 from outrider.heads.corrections import CorrectedTree, Correction, grow_corrected
 from outrider.heads.layer import Stack
 from outrider.heads.outer import embed, lm_logits, own_embedding, own_lm_head
-from outrider.heads.ranks import RankAccuracy
-from outrider.heads.templates import Path, chain_paths
+from outrider.heads.ranks import Path, RankAccuracy, chain_paths
 from outrider.heads.trees import BlockTree
 from outrider.heads.vocabulary import target_ids
 
@@ -62,7 +61,13 @@ class BlockOptions(HeadOptions):
 
 
 class BlockDrafter(HeadDrafter):
-    """correction: of the logits by the tokens before; None for a plain block."""
+    """correction: of the logits by the tokens before; None for a plain block.
+
+    kind, tensors: what the config calls this method, and an expression found in names of its own tensors.
+    """
+
+    kind: ClassVar[str]
+    tensors: ClassVar[str]
 
     tunable: ClassVar = {**DEPTHS, "nodes": (4, 16)}
     correction: Correction | None = None
@@ -75,10 +80,7 @@ class BlockDrafter(HeadDrafter):
         self.depth, self.needs = layout.levels, Needs(states=tuple(sorted(set(layout.taps))))
         self.skipped = 0 if layout.from_anchor else 1  # rows of a block without logits
         if layout.mask >= target.vocabulary:
-            raise ModelError(
-                f"{head.name!r} does not fit the target: its mask_token_id is {layout.mask}, of "
-                f"{target.vocabulary} tokens."
-            )
+            raise head.misfit(f"its mask_token_id is {layout.mask}, of {target.vocabulary} tokens")
         self.width = width = head.shape("fc.weight")[0]
         self.embedding = own_embedding(reader, target, width)
         self.fc = reader.linear("fc", width, len(layout.taps) * self.hidden)
@@ -113,7 +115,12 @@ class BlockDrafter(HeadDrafter):
     @classmethod
     def marked(cls, head: Head) -> bool:
         """Whether a block under its published names is one of this method."""
-        raise NotImplementedError
+        return kind_of(head) == cls.kind or any(map(re.compile(cls.tensors).search, head))
+
+    @property
+    def outputs(self) -> int | None:
+        """Tokens of a vocabulary of its own; None without one."""
+        return None if self.ids is None else len(self.ids)
 
     def size(self, depth: int) -> int:
         depth = min(depth, self.layout.levels)
@@ -160,8 +167,7 @@ class BlockDrafter(HeadDrafter):
         kept: list[int] = []
         for r, depth in zip(rows, levels):
             row, start = batch[r].row, batch[r].start
-            assert row.table is not None
-            slots = row.table.slots
+            slots = row.slots
             tokens = [row.tokens[start], *[layout.mask] * (depth - 1 + skipped)]
             kept += range(len(ids) + skipped, len(ids) + len(tokens))
             ids += tokens

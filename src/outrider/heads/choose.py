@@ -65,10 +65,7 @@ class Chooser:
     def widen(
         self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor
     ) -> tuple[list[int], list[int]]:
-        """The next level of a dynamic tree: the parents' rows and the tokens, from `Candidates.widen`.
-
-        All paths have the same length.
-        """
+        """The next level of a dynamic tree, after paths of one length: the parents' rows and the tokens."""
         if row.processors:
             return candidates.widen(self.found(row, paths, logits, candidates.k))
         noised = row.distribution.temperature > 0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.core.row import Row
 from outrider.heads.choose import Chooser
-from outrider.heads.templates import Path
+from outrider.heads.ranks import Path
 from outrider.heads.trees import Growth, RankTree, frontier_tokens
 
 
@@ -28,10 +28,7 @@ class Correction:
     """The correction of a head, on the target's kernels."""
 
     def begin(self, tokens: Sequence[int], before: Tensor) -> Tensor:
-        """State [n, width] before the first level of n trees.
-
-        tokens: of the anchors.  before: states of the anchors' rows, if those predict nothing; else empty.
-        """
+        """State [n, width] of n trees.  tokens: of the anchors.  before: their states, or empty."""
         raise NotImplementedError
 
     def __call__(self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor) -> Corrected:

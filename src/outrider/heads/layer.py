@@ -44,10 +44,7 @@ class Sizes:
 
     @staticmethod
     def of(head: Head, at: str, hidden: int) -> Sizes:
-        """Load one block.
-
-        at: prefix of the block's names, such as "layers.0".  Raises ModelError if the heads do not divide.
-        """
+        """Of the block with prefix `at`, "layers.0".  Raises ModelError for heads that do not divide."""
         config = head.config
         q = head.shape(f"{at}.self_attn.q_proj.weight")[0]
         kv = head.shape(f"{at}.self_attn.k_proj.weight")[0]
@@ -160,10 +157,7 @@ class Stack:
     def __call__(
         self, x: Tensor, step_input: StepInput, pool: Pool, u: Tensor | None = None, only: int | None = None
     ) -> Tensor:
-        """The output of the last block, or of block `only` alone, in place of x [n, width].
-
-        u: input of the first block.
-        """
+        """x [n, width] after all blocks, or after block `only` alone.  u: input of the first block."""
         if self.divided is not None:
             part = None if only is None else self.divided.layer_range(only, only + 1)
             return self.divided.forward(step_input, pool, part, x if u is None else torch.cat([x, u], dim=1))

@@ -35,7 +35,7 @@ from outrider.drafting.base import Target
 from outrider.heads.layer import Pairs, Stack
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Forwards, Net, Reading, Recurrent
-from outrider.heads.trees import KVTree
+from outrider.heads.trees import LevelTree
 
 
 class LayeredNet(Net):
@@ -118,7 +118,7 @@ class LayerForwards(Forwards):
     def logits(self, level: int, o: Tensor) -> Tensor:
         return self.net.logits(o, min(level, self.net.count - 1))
 
-    def deepen(self, level: int, trees: Sequence[KVTree], o: Tensor) -> Tensor:
+    def deepen(self, level: int, trees: Sequence[LevelTree], o: Tensor) -> Tensor:
         last = self.net.count - 1
         if level <= last:
             return self._through_layer(level, trees)
@@ -129,7 +129,7 @@ class LayerForwards(Forwards):
                 step_input.node(table, tree.base - last, slots, tokens[-1])
         return self.net.forward(step_input.build(), self.pool, self.net.from_output(o, last), last)
 
-    def _through_layer(self, layer: int, trees: Sequence[KVTree]) -> Tensor:
+    def _through_layer(self, layer: int, trees: Sequence[LevelTree]) -> Tensor:
         """The output [n, hidden] of `layer` at the frontiers, which they and all nodes above them pass."""
         step_input, frontier, rows = StepInput(), list[int](), dict[int, int]()
         parents: list[int] = []  # rows of all nodes' parents in roots and outputs of the layer below

@@ -60,10 +60,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def parse(pattern: str, name: str, **numbers: int) -> dict[str, str] | None:
-    """Values of the fields of a name, and `numbers`.
-
-    Returns None if the name does not match or a number is negative.
-    """
+    """Values of the fields of a name, and `numbers`; None without a match, or if a number is negative."""
     match = _compile(pattern).fullmatch(name)
     if match is None:
         return None
@@ -249,9 +246,8 @@ class HeadFormat:
             for pattern, change in layout.changes
             if re.search(pattern, name)
         }
-        return replace(
-            ours, config=config, tensors=Changed(head.tensors, changes, config) if changes else head.tensors
-        )
+        tensors = Changed(head.tensors, changes, config) if changes else head.tensors
+        return replace(ours, config=config, tensors=tensors)
 
     def translate(self, head: Head) -> Head:
         """As `renamed`.  Raises ModelError for a head of another kind, or with tensors of unknown meaning."""
@@ -284,17 +280,19 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for part in [*parts, own] for key, value in part.items()}
 
 
-def speculators_config(kind: str, tokens: int, verifier: str | None = None) -> dict[str, Any]:
-    """The part of a speculators config about decoding with a head that drafts `tokens` tokens."""
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    return {
+def speculators(
+    kind: str, architecture: str, tokens: int, layer: Mapping[str, Any], own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The config, in the format of speculators, of a head that drafts `tokens` tokens.
+
+    layer: config of its layers, as of transformers.  own: further keys.
+    """
+    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens}
+    decoding = {
         "algorithm": kind,
         "default_proposal_method": "greedy",
-        "proposal_methods": [proposal],
-        "verifier": {"name_or_path": verifier, "architectures": []},
+        "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+        "verifier": {"name_or_path": None, "architectures": []},
     }
+    outer = {"architectures": [architecture], "speculators_model_type": kind, **own}
+    return {**outer, "transformer_layer_config": layer, "speculators_config": decoding}

@@ -27,17 +27,11 @@ def own_embedding(reader: Reader, target: Target, width: int) -> Any:
     head, wide = reader.head, target.decoder.embed([0]).shape[1]
     if "embed_tokens.weight" not in head:
         if wide != width:
-            raise ModelError(
-                f"{head.name!r} does not fit the target: it has no embed_tokens, a width of {width}, and the "
-                f"target embeds in {wide}."
-            )
+            raise head.misfit(f"it has no embed_tokens, a width of {width}, and the target embeds in {wide}")
         return None
     rows = head.shape("embed_tokens.weight")[0]
     if rows < target.vocabulary:
-        raise ModelError(
-            f"{head.name!r} does not fit the target: it embeds {rows} tokens, and the target has "
-            f"{target.vocabulary}."
-        )
+        raise head.misfit(f"it embeds {rows} tokens, and the target has {target.vocabulary}")
     same = wide == width and _same(head.get("embed_tokens.weight", rows, width), target)
     return None if same else reader.outer.linear("embed_tokens", rows, width)
 
@@ -68,20 +62,14 @@ def own_lm_head(reader: Reader, target: Target, width: int, ids: Tensor | None) 
     head, name = reader.head, "lm_head"
     if "lm_head.weight" not in head:
         if not (head.config.get("tie_word_embeddings") and "embed_tokens.weight" in head):
-            if target.decoder.spec.hidden == width:
+            if (hidden := target.decoder.spec.hidden) == width:
                 return None
-            raise ModelError(
-                f"{head.name!r} does not fit the target: no lm_head, a width of {width}; the target's "
-                f"{target.decoder.spec.hidden}."
-            )
+            raise head.misfit(f"no lm_head, a width of {width}; the target's {hidden}")
         name = "embed_tokens"
     rows = head.shape(f"{name}.weight")[0]
     if rows + PADDING <= target.vocabulary if ids is None else rows != len(ids):
         tokens = "no d2t" if ids is None else f"a list of {len(ids)}"
-        raise ModelError(
-            f"{head.name!r} does not fit the target: an lm_head of {rows} tokens, {tokens}; V is "
-            f"{target.vocabulary}."
-        )
+        raise head.misfit(f"an lm_head of {rows} tokens, {tokens}; V is {target.vocabulary}")
     return reader.outer.linear(name, rows, width)
 
 
@@ -100,8 +88,6 @@ def checked_taps(head: Head, listed: Any, offset: int, layers: int, key: str) ->
         raise ModelError(f"{key} of {head.name!r} must be a list of layer numbers, got {listed!r}.")
     taps = tuple(tap + offset for tap in listed)
     if not all(0 <= tap <= layers for tap in taps):
-        raise ModelError(
-            f"{head.name!r} does not fit the target: it reads the inputs of the layers {list(taps)}; the "
-            f"target has 0 … {layers} ({key}, tap_offset)."
-        )
+        has = f"the target has 0 … {layers} ({key}, tap_offset)"
+        raise head.misfit(f"it reads the inputs of the layers {list(taps)}; {has}")
     return taps

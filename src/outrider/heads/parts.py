@@ -56,10 +56,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions.
-
-    inputs: width of what it reads, `hidden` unless given.  qk_norm: an RMS norm of every head.
-    """
+    """Grouped-query attention with rotary positions.  inputs: width of its input.  qk_norm: of every head."""
 
     def __init__(self, sizes: Sizes, inputs: int | None = None, qk_norm: bool = False) -> None:
         super().__init__()
@@ -100,10 +97,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A transformer layer: x += attend(norm(x)); x += mlp(norm(x)).
-
-    norm_in: False for a layer that reads x as it is.  The rest as in `Attention`.
-    """
+    """x += attend(norm(x)); x += mlp(norm(x)).  norm_in: whether the first norm is there."""
 
     def __init__(
         self, sizes: Sizes, inputs: int | None = None, qk_norm: bool = False, norm_in: bool = True

@@ -16,8 +16,7 @@ from outrider.drafting.base import DEPTHS
 from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError, refuse_unknown
 from outrider.heads.base import HeadOptions, StateDrafter
-from outrider.heads.ranks import RankAccuracy
-from outrider.heads.templates import MEDUSA, Path, chain_paths, paths
+from outrider.heads.ranks import MEDUSA, Path, RankAccuracy, chain_paths, paths
 
 OWN, CHAIN = "own", "chain"
 RANKS = 10  # candidates of every head, as many as the published trees use

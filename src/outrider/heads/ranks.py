@@ -3,18 +3,27 @@
 The expected number of accepted tokens is the sum over all nodes of the product of the accuracies along
 their paths.  So the best tree of n nodes has the n largest products (Medusa, arXiv 2401.10774), found best
 first.
+
+A node is its path of ranks; the children of a node have the ranks 0, 1, …  trees.json has the static trees
+published with Medusa and EAGLE, as numbers of children per node.  For example, "root:2 0:1" has the nodes
+(0,), (1,) and (0, 0).
 """
 
 from __future__ import annotations
 
 import heapq
+import json
+import pathlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 from outrider.core.tree import ROOT, DraftTree
-from outrider.heads.templates import Path
 
+Path = tuple[int, ...]
+_TREES = json.loads(pathlib.Path(__file__).with_name("trees.json").read_text(encoding="utf-8"))
+MEDUSA: dict[str, str] = _TREES["medusa"]
+EAGLE: dict[str, str] = _TREES["eagle"]  # mc_sim_7b_63 has 25 nodes, despite its name
 RATE = 0.02  # of the exponential moving average
 
 
@@ -27,9 +36,8 @@ class RankAccuracy:
     @staticmethod
     def prior(levels: int, ranks: int) -> RankAccuracy:
         """Estimates before any measurement."""
-        return RankAccuracy(
-            [[0.5 * 0.85**level * 0.4**rank for rank in range(ranks)] for level in range(levels)]
-        )
+        firsts = [0.5 * 0.85**level for level in range(levels)]
+        return RankAccuracy([[first * 0.4**rank for rank in range(ranks)] for first in firsts])
 
     def best_paths(self, nodes: int, depth: int, allowed: Collection[Path] | None = None) -> list[Path]:
         """Paths of ranks of the best tree with at most this many nodes and levels, best first, parents
@@ -42,11 +50,8 @@ class RankAccuracy:
 
         def push(path: Path, parent_joint: float) -> None:
             level = len(path) - 1
-            if (
-                level < depth
-                and path[-1] < len(self.accuracy[level])
-                and (allowed is None or path in allowed)
-            ):
+            known = level < depth and path[-1] < len(self.accuracy[level])
+            if known and (allowed is None or path in allowed):
                 heapq.heappush(heap, (-parent_joint * self.accuracy[level][path[-1]], len(path), path))
 
         push((0,), 1.0)
@@ -92,3 +97,18 @@ def ranks_of(tree: DraftTree) -> list[int]:
         ranks.append(counts[parent])
         counts[parent] += 1
     return ranks
+
+
+def chain_paths(levels: int) -> list[Path]:
+    """A chain, as a tree with one node per level."""
+    return [(0,) * level for level in range(1, levels + 1)]
+
+
+def paths(text: str) -> list[Path]:
+    """Nodes of a published tree, breadth first."""
+    found: list[Path] = []
+    for entry in text.split():
+        path, _, children = entry.partition(":")
+        parent = () if path == "root" else tuple(map(int, path))
+        found.extend((*parent, rank) for rank in range(int(children)))
+    return sorted(found, key=len)

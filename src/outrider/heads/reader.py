@@ -18,10 +18,7 @@ from outrider.models.layers import fused
 
 @dataclass(frozen=True)
 class Reader:
-    """Packs the weights of a head for the target's kernels.
-
-    bits: quantized to 8 or 4, None to keep them.  ranks: that share its decoder layers.
-    """
+    """Packs the weights of a head.  bits: 8 or 4, None to keep them.  ranks: that share its layers."""
 
     head: Head
     backend: Backend

@@ -42,10 +42,9 @@ from outrider.heads.base import HeadDrafter, LayerOptions
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import Stack
 from outrider.heads.outer import lm_logits
-from outrider.heads.ranks import prior_paths
+from outrider.heads.ranks import EAGLE, Path, paths, prior_paths
 from outrider.heads.reader import Reader
-from outrider.heads.templates import EAGLE, Path, paths
-from outrider.heads.trees import DynamicTree, Growth, KVTree, RankTree, SampledTree
+from outrider.heads.trees import DynamicTree, Growth, LevelTree, RankTree, SampledTree
 
 CHAIN, DYNAMIC = "chain", "dynamic"
 
@@ -112,15 +111,12 @@ class RecurrentOptions(LayerOptions):
 
 @dataclass
 class Reading:
-    """A row whose pending states are read in this step, and the tree that grows after it, if any.
-
-    table: the row's slots and those of its draft tokens.
-    """
+    """A row whose pending states are read, and its tree.  table: its slots and those of its draft tokens."""
 
     row: Row
     cursor: Cursor
     table: array[int]
-    tree: KVTree | None = None
+    tree: LevelTree | None = None
 
 
 class Forwards:
@@ -145,7 +141,7 @@ class Forwards:
         """float32 [n, Vd] for the drafts of a level, the first of which is 0."""
         return self.net.logits(o)
 
-    def deepen(self, level: int, trees: Sequence[KVTree], o: Tensor) -> Tensor:
+    def deepen(self, level: int, trees: Sequence[LevelTree], o: Tensor) -> Tensor:
         """o [n, width] of all frontiers, for the drafts of `level`.  o [n, width]: of their parents."""
         step_input = StepInput()
         for tree in trees:
@@ -186,27 +182,21 @@ class Recurrent(HeadDrafter):
         return max(depth, min(self.nodes, k + (depth - 1) * k * k))
 
     def propose(self, batch: Batch) -> Draft:
-        readings, trees = list[Reading](), dict[int, KVTree]()
+        readings, trees = list[Reading](), dict[int, LevelTree]()
         for r, step in enumerate(batch):
             row, end, budget = step.row, step.end, step.budget
             cursor = self.catch_up.cursor(row, step.start)
             current = cursor.end == step.start and cursor.count > self.overlap
             drafting = current and self.can_draft(step)
             if drafting or cursor.count >= MAX_PENDING:
-                readings.append(reading := self._reading(row, cursor, end + budget.nodes))
+                readings.append(reading := Reading(row, cursor, row.slots[: end + budget.nodes]))
             if drafting:
                 reading.tree = trees[r] = self._tree(row, reading.table[1:], end - 1, budget)
         if readings:
             self._grow(self.forwards(readings), list(trees.values()))
         return Draft([trees[r].draft_tree if r in trees else EMPTY_TREE for r in range(len(batch))])
 
-    @staticmethod
-    def _reading(row: Row, cursor: Cursor, end: int) -> Reading:
-        """A row to be read, with its slots up to position `end`."""
-        assert row.table is not None
-        return Reading(row, cursor, row.table.slots[:end])
-
-    def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> KVTree:
+    def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> LevelTree:
         k = 1 if self.options.tree == CHAIN else self.options.top_k
         if self.samples(row):
             siblings = min(k, max(1, budget.nodes // budget.depth))
@@ -215,7 +205,7 @@ class Recurrent(HeadDrafter):
             return DynamicTree(row, table, base, budget, k)
         return RankTree(row, prior_paths(budget.nodes, budget.depth, 10, self.paths), base, table)
 
-    def _grow(self, forwards: Forwards, trees: list[KVTree]) -> None:
+    def _grow(self, forwards: Forwards, trees: list[LevelTree]) -> None:
         """Catch up, then grow all trees, one forward a level."""
         o, growth = self._catch_up(forwards), Growth(trees, self.choose)
         while trees and growth.add(forwards.logits(growth.level, o)):
@@ -236,7 +226,7 @@ class Recurrent(HeadDrafter):
             # The last pair is beside the pending token, whose slot may be missing.
             has_slot = row.table is not None and row.table.room > row.computed
             if step.known > 1 and row.error is None and has_slot:
-                readings.append(self._reading(row, cursor, row.computed + 1))
+                readings.append(Reading(row, cursor, row.slots[: row.computed + 1]))
         if readings:
             self._catch_up(self.forwards(readings))
             for reading in readings:

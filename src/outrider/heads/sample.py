@@ -42,10 +42,7 @@ class Sample:
         return torch.cat([torch.arange(length, device=self.tokens.device) for length in lengths])
 
     def places(self, first: int, count: int) -> Tensor:
-        """int64, ascending: the numbers i < count of the places first + i that count.
-
-        Place i is of the same text.
-        """
+        """int64, ascending: the i < count for which place first + i counts and is of the same text."""
         if self.mask is None:
             return torch.arange(count, device=self.tokens.device)
         counted = self.mask[first : first + count]
@@ -69,10 +66,7 @@ def mean_loss(losses: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """Embedding and lm_head of the target, float32 [V, hidden] each.  Heads do not train them.
-
-    bias: float32 [V], of the lm_head; None if it has none.
-    """
+    """Embedding and lm_head of the target, float32 [V, hidden], which no head trains; bias [V] or None."""
 
     embedding: Tensor
     lm_head: Tensor

@@ -29,8 +29,8 @@ from outrider.drafting.trees.builder import RANK_CONFIDENCE, SAMPLE_CONFIDENCE
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import HeadOptions, State, StateDrafter
 from outrider.heads.layouts import numbers
+from outrider.heads.ranks import Path
 from outrider.heads.reader import Reader
-from outrider.heads.templates import Path
 from outrider.heads.trees import RankTree
 from outrider.models.rowwise import by_rows
 
@@ -160,10 +160,8 @@ class SpeculatorDrafter(StateDrafter):
         asked, config = options.top_k_tokens_per_head, self.head.config
         if asked is None:
             return (1,) * self.depth, 1
-        in_file = config.get("top_k_tokens_per_head")
-        top_k = (
-            check_branches(in_file, f" of {self.head.name!r}") if asked == "config" else check_branches(asked)
-        )
+        where = f" of {self.head.name!r}" if asked == "config" else ""
+        top_k = check_branches(config.get("top_k_tokens_per_head") if where else asked, where)
         if len(top_k) != self.depth:
             raise ConfigError(
                 f"top_k_tokens_per_head {list(top_k)} is for {len(top_k)} steps, and {self.head.name!r} has "

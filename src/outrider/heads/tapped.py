@@ -20,7 +20,7 @@ from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.validate import list_of, whole
 from outrider.drafting.base import Target
-from outrider.errors import ConfigError, ModelError
+from outrider.errors import ConfigError
 from outrider.heads.base import LayerOptions
 from outrider.heads.layer import Pairs, Stack
 from outrider.heads.layouts import numbers
@@ -87,10 +87,7 @@ class TapNet(Net):
         wide = len(taps) * width
         self.fc = None if taps == (FINAL,) else reader.linear("fc", self.hidden, wide)
         if self.fc is None and width != self.hidden:
-            raise ModelError(
-                f"{head.name!r} does not fit the target: it has no fc, a width of {self.hidden}, and "
-                f"the target {width}."
-            )
+            raise head.misfit(f"it has no fc, a width of {self.hidden}, and the target {width}")
         normed = len(taps) if head.config.get("fc_norm") or "fc_norm.0.weight" in head else 0
         self.norm_taps = [reader.vector(f"fc_norm.{i}.weight", width) for i in range(normed)]
         before = bool(head.config.get("norm_before_fc")) or "input_norm.weight" in head

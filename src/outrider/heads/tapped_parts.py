@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
-from outrider.heads.parts import Layer, register_vocabulary, rotary_angles, sizes_config
-from outrider.heads.tapped import TAPS
+from outrider.heads.parts import Layer, register_vocabulary, rotary_angles, sizes_config, small_sizes
+from outrider.heads.tapped import TAPS, default_taps
 
 Keys = list[tuple[Tensor, Tensor]]  # keys and values of the steps so far
 
@@ -111,6 +112,13 @@ class TapNetwork(nn.Module):
         self.lm_head = nn.Linear(sizes.hidden, len(ids), bias=False)
         register_vocabulary(self, ids, vocabulary)
 
+    @classmethod
+    def like(cls, target: Target, **options: Any) -> Self:
+        """A small one for this target, with random weights and two tokens of three."""
+        spec, drafted = target.decoder.spec, [i for i in range(target.vocabulary) if i % 3 < 2]
+        usual = {"drafted": drafted, "positions": target.max_len}
+        return cls(small_sizes(spec), target.vocabulary, default_taps(spec.layers), **{**usual, **options})
+
     @property
     def ids(self) -> Tensor:
         """int64 [Vd]: the target's tokens in the head's vocabulary."""
@@ -141,6 +149,5 @@ class TapNetwork(nn.Module):
         }
 
 
-def small_vocabulary(vocabulary: int) -> list[int]:
-    """Two tokens of three, for random heads."""
-    return [i for i in range(vocabulary) if i % 3 < 2]
+# Of configs in the format of speculators; the default of a norm's place depends on the reader.
+SPECULATORS = {"speculators_version": "0.3.0", "norm_before_residual": False}

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,53 +26,54 @@ from outrider.drafting.trees.builder import NO_VIEW, SAMPLE_CONFIDENCE, LevelBui
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import View
 from outrider.heads.choose import Chooser
-from outrider.heads.templates import Path
+from outrider.heads.ranks import Path
 
 
 class LevelTree(Protocol):
     """A tree that grows level by level.
 
     sources: for every row of this tree in the next forward, the row of its parent in the last one.  Empty
-    once the tree is complete.
+    once the tree is complete.  base, table: of nodes with K/V in a head's pool.
     """
 
     sources: Sequence[int]
+    base: int
 
     def add_level(self, choose: Chooser, logits: Tensor) -> None:
         """Add the next level, from float32 [rows of the last forward, Vd]."""
 
-
-class TokenTree(LevelTree, Protocol):
-    """A tree of a head that reads the tokens of the frontier and no K/V of nodes."""
-
+    def add_to(self, step_input: StepInput) -> None: ...
+    @property
+    def table(self) -> array[int]: ...
     @property
     def frontier_tokens(self) -> list[int]: ...
+    @property
+    def frontier_paths(self) -> list[tuple[list[int], list[int]]]:
+        """Tokens and slots from the root to every node of the next forward."""
+
     @property
     def draft_tree(self) -> DraftTree: ...
 
 
-def frontier_tokens(trees: Sequence[TokenTree]) -> list[int]:
+def frontier_tokens(trees: Sequence[LevelTree]) -> list[int]:
     """The input tokens of the next forward."""
     return [token for tree in trees for token in tree.frontier_tokens]
 
 
-T = TypeVar("T", bound=LevelTree)
-
-
-class Growth(Generic[T]):
+class Growth:
     """Trees that grow together, level by level, while `add` returns True.
 
     trees: the incomplete ones.  sources: for every row of the next forward, the row of its parent in the last
     logits.  level: of the next logits.
     """
 
-    def __init__(self, trees: Sequence[T], choose: Chooser) -> None:
+    def __init__(self, trees: Sequence[LevelTree], choose: Chooser) -> None:
         self.trees, self.choose, self.level = trees, choose, 0
         self.sources = list(range(len(trees)))
 
     def add(self, logits: Tensor) -> bool:
         """Add a level to every tree, from float32 [rows of all trees, Vd].  Whether any is incomplete."""
-        incomplete, sources, first = list[T](), list[int](), 0
+        incomplete, sources, first = list[LevelTree](), list[int](), 0
         for tree in self.trees:
             count = len(tree.sources)
             tree.add_level(self.choose, logits[first : first + count])
@@ -82,22 +83,6 @@ class Growth(Generic[T]):
             first += count
         self.trees, self.sources, self.level = incomplete, sources, self.level + 1
         return bool(incomplete)
-
-
-class KVTree(LevelTree, Protocol):
-    """A tree whose nodes have K/V in a head's pool."""
-
-    base: int
-
-    @property
-    def table(self) -> array[int]: ...
-    @property
-    def frontier_paths(self) -> list[tuple[list[int], list[int]]]:
-        """Tokens and slots from the root to every node of the next forward."""
-
-    def add_to(self, step_input: StepInput) -> None: ...
-    @property
-    def draft_tree(self) -> DraftTree: ...
 
 
 class DynamicTree:
@@ -133,11 +118,15 @@ class DynamicTree:
         self.slots = [[*self.slots[parent], slot] for parent, slot in zip(self.sources, slots)]
 
     @property
+    def frontier_tokens(self) -> list[int]:
+        return [path[-1] for path in self.tokens]
+
+    @property
     def frontier_paths(self) -> list[tuple[list[int], list[int]]]:
         return list(zip(self.tokens, self.slots))
 
     def add_to(self, step_input: StepInput) -> None:
-        step_input.nodes(self.table, self.base, self.slots, [path[-1] for path in self.tokens])
+        step_input.nodes(self.table, self.base, self.slots, self.frontier_tokens)
 
     @property
     def draft_tree(self) -> DraftTree:
@@ -246,18 +235,13 @@ class BlockTree(RankTree):
     accuracy[level][rank]: confidence of a node; None: estimated from the logits
     """
 
+    accuracy: Sequence[Sequence[float]] | None = None
+
     def __init__(
-        self,
-        row: Row,
-        logits: Tensor,
-        paths: Collection[Path],
-        sampled: bool = False,
-        stream_id: int = 0,
-        accuracy: Sequence[Sequence[float]] | None = None,
+        self, row: Row, logits: Tensor, paths: Collection[Path], sampled: bool = False, stream_id: int = 0
     ) -> None:
         super().__init__(row, paths, sampled=sampled, stream_id=stream_id)
-        self.logits, self.accuracy = logits[: self.budget.depth], accuracy
-        self.level = 0
+        self.logits, self.level = logits[: self.budget.depth], 0
         self.level_rankings: list[list[tuple[int, float]]] = []
 
     def grow(self, choose: Chooser) -> DraftTree:
@@ -300,22 +284,16 @@ class SampledTree(Tree):
     def __init__(
         self, row: Row, table: array[int], base: int, budget: Budget, k: int, stream_id: int
     ) -> None:
-        super().__init__(row, base, budget, k, View(table), stream_id=stream_id)
+        super().__init__(row, base, budget, k, view=View(table), stream_id=stream_id)
         self.sources: Sequence[int] = [0]
 
     def add_level(self, choose: Chooser, logits: Tensor) -> None:
-        parents = self.frontier
-        sample_children(self, choose, logits)
+        parents, found = self.frontier, dict[int, Tensor]()
+        for node, row in zip(parents, logits):
+            if (q := choose.distribution(self.row, self.path_tokens(node), row)) is not None:
+                found[node] = q
+        self.draw(found, choose.sampler.children)
         self.sources = sources_of(self, parents)
-
-
-def sample_children(tree: Tree, choose: Chooser, logits: Tensor) -> None:
-    """Add samples after the frontier of a tree; logits float32 [frontier, Vd]."""
-    probs = {
-        node: choose.distribution(tree.row, tree.path_tokens(node), row)
-        for node, row in zip(tree.frontier, logits)
-    }
-    tree.draw({node: q for node, q in probs.items() if q is not None}, choose.sampler.children)
 
 
 def sources_of(tree: Tree, parents: Sequence[int]) -> list[int]:

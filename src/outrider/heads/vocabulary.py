@@ -20,23 +20,13 @@ NESTED = ("model", "transformer_layer_config", "text_config")  # keys of nested 
 
 
 def check_size(head: Head, vocabulary: int) -> None:
-    """Raise ModelError for a head of a target with another number of tokens, padding aside.
-
-    The number comes from the tensors, or else from the config.
-    """
+    """Raise ModelError for a head of another number of tokens, by its tensors or config, padding aside."""
     configs = [part for part in (head.config, *map(head.config.get, NESTED)) if isinstance(part, Mapping)]
-    size_in_config = next(
-        (part["vocab_size"] for part in configs if isinstance(part.get("vocab_size"), int)), vocabulary
-    )
-    sizes = {name: (head.shape(name) or (0,))[0] for name in head if TOKEN_ROWS.fullmatch(name)} or {
-        "vocab_size": size_in_config
-    }
-    for name, size in sizes.items():
+    announced = (part["vocab_size"] for part in configs if isinstance(part.get("vocab_size"), int))
+    sizes = {name: (head.shape(name) or (0,))[0] for name in head if TOKEN_ROWS.fullmatch(name)}
+    for name, size in (sizes or {"vocab_size": next(announced, vocabulary)}).items():
         if abs(size - vocabulary) >= PADDING:
-            raise ModelError(
-                f"{head.name!r} does not fit the target: its {name} is for {size} tokens, and the target has "
-                f"{vocabulary}."
-            )
+            raise head.misfit(f"its {name} is for {size} tokens, and the target has {vocabulary}")
 
 
 def target_ids(head: Head, vocabulary: int) -> Tensor | None:
@@ -53,27 +43,17 @@ def target_ids(head: Head, vocabulary: int) -> Tensor | None:
     ids = known if "d2t" not in head else _read(head, known, vocabulary)
     assert ids is not None
     if not _valid(ids, vocabulary):
-        raise ModelError(
-            f"{head.name!r} does not fit the target: its vocabulary reaches token {_last(ids)}, the target "
-            f"has {vocabulary}."
-        )
+        raise head.misfit(f"its vocabulary reaches token {_last(ids)}, the target has {vocabulary}")
     return None if len(ids) == vocabulary else ids.to(torch.int32)
 
 
 def listed_ids(head: Head, name: str, vocabulary: int) -> Tensor:
     """int32 [Vd]: a list of different tokens of the target in any order.  Raises ModelError for others."""
     ids = _column(head, name).long()
-    if (
-        not len(ids)
-        or int(ids.min()) < 0
-        or int(ids.max()) >= vocabulary
-        or len(set(ids.tolist())) < len(ids)
-    ):
-        first, last = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
-        raise ModelError(
-            f"{head.name!r} does not fit the target: its {name} names {len(ids)} tokens in {first} … {last}, "
-            f"and the target has {vocabulary} (each may be named once)."
-        )
+    first, last = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
+    if not 0 <= first <= last < vocabulary or len({*ids.tolist()}) < len(ids):
+        listed = f"its {name} names {len(ids)} tokens in {first} … {last}"
+        raise head.misfit(f"{listed}, and the target has {vocabulary} (each may be named once)")
     return ids.to(torch.int32)
 
 

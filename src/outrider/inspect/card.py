@@ -39,10 +39,7 @@ OUTER = ("model.embed_tokens.weight", "lm_head.weight")  # these keep 8 bits whe
 
 @dataclass(frozen=True)
 class Card:
-    """Sizes in tokens, weights and bytes.
-
-    refused: reason why no backend supports the model; the memory is then 0
-    """
+    """Sizes in tokens, weights and bytes.  refused: why no backend supports the model; memory is then 0."""
 
     name: str
     architecture: str
@@ -88,11 +85,8 @@ def card_of(options: EngineOptions) -> Card:
     """Card of options.model, as `LLM(**options)` runs it.  Raises ModelError for a missing checkpoint."""
     checkpoint, config, refused = _opened(options)
     heads = getattr(config, "num_attention_heads", 0)
-    stored = [
-        part
-        for part in _parts(options, checkpoint, config)
-        if part.name != "lm_head.weight" or not config.tie_word_embeddings
-    ]
+    copy = "lm_head.weight" if config.tie_word_embeddings else None
+    stored = [part for part in _parts(options, checkpoint, config) if part.name != copy]
     kinds: Counter[str] = Counter()
     for part in stored:
         kinds[part.kind] += part.weights
@@ -109,27 +103,15 @@ def card_of(options: EngineOptions) -> Card:
         "stored_as": dict(kinds),
     }
     if checkpoint is None:
-        return Card(
-            **about,
-            runs_on="nothing",
-            refused=refused,
-            chat_template=_has_template(locate(options.model, options.revision)),
-        )
-    spec = checkpoint.spec
+        templated = _has_template(locate(options.model, options.revision))
+        return Card(**about, runs_on="nothing", refused=refused, chat_template=templated)
+    spec, gguf = checkpoint.spec, checkpoint.gguf
     about |= {"architecture": spec.architecture, "kv_heads": spec.kv_heads, "context": spec.context}
     runs_on = "transformers' own code" if needs_fallback(checkpoint) else "lean decoder"
-    template = (
-        checkpoint.gguf.metadata.get("tokenizer.chat_template")
-        if checkpoint.gguf
-        else _has_template(checkpoint.tokenizer_folder)
-    )
-    return Card(
-        **about,
-        runs_on=runs_on,
-        refused=None,
-        chat_template=bool(template),
-        **_memory(options, checkpoint, stored),
-    )
+    in_gguf = gguf and gguf.metadata.get("tokenizer.chat_template")
+    templated = bool(in_gguf) if gguf else _has_template(checkpoint.tokenizer_folder)
+    memory = _memory(options, checkpoint, stored)
+    return Card(**about, runs_on=runs_on, refused=None, chat_template=templated, **memory)
 
 
 def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]:
@@ -145,13 +127,10 @@ def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]
         from transformers import AutoConfig
 
         try:
-            return (
-                None,
-                AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code),
-                str(error),
-            )
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
         except Exception:
             raise error from None
+        return None, config, str(error)
 
 
 def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]) -> dict[str, Any]:
@@ -196,11 +175,8 @@ def known() -> list[str]:
     cached = []
     for repo in repos:
         files = {file.file_name for revision in repo.revisions for file in revision.files}
-        if (
-            repo.repo_type == "model"
-            and "config.json" in files
-            and any(file.endswith((".safetensors", ".bin", ".pt")) for file in files)
-        ):
+        weights = any(file.endswith((".safetensors", ".bin", ".pt")) for file in files)
+        if repo.repo_type == "model" and "config.json" in files and weights:
             cached.append(repo.repo_id)
     return [*BUILTIN, *builtin(), *STORES, *sorted(cached)]
 
@@ -228,9 +204,8 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -
             if len(scheme.sizes) > 1:  # only compressed-tensors has layers of different bits
                 bits = 32 * count(shape) // count(packed.shape(f"{layer}.weight"))
             kind = f"{scheme.method} in {bits} bits"
-            yield Stored(
-                name, count(shape) * 32 // bits, kind, False, _few(bits, group, not scheme.symmetric)
-            )
+            few = _few(bits, group, not scheme.symmetric)
+            yield Stored(name, count(shape) * 32 // bits, kind, False, few)
         elif not (layout and last in (layout.zeros, layout.scales, layout.group_index, "weight_shape")):
             yield Stored(name, count(shape), kind, len(shape) == 1)
 

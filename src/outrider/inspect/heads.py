@@ -14,7 +14,7 @@ from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.weights import Weights
 from outrider.draft import PLAIN_MODEL, detect, head_methods
 from outrider.errors import ModelError
-from outrider.heads.layouts import HeadFormat, Layout, matching, numbers
+from outrider.heads.layouts import HeadFormat, matching, numbers
 from outrider.inspect.card import count, headers
 
 PACKED = "compressed-tensors"  # type of a quantized weight
@@ -48,10 +48,7 @@ class HeadCard:
 
 
 def head_card(name: str, revision: str | None = None) -> HeadCard | None:
-    """Card of a trained head; None for a language model, or if nothing has this name.
-
-    Raises ModelError for a folder that cannot be read.
-    """
+    """Card of a trained head; None for anything else.  Raises ModelError for a folder that cannot be read."""
     try:
         method = detect(name, revision)
     except ModelError:
@@ -71,7 +68,7 @@ def head_card(name: str, revision: str | None = None) -> HeadCard | None:
     return HeadCard(
         name=name,
         method=method,
-        layout=_label(layout),
+        layout=layout.publisher if layout else "unknown",
         inside=inside,
         levels=_levels(head, ours, head_format),
         hidden=_hidden(head, ours, head_format),
@@ -94,10 +91,6 @@ Entry = tuple[str, tuple[int, ...], str]  # name, shape, type
 def _only(names: set[str] | None, entries: Iterator[Entry]) -> Iterator[Entry]:
     """The entries of these names; None for all."""
     return (entry for entry in entries if names is None or entry[0] in names)
-
-
-def _label(layout: Layout | None) -> str:
-    return layout.publisher if layout else "unknown"
 
 
 def _file(head: Head) -> Weights:

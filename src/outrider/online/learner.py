@@ -78,10 +78,7 @@ class Learner:
     """
 
     def __init__(self, drafter: Drafter, options: Online, owner: object = None) -> None:
-        """owner: the engine.
-
-        Raises ConfigError for a drafter or a device that cannot train, and for a folder that is not free.
-        """
+        """owner: the engine.  Raises ConfigError for a drafter, device or folder that cannot be used."""
         self.drafter, self.options, self.stopped = drafter, options, False
         target = drafter.target
         if (device := target.decoder.device).type != "cpu":

@@ -97,10 +97,7 @@ class Store:
         self.lock.stores.add(self)
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The weights and statistics; None if there are none, or if they are corrupt.
-
-        Raises ConfigError for those of another target or head.
-        """
+        """Weights and statistics; None unless intact.  Raises ConfigError for another target or head."""
         state = read(self.path)
         if state is None:
             return None
@@ -140,10 +137,7 @@ class Store:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """The metadata of the weights; None for a folder without any.
-
-    Raises ConfigError for weights that learning has not written, and for a folder of other files.
-    """
+    """The metadata of the weights; None without any.  Raises ConfigError for files that are no store's."""
     file = path / WEIGHTS
     if not file.exists():
         found = {each.name for each in path.iterdir()} if path.is_dir() else set()
@@ -173,10 +167,7 @@ def ours(path: Path) -> list[Path]:
 
 
 def delete(path: Path) -> int:
-    """Remove the learned weights, and the folder if nothing else is in it; returns the bytes.
-
-    Raises ConfigError while a process learns there.
-    """
+    """Remove the weights, and the folder if empty; the bytes.  Raises ConfigError while a process learns."""
     size = usage(path)  # before a lock is made in a folder of others
     lock = Lock.of(path)
     with lock.writing:

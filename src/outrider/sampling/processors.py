@@ -135,14 +135,12 @@ class UserProcessor:
         return True
 
     def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
-        given = (
-            (ids.tokens[: self.prompt], ids.since(self.prompt)) if self.whole else (ids.since(self.prompt),)
-        )
+        prompt = (ids.tokens[: self.prompt],) if self.whole else ()
         name, thread = getattr(self.function, "__name__", repr(self.function)), get_ident()
         inner = thread in running_since  # of another engine, which an outer function uses
         running_since.setdefault(thread, time.monotonic())
         try:
-            edited = self.function(*given, logits.clone())
+            edited = self.function(*prompt, ids.since(self.prompt), logits.clone())
         except Exception as error:
             raise RequestError(f"logits_processors: {name} raised {type(error).__name__}: {error}") from error
         finally:
@@ -157,10 +155,7 @@ class UserProcessor:
 
 
 def _edited(given: Any, logits: Tensor) -> Tensor:
-    """Convert the result of a user function to dtype and device of `logits`.
-
-    Raises ValueError if invalid.
-    """
+    """A user function's result in dtype and device of `logits`.  Raises ValueError if it is invalid."""
     if not isinstance(given, Tensor):
         raise ValueError(f"got {type(given).__name__}.")
     if given.shape != logits.shape:
@@ -223,10 +218,7 @@ class Penalties:
         return self.frequency * count + (self.presence if count else 0.0)
 
     def _count(self, tokens: list[int]) -> None:
-        """Count the tokens appended since the last call.
-
-        Restart if the list is another one or has shrunk.
-        """
+        """Count the tokens appended since the last call, or all of a list that is another or shrank."""
         if tokens is not self.tokens or len(tokens) < self.upto:
             self.tokens, self.upto, self.largest = tokens, 0 if self.repetition != 1 else self.prompt, 0
             self.counts.clear()
@@ -243,10 +235,7 @@ class Penalties:
 def processors_of(
     params: SamplingParams, prompt: int, limit: int, ending: Iterable[int], bad_words: Sequence[Sequence[int]]
 ) -> list[Processor]:
-    """Logits processors of a request, in the order of application.
-
-    prompt: number of prompt tokens.  limit: maximum number of tokens of prompt and output.
-    """
+    """In the order of application.  prompt: number of its tokens.  limit: most tokens with the output."""
     made: list[Processor] = []
     if params.allowed_token_ids is not None:
         made.append(AllowedTokens(params.allowed_token_ids))

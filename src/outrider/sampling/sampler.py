@@ -39,20 +39,14 @@ class Sampler:
         raise self._nothing(row, logits, at)
 
     def add_query(self, queries: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
-        """Queue a tree for verification by the kernels.  Skips rows with logits processors.
-
-        root: row of the logits that belongs to the root of the tree.
-        """
+        """Queue a tree for the kernels, unless the row has processors.  root: its row of the logits."""
         if row.processors:
             return
         stream = stream_of(row.seed, row.index)
         queries.add(TreeQuery(key, root, row.distribution, stream, len(row.tokens), tree))
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
-        """Sampling distribution of the token that `pick` returns, float64 [V] on the CPU.
-
-        Raises as `pick` does.
-        """
+        """The distribution that `pick` samples from, float64 [V] on the CPU.  Raises as `pick` does."""
         edited, edited_at = self._current(row, path, logits, at)
         if (ops := self.backend.distributions) is not None:
             probs = ops.probabilities(edited, row.distribution, edited_at)
@@ -112,10 +106,7 @@ class Sampler:
     def should_stop(
         self, row: Row, path: Sequence[int], logits: Tensor, token: int, stop_rule: StopRule, at: int = 0
     ) -> tuple[bool, NodeFeatures]:
-        """Decide the early draft exit after `token`, the child of `path`.
-
-        Returns (stop, features of the node).
-        """
+        """(whether a draft ends after `token`, the child of `path`; features of the node)."""
         try:
             logits, at = self._current(row, path, logits, at)
         except RequestError:  # as in `top`

@@ -79,9 +79,8 @@ def tiny_checkpoint(
     sizes = TINY | special | {"head_dim": 16, "initializer_range": 0.25}
     random_model(family, sizes | config, seed).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    (Path(folder) / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": list(eos)}), encoding="utf-8"
-    )
+    ending = json.dumps({"eos_token_id": list(eos)})
+    (Path(folder) / "generation_config.json").write_text(ending, encoding="utf-8")
     return str(folder)
 
 

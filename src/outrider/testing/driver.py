@@ -52,10 +52,7 @@ class EngineDriver:
         return request
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Request:
-        """Queue a request; it joins the batch in the next step that has room.
-
-        options: those of `make_request`.
-        """
+        """Queue a request, for the next step that has room.  options: those of `make_request`."""
         request = self.make_request(prompt, params, **options)
         self._loop.submit(request.rows)
         return request

@@ -58,10 +58,7 @@ def proposed_tree(drafter: Drafter, row: Row, budget: Budget) -> DraftTree:
 
 
 def propose_tree(drafter: Drafter, row: Row, depth: int, nodes: int | None = None) -> DraftTree:
-    """The tree that a drafter proposes for one row, checked by `check_tree`.
-
-    nodes: `drafter.size(depth)` by default.
-    """
+    """A row's tree by a drafter, checked by `check_tree`.  nodes: `drafter.size(depth)` by default."""
     budget = Budget(depth, drafter.size(depth) if nodes is None else nodes)
     tree = proposed_tree(drafter, row, budget)
     check_tree(tree, budget)
@@ -80,14 +77,13 @@ def check_tree(tree: DraftTree, budget: Budget) -> None:
 
     Parents come before their children, siblings hold distinct tokens, confidences are in (0, 1].
     """
-    depths = {ROOT: 0}
     for i, parent in enumerate(tree.parents):
         assert parent < i, f"node {i} has the parent {parent}, which comes later"
-        depths[i] = depths[parent] + 1
+    depth = max(tree.depths, default=0)
     sizes = len(tree.tokens), len(tree.parents), len(tree.confidence)
     assert len({*sizes}) == 1, f"tokens, parents and confidence differ in length: {sizes}"
     assert len(tree.tokens) <= budget.nodes, f"{len(tree.tokens)} nodes in a budget of {budget.nodes}"
-    assert max(depths.values()) <= budget.depth, f"depth {max(depths.values())} in a budget of {budget.depth}"
+    assert depth <= budget.depth, f"depth {depth} in a budget of {budget.depth}"
     assert len(set(zip(tree.parents, tree.tokens))) == len(tree.tokens), "siblings hold distinct tokens"
     assert all(0 < c <= 1 for c in tree.confidence), "confidences lie in (0, 1]"
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from outrider.core.row import Row
 from outrider.core.tree import Budget, DraftTree
+from outrider.draft.scripted import Script as Script
 from outrider.outputs import CompletionOutput
 from outrider.testing.checkpoints import VOCABULARY
-
-Script = Callable[[Row, Budget], DraftTree]
 
 
 class KnownTexts:
@@ -51,9 +50,8 @@ class Scripts:
         depths: list[int] = []
         for parent in parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        return _tree(
-            [self._other(correct[min(d, len(correct) - 1)], i) for i, d in enumerate(depths)], parents
-        )
+        right = [correct[min(depth, len(correct) - 1)] for depth in depths]
+        return _tree([self._other(token, i) for i, token in enumerate(right)], parents)
 
     def wide(self, row: Row, budget: Budget) -> DraftTree:
         """24 siblings at the root with the correct token among them, and three children of each."""

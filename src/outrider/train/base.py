@@ -78,10 +78,7 @@ class Method:
 
     @classmethod
     def convert(cls, head: Head, layout: str) -> Files:
-        """Config and tensors of a head of any readable layout in another.
-
-        Raises ConfigError for an unknown layout, and for what its readers would misread.
-        """
+        """A head in another layout.  Raises ConfigError for an unknown one, or what readers would misread."""
         raise ConfigError(f"format {layout!r}: heads of this method have one published layout.")
 
     def files(self) -> Files:
@@ -127,10 +124,7 @@ class Method:
         return Sizes(spec.hidden, inner, heads, spec.kv_heads, spec.head_dim, eps)
 
     def start_from(self, folder: Path) -> None:
-        """Load the weights of an earlier head, quantised or not.
-
-        Raises ConfigError for those of another network.
-        """
+        """Load an earlier head, quantised or not.  Raises ConfigError for that of another network."""
         own = self.head.state_dict()
         try:
             head = Head.open(str(folder))

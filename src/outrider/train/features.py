@@ -68,11 +68,8 @@ class Features:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         progress = self.folder / "done.json"
-        done = (
-            min(json.loads(progress.read_text(encoding="utf-8"))["texts"], self.cached)
-            if progress.exists()
-            else 0
-        )
+        stored = json.loads(progress.read_text(encoding="utf-8"))["texts"] if progress.exists() else 0
+        done = min(stored, self.cached)
         size = self.width * self.starts[self.cached]
         shape = (self.starts[self.cached], self.width)
         path = self.folder / "states.bin"

@@ -124,9 +124,8 @@ class TrainOptions(Checked):
 
 def as_json(options: TrainOptions) -> dict[str, Any]:
     """All options as JSON values."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in asdict(options).items()
-    }
+    values = asdict(options).items()
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -39,10 +39,7 @@ SHARE = 10  # at most one text of so many is held out
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of a run.
-
-    held, chosen: numbers of those for evaluation and for training.  key: hash of their ids and of the target.
-    """
+    """held, chosen: numbers of texts for evaluation and training.  key: hash of their ids and the target."""
 
     texts: list[Text]
     held: list[int]

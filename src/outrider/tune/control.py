@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.bench.measure import Prompts, once
@@ -48,10 +50,7 @@ HOLD_OUT = 4  # one prompt in this many is held out
 
 
 class Answered(NamedTuple):
-    """Judged nodes of one answer.
-
-    names: of the drafters.  prompt: its number.  held_out: the network is not fitted to the nodes.
-    """
+    """Judged nodes of an answer.  names: of the drafters.  prompt: its number.  held_out: not fitted to."""
 
     names: Sequence[str]
     nodes: Sequence[Judged]
@@ -192,10 +191,7 @@ def tensors(answers: Sequence[Answered], methods: Sequence[str]) -> Nodes:
 
 
 def fit(answers: Sequence[Answered], about: Mapping[str, str], seed: int = 0) -> Fitted:
-    """Fit a network to the answers that are not held out.
-
-    Raises ConfigError for fewer than LEAST judged nodes, and if none is held out.
-    """
+    """Fit a network to answers not held out.  Raises ConfigError for too few nodes, or none held out."""
     methods = sorted({method_name(a.names, n.request.method + 1) for a in answers for n in a.nodes})
     own, held_out = ([a for a in answers if a.held_out == kind and a.nodes] for kind in (False, True))
     data = tensors(own, methods)
@@ -230,7 +226,7 @@ def fitted(data: Nodes, methods: Sequence[str], seed: int) -> list[Any]:
     for _ in range(STEPS):
         optimizer.zero_grad()
         logits = data.log_odds + corrections(weights, data)
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, data.accepted)
+        loss = F.binary_cross_entropy_with_logits(logits, data.accepted)
         torch.autograd.backward(loss)
         optimizer.step()
     return [weight.detach().numpy() for weight in weights]
@@ -245,8 +241,5 @@ def losses(network: Sequence[Any], data: Nodes) -> tuple[Tensor, Tensor]:
     """Cross entropies of bins and of the corrected probability, by node."""
     weights = [torch.from_numpy(part) for part in network]
     corrected = data.log_odds + corrections(weights, data).clamp(-MOST_CORRECTION, MOST_CORRECTION)
-    cross = torch.nn.functional.binary_cross_entropy_with_logits
-    return (
-        cross(data.log_odds, data.accepted, reduction="none"),
-        cross(corrected, data.accepted, reduction="none"),
-    )
+    cross = partial(F.binary_cross_entropy_with_logits, target=data.accepted, reduction="none")
+    return cross(data.log_odds), cross(corrected)

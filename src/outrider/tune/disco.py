@@ -57,10 +57,7 @@ def record(
 
 
 def fit(recorded: list[Pairs], seed: int = 0) -> Fitted:
-    """Fit a classifier to all but every HOLD_OUT-th prompt.
-
-    Raises ConfigError for fewer than MIN_TOKENS draft tokens.
-    """
+    """Fit to all but every HOLD_OUT-th prompt.  Raises ConfigError for fewer than MIN_TOKENS draft tokens."""
     held_out = [pair for pairs in recorded[HOLD_OUT - 1 :: HOLD_OUT] for pair in pairs]
     train = [pair for i, pairs in enumerate(recorded) if i % HOLD_OUT != HOLD_OUT - 1 for pair in pairs]
     if len(train) < MIN_TOKENS:

@@ -274,10 +274,7 @@ def steps_of(answer: Answer, depth: int, siblings: int) -> int:
 
 
 def accepted(answer: Answer, at: int, depth: int, siblings: int) -> int:
-    """Draft tokens of a step from token `at` on that are accepted.
-
-    A depth keeps the `siblings` likeliest nodes, by the product of probabilities.
-    """
+    """Draft tokens accepted from token `at` on; a depth keeps the `siblings` likeliest nodes."""
     joint, rivals = 1.0, list[float]()
     for place in range(at, min(at + depth, len(answer.ranks))):
         rank, probs = answer.ranks[place], answer.probs[place]

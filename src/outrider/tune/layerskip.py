@@ -8,6 +8,7 @@ draft token is measured once, as a sum over sublayers and rows.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import warnings
@@ -117,10 +118,7 @@ class Tuner:
         self.params = SamplingParams(temperature=0, max_tokens=self.tokens)
 
     def run(self, minutes: float, tick: Tick) -> Trial:
-        """Search for this time and return the best trial.
-
-        `tick` gets the number of trials and the best speed so far.
-        """
+        """Search for this time; the best trial.  tick(trials, best speed so far) is called after each."""
         optuna = import_optuna()
         self.costs = self._measure_costs()
         sampler = optuna.samplers.TPESampler(seed=self.seed, multivariate=True, n_startup_trials=20)
@@ -149,11 +147,9 @@ class Tuner:
 
     def _try(self, switches: Sequence[bool], depth: int) -> Trial:
         """Run a trial, or take the counts of an equal one."""
-        attention, mlp = switches[: self.layers], switches[self.layers :]
-        skip = Skip(
-            tuple(i for i, skipped in enumerate(attention) if skipped),
-            tuple(i for i, skipped in enumerate(mlp) if skipped),
-        )
+        parts, layers = (switches[: self.layers], switches[self.layers :]), range(self.layers)
+        attention, mlp = (tuple(itertools.compress(layers, part)) for part in parts)
+        skip = Skip(attention, mlp)
         equal = (trial for trial in self.trials if trial.skip == skip and trial.depth == depth)
         if (earlier := next(equal, None)) is not None:
             counts = earlier.counts
@@ -219,10 +215,7 @@ def gain(results: Sequence[Measured]) -> float:
 
 
 def save(best: Trial, layers: int, model: str, tried: int, measured: float, to: Path) -> None:
-    """Write the file that `"layers": FILE` reads, and how it was found.
-
-    measured: the speed-up over plain decoding.
-    """
+    """Write the file that `"layers": FILE` reads.  measured: the speed-up over plain decoding."""
     found = {
         "layers": layers,
         "skip_attention": list(best.skip.attention),

@@ -194,10 +194,8 @@ class Search:
                 return
             trial = study.ask()
             space = by_label[trial.suggest_categorical("method", [*by_label])]
-            values = [
-                trial.suggest_categorical(name, [None, *choices])
-                for name, choices in space.parameters.items()
-            ]
+            parameters = space.parameters.items()
+            values = [trial.suggest_categorical(name, [None, *choices]) for name, choices in parameters]
             candidate = self._candidate(space, dict(zip(space.tunable, values)))
             tick(f"{number}: {candidate.label}")
             self._try(candidate, until, MOST if number > len(asked) else 1)

@@ -85,10 +85,7 @@ class Rule:
 
     @property
     def promise(self) -> str:
-        """Guarantee relative to decoding without speculation.
-
-        "tokens": the same tokens.  "law": the same output distribution.  "lossy": neither.
-        """
+        """ "tokens": the same tokens as plain decoding.  "law": the same distribution.  "lossy": neither."""
         return "lossy" if not self.lossless else "tokens" if self.same else "law"
 
     def __call__(self, batch: Batch, picker: Picker) -> None:

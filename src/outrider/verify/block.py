@@ -25,9 +25,8 @@ class Block(Rule):
         length = next((i for i in range(tree.size) if tree.parents[i] != i - 1), tree.size)
         distributions, so_far = [target.p(ROOT, [])], [1.0]
         for i, token in enumerate(tree.tokens[:length]):
-            so_far.append(
-                min(1.0, so_far[i] * float(distributions[i][token] / _q(tree, i, distributions[i])[token]))
-            )
+            p = distributions[i]
+            so_far.append(min(1.0, so_far[i] * float(p[token] / _q(tree, i, p)[token])))
             if not so_far[-1]:
                 break  # rejected for certain: deeper nodes are not evaluated
             distributions.append(target.p(i, tree.tokens[: i + 1]))

@@ -24,10 +24,7 @@ from outrider.verify.base import RowPicker, Rule, below, surplus
 
 @dataclass
 class _Open:
-    """A node whose children are being verified.
-
-    p, r: its residual distribution and acceptance probability.  q: the distribution it was sampled from.
-    """
+    """A node while its children are verified.  p, r: residual, acceptance.  q: what it was sampled from."""
 
     node: int
     token: int

@@ -106,10 +106,7 @@ class Datastore(TextDrafter):
 
 
 def _check_vocabulary(store: Store, name: str, target: Target) -> None:
-    """Raise ConfigError if the ids mean something else.
-
-    Sizes may be padded, so they decide only without a tokenizer.
-    """
+    """Raise ConfigError if ids mean something else: by tokenizer, or else by size, which may be padded."""
     own, header = fingerprint(target.checkpoint.tokenizer), store.header
     if header.tokenizer and own:
         if header.tokenizer != own:

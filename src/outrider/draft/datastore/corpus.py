@@ -45,12 +45,8 @@ def build(
         if not count:
             raise ConfigError(f"there are no tokens in {', '.join(inputs)}.")
         tokens = np.memmap(spool, f"=u{width}", "r")
-        header = Header(
-            vocabulary,
-            fingerprint(tokenizer),
-            width,
-            [min(SHARD, count - at) for at in range(0, count, SHARD)],
-        )
+        shards = [min(SHARD, count - at) for at in range(0, count, SHARD)]
+        header = Header(vocabulary, fingerprint(tokenizer), width, shards)
         with open(Path(folder) / "store", "wb") as sink:
             sink.write(header.packed())
             for i, size in enumerate(header.shards):
@@ -67,9 +63,8 @@ def _files(inputs: Sequence[str]) -> list[Path]:
         path = Path(name).expanduser()
         if not path.exists():
             raise ConfigError(f"there is no file or folder {name!r}.")
-        some = (
-            [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
-        )
+        inside = (file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        some = [path] if path.is_file() else sorted(inside)
         if not some or some[0].suffix not in SUFFIXES:
             raise ConfigError(f"{name!r} holds no corpus: expected {', '.join(SUFFIXES)}.")
         found += some
@@ -134,10 +129,7 @@ def _tokenized(
 
 
 def _pieces(file: Path) -> Iterator[tuple[str | list[int], bool, int]]:
-    """Yield (text or ids, whether a document ends there, bytes).
-
-    A line of .jsonl is a document, any other file is one.
-    """
+    """Yield (text or ids, whether a document ends there, bytes).  A line of .jsonl is one, or a file."""
     with open(file, encoding="utf-8", errors="replace") as lines:
         if file.suffix == ".jsonl":
             for number, line in enumerate(lines, start=1):

@@ -70,10 +70,7 @@ class Header:
 
     @staticmethod
     def read(path: Path) -> Header:
-        """Read and check the header.
-
-        Raises ConfigError for another kind of file, and for an incomplete one.
-        """
+        """Read and check the header.  Raises ConfigError for another kind of file and an incomplete one."""
         try:
             with open(path, "rb") as file:
                 line, size = file.read(HEADER), path.stat().st_size
@@ -109,9 +106,8 @@ class Store:
         with open(path, "rb") as file:
             self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         width = self.header.width
-        self.tokens = np.frombuffer(
-            self.map, f">u{width}", self.header.file_size // width
-        )  # the text of a shard is a part of it
+        # the text of a shard is a part of it
+        self.tokens = np.frombuffer(self.map, f">u{width}", self.header.file_size // width)
         self.shards = [_Shard(self.map, width, *section) for section in self.header.sections]
 
     def find(
@@ -166,10 +162,8 @@ class _Shard:
     def part(self, suffix: bytes, at: int) -> range:
         """The part of the order whose places begin with `suffix`.  Index `at` is in it."""
         slices, all_places = self._slices(len(suffix)), range(self.size)
-        return range(
-            bisect_left(all_places, suffix, hi=at, key=slices),
-            bisect_right(all_places, suffix, lo=at, key=slices),
-        )
+        begin = bisect_left(all_places, suffix, hi=at, key=slices)
+        return range(begin, bisect_right(all_places, suffix, lo=at, key=slices))
 
 
 def path_of(name: str) -> Path:

@@ -145,10 +145,9 @@ class ModelDrafter(Drafter):
                 self.waiting.add(row)
             if reached == done:
                 continue
-            assert row.table is not None
             tokens = self._in_vocabulary(row.tokens[done:reached])
             adapter = row.adapter if self.itself else None
-            view = self.window.read(first.step_input, row.table.slots, done, tokens, budget.nodes, adapter)
+            view = self.window.read(first.step_input, row.slots, done, tokens, budget.nodes, adapter)
             if not self.itself:
                 first.reached.append((self.catch_up.cursor(row, done), reached))
             if budget.nodes and row not in self.waiting:
@@ -247,8 +246,9 @@ class ModelDrafter(Drafter):
         siblings, repeats = self.options.siblings, self.options.sibling_draws == "independent"
         trees: dict[int, Tree] = {}
         for start in first.starts:
-            row, end, stream = batch[start.r].row, batch[start.r].end, self.target.stream_id
-            trees[start.r] = Tree(row, end, start.budget, siblings, start.view, repeats, stream)
+            row, end = batch[start.r].row, batch[start.r].end
+            level = {"view": start.view, "repeats": repeats, "stream_id": self.target.stream_id}
+            trees[start.r] = Tree(row, end, start.budget, siblings, **level)
         tips = [(tree, start.at) for tree, start in zip(trees.values(), first.starts)]
         if self.staged is not None:
             self.staged.grow(first.step_input, tips)

@@ -31,10 +31,7 @@ ROLES = ("eos_token_id", "bos_token_id", "unk_token_id", "pad_token_id")
 
 
 class SharedTokens(NamedTuple):
-    """draft_id_of: target id -> the draft id that replaces it.
-
-    draft_ids, target_ids: int64 [n], the shared tokens in both.
-    """
+    """draft_id_of: target id -> draft id in its place.  draft_ids, target_ids: int64 [n], the shared ones."""
 
     draft_id_of: list[int]
     draft_ids: Tensor
@@ -90,10 +87,7 @@ class Translated:
 
     def __init__(self, model: Model, shared: SharedTokens) -> None:
         self.model, self.draft_id_of = model, shared.draft_id_of
-        self.draft_ids, self.target_ids = (
-            shared.draft_ids.to(model.device),
-            shared.target_ids.to(model.device),
-        )
+        self.draft_ids, self.target_ids = (ids.to(model.device) for ids in shared[1:])
         self.backend, self.dtype, self.device = model.backend, model.dtype, model.device
         self.max_len, self.precision = model.max_len, model.precision
         self.spec, self.exact = model.spec, model.exact

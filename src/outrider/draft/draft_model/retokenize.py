@@ -56,10 +56,7 @@ class Retokenized(ModelDrafter):
         self.shadows: dict[Row, Shadow] = {}
 
     def allocate(self, slots: int, pool: Pool) -> Storage:
-        """Allocate as many slots as the target has.
-
-        A row for which they do not suffice is not drafted for.
-        """
+        """Allocate as many slots as the target has.  A row that needs more is not drafted for."""
         super().allocate(slots, pool)
         self.cache = Cache(slots // PAGE, self.context + PAGE)
         return Storage(caches=[self.cache])
@@ -96,10 +93,7 @@ class Retokenized(ModelDrafter):
         return places, shadows
 
     def _update(self, row: Row, end: int, depth: int) -> int:
-        """Extend a row's shadow to the row's first `end` tokens, and reserve its slots.
-
-        Returns how many tokens of the shadow to compute in this step; 0 if there is no room.
-        """
+        """Extend a row's shadow to its first `end` tokens; how many to compute now, 0 without room."""
         shadow = self.shadows.get(row) or self._open(row)
         own, text = shadow.row, shadow.text
         unchanged = self._extend_text(text, row.tokens, end)
@@ -117,10 +111,7 @@ class Retokenized(ModelDrafter):
         return known if fits else 0
 
     def _extend_text(self, text: IncrementalTokens, tokens: list[int], end: int) -> int:
-        """Append the row's tokens up to `end` to the shadow's text.
-
-        Returns how many of the shadow's tokens stayed.
-        """
+        """Append the row's tokens up to `end` to the shadow's text; how many of its tokens stayed."""
         fresh = self.target_codec.bytes(tokens[text.consumed : end])
         if text.empty and self.target_codec.adds_space:
             fresh = fresh.removeprefix(b" ")

@@ -34,10 +34,7 @@ from outrider.sampling.sampler import Sampler
 
 
 def create(config: Mapping[str, Any], target: Target) -> tuple[TextDrafter, fixed.Options]:
-    """Create the drafter of `config`, a speculative_config of its own, and the limits of its trees.
-
-    Raises ConfigError.
-    """
+    """The drafter of `config`, a speculative_config, and the limits of its trees.  Raises ConfigError."""
     rest = dict(config)
     able = ", ".join(name for name, kind in sorted(draft.methods().items()) if issubclass(kind, TextDrafter))
     if "method" not in rest:
@@ -95,10 +92,7 @@ class Staged:
         self.control = fixed.FixedController(options, self.drafter.depth, self.drafter.size, host.vocabulary)
 
     def grow(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
-        """Grow chains to their full length.
-
-        tips: each chain, and the row of the forward that it continues from.
-        """
+        """Grow chains to their full length.  tips: each chain, and the row of the forward that it follows."""
         while tips:
             stages, rows = self._stages(step_input, tips)
             drafted = any(stage.draft_tree.tokens for stage in stages)
@@ -149,10 +143,7 @@ class Staged:
         return draft_tree if len(kept) == len(draft_tree.tokens) else draft_tree.only(kept)
 
     def _walk(self, stage: Stage, logits: Tensor) -> list[int]:
-        """Extend the chain by the draft model's picks.
-
-        Returns the nodes that hold them, up to the first pick without one.
-        """
+        """Extend the chain by the draft model's picks; the nodes that hold them, up to one without a node."""
         tree, draft_tree, row = stage.tree, stage.draft_tree, stage.row
         child = {pair: node for node, pair in enumerate(zip(draft_tree.parents, draft_tree.tokens))}
         path: list[int] = []

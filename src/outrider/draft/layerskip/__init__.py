@@ -33,8 +33,7 @@ from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
 from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree, Resume
 from outrider.core.validate import is_whole
-from outrider.draft.layerskip.chain import SiblingChain
-from outrider.draft.layerskip.confidence import AUTO, SIBLINGS, ExitThreshold, siblings_at
+from outrider.draft.layerskip.chain import AUTO, SIBLINGS, ExitThreshold, SiblingChain, siblings_at
 from outrider.draft.layerskip.exit_head import ExitHead
 from outrider.draft.layerskip.options import LayerSkipOptions
 from outrider.draft.layerskip.search import Search
@@ -48,10 +47,7 @@ SHARED_NOISE = 0.7
 
 
 class Drafted(NamedTuple):
-    """The draft of one row.
-
-    states [m, hidden]: of `nodes` (ROOT included), which went through the draft passes.
-    """
+    """The draft of one row.  states [m, hidden]: of `nodes`, ROOT included, which the passes computed."""
 
     draft_tree: DraftTree
     nodes: list[int]
@@ -111,15 +107,7 @@ class LayerSkip(Drafter):
                 f"at skip_ratio {options.skip_ratio}: {self.target.checkpoint.name!r} is too shallow, or the "
                 "ratio too small."
             )
-        return Search(
-            layers=layers,
-            size=size,
-            best=self.skip,
-            bayes_interval=options.bayes_interval,
-            max_opt_iter=options.max_opt_iter,
-            max_tolerance_iter=options.max_tolerance_iter,
-            max_score=options.max_score,
-        )
+        return Search(layers, size, self.skip, options)
 
     def allocate(self, slots: int, pool: Pool) -> Storage:
         self.pool = pool
@@ -169,8 +157,7 @@ class LayerSkip(Drafter):
         step_input, chains = StepInput(), []
         for i, step in enumerate(steps):
             row = step.row
-            assert row.table is not None
-            step_input.chain(row.table.slots, step.end - 1, row.tokens[-1:])
+            step_input.chain(row.slots, step.end - 1, row.tokens[-1:])
             stream, floor = stream_of(row.seed, row.index), self._threshold(row).value
             chains.append(Chain(i, step.budget.depth, row.distribution, stream, floor))
         states = None
@@ -234,10 +221,8 @@ class LayerSkip(Drafter):
         except OutriderError:  # the target's own distribution will raise the same
             chain.frontier = []
             return
-        first, count = (
-            self.target.stream_id + len(chain.tokens),
-            self._num_siblings(chain, float(distribution.max())),
-        )
+        first = self.target.stream_id + len(chain.tokens)
+        count = self._num_siblings(chain, float(distribution.max()))
         tokens = self.sampler.children(row, distribution, range(first, first + count))
         # a controller may cut by confidence, so it must not depend on the sampled tokens
         confidence = SAMPLE_CONFIDENCE[: len(tokens)]
@@ -271,12 +256,8 @@ class LayerSkip(Drafter):
             search.learn(skip, self._score(step.row, step.end, step.budget.nodes, self._blocks(skip)))
 
     def _score(self, row: Row, end: int, nodes: int, blocks: Any) -> float:
-        """Share of the row's last context_window tokens that the skipped model predicts.
-
-        As in drafting, each forward predicts at most `nodes` tokens, in the slots of the row's nodes.
-        """
-        assert row.table is not None
-        slots, right = row.table.slots, 0
+        """Share of the last context_window tokens that the skipped model predicts, `nodes` at a time."""
+        slots, right = row.slots, 0
         window: int = self.options.context_window
         scratch, begin = list(slots[end : end + nodes]), end - 1 - window
         for first in range(begin, end - 1, nodes):

@@ -1,16 +1,27 @@
-"""The draft of one row: a chain, each depth of which may have siblings that are not continued."""
+"""The draft of one row: a chain, each depth of which may have siblings that are not continued.
+
+When to stop, and how many siblings to keep, follows the confidence of the draft (Draft & Verify, SWIFT).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Budget
+from outrider.drafting.threshold import adapted
 from outrider.drafting.trees.builder import LevelBuilder
 from outrider.drafting.view import View
+
+# By whether the row is greedy.
+AUTO = {True: 0.8, False: 0.5}  # initial threshold
+SIBLINGS = {True: (3, 5, 8, 10), False: (1, 3, 5, 10)}  # for a confidence above each of BOUNDS, and below all
+BOUNDS = (0.95, 0.8, 0.5)
+TARGET = 0.9  # Draft & Verify's α
 
 
 class SiblingChain(LevelBuilder):
@@ -24,8 +35,7 @@ class SiblingChain(LevelBuilder):
     """
 
     def __init__(self, row: Row, base: int, budget: Budget, floor: float) -> None:
-        assert row.table is not None
-        super().__init__(row, base, budget, View(row.table.slots, adapter=row.adapter))
+        super().__init__(row, base, budget, View(row.slots, adapter=row.adapter))
         self.floor = floor
         self.trunk: list[int] = []
         self.states: list[Tensor] = []
@@ -59,3 +69,26 @@ class SiblingChain(LevelBuilder):
             super().add_to(step_input)
         else:
             self.view.chain(step_input, self.base - 1, self.row.tokens[self.base - 1 : self.base])
+
+
+@dataclass
+class ExitThreshold:
+    """A row's exit threshold.  It adapts so that the share of accepted tokens is about TARGET.
+
+    accepted: that share, smoothed.  depth: the depth that this step's draft may have.
+    """
+
+    value: float
+    adapts: bool
+    accepted: float = 0.0
+    depth: int = 0
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        if self.adapts:
+            full, share = drafted >= self.depth, accepted / drafted
+            self.value, self.accepted = adapted(self.value, self.accepted, share, full, TARGET)
+
+
+def siblings_at(confidence: float, greedy: bool) -> int:
+    """Number of siblings to keep for the probability of the best token."""
+    return SIBLINGS[greedy][next((i for i, bound in enumerate(BOUNDS) if confidence > bound), len(BOUNDS))]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.draft.layerskip.options import LayerSkipOptions
 from outrider.draft.layerskip.sets import Skip
 
 KAPPA, NOISE = 2.5, 1e-2  # of the published Bayesian optimization
@@ -31,10 +32,7 @@ class Search:
     layers: int
     size: int
     best: Skip
-    bayes_interval: int
-    max_opt_iter: int
-    max_tolerance_iter: int
-    max_score: float
+    options: LayerSkipOptions
     score: float = -1.0
     idle: int = 0
     steps: int = 0
@@ -44,15 +42,16 @@ class Search:
 
     @property
     def done(self) -> bool:
-        good_enough = self.score > self.max_score
-        return good_enough or self.idle >= self.max_tolerance_iter or len(self.scores) >= self.max_opt_iter
+        options = self.options
+        ended = self.idle >= options.max_tolerance_iter or len(self.scores) >= options.max_opt_iter
+        return ended or self.score > options.max_score
 
     def suggest(self) -> Skip:
         """The next candidate: the initial set, then random ones, each bayes_interval-th by the process."""
         count = len(self.scores)
         if not count:
             return self.best
-        return self._bayesian() if count % self.bayes_interval == 0 else self._random()
+        return self._bayesian() if count % self.options.bayes_interval == 0 else self._random()
 
     def learn(self, skip: Skip, score: float) -> None:
         self.tried.append(skip)

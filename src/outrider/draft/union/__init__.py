@@ -129,9 +129,8 @@ class Union(Drafter):
 
     def allocate(self, slots: int, pool: Pool) -> Storage:
         parts = [drafter.allocate(slots, pool) for drafter in self.drafters]
-        return Storage(
-            [own for part in parts for own in part.pools], [own for part in parts for own in part.caches]
-        )
+        pools = [own for part in parts for own in part.pools]
+        return Storage(pools, [own for part in parts for own in part.caches])
 
     def arms(self, depth: int) -> list[Arm]:
         pairs = zip(self.drafters, self.depths)

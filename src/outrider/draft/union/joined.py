@@ -66,10 +66,7 @@ class Joined:
     def __init__(
         self, drafter: Drafter, automatic: Sequence[TextDrafter], learner: Learner | None = None
     ) -> None:
-        """Those automatic drafters that the configured one is, or mixes, are left to it.
-
-        learner: trains the configured one.
-        """
+        """learner: trains the configured drafter, which keeps the automatic ones that it is, or mixes."""
         self.drafter, self.learner = drafter, learner
         self.automatic = [each for each in automatic if not set(each.sources) & set(drafter.sources)]
         self.text_drafter = drafter if isinstance(drafter, TextDrafter) else None

@@ -112,10 +112,7 @@ class Merger:
         self.node_of.append({})
 
     def _child(self, parent: Node, tree: DraftTree, i: int, distribution: int) -> Node:
-        """Add node i of a tree as a child, or find the chosen one with its token.
-
-        Its confidence is the maximum of all.
-        """
+        """Add node i of a tree as a child, or give the chosen one with its token the larger confidence."""
         token, confidence = tree.tokens[i], tree.confidence[i]
         if distribution != CHOSEN:
             confidence = FIRST_SAMPLE * NEXT_SAMPLE ** parent.samples[distribution]

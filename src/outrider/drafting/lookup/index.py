@@ -80,15 +80,8 @@ class CompiledIndex:
         buffer, addresses = array("i", [*tokens, *ahead]), array("Q", [text.address for text in texts])
         out, row_size = self.found_elsewhere if texts else self.found_here, self.row_size
         others = addresses.buffer_info()[0] if texts else None
-        self.lib.runs_find(
-            self.text,
-            buffer.buffer_info()[0],
-            len(tokens),
-            len(ahead),
-            others,
-            len(texts),
-            out.buffer_info()[0],
-        )
+        given, result = buffer.buffer_info()[0], out.buffer_info()[0]
+        self.lib.runs_find(self.text, given, len(tokens), len(ahead), others, len(texts), result)
 
         def places(order: int) -> list[tuple[int, list[int]]]:
             begin, found = len(RUNS) + FRONT[order] * row_size, []

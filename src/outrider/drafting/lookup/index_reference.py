@@ -42,10 +42,7 @@ class ReferenceIndex:
                 heads[key] = place
 
     def _hashes(self, tokens: Sequence[int]) -> list[list[int]]:
-        """Hashes of all runs, by order, in the order of their ends.
-
-        A run's hash is made from those of its halves.
-        """
+        """Hashes of all runs, by order, then by their ends.  Those of the halves make that of a run."""
         sums, power = [[token * FIRST & WORD for token in tokens]], NEXT
         for run in reversed(RUNS[1:]):
             sums.append([last + first * power & WORD for first, last in zip(sums[-1], sums[-1][run:])])

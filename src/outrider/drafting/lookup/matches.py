@@ -58,10 +58,7 @@ class MatchAcceptance:
 
 
 class TreeLimits(NamedTuple):
-    """Limits of a tree.
-
-    depth, nodes: of the tree.  siblings: children of a node.  min_prob: joint probability of a node.
-    """
+    """depth, nodes: of the tree.  siblings: children of a node.  min_prob: joint probability of a node."""
 
     depth: int
     nodes: int
@@ -87,10 +84,7 @@ def frequent(
 
 
 class _Candidate(NamedTuple):
-    """A token that may become a node at `depth` (0 below the root).
-
-    probability: given its parent.  texts: those through it.
-    """
+    """A token for a node at `depth`, from 0.  probability: given its parent.  texts: those through it."""
 
     parent: int
     depth: int
@@ -136,10 +130,7 @@ class _Builder:
                 queue.push(joint * probability, _Candidate(parent, depth, token, probability, groups[token]))
 
     def append_chain(self, text: Sequence[int], depth: int, joint: float) -> None:
-        """Append text[depth:] below the last node, as far as the limits allow.
-
-        joint: probability of that node.
-        """
+        """Append text[depth:] below the last node, of this joint probability, within the limits."""
         values, last = self.acceptance.values, len(self.acceptance.values) - 1
         for n in range(depth, min(len(text), depth + self.limits.nodes - len(self.tree.tokens))):
             probability = values[min(self.length + n, last)]

@@ -149,10 +149,8 @@ class LevelBuilder(TreeBuilder):
         first = self.stream_id + len(self.tokens)
         streams = range(first, first + count)
         tokens = children(self.row, self.distributions[distribution], streams, self.repeats)
-        return [
-            self.add(parent, token, confidence, distribution)
-            for token, confidence in zip(tokens, confidences)
-        ]
+        pairs = zip(tokens, confidences)
+        return [self.add(parent, token, confidence, distribution) for token, confidence in pairs]
 
     @property
     def table(self) -> array[int]:
@@ -174,10 +172,7 @@ class LevelBuilder(TreeBuilder):
 
 
 def chain_tree(tokens: list[int], features: Sequence[NodeFeatures], probs: Tensor | None) -> DraftTree:
-    """A chain of chosen tokens, or of tokens sampled from the rows of probs.
-
-    features: of chosen tokens, if they were measured.
-    """
+    """A chain of chosen tokens, with their features if measured, or of samples from the rows of probs."""
     if probs is None:
         measured = [own[0] for own in features]
         return DraftTree.chain(tokens, measured or RANK_CONFIDENCE[:1] * len(tokens))

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Budget
-from outrider.drafting.trees.builder import NO_VIEW, SAMPLE_CONFIDENCE, Children, LevelBuilder
-from outrider.drafting.view import View
+from outrider.drafting.trees.builder import SAMPLE_CONFIDENCE, Children, LevelBuilder
 from outrider.sampling import random_streams
 
 
 class Tree(LevelBuilder):
     """At most `siblings` nodes a level."""
 
-    def __init__(
-        self,
-        row: Row,
-        base: int,
-        budget: Budget,
-        siblings: int,
-        view: View = NO_VIEW,
-        repeats: bool = False,
-        stream_id: int = 0,
-    ) -> None:
-        super().__init__(row, base, budget, view, stream_id, repeats)
+    def __init__(self, row: Row, base: int, budget: Budget, siblings: int, **level: Any) -> None:
+        """level: as of `LevelBuilder`."""
+        super().__init__(row, base, budget, **level)
         self.siblings = siblings
 
     def choose(self, children: Iterable[tuple[int, int, float]]) -> None:
@@ -61,7 +53,6 @@ class Tree(LevelBuilder):
         """The number of children of each parent: nodes go where they are likeliest to be accepted."""
         shares = dict.fromkeys(parents, 0)
         for _ in range(self._level_size if parents else 0):
-            shares[
-                max(parents, key=lambda parent: self.joint[parent] * SAMPLE_CONFIDENCE[shares[parent]])
-            ] += 1
+            best = max(parents, key=lambda parent: self.joint[parent] * SAMPLE_CONFIDENCE[shares[parent]])
+            shares[best] += 1
         return {parent: count for parent, count in shares.items() if count}

@@ -20,10 +20,7 @@ _CURE = (
 
 
 def check_mismatch(vocab_mismatch: str, siblings: int, needs_shared: bool) -> None:
-    """Raise ConfigError for "retokenize" together with what it does not support.
-
-    needs_shared: whether a stop rule or a staged drafter is set, which need target ids.
-    """
+    """Raise ConfigError for what "retokenize" lacks.  needs_shared: a stop rule or staged drafter is set."""
     if vocab_mismatch == "retokenize" and siblings > 1:
         raise ConfigError(
             f'siblings must be 1 where "vocab_mismatch" is "retokenize", which drafts chains; got {siblings}.'
@@ -36,10 +33,7 @@ def check_mismatch(vocab_mismatch: str, siblings: int, needs_shared: bool) -> No
 
 
 def fits(draft: Checkpoint, target: Checkpoint) -> None:
-    """Raise ConfigError for a draft with another vocabulary.
-
-    Sizes may differ by padding if the tokens agree.
-    """
+    """Raise ConfigError for a draft with another vocabulary.  If the tokens agree, the padding may differ."""
     sizes = draft.spec.vocabulary, target.spec.vocabulary
     what = (
         f"the draft {draft.name!r} has a vocabulary of {sizes[0]}, "

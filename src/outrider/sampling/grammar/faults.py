@@ -19,10 +19,7 @@ UNSUPPORTED = "Unimplemented keys: "
 
 
 def place_of(schema: Mapping[str, Any], fault: str, fault_of: Callable[[Any], str | None]) -> str:
-    """JSON pointer of the innermost part of `schema` that alone has the same fault.
-
-    fault_of: message for a schema that is refused, None for others.
-    """
+    """JSON pointer of the innermost part that alone has the fault.  fault_of: None for a good schema."""
     place, shared = "#", {name: schema[name] for name in SHARED if name in schema}
     while True:
         for step, part in parts(schema):

@@ -10,6 +10,8 @@ One matcher serves the whole draft tree.  It moves from node to node by rolling 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -50,10 +52,7 @@ class GrammarState:
         return self.masks[path]
 
     def forced(self, ids: Ids) -> list[int]:
-        """The tokens of the text that alone can follow, as the tokenizer writes it.
-
-        Ends before a token that could merge with the text behind.
-        """
+        """The tokens of the text that alone can follow, without one that could merge with text behind."""
         if not self.move(ids) or self.consumed < len(self.tokens):
             return []
         tokens: list[int] = self.matcher.compute_ff_tokens()
@@ -84,9 +83,7 @@ class GrammarState:
             self.masks.clear()
             self.emitted = min(self.emitted, output)  # fewer only after a step that was taken back
         wanted, here = ids.since(self.prompt + self.emitted), self.tokens[self.emitted :]
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(wanted, here)) if a != b), min(len(wanted), len(here))
-        )
+        shared = sum(takewhile(bool, map(eq, wanted, here)))
         self._roll_back(self.emitted + shared)
         good = all(map(self._consume, wanted[shared:]))
         self.emitted = min(output, len(self.tokens))
@@ -138,10 +135,7 @@ def depth_first(parents: Sequence[int]) -> list[int]:
 
 
 class GrammarMask:
-    """Logits processor: masks every token that the grammar forbids.
-
-    Nothing is masked after a path that the grammar forbids itself: such draft tokens are never accepted.
-    """
+    """Mask every token that the grammar forbids; none after a forbidden path, which is never accepted."""
 
     def __init__(self, state: GrammarState) -> None:
         self.state = state

@@ -20,7 +20,7 @@ from outrider.heads.block_layouts import ARCHITECTURE, SLIDING
 from outrider.heads.block_layouts import TAPS as KEYS
 from outrider.heads.block_parts import BlockNetwork
 from outrider.heads.blocks import BlockDrafter
-from outrider.heads.layouts import speculators_config
+from outrider.heads.layouts import speculators
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain, refuse
 from outrider.train.methods.eagle3 import frequent, within
@@ -147,16 +147,9 @@ def _of_z_lab(head: Head, tensors: Mapping[str, Tensor], anchored: bool) -> dict
     if causal and {*kinds} != {SLIDING}:
         raise ConfigError("a head whose blocks are causal in all layers can be written as 'z-lab' only.")
     block, kind = config["block_size"], "dspark" if spark else "dflash"
-    return {
-        **spark,
-        "architectures": [ARCHITECTURE],
-        "speculators_model_type": kind,
-        "block_size": block,
-        "mask_token_id": config["mask_token_id"],
-        KEYS[0]: [tap + 1 for tap in config[KEYS[1]]],
-        "sliding_window_non_causal": causal is False,
-        "sample_from_anchor": anchored,
-        "draft_vocab_size": len(tensors["lm_head.weight"]) if "d2t" in tensors else config.get("vocab_size"),
-        "transformer_layer_config": {key: value for key, value in config.items() if key not in OUTER},
-        "speculators_config": speculators_config(kind, block - (not anchored)),
-    }
+    vocabulary = len(tensors["lm_head.weight"]) if "d2t" in tensors else config.get("vocab_size")
+    own = {**spark, **{key: config[key] for key in ("block_size", "mask_token_id")}}
+    own |= {KEYS[0]: [tap + 1 for tap in config[KEYS[1]]], "draft_vocab_size": vocabulary}
+    own |= {"sliding_window_non_causal": causal is False, "sample_from_anchor": anchored}
+    layer = {key: value for key, value in config.items() if key not in OUTER}
+    return speculators(kind, ARCHITECTURE, block - (not anchored), layer, own)

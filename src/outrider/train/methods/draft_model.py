@@ -60,10 +60,7 @@ class DraftModel(Method):
             given["layer_types"] = [types[i] for i in self._chosen()]
         network = new_module(theirs, **given)
         if options.cut:
-            outer = {
-                "model.embed_tokens.weight": self.outer.embedding,
-                "lm_head.weight": self.outer.lm_head,
-            }
+            outer = {"model.embed_tokens.weight": self.outer.embedding, "lm_head.weight": self.outer.lm_head}
             load_weights(network, self.target.checkpoint, self._chosen(), outer)
         return network
 

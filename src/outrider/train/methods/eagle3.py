@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,12 +14,14 @@ from outrider.core.validate import Count, Positive, one_of
 from outrider.draft.eagle3 import FORMAT, SGLANG, VLLM, Network
 from outrider.errors import ConfigError
 from outrider.heads import tapped
-from outrider.heads.layouts import speculators_config
+from outrider.heads.layouts import speculators
 from outrider.heads.tapped import default_taps
+from outrider.heads.tapped_parts import SPECULATORS, TapNetwork
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain, refuse
 from outrider.train.options import Taps, TrainOptions
 
+T = TypeVar("T", bound=TapNetwork)
 FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")
 
 
@@ -44,20 +46,8 @@ class Eagle3(Method):
     joins = True
 
     def build(self) -> Network:
-        options, layers = self.options, self.target.decoder.spec.layers
-        self.wanted = within(options.taps or sorted(set(default_taps(layers))), layers)
-        network = Network(
-            self.sizes,
-            self.target.vocabulary,
-            self.wanted,
-            frequent(self.counts, options.draft_vocab_size),
-            self.target.checkpoint.spec.context,
-            steps=options.test_steps,
-            decay=options.decay,
-            acceptance=options.objective == "acceptance",
-        )
-        network.lm_head.weight.data.copy_(self.outer.lm_head[network.ids])
-        return network
+        loss = {"steps": self.options.test_steps, "decay": self.options.decay}
+        return tap_network(self, Network, **loss, acceptance=self.options.objective == "acceptance")
 
     @classmethod
     def convert(cls, head: Head, layout: str) -> Files:
@@ -75,9 +65,10 @@ class Eagle3(Method):
         sizes = {key: config.pop(key, size) for key, size in sizes.items()}
         layer = {key: value for key, value in config.items() if key != tapped.TAPS}
         if layout == "vllm":
-            return {**_speculators(layer, taps, sizes), **flags}, {
-                VLLM.published(name): tensor for name, tensor in tensors.items()
-            }
+            layer.pop("architectures")
+            own = {**SPECULATORS, **sizes, tapped.TAPS: list(taps), **flags}
+            named = {VLLM.published(name): tensor for name, tensor in tensors.items()}
+            return speculators("eagle3", "Eagle3DraftModel", 5, layer, own), named
         refuse(layout, [*flags, *(name for name in tensors if name.startswith(("fc_norm", "input_norm")))])
         outputs = {tapped.TAPS: [tap - 1 for tap in taps], "use_aux_hidden_state": True}
         if 0 in taps:
@@ -88,17 +79,15 @@ class Eagle3(Method):
         return {**layer, **sizes, **own}, {SGLANG.published(name): tensor for name, tensor in tensors.items()}
 
 
-def _speculators(layer: Mapping[str, Any], taps: Sequence[int], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
-        "transformer_layer_config": {key: value for key, value in layer.items() if key != "architectures"},
-        "norm_before_residual": False,  # its default depends on the reader
-        **sizes,
-        tapped.TAPS: list(taps),
-        "speculators_config": speculators_config("eagle3", 5),
-    }
+def tap_network(method: Method, kind: type[T], **own: Any) -> T:
+    """A network of EAGLE-3's or P-EAGLE's options, with the target's lm_head.  own: further options of it."""
+    options, target = method.options, method.target
+    layers, drafted = target.decoder.spec.layers, frequent(method.counts, options.draft_vocab_size)
+    method.wanted = within(options.taps or sorted(set(default_taps(layers))), layers)
+    context = target.checkpoint.spec.context
+    network = kind(method.sizes, target.vocabulary, method.wanted, drafted, context, **own)
+    network.lm_head.weight.data.copy_(method.outer.lm_head[network.ids])
+    return network
 
 
 def within(taps: Sequence[int], layers: int) -> tuple[int, ...]:

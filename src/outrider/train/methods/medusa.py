@@ -14,7 +14,7 @@ from torch import nn
 from outrider.checkpoints.heads import Head
 from outrider.core.row import LoRARequest
 from outrider.core.validate import Count, Flag
-from outrider.draft.medusa import FORMAT, REFERENCE, VLLM, Network, counts
+from outrider.draft.medusa import FORMAT, REFERENCE, VLLM, Network, counts, reference_config
 from outrider.errors import ConfigError
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, refuse
@@ -82,9 +82,8 @@ class Medusa(Method):
         (heads, blocks), own = counts(ours), "0.lm_head.weight" in ours
         refuse(layout, [name for name in ("token_map", "lm_head.weight") if name in ours])
         if layout == "reference":
-            config = {"medusa_num_heads": heads, "medusa_num_layers": blocks, "base_model_name_or_path": ""}
             named = {REFERENCE.published(name, blocks=blocks): ours.raw(name) for name in ours}
-            return config if own else {**config, "version": "2"}, named
+            return reference_config(heads, blocks, own), named
         if not own:
             raise ConfigError(
                 "vLLM does not read heads without an lm_head of their own, and these use the target's."

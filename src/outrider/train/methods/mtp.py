@@ -69,13 +69,11 @@ class Mtp(Method):
             "num_hidden_layers": first,
             "num_nextn_predict_layers": len({name.split(".")[1] for name in tensors}),
         }
-        swap = bool(wanted.changes)  # MiMo's layers read [state; embedding]
-        out = {
-            wanted.published(name, target_layers=first): swap_inputs(tensor, config)
-            if swap and name.endswith("eh_proj.weight")
-            else tensor
-            for name, tensor in tensors.items()
-        }
+        if layout == "mimo":  # its layers read [state; embedding]
+            for name in (name for name in tensors if name.endswith("eh_proj.weight")):
+                tensors[name] = swap_inputs(tensors[name], config)
+        named = tensors.items()
+        out = {wanted.published(name, target_layers=first): tensor for name, tensor in named}
         if layout == "mimo":
             return {**config, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}, out
         if layout == "deepseek":

@@ -8,9 +8,8 @@ from typing import Annotated, ClassVar
 from outrider.core.validate import Count, Natural, whole
 from outrider.draft.peagle import Network
 from outrider.errors import ConfigError
-from outrider.heads.tapped import default_taps
 from outrider.train.base import Method
-from outrider.train.methods.eagle3 import frequent, within
+from outrider.train.methods.eagle3 import tap_network
 from outrider.train.options import MOST_DEPTH, Taps, TrainOptions
 
 
@@ -33,21 +32,8 @@ class PEagle(Method):
     drafts: ClassVar = {}
 
     def build(self) -> Network:
-        options, target = self.options, self.target
-        layers, vocabulary = target.decoder.spec.layers, target.vocabulary
-        self.wanted = within(options.taps or sorted(set(default_taps(layers))), layers)
+        options, vocabulary = self.options, self.target.vocabulary
         mask = vocabulary - 1 if options.mask_token is None else options.mask_token
         if mask >= vocabulary:
             raise ConfigError(f"mask_token {mask}: V of the target is {vocabulary}.")
-        network = Network(
-            self.sizes,
-            vocabulary,
-            self.wanted,
-            mask,
-            frequent(self.counts, options.draft_vocab_size),
-            options.layers,
-            options.depths,
-            target.checkpoint.spec.context,
-        )
-        network.lm_head.weight.data.copy_(self.outer.lm_head[network.ids])
-        return network
+        return tap_network(self, Network, mask=mask, layers=options.layers, depths=options.depths)
