@@ -18,7 +18,6 @@ from outrider.core.noise import key_of
 from outrider.core.row import Row
 from outrider.drafting.base import Target
 from outrider.drafting.trees.builder import RANK_CONFIDENCE
-from outrider.errors import OutriderError
 
 
 class Chooser:
@@ -75,12 +74,7 @@ class Chooser:
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor) -> Tensor | None:
         """q after a path, float64 [V] over the target's tokens, from float32 [Vd]; None if it is invalid."""
-        try:
-            return self.sampler.distribution(row, path, self.wide(logits[None])[0])
-        except (
-            OutriderError
-        ):  # verification computes the same from the target's logits, and reports the error
-            return None
+        return self.sampler.q(row, path, self.wide(logits[None])[0])
 
     def wide(self, logits: Tensor) -> Tensor:
         """[n, V] over the target's tokens: -inf for those outside the head's vocabulary."""

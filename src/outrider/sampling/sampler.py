@@ -56,6 +56,13 @@ class Sampler:
             raise self._nothing(row, logits, at)
         return probs
 
+    def q(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor | None:
+        """`distribution` of draft logits; None if it is invalid: the target's own raises the same error."""
+        try:
+            return self.distribution(row, path, logits, at)
+        except OutriderError:
+            return None
+
     def children(self, row: Row, distribution: Tensor, nodes: range, repeats: bool = False) -> list[int]:
         """`random_streams.children`, by the backend if it supports it."""
         if (ops := self.backend.distributions) is None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.backends.base import Chain, Chains
@@ -32,7 +33,6 @@ from outrider.drafting.trees.builder import RANK_CONFIDENCE, chain_tree
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import SELF, View, Window
 from outrider.drafting.vocab.mismatch import fits
-from outrider.errors import OutriderError
 from outrider.models import load as models
 from outrider.models.base import Model
 from outrider.models.placement import Precision, pick_device, pick_dtype, place
@@ -303,12 +303,10 @@ class ModelDrafter(Drafter):
 
     def _distribution(self, tree: Tree, node: int, logits: Tensor, at: int) -> Tensor | None:
         """q after a node, float64 [target's vocabulary], with the request's parameters; None if invalid."""
-        try:
-            distribution = self.sampler.distribution(tree.row, tree.path_tokens(node), logits, at)
-        except OutriderError:  # the target's own distribution will raise the same
+        if (q := self.sampler.q(tree.row, tree.path_tokens(node), logits, at)) is None:
             return None
-        missing = self.target.vocabulary - len(distribution)
-        return torch.nn.functional.pad(distribution, (0, missing)) if missing else distribution
+        missing = self.target.vocabulary - len(q)
+        return F.pad(q, (0, missing)) if missing else q
 
     # ---- state
 

@@ -40,7 +40,7 @@ from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import Skip, known, named
 from outrider.drafting.base import Drafter, Storage, Target
 from outrider.drafting.trees.builder import SAMPLE_CONFIDENCE
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError
 
 # Acceptance of a token that was picked with the noise of the target's own pick: more than its probability.
 SHARED_NOISE = 0.7
@@ -216,9 +216,7 @@ class LayerSkip(Drafter):
     def _sample(self, chain: SiblingChain, logits: Tensor, at: int) -> None:
         """Add a depth of siblings sampled from q, without replacement."""
         row = chain.row
-        try:
-            distribution = self.sampler.distribution(row, chain.path, logits, at)
-        except OutriderError:  # the target's own distribution will raise the same
+        if (distribution := self.sampler.q(row, chain.path, logits, at)) is None:
             chain.frontier = []
             return
         first = self.target.stream_id + len(chain.tokens)
