@@ -53,37 +53,24 @@ class Certificate:
             bug = self.exact and self.promise != "lossy" and bool(self.differences)
             return f"Not proven lossless: {failed}." + " On these kernels every difference is a bug." * bug
         if self.promise == "lossy":
-            return (
-                "This rule is not lossless, as expected: "
-                "its deviation was measured, and nothing else is wrong."
-            )
+            expected = "This rule is not lossless, as expected"
+            return f"{expected}: its deviation was measured, and nothing else is wrong."
         text = "Lossless" if self.exact else "No deviation found"
         ties = f", except for {self.ties} ties within rounding" if self.ties else ""
-        text += f": {self.texts:,} texts of {self.tokens:,} tokens equal those of plain decoding{ties}."
+        texts, tokens = self._sum("texts"), self._sum("tokens")
+        text += f": {texts:,} texts of {tokens:,} tokens equal those of plain decoding{ties}."
         if self.promise == "law":
-            text += f" {self.samples:,} sampled texts show no difference from its distribution."
+            samples = sum(check.figures.get("samples", 0) for check in self.checks)
+            text += f" {samples:,} sampled texts show no difference from its distribution."
         if not self.exact:
             text += " On these kernels rounding depends on the batch: other texts may differ."
-        if self.tokens < FEW_TOKENS:
+        if tokens < FEW_TOKENS:
             text += " That is little: give it more --minutes."
         return text
 
     def _sum(self, figure: str) -> int:
         """A figure summed over all checks that compare texts."""
         return sum(check.figures[figure] for check in self.checks if "ties" in check.figures)
-
-    @property
-    def texts(self) -> int:
-        return self._sum("texts")
-
-    @property
-    def tokens(self) -> int:
-        return self._sum("tokens")
-
-    @property
-    def samples(self) -> int:
-        """Texts whose distribution was tested."""
-        return sum(check.figures.get("samples", 0) for check in self.checks)
 
 
 def text_check(tally: Tally, lossless: bool) -> Check:

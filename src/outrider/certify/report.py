@@ -13,12 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.bench.conditions import conditions
-from outrider.certify.certificate import Certificate, Check
+from outrider.certify.certificate import Certificate
 from outrider.certify.texts import Difference
 from outrider.llm import LLM
 
 CONTEXT_TOKENS = 12  # shown before a difference
 MAX_SHOWN = 5  # differences
+REPORTED = ("name", "tested", "result", "passed", "figures")  # of a check
 
 PROMISES = {
     "tokens": "the same text for a seed as plain decoding",
@@ -114,32 +115,20 @@ def figures(
         "exact": certificate.exact,
         "promise": certificate.promise,
         "settings": dict(settings),
-        "checks": [_check_figures(check) for check in certificate.checks],
+        "checks": [{name: getattr(check, name) for name in REPORTED} for check in certificate.checks],
         "differences": [_difference_figures(difference, text) for difference in certificate.differences],
         "verdict": certificate.verdict,
         "passed": certificate.passed,
     }
 
 
-def _check_figures(check: Check) -> dict[str, Any]:
-    return {name: getattr(check, name) for name in ("name", "tested", "result", "passed", "figures")}
-
-
 def _difference_figures(difference: Difference, text: Callable[[int], str]) -> dict[str, Any]:
-    params, gap = difference.params, difference.gap
-    tokens = (difference.plain, difference.speculative)
-    figures: dict[str, Any] = {
-        "prompt": difference.prompt,
-        "text": difference.before,
-        "position": len(difference.prompt) + len(difference.before),
-        "plain": difference.plain,
-        "speculative": difference.speculative,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "seed": params.seed,
-        "tokens": [None if token is None else text(token) for token in tokens],
-        "explained": difference.explained,
-    }
+    prompt, before, gap = difference.prompt, difference.before, difference.gap
+    figures: dict[str, Any] = {"prompt": prompt, "text": before, "position": len(prompt) + len(before)}
+    tokens = {"plain": difference.plain, "speculative": difference.speculative}
+    figures |= tokens | {name: getattr(difference.params, name) for name in ("temperature", "top_p", "seed")}
+    figures["tokens"] = [None if token is None else text(token) for token in tokens.values()]
+    figures["explained"] = difference.explained
     if gap is not None:
         figures["best"], figures["tolerance"] = gap.best, gap.tolerance
         figures["gap"] = gap.gap if math.isfinite(gap.gap) else None

@@ -29,7 +29,6 @@ class Network(BlockNetwork):
 class DFlash(BlockDrafter):
     FORMAT = block_format(TYPE)
     demo: ClassVar = {"DFlash": {"model": "builtin-dflash", "num_speculative_tokens": 2}}
-
     Options = BlockOptions
 
     @classmethod

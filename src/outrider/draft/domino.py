@@ -114,7 +114,6 @@ class Recurrence(Correction):
 class Domino(BlockDrafter):
     FORMAT = FORMAT
     kind, tensors = TYPE, "prefix_gru|embed_proj"
-
     Options = BlockOptions
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:

@@ -209,7 +209,6 @@ class Spark(Correction):
 class DSpark(BlockDrafter):
     FORMAT = FORMAT
     kind, tensors = TYPE, "markov|confidence_head"
-
     Options = BlockOptions
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:

@@ -170,7 +170,6 @@ class Packed(Net):
 class Eagle(Recurrent):
     FORMAT = FORMAT
     demo: ClassVar = {"EAGLE": {"model": "builtin-eagle", "tree": "chain", "num_speculative_tokens": 2}}
-
     Options = RecurrentOptions
 
     @classmethod

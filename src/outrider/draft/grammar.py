@@ -21,7 +21,6 @@ CONFIDENCE = 0.95  # assumed acceptance of a token of forced text
 class Grammar(TextDrafter):
     automatic = certain = True
     depth = 64
-
     Options = NoOptions
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:

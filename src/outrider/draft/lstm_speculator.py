@@ -62,7 +62,6 @@ class LstmSpeculator(SpeculatorDrafter):
         refused=refused,
         finish=_complete,
     )
-
     Options = SpeculatorOptions
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:

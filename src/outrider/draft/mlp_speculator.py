@@ -176,7 +176,6 @@ class Step(NamedTuple):
 class MlpSpeculator(SpeculatorDrafter):
     FORMAT = FORMAT
     demo: ClassVar = {"MLP speculator": {"model": "builtin-mlp_speculator", "num_speculative_tokens": 2}}
-
     Options = SpeculatorOptions
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:

@@ -10,7 +10,6 @@ from outrider.drafting.base import Drafter
 
 class Off(Drafter):
     depth = 0
-
     Options = NoOptions
 
     def propose(self, batch: Batch) -> Draft:

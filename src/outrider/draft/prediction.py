@@ -94,7 +94,6 @@ class Follower:
 class Prediction(TextDrafter):
     automatic = True
     depth = LONGEST
-
     Options = NoOptions
 
     def __init__(self, options: NoOptions, target: object = None) -> None:

@@ -55,7 +55,7 @@ class Target:
 
 
 class Storage(NamedTuple):
-    """pools: at the slots of the target's pool.  caches: page allocators of K/V at slots of their own."""
+    """K/V storage of a drafter.  pools: at the target's slots.  caches: page allocators of other slots."""
 
     pools: Sequence[Pool] = ()
     caches: Sequence[Cache] = ()

@@ -44,7 +44,7 @@ class Sizes:
 
     @staticmethod
     def of(head: Head, at: str, hidden: int) -> Sizes:
-        """Of the block with prefix `at`, "layers.0".  Raises ModelError for heads that do not divide."""
+        """Sizes of the block at prefix `at`.  Raises ModelError for heads that do not divide."""
         config = head.config
         q = head.shape(f"{at}.self_attn.q_proj.weight")[0]
         kv = head.shape(f"{at}.self_attn.k_proj.weight")[0]

@@ -235,7 +235,7 @@ class Penalties:
 def processors_of(
     params: SamplingParams, prompt: int, limit: int, ending: Iterable[int], bad_words: Sequence[Sequence[int]]
 ) -> list[Processor]:
-    """In the order of application.  prompt: number of its tokens.  limit: most tokens with the output."""
+    """Logits processors in order of application.  prompt: its tokens.  limit: of prompt and output."""
     made: list[Processor] = []
     if params.allowed_token_ids is not None:
         made.append(AllowedTokens(params.allowed_token_ids))

@@ -77,18 +77,15 @@ class DFlash(Method):
     def build(self) -> BlockNetwork:
         options, target = self.options, self.target
         self.most = options.block - 1
-        given: dict[str, Any] = {"layers": options.layers, "block": options.block}
-        if options.inner is not None:
-            given["inner"] = options.inner
-        if options.mask_token is not None:
-            if options.mask_token >= target.vocabulary:
-                raise ConfigError(f"mask_token {options.mask_token}: V of the target is {target.vocabulary}.")
-            given["mask"] = options.mask_token
+        if options.mask_token is not None and options.mask_token >= target.vocabulary:
+            raise ConfigError(f"mask_token {options.mask_token}: V of the target is {target.vocabulary}.")
+        given = {name: getattr(options, name) for name in ("layers", "block", "inner")}
+        given |= {"mask": options.mask_token, "taps": options.taps}
         if options.taps is not None:
             given["taps"] = within(options.taps, target.decoder.spec.layers)
         if options.draft_vocab_size is not None:
             given["ids"] = frequent(self.counts, options.draft_vocab_size) or ()
-        network = self._network(given)
+        network = self._network({name: value for name, value in given.items() if value is not None})
         self.wanted = network.taps
         if network.ids:
             network.lm_head.weight.data.copy_(self.outer.lm_head[list(network.ids)])
