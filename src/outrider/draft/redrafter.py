@@ -58,10 +58,6 @@ SHARED = (
 )
 
 
-def _is_redrafter(head: Head) -> bool:
-    return head.config.get("model_type") == MODEL_TYPE
-
-
 def _block_count(head: Head) -> dict[str, int]:
     return {"blocks": sum(1 for _ in matching(head, "drafter.layers.{i}.linear.weight"))}
 
@@ -82,7 +78,7 @@ NUMBERED = Layout(  # Medusa's names are the same
     "reference, numbered",
     ("0.{i}.linear.weight", "0.{i}.weight"),
     (("0.{i}.linear.{kind}", "lm_head.{i}.linear.{kind}"), ("0.{i}.weight", "lm_head.{i}.weight"), *SHARED),
-    applies=_is_redrafter,
+    applies=lambda head: head.config.get("model_type") == MODEL_TYPE,
 )
 REFERENCE = Layout(
     "reference",

@@ -126,10 +126,6 @@ def kind_of(head: Head) -> str | None:
     return kind
 
 
-def _of_speculators(head: Head) -> bool:
-    return "speculators_model_type" in head.config
-
-
 def _with_theta(head: Head) -> Head:
     if head.config.get("rope_theta") or head.config.get("rope_parameters"):
         return head
@@ -156,10 +152,13 @@ def block_format(
         block = flat(head.config).get("block_size")
         return block - (not anchored(head)) if isinstance(block, int) else None
 
+    def published(head: Head) -> bool:
+        return "speculators_model_type" in head.config
+
     table, starts = (*rows, *ROWS), (*PREFIXES, *prefixes)
     return HeadFormat(
         (
-            Layout("speculators", ("hidden_norm.weight",), table, starts, _of_speculators),
+            Layout("speculators", ("hidden_norm.weight",), table, starts, published),
             Layout("z-lab, SpecForge", ("hidden_norm.weight",), table, starts),
         ),
         hidden=(("fc.weight", 1),),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -60,20 +60,23 @@ def frontier_tokens(trees: Sequence[LevelTree]) -> list[int]:
     return [token for tree in trees for token in tree.frontier_tokens]
 
 
-class Growth:
+T = TypeVar("T", bound=LevelTree)
+
+
+class Growth(Generic[T]):
     """Trees that grow together, level by level, while `add` returns True.
 
     trees: the incomplete ones.  sources: for every row of the next forward, the row of its parent in the last
     logits.  level: of the next logits.
     """
 
-    def __init__(self, trees: Sequence[LevelTree], choose: Chooser) -> None:
+    def __init__(self, trees: Sequence[T], choose: Chooser) -> None:
         self.trees, self.choose, self.level = trees, choose, 0
         self.sources = list(range(len(trees)))
 
     def add(self, logits: Tensor) -> bool:
         """Add a level to every tree, from float32 [rows of all trees, Vd].  Whether any is incomplete."""
-        incomplete, sources, first = list[LevelTree](), list[int](), 0
+        incomplete, sources, first = list[T](), list[int](), 0
         for tree in self.trees:
             count = len(tree.sources)
             tree.add_level(self.choose, logits[first : first + count])

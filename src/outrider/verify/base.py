@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from outrider.core.step import Batch
@@ -108,6 +109,13 @@ def below(tree: DraftTree) -> dict[int, list[int]]:
     for node in range(tree.size):
         found.setdefault(tree.parents[node], []).append(node)
     return found
+
+
+def point_mass(token: int, like: Tensor) -> Tensor:
+    """The distribution, float64 [V], of a chosen token."""
+    mass = torch.zeros_like(like)
+    mass[token] = 1.0
+    return mass
 
 
 def surplus(p: Tensor, q: Tensor, scale: float = 1.0) -> tuple[Tensor, float]:

@@ -9,11 +9,10 @@ Longer prefixes are tried first; h of the whole chain is p_γ.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from outrider.core.tree import ROOT, DraftTree
-from outrider.verify.base import RowPicker, Rule, surplus
+from outrider.verify.base import RowPicker, Rule, point_mass, surplus
 
 
 class Block(Rule):
@@ -42,8 +41,5 @@ class Block(Rule):
 
 
 def _q(tree: DraftTree, node: int, like: Tensor) -> Tensor:
-    distribution = tree.distribution(node)
-    if distribution is None:
-        distribution = torch.zeros_like(like)
-        distribution[tree.tokens[node]] = 1.0
-    return distribution
+    q = tree.distribution(node)
+    return point_mass(tree.tokens[node], like) if q is None else q

@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from outrider.core.tree import ROOT, DraftTree
 from outrider.sampling.random_streams import without
-from outrider.verify.base import RowPicker, Rule, below, surplus
+from outrider.verify.base import RowPicker, Rule, below, point_mass, surplus
 
 
 @dataclass
@@ -72,9 +71,7 @@ def _drawn(tree: DraftTree, children: Sequence[int], p: Tensor) -> Iterator[tupl
     for child in children:
         token, distribution = tree.tokens[child], tree.distribution(child)
         if distribution is None:
-            point = torch.zeros_like(p)
-            point[token] = 1.0
-            yield child, point
+            yield child, point_mass(token, p)
             continue
         q = left.get(tree.probs_of[child], distribution)
         left[tree.probs_of[child]] = q if tree.repeats else without(q, token)
