@@ -5,8 +5,8 @@ their paths.  So the best tree of n nodes has the n largest products (Medusa, ar
 first.
 
 A node is its path of ranks; the children of a node have the ranks 0, 1, …  trees.json has the static trees
-published with Medusa and EAGLE, as numbers of children per node.  For example, "root:2 0:1" has the nodes
-(0,), (1,) and (0, 0).
+published with Medusa (for ranked heads) and EAGLE (for recurrent ones), as numbers of children per node.
+For example, "root:2 0:1" has the nodes (0,), (1,) and (0, 0).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from outrider.core.tree import ROOT, DraftTree
 
 Path = tuple[int, ...]
 _TREES = json.loads(pathlib.Path(__file__).with_name("trees.json").read_text(encoding="utf-8"))
-MEDUSA: dict[str, str] = _TREES["medusa"]
-EAGLE: dict[str, str] = _TREES["eagle"]  # mc_sim_7b_63 has 25 nodes, despite its name
+MEDUSA: dict[str, str] = _TREES["ranked"]
+EAGLE: dict[str, str] = _TREES["recurrent"]  # mc_sim_7b_63 has 25 nodes, despite its name
 RATE = 0.02  # of the exponential moving average
 
 
