@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from outrider.control.acceptance import Calibration, Reach, key_of
+from outrider.control.acceptance import Calibration, Outcome, Reach, key_of
 from outrider.control.choose import Price, best_option, joint_probabilities, select
 from outrider.control.cost import ForwardCost
 from outrider.control.ledger import USED, Ledger
@@ -69,7 +69,7 @@ def test_reach_forgets_what_it_has_not_tried_again() -> None:
     shared = Reach()
     reach = Reach(shared)
     for step in range(10):
-        reach.learn(0, True, 1.0, step)
+        reach.learn(Outcome(0, True), step)
     low = reach.estimates[0][0]
     reach.fade(1000)
     assert low < 0.2 < reach.estimates[0][0]

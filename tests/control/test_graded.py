@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.control.acceptance import Outcome
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController, Options
@@ -30,7 +31,7 @@ def auto() -> AutoController:
     costs = ForwardCost({1: PLAIN, 16: 2 * PLAIN})
     made = AutoController(limits, [arm], costs, clock=lambda: 0.0)
     for i in range(100):
-        made.evidence.reach[0].learn(0, True, 1.0)
+        made.evidence.reach[0].learn(Outcome(0, True))
         made.evidence.drafting.learn(0, 1, 1 + i % DEPTH, LEVEL * (1 + i % DEPTH))
     made.evidence.trials[0].room = 0.0
     made.evidence.forward.plain_steps[1] = 10**6  # their cost is known, so that none is due
@@ -121,7 +122,7 @@ def test_a_repeated_request_is_drafted_at_once(tiny: Path) -> None:
     auto.clock, auto.evidence.forward = (lambda: 0.0), ForwardCost({1: PLAIN, 16: 2 * PLAIN})
     auto.evidence.trials[0].room = 0.0
     for _ in range(100):
-        auto.evidence.reach[0].learn(0, True, 1.0)
+        auto.evidence.reach[0].learn(Outcome(0, True))
 
     def learned(commit: Commit, times: Times) -> None:
         nodes = sum(len(each.tree.tokens) for each in commit.batch)

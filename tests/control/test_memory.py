@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.control.acceptance import bin_of, key_of
+from outrider.control.acceptance import Outcome, bin_of, key_of
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController, Options
@@ -27,7 +27,7 @@ def kept() -> Any:
     made = learned(None, 1, 1e-3)
     for accepted in (True, True, True, False) * 100:
         made.calibration.learn(KEY, accepted)
-        made.reach[0].learn(2, True, 1.0)
+        made.reach[0].learn(Outcome(2, True))
     made.drafting.learn(0, 1, 4, 0.002)
     made.prefill_cost[0] = 1e-5
     return json.loads(json.dumps(made.written()))
@@ -45,7 +45,7 @@ def test_old_evidence_gives_way_to_new() -> None:
     found = learned(kept(), 1, 1e-3)
     assert sum(found.calibration.cells[bin_of(KEY)]) == pytest.approx(MOST)
     for _ in range(int(MOST)):
-        found.reach[0].learn(0, True, 1.0)
+        found.reach[0].learn(Outcome(0, True))
     assert found.reach[0].estimates[0][0] < 0.6
 
 

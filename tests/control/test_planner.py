@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.control.acceptance import Outcome
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController, Options
@@ -28,7 +29,7 @@ def controller(acceptance: float, level: float, prefill: float) -> AutoControlle
     auto = AutoController(limits, [arm], ForwardCost({1: PLAIN, 8: 1.2 * PLAIN}), clock=lambda: 0.0)
     reach = auto.evidence.reach[0]
     for i in range(100):
-        reach.learn(DEPTH if i % 100 < 100 * acceptance else 0, i % 100 >= 100 * acceptance, 1.0)
+        reach.learn(Outcome(DEPTH if i % 100 < 100 * acceptance else 0, i % 100 >= 100 * acceptance))
         auto.evidence.drafting.learn(0, 1, 1 + i % DEPTH, (1 + i % DEPTH) * level * PLAIN)
     auto.evidence.prefill_cost[0] = prefill * PLAIN
     return auto

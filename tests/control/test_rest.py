@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from outrider.control.acceptance import Outcome
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController, Options
@@ -30,7 +31,7 @@ def controller(accepted: int) -> AutoController:
     costs = ForwardCost({1: PLAIN, 8: 1.2 * PLAIN})
     auto = AutoController(limits, [Arm(("drafter",), DEPTH, lambda depth: depth)], costs, clock=lambda: 0.0)
     for i in range(100):
-        auto.evidence.reach[0].learn(accepted, accepted < DEPTH, 1.0)
+        auto.evidence.reach[0].learn(Outcome(accepted, accepted < DEPTH))
         auto.evidence.drafting.learn(0, 1, 1 + i % DEPTH, LEVEL * (1 + i % DEPTH))
     auto.evidence.trials[0].room = 0.0
     return auto

@@ -124,15 +124,18 @@ class Chain(NamedTuple):
     probs: if given, tokens are sampled.  float64 [levels, width], receives what each was sampled from, 0
         after the draft's vocabulary.
     first_node: number of the random stream of the first sampled token
+    floor, joint_floor: with a `StopRule`: the chain ends after a token of lower probability, or with which
+        the product of its probabilities is lower
     """
 
     at: int
     levels: int
     distribution: DistributionParams
     stream: int  # RNG stream of the sample
-    floor: float = 0.0  # with a `StopRule`: the chain ends after a token of lower probability
+    floor: float = 0.0
     probs: Tensor | None = None
     first_node: int = 0
+    joint_floor: float = 0.0
 
 
 class Chains(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 BINS = 8
 FINE = 1024  # confidences that are told apart; a multiple of BINS
@@ -24,11 +24,13 @@ DEEP = 6  # depths from here on share their bins
 LEVELS = 10  # depths from here on share their reach
 PRIOR = 2.0  # observations that a bin's confidence is worth
 REQUEST_PRIOR = 5.0  # observations that the estimate over all requests is worth in one of them
+FIRST_REQUEST = 4.0  # the same while nothing is known
 KEEP = 0.998  # discount of a bin over all requests, by observation
 KEEP_IN_REQUEST = 0.93
 KEEP_REACH = 0.9
 FADE = 0.995  # discount of a request's reach, by step without asking
 FIRST_REACH = 0.5  # assumed before anything is known
+FIRST_WEIGHT = 3.0  # observations that this is worth: one miss must not end the trials of a drafter
 HEAVIEST = 1e12  # weight of an observation at which all are scaled down
 
 # lower edges of the cells of confidence, in 1 / FINE: those of the bins, and half a unit of log-odds apart
@@ -84,6 +86,18 @@ class Calibration:
         cell = self.cells.get(bin_of(key))
         return prior if cell is None else (weight * prior + cell[0]) / (weight + cell[0] + cell[1])
 
+    def exponent(self, source: int) -> float:
+        """The power of a node's confidence that comes nearest to its probability."""
+        both = own = PRIOR
+        for depth in range(1, DEEP + 1):
+            for i in range(BINS):
+                cell = self.cells.get((source * (DEEP + 1) + depth) * (BINS + 1) + i)
+                if cell is not None and (count := cell[0] + cell[1]) > 0:
+                    confidence = math.log((i + 0.5) / BINS)
+                    both += count * confidence * math.log((cell[0] + 0.5) / (count + 1))
+                    own += count * confidence**2
+        return both / own
+
     def learn(self, key: int, accepted: bool) -> None:
         keep, place = KEEP if self.above is None else KEEP_IN_REQUEST, bin_of(key)
         cell = self.cells.get(place)
@@ -93,19 +107,33 @@ class Calibration:
         cell[1] = keep * cell[1] + (not accepted)
 
 
+class Outcome(NamedTuple):
+    """What came of asking a drafter for some levels.
+
+    accepted: tokens.  missed: whether the next one was wrong.
+    nodes, drafted: verified nodes, and drafted levels, by requested level.
+    """
+
+    accepted: int
+    missed: bool
+    nodes: float = 1.0
+    drafted: float = 1.0
+
+
 class Reach:
     """Of one drafter: the probability that the token at each depth is accepted if the one above it was.
 
-    above: the estimate over all requests.  per_level: verified nodes by requested level.  weight: of the next
-    observation, which grows instead of shrinking all earlier ones.
+    above: the estimate over all requests.  per_level, drafted: verified nodes, and drafted levels, by
+    requested level.  weight: of the next observation, which grows instead of shrinking all earlier ones.
     """
 
-    __slots__ = ("above", "asked", "current", "hits", "misses", "per_level", "step", "weight")
+    __slots__ = ("above", "asked", "current", "drafted", "hits", "misses", "per_level", "step", "weight")
 
     def __init__(self, above: Reach | None = None) -> None:
         self.above, self.weight = above, 1.0
         self.hits, self.misses = [0.0] * LEVELS, [0.0] * LEVELS
         self.per_level: float = 1.0 if above is None else above.per_level
+        self.drafted: float = 1.0 if above is None else above.drafted
         self.asked = 0
         self.step = 0  # when it last learned or faded
         self.current: tuple[list[float], list[float]] | None = None
@@ -119,7 +147,7 @@ class Reach:
 
     def _estimates(self) -> tuple[list[float], list[float]]:
         above, unit, prior = self.above, 1 / self.weight, FIRST_REACH
-        weight = 1.0 if above is None else min(REQUEST_PRIOR, 1.0 + 0.2 * above.asked)
+        weight = FIRST_WEIGHT if above is None else min(REQUEST_PRIOR, FIRST_REQUEST + 0.2 * above.asked)
         priors = None if above is None else above.estimates[0]
         means: list[float] = []
         sds: list[float] = []
@@ -147,8 +175,9 @@ class Reach:
             self.misses = [misses / self.weight for misses in self.misses]
             self.weight = 1.0
 
-    def learn(self, accepted: int, missed: bool, nodes: float, step: int = 0) -> None:
-        """Take in an ask: tokens accepted, whether the next one was missed, verified nodes by level."""
+    def learn(self, outcome: Outcome, step: int = 0) -> None:
+        """Take in an ask."""
+        accepted, missed, nodes, drafted = outcome
         self._discount(KEEP if self.above is None else KEEP_REACH)
         last, weight = LEVELS - 1, self.weight
         for i in range(min(accepted, last)):
@@ -158,7 +187,9 @@ class Reach:
         if missed:
             self.misses[min(accepted, last)] += weight
         self.asked += 1
-        self.per_level += (0.02 if self.above is None else 0.1) * (nodes - self.per_level)
+        rate = 0.02 if self.above is None else 0.1
+        self.per_level += rate * (nodes - self.per_level)
+        self.drafted += rate * (drafted - self.drafted)
         self.step = step
 
     def report(self) -> dict[str, Any]:

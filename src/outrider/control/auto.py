@@ -206,7 +206,8 @@ class AutoController:
             if option is None or not granted.nodes or not self._pays(tried.plan, option, r, drafts):
                 continue
             tried.asked[k] = depth = min(option.depth, granted.depth)
-            budgets[r], asking = granted.within(depth, self.arms[k].size(depth)), True
+            nodes = min(granted.nodes, self.arms[k].size(depth))
+            budgets[r], asking = Budget(depth, nodes, tried.plan.floors[k]), True
         self.mark = (k, self.clock()) if asking else None
         return budgets
 

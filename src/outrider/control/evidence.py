@@ -17,7 +17,7 @@ from outrider.control.cost import OUTLIER, RATE, ForwardCost
 from outrider.control.ledger import EXPLORE, FIRST_TRIALS, MOST_TRIALS, Ledger, Trials
 from outrider.control.memory import EVERY, Memory, learned
 from outrider.control.module import Corrected, Module
-from outrider.control.plan import Arm, Load, RowState, StepRecord, Try, judged, share_of
+from outrider.control.plan import Arm, Load, RowState, StepRecord, Try, judged, outcome_of
 from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import RowStep
 
@@ -301,15 +301,13 @@ class Evidence:
             self.reliability.add(state.calibration.probability(key), accepted)
             state.calibration.learn(key, accepted)
             self.calibration.learn(key, accepted)
-        for k, depth in tried.asked.items():
-            right, verified, nodes_per_level = share_of(step, self.bits[k])
-            proposed = tried.proposed.get(k, 0)
-            # not missed, but not known either: at the end of the text, of the budget, and where trim has cut
-            missed = not ended and right < depth and (verified > right or proposed <= right)
-            if right or missed:
+        for k in tried.asked:
+            outcome = outcome_of(step, tried, k, self.bits[k], ended)
+            right, proposed = outcome.accepted, tried.proposed.get(k, 0)
+            if right or outcome.missed:
                 own = state.reach[k]
-                own.learn(right, missed, nodes_per_level, row.steps)
-                (own.above or self.reach[k]).learn(right, missed, nodes_per_level)
+                own.learn(outcome, row.steps)
+                (own.above or self.reach[k]).learn(outcome)
             option = tried.plan.option(k)
             cost = option.cost if proposed else option.ask_cost
             state.earned[k] += right * record.load.token - cost

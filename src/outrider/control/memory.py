@@ -15,7 +15,7 @@ from outrider.control.cost import DraftCost
 from outrider.control.prefill import ChunkCost
 
 MOST = 64.0
-EVERY = 10.0  # seconds
+EVERY = 1.0  # seconds
 
 
 class Memory(Protocol):
@@ -73,6 +73,7 @@ def _of_reach(reach: Reach) -> dict[str, Any]:
         "hits": [unit * hits for hits in reach.hits],
         "misses": [unit * misses for misses in reach.misses],
         "per_level": reach.per_level,
+        "drafted": reach.drafted,
         "asked": reach.asked,
     }
 
@@ -84,7 +85,8 @@ def _reach(found: Mapping[str, Any]) -> Reach:
         raise ValueError(f"{len(hits)} levels instead of {LEVELS}")
     part = min(1.0, MOST / max(1.0, hits[0] + misses[0]))
     made.hits, made.misses = [part * n for n in hits], [part * n for n in misses]
-    made.per_level, made.asked = _count(found["per_level"]), int(_count(found["asked"]))
+    made.per_level, made.drafted = _count(found["per_level"]), min(1.0, _count(found["drafted"]))
+    made.asked = int(_count(found["asked"]))
     return made
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple
 
-from outrider.control.acceptance import Calibration, Reach, key_of
+from outrider.control.acceptance import Calibration, Outcome, Reach, key_of
 from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
 from outrider.control.ledger import Ledger
@@ -24,6 +24,7 @@ class Arm(NamedTuple):
     prefills: it computes prompts, which costs time, and skips those of rows that leave it out.
     behind: row -> tokens that it has to compute before it drafts for it.
     grade: row -> how much speaks for its next draft, before it is asked for; 0 if that is unknown.
+    stops: it ends a draft at the floor of its budget, so that it is asked for as much as is allowed.
     """
 
     sources: Sequence[str]
@@ -32,6 +33,7 @@ class Arm(NamedTuple):
     prefills: bool = False
     behind: Callable[[Row], int] = lambda row: 0
     grade: Callable[[Row], int] = lambda row: 0
+    stops: bool = False
 
     @property
     def name(self) -> str:
@@ -85,12 +87,14 @@ class Plan(NamedTuple):
     """Options of one row for the next steps, cheapest drafter first.
 
     exploring: drafters that do not seem to pay.  budget: for all options together.
+    floors: drafter -> that of its budget.
     """
 
     state: RowState
     options: list[Option]
     exploring: set[int]
     budget: Budget
+    floors: Mapping[int, float]
 
     def option(self, drafter: int) -> Option:
         return next(option for option in self.options if option.drafter == drafter)
@@ -101,6 +105,7 @@ class Try:
     """Drafts for one row in one step.
 
     asked: drafter -> depth that it was asked for.  proposed: drafter -> depth of its tree.
+    ended: drafters whose tree ended at the floor.
     late: drafter -> tokens of the text that it lacked and, after `catch_up`, has computed in this step.
     expected: accepted tokens of the verified nodes.
     """
@@ -108,6 +113,7 @@ class Try:
     plan: Plan
     asked: dict[int, int] = field(default_factory=dict)
     proposed: dict[int, int] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
     late: dict[int, int] = field(default_factory=dict)
     expected: float = 0.0
 
@@ -216,11 +222,11 @@ class StepRecord:
 
     @property
     def asks(self) -> dict[int, list[int]]:
-        """Drafter -> the depths that rows have asked it for."""
+        """Drafter -> the levels that it has drafted for each row that asked it."""
         asks: dict[int, list[int]] = {}
         for tried in self.tries.values():
             for k, depth in tried.asked.items():
-                asks.setdefault(k, []).append(depth)
+                asks.setdefault(k, []).append(tried.proposed[k] if k in tried.ended else depth)
         return asks
 
     @property
@@ -230,27 +236,33 @@ class StepRecord:
 
 
 def note_depths(tried: Try, step: RowStep, bits: Sequence[int]) -> None:
-    """Depth of each drafter's own tree, as far as it was not cut by the budget.
+    """Depth of each drafter's own tree before it is cut, and which ones ended at the floor.
 
     bits[k]: those of the proposers whose nodes are drafter k's.
     """
     tree = step.tree
+    ends: dict[int, tuple[int, float]] = {}  # drafter -> its largest depth, and its best path there
     if len(bits) == 1 and tree.chained:
-        tried.proposed = dict.fromkeys(tried.asked, tree.size)
-        return
-    for i, depth in zip(range(tree.size), tree.depths):
-        source = tree.proposers[i] if tree.proposers else 1
-        for k in tried.asked:
-            if source & bits[k]:
-                tried.proposed[k] = max(tried.proposed.get(k, 0), depth)
+        ends = dict.fromkeys(tried.asked, (tree.size, math.prod(tree.confidence[: tree.size])))
+    else:
+        paths = {ROOT: (0, 1.0)}
+        for i in range(tree.size):
+            depth, joint = paths[tree.parents[i]]
+            path = paths[i] = depth + 1, joint * tree.confidence[i]
+            source = tree.proposers[i] if tree.proposers else 1
+            for k in tried.asked:
+                if source & bits[k]:
+                    ends[k] = max(ends.get(k, path), path)
+    tried.proposed = {k: depth for k, (depth, _) in ends.items()}
+    tried.ended = {k for k, (_, joint) in ends.items() if joint < tried.plan.floors[k]}
 
 
-def share_of(step: RowStep, bits: int) -> tuple[int, int, float]:
-    """Of the drafter with these bits: depth accepted, depth judged, and verified nodes by level."""
+def share_of(step: RowStep, bits: int) -> tuple[int, int, int, int]:
+    """Of the drafter with these bits: depth accepted, depth judged, depth and nodes verified."""
     tree, size = step.tree, step.tree.size
     if not tree.proposers and tree.chained:
         right = len(step.accepted)
-        return right, right + (right < size), 1.0 if size else 0.0
+        return right, right + (right < size), size, size
     own = [not tree.proposers or bool(tree.proposers[i] & bits) for i in range(tree.size)]
     accepted = 0
     for node in step.accepted:
@@ -259,8 +271,18 @@ def share_of(step: RowStep, bits: int) -> tuple[int, int, float]:
         accepted += 1
     last = step.accepted[accepted - 1] if accepted else ROOT
     behind = any(mine and parent == last for mine, parent in zip(own, tree.parents))
-    depth = max(compress(tree.depths, own), default=0)
-    return accepted, accepted + behind, sum(own) / max(1, depth)
+    return accepted, accepted + behind, max(compress(tree.depths, own), default=0), sum(own)
+
+
+def outcome_of(step: RowStep, tried: Try, k: int, bits: int, ended: bool) -> Outcome:
+    """What came of asking drafter k, with these bits.  ended: the text ended."""
+    right, verified, levels, nodes = share_of(step, bits)
+    asked, proposed, stopped = tried.asked[k], tried.proposed.get(k, 0), k in tried.ended
+    # not missed, but not known either: at the end of the text, at the floor, and where trim has cut
+    missed = right < asked and (verified > right or (proposed <= right and not stopped)) and not ended
+    if stopped:
+        return Outcome(right, missed, nodes / asked, proposed / asked)
+    return Outcome(right, missed, nodes / max(1, levels))
 
 
 def keep(batch: Batch, step: RowStep, nodes: list[int]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,8 @@ OPTIMISM = 0.2  # standard deviations of a draw of an estimate
 MARGIN = 1.2  # of a step's largest loss over its expected cost
 DIGEST = 16  # steps that are taken in together, once the drafters are known
 FORGET = 0.98  # of a prefill cost, whenever a row leaves a drafter out
+FLOOR_NODES = 4  # of a row: what one of them costs sets its floor
+MOST_FLOOR = 0.9
 HOPE = 1.0  # standard deviations above the estimates for a drafter whose prefill has to pay
 
 
@@ -165,7 +167,9 @@ class Planner:
         chosen, exploring, wait = self._choose(row, state, most, room)
         if chosen:
             chosen.sort(key=lambda option: option.cost)
-            return Plan(state or self.evidence.state(row), chosen, exploring, self._bound(chosen))
+            state = state or self.evidence.state(row)
+            floors = {option.drafter: self._floor(state, option) for option in chosen}
+            return Plan(state, chosen, exploring, self._bound(chosen, floors), floors)
         wait = max(wait, min(DIGEST, self.load.batch))  # with many rows one of them is always due
         if state is not None:
             state.asleep, state.crowd = row.steps + wait, self.load.batch
@@ -243,10 +247,25 @@ class Planner:
         """The deepest draft that a drafter may be asked for.  Its first ones are short: nothing is known."""
         return min(most, self.arms[k].depth, 1 << min(10, reach.asked))
 
-    def _bound(self, chosen: Sequence[Option]) -> Budget:
+    def _bound(self, chosen: Sequence[Option], floors: Mapping[int, float]) -> Budget:
         depth = max(option.depth for option in chosen)
         nodes = sum(self.arms[option.drafter].size(option.depth) for option in chosen)
-        return Budget(depth, nodes if len(self.arms) == 1 else min(nodes, self.limits.size(depth)))
+        if len(self.arms) == 1:
+            return Budget(depth, nodes, floors[0])
+        return Budget(depth, min(nodes, self.limits.size(depth)))
+
+    def _floor(self, state: RowState, option: Option) -> float:
+        """Confidence of a path behind which not even a sure token would pay."""
+        k, load = option.drafter, self.load
+        if not self.arms[k].stops:
+            return 0.0
+        reach = state.reach[k]
+        price = self._price(k, reach, load)
+        level = price.per_level / reach.drafted + min(
+            price.verify(1), price.verify(FLOOR_NODES) / FLOOR_NODES
+        )
+        least = min(MOST_FLOOR, load.rate * level)
+        return math.pow(least, 1 / self.evidence.calibration.exponent(1 << k))
 
     def _price(self, k: int, reach: Reach, load: Load) -> Price:
         """Seconds for one row, if as many ask as lately."""
@@ -255,9 +274,10 @@ class Planner:
         share, overhead, added = load.pace / rows, self.evidence.overhead / rows, load.verify
         return Price(
             fixed=share * fixed + overhead,
-            per_level=share * per_level,
+            per_level=share * per_level * reach.drafted,
             nodes_per_level=reach.per_level,
             verify=lambda nodes: added(round(rows * nodes)) / rows,
+            deepest=self.arms[k].stops,
         )
 
 

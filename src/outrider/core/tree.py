@@ -21,10 +21,12 @@ class Budget:
     """Maximum depth and number of nodes of a row's draft tree in one step.
 
     Invariant: 0 <= depth <= nodes, and both are 0 if either is.  A depth above `nodes` is reduced to it.
+    floor: product of the confidences along a path below which it does not pay to draft behind it.
     """
 
     depth: int = 0
     nodes: int = 0
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.depth <= self.nodes:
@@ -35,7 +37,7 @@ class Budget:
     def within(self, depth: int | None = None, nodes: int | None = None) -> Budget:
         """Budget reduced to this depth and number of nodes; None sets no limit."""
         deepest = self.depth if depth is None else min(self.depth, depth)
-        return Budget(deepest, self.nodes if nodes is None else min(self.nodes, nodes))
+        return Budget(deepest, self.nodes if nodes is None else min(self.nodes, nodes), self.floor)
 
 
 NO_BUDGET = Budget()

@@ -69,7 +69,7 @@ class Drafter:
     of speculative_config that `outrider demo` runs with the built-in models.  `tunable`: values of keys that
     `outrider tune` tries beside the defaults.  `adaptive`: default of the key of that name.
     `computes_prompts`: it computes prompts with a model of its own, and may skip those of rows that leave it
-    out.  `memory` holds what outlives a request: a benchmark copies it and restores it before it repeats a
+    out.  `heeds_floors`: it ends a draft at the floor of its budget.  `memory` holds what outlives a request: a benchmark copies it and restores it before it repeats a
     prompt.
     """
 
@@ -78,6 +78,7 @@ class Drafter:
     tunable: ClassVar[Mapping[str, Sequence[Any]]] = {}
     adaptive: ClassVar[bool] = False
     computes_prompts: ClassVar[bool] = False
+    heeds_floors: bool = False
     depth: int = 5
     needs: Needs = Needs()
     memory: Any = None
@@ -114,7 +115,8 @@ class Drafter:
 
     def arms(self, depth: int) -> list[Arm]:
         """What an adaptive controller chooses from, with trees of this depth at most."""
-        return [Arm(self.sources, depth, self.size, self.computes_prompts, self.behind, self.grade)]
+        stops = self.heeds_floors
+        return [Arm(self.sources, depth, self.size, self.computes_prompts, self.behind, self.grade, stops)]
 
     def size(self, depth: int) -> int:
         """Maximum number of nodes in a tree of this depth."""

@@ -29,6 +29,7 @@ class Tip(NamedTuple):
     """Where a chain goes on.
 
     number: of the chain.  position: of its next token.  entry: index in `table` of that token's slot.
+    joint: product of the probabilities of its tokens, where it is asked for after every level.
     """
 
     chain: Chain
@@ -36,6 +37,7 @@ class Tip(NamedTuple):
     table: array[int]
     position: int
     entry: int
+    joint: float = 1.0
 
     def add_to(self, step_input: StepInput) -> Tip:
         """Add the next token to a forward.  Returns where the chain goes on after it."""
@@ -57,7 +59,7 @@ def draft_chain(
     """`Model.draft_chain`."""
     levels, probs, tips = list[Level](), list[tuple[Tensor, Tensor]](), _tips(step_input, chains.chains)
     rule, depth, device = chains.stop_rule, 0, model.backend.device
-    judges = rule is not None and (rule.judges or any(chain.floor for chain in chains.chains))
+    judges = rule is not None and (rule.judges or any(c.floor or c.joint_floor for c in chains.chains))
     x = take(model.forward(step_input, pool, blocks), [chain.at for chain in chains.chains])
     while True:
         if chains.states is not None:
@@ -68,7 +70,7 @@ def draft_chain(
         levels.append(Level(tips, tokens, _features(rule, logits, tips, tokens)))
         kept = [i for i, tip in enumerate(tips) if depth + 1 < tip.chain.levels]
         if judges and rule is not None:
-            ends = _ends(rule, levels[-1], depth)
+            tips, ends = _judged(rule, levels[-1], depth)
             kept = [i for i in kept if not ends[i]]
         if not kept:
             break
@@ -98,7 +100,7 @@ def _picked(
     assert model.backend.pick_next is not None, "fuses_chains says whether chains are supported"
     keys = [mix(tip.chain.stream + tip.position & MASK) for tip in tips]
     tokens = model.backend.pick_next(logits, [tip.chain.distribution for tip in tips], keys)
-    for i, (chain, _, _, position, _) in enumerate(tips):
+    for i, (chain, _, _, position, *_) in enumerate(tips):
         if chain.probs is not None:
             q = distribution_of(logits[i], chain.distribution)
             random = uniform(chain.stream, DRAW, position - depth, chain.first_node + depth)
@@ -114,12 +116,15 @@ def _features(rule: StopRule | None, logits: Tensor, tips: Sequence[Tip], tokens
     return features_of(logits, to_device(temperatures, logits.device), tokens.clamp_min(0))
 
 
-def _ends(rule: StopRule, level: Level, depth: int) -> list[bool]:
-    """Whether each chain ends after its token."""
-    return [
-        should_stop(rule, features, depth) or features[0] < tip.chain.floor
-        for tip, features in zip(level.tips, level.features.tolist())
-    ]
+def _judged(rule: StopRule, level: Level, depth: int) -> tuple[list[Tip], list[bool]]:
+    """The chains with their tokens, and whether each ends with it."""
+    tips, ends = list[Tip](), list[bool]()
+    for tip, features in zip(level.tips, level.features.tolist()):
+        joint, chain = tip.joint * features[0], tip.chain
+        tips.append(tip._replace(joint=joint))
+        low = features[0] < chain.floor or joint < chain.joint_floor
+        ends.append(low or should_stop(rule, features, depth))
+    return tips, ends
 
 
 def _read(levels: Iterable[Level], count: int) -> Chained:

@@ -101,7 +101,7 @@ def _chains(chains: Sequence[Chain]) -> ctypes.Array[Any]:
     packed: ctypes.Array[Any] = (STRUCTS["Chain"] * len(chains))()
     for to, chain in zip(packed, chains):
         to.first_row, to.max_tokens = chain.at, chain.levels
-        to.stream, to.min_prob = chain.stream, chain.floor
+        to.stream, to.min_prob, to.min_joint = chain.stream, chain.floor, chain.joint_floor
         to.temperature, to.min_p, to.top_k, to.top_p = chain.distribution
         if chain.probs is not None:
             to.probs, to.width = chain.probs.data_ptr(), chain.probs.shape[1]

@@ -66,6 +66,10 @@ class ModelDrafter(Drafter):
         self.stop = stop.Stop(options)
         self.depth = stop.MAX_DEPTH if self.stop.active else self.depth
         self.staged = None if options.drafter is None else Staged(options.drafter, self)
+        # Rules that judge samples need lengths that no sampled token decides.  On another device than a CPU a
+        # chain would be read after every token.
+        on_cpu = self.decoder.device.type == "cpu"
+        self.heeds_floors = on_cpu and self.staged is None and not target.needs_probs
 
     def _load(self, options: DraftModelOptions, target: Target) -> None:
         """Load the weights, check the vocabularies, and set vocabulary, context, decoder and sampler."""
@@ -206,13 +210,12 @@ class ModelDrafter(Drafter):
         """Draft all chains in one call of the backend."""
         chains = []
         for start in first.starts:
-            row, depth = batch[start.r].row, start.budget.depth
+            row, depth, floor = batch[start.r].row, start.budget.depth, start.budget.floor
             stream, q = stream_of(row.seed, row.index), None
             if self.samples(row):
                 q = torch.empty(depth, self.target.vocabulary, dtype=torch.float64)
-            chains.append(
-                Chain(start.at, depth, row.distribution, stream, probs=q, first_node=self.target.stream_id)
-            )
+            number = self.target.stream_id
+            chains.append(Chain(start.at, depth, row.distribution, stream, 0.0, q, number, floor))
         stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
         wanted = Chains(chains, self.vocabulary, stop_rule)
         tokens_of, found = self.decoder.draft_chain(first.step_input.build(), self.pool, wanted)

@@ -51,6 +51,7 @@ class Retokenized(ModelDrafter):
     def __init__(self, options: Any, target: Target) -> None:
         self.target_codec = TextCodec(target.checkpoint, "target")
         super().__init__(options, target)
+        self.heeds_floors = False
         self.draft_codec = TextCodec(self.checkpoint, "draft")
         self.vocabulary = self.checkpoint.spec.vocabulary
         self.shadows: dict[Row, Shadow] = {}

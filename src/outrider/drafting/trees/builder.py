@@ -121,9 +121,11 @@ class LevelBuilder(TreeBuilder):
 
     @property
     def growing(self) -> bool:
-        """Whether another level fits the budget."""
+        """Whether another level fits the budget, and may pay."""
         depth = len(self.paths[self.frontier[0]]) if self.frontier else self.budget.depth
-        return depth < self.budget.depth and self.room > 0
+        if depth >= self.budget.depth or self.room <= 0:
+            return False
+        return not depth or max(self.joint[node] for node in self.frontier) >= self.budget.floor
 
     def token(self, node: int) -> int:
         """The token of a node; of the root, the row's pending token."""

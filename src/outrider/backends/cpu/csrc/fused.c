@@ -51,17 +51,19 @@ typedef struct {
     int64_t *ids, *positions, *slots, *table_lengths, *path_lengths,
         *chain_of; /* [num_chains]; chain_of: index of the chain */
     const int32_t **tables;
+    double *joint; /* [num_chains], by chain: product of the probabilities of its tokens */
     float *x, *normed, *logits, *block_max; /* a row: hidden, hidden, outputs, blocks */
     int64_t blocks;
 } ChainRows;
 
 static ChainRows allocate_chain_rows(int64_t num_chains, int64_t hidden, int64_t outputs) {
     const int64_t blocks = row_blocks(outputs), pointer_bytes = (int64_t)sizeof(int32_t *);
-    int64_t *ints = allocate(num_chains * (6 * 8 + pointer_bytes + (2 * hidden + outputs + blocks) * 4));
+    int64_t *ints = allocate(num_chains * (7 * 8 + pointer_bytes + (2 * hidden + outputs + blocks) * 4));
     ChainRows c = {.count = num_chains, .blocks = blocks};
     int64_t **arrays[] = {&c.ids, &c.positions, &c.slots, &c.table_lengths, &c.path_lengths, &c.chain_of};
     for (int i = 0; i < 6; i++) *arrays[i] = ints + i * num_chains;
-    c.tables = (const int32_t **)(ints + 6 * num_chains);
+    c.joint = (double *)(ints + 6 * num_chains);
+    c.tables = (const int32_t **)(c.joint + num_chains);
     c.x = (float *)(c.tables + num_chains);
     c.normed = c.x + num_chains * hidden;
     c.logits = c.normed + num_chains * hidden;
@@ -80,6 +82,7 @@ static void begin_chains(ChainRows *c, const Chain *chains, const Rows *rows, co
         c->path_lengths[i] = 0;
         c->tables[i] = rows->tables[row];
         c->chain_of[i] = i;
+        c->joint[i] = 1;
     }
 }
 
@@ -126,6 +129,7 @@ static int pick_next(const ChainRows *c, int64_t i, const Chain *chain, int64_t 
     picking += now() - began;
     if (!found) return 0;
     if (rule && should_stop(rule, logits, vocab, chain->temperature, *token, depth, features)) return 0;
+    if (rule && (c->joint[c->chain_of[i]] *= features[0]) < chain->min_joint) return 0;
     if (rule && features[0] < chain->min_prob) return 0;
     return depth + 1 < chain->max_tokens;
 }

@@ -171,11 +171,12 @@ void read_model(const ModelShape *shape, const Layer *layers, const ModelEnds *e
 /* A chain of draft tokens that begins after row first_row. */
 typedef struct {
     int64_t first_row, max_tokens, top_k;
-    double min_p, top_p;
+    /* the chain ends at a token that is less likely than min_prob, or, with those before it, than min_joint */
+    double min_p, top_p, min_joint;
     uint64_t stream;
     double *probs; /* [max_tokens,width] or null: tokens are sampled, and what from is written here */
     int64_t width, first_node; /* first_node: number of the random stream of the first token */
-    float temperature, min_prob; /* the chain ends at a token that is less likely than min_prob */
+    float temperature, min_prob;
 } Chain;
 
 /* When a chain of draft tokens ends early; see stop.c. */
