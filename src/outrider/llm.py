@@ -27,6 +27,8 @@ from outrider.progress import Request, RowState
 from outrider.requests import Prompt, Reader
 
 T = TypeVar("T")
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one for each
 Loras = LoRARequest | Sequence[LoRARequest | None] | None
 
 
@@ -61,8 +63,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: Params = None,
         use_tqdm: bool = False,
         lora_request: Loras = None,
     ) -> list[RequestOutput]:
@@ -100,7 +102,7 @@ class LLM:
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         use_tqdm: bool = False,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -137,10 +139,7 @@ class LLM:
             self.loop.run_until(done)
 
     def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: Loras = None,
+        self, prompts: Prompts, sampling_params: Params = None, lora_request: Loras = None
     ) -> Iterator[RequestOutput]:
         """Yield the partial output of a request after each step that extended it.
 
@@ -183,12 +182,7 @@ class LLM:
             for request in requests
         ]
 
-    def _enter(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        given: SamplingParams | Sequence[SamplingParams] | None,
-        lora_request: Loras,
-    ) -> list[Request | RequestOutput]:
+    def _enter(self, prompts: Prompts, given: Params, lora_request: Loras) -> list[Request | RequestOutput]:
         one = (
             isinstance(prompts, (str, bytes, Mapping))
             or not isinstance(prompts, Iterable)

@@ -155,7 +155,7 @@ def test_a_plan_of_some_rows() -> None:
     whole.chain(other, 0, [1, 2, 3])
     whole.adapt(3, adapter)
     whole.build()
-    part = whole.only([1, 2, 4]).build()
+    part = whole.only([1, 2, 4])
     for name in ("input_ids", "positions", "slot_mapping", "context_lens", "path_lens"):
         assert [*getattr(part, name)] == [getattr(whole, name)[row] for row in (1, 2, 4)], name
     assert requests_of(part) == [(TABLE, 0, 2), (other, 2, 1)] and part.adapters == [(2, 1, adapter)]

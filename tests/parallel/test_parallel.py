@@ -139,7 +139,7 @@ def test_pieces_of_a_step_are_its_rows() -> None:
     step.logits_rows = [2, 3, 4, 5, 7]
     whole = step.build()
     for borders in ([0, 8], [0, 3, 8], [0, 1, 4, 7, 8]):
-        pieces = [whole.piece(first, end) for first, end in pairwise(borders)]
+        pieces = [whole.only(range(first, end)) for first, end in pairwise(borders)]
         slots = [piece.key_slots(i) for piece in pieces for i in range(piece.length)]
         assert slots == [whole.key_slots(i) for i in range(8)]
         rows = [first + row for piece, first in zip(pieces, borders) for row in piece.logits_rows]

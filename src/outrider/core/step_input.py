@@ -23,9 +23,11 @@ the same `pinned`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
+from operator import add
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -173,40 +175,25 @@ class StepInput:
         if keys > self.max_seq_len:
             self.max_seq_len = keys
 
-    def only(self, rows: Collection[int]) -> StepInput:
-        """Some of the rows, in the same order, not yet built.  Rows of a view cannot be taken."""
-        part, rows = StepInput(self.pinned), set(rows)
-        for request, table in enumerate(self.slot_tables):
-            for i in range(*self.query_start[request : request + 2]):
-                if i not in rows:
-                    continue
-                if self._paths[i]:
-                    part.node(table, self.context_lens[i], self._paths[i], self.input_ids[i])
-                else:
-                    assert self.context_lens[i] == self.positions[i] + 1, "of a view"
-                    part.chain(table, self.positions[i], self.input_ids[i : i + 1])
-        for first, count, adapter in self.adapters:
-            before, after = (sum(i < end for i in rows) for end in (first, first + count))
-            if after > before:
-                part.adapters.append(AdapterRows(before, after - before, adapter))
-        return part
+    def only(self, rows: Sequence[int]) -> StepInput:
+        """Some of the rows, ascending, as a built step.
 
-    def piece(self, first: int, end: int) -> StepInput:
-        """Rows first, …, end - 1 of a built step, as a built step.
-
-        Rows attend to earlier rows only, so pieces may run one after another.  Rows of `block` do not.
+        Rows attend to earlier rows only, so parts may run one after another.  Rows of `block` do not.
         """
-        part = StepInput(self.pinned)
-        part.length, part.max_seq_len, part.max_path_len = end - first, self.max_seq_len, self.max_path_len
+        part = StepInput(self.pinned, len(rows))
         for name in ("input_ids", "positions", "slot_mapping", "context_lens", "_paths"):
-            setattr(part, name, getattr(self, name)[first:end])
-        for request, table in enumerate(self.slot_tables):
-            if (stop := min(self.query_start[request + 1], end) - first) > part.query_start[-1]:
+            column = getattr(self, name)
+            setattr(part, name, [column[i] for i in rows])
+        lengths = [*map(len, part._paths)]
+        part.max_path_len, part.max_seq_len = max(lengths), max(map(add, part.context_lens, lengths))
+        for table, end in zip(self.slot_tables, self.query_start[1:]):
+            if (stop := bisect_left(rows, end)) > part.query_start[-1]:
                 part.slot_tables.append(table)
                 part.query_start.append(stop)
-        part.logits_rows = [row - first for row in self.logits_rows if first <= row < end]
-        for at, count, adapter in self.adapters:
-            low, high = max(at, first) - first, min(at + count, end) - first
+        place = {row: at for at, row in enumerate(rows)}
+        part.logits_rows = [place[row] for row in self.logits_rows if row in place]
+        for first, count, adapter in self.adapters:
+            low, high = bisect_left(rows, first), bisect_left(rows, first + count)
             if high > low:
                 part.adapters.append(AdapterRows(low, high - low, adapter))
         return part.build()

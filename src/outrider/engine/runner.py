@@ -184,7 +184,7 @@ class Runner:
         x = resume.states.new_empty(step_input.length, resume.states.shape[1])
         x[done] = resume.states
         if rest:
-            x[rest] = self.decoder.forward(step_input.only(rest).build(), self.pool, lower)
+            x[rest] = self.decoder.forward(step_input.only(rest), self.pool, lower)
         return self.decoder.forward(step_input, self.pool, upper, x)
 
     def _score_prompt(self, step: RowStep, states: Tensor, first: int) -> None:

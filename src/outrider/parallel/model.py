@@ -147,7 +147,7 @@ class ParallelModel(Model):
         for rows in self._pieces(step_input.length):
             piece, own = step_input, x
             if len(rows) < step_input.length:
-                piece = step_input.piece(rows.start, rows.stop)
+                piece = step_input.only(rows)
                 own = None if x is None else x[rows.start : rows.stop]
             logits = tuple(piece.logits_rows) if wanted.logits else ()
             given = 0 if own is None else own.shape[1]

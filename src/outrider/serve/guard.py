@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Sequence
 from typing import Protocol
 
 from starlette.middleware import Middleware
@@ -142,8 +141,7 @@ def middleware(server: Gate) -> list[Middleware]:
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """A `receive` that gives the body once, then what the connection has."""
-    messages: Sequence[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-    left = list(messages)
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
         return left.pop() if left else await receive()

@@ -5,8 +5,9 @@ What the engine counts is read when the metrics are asked for, so a step pays no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,21 +21,29 @@ from outrider.outputs import RequestOutput
 
 PREFIX = "outrider:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-COUNTERS = {
-    "prompt_tokens": "Prompt tokens computed.",
-    "generation_tokens": "Emitted tokens.",
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found there.",
-    "num_preemptions": "Preempted samples.",
-    "engine_restarts": "Steps that failed and were undone.",
-    "engine_steps": "Steps of the engine.",
-    "engine_propose_seconds": "Time in drafting.",
-    "engine_forward_seconds": "Time in the target's forward.",
-    "engine_other_seconds": "Time in the rest of steps.",
-    "spec_decode_num_drafts": "Draft trees verified.",
-    "spec_decode_num_draft_tokens": "Draft tokens.",
-    "spec_decode_num_accepted_tokens": "Accepted draft tokens.",
-}
+
+
+def _of_steps(name: str) -> Callable[[Engine], float]:
+    """A sum over prefill and decode steps."""
+    return lambda engine: float(getattr(engine.prefill, name) + getattr(engine.decode, name))
+
+
+COUNTERS: dict[str, tuple[str, Callable[[Engine], float]]] = {
+    "prompt_tokens": ("Prompt tokens computed.", _of_steps("prompt")),
+    "generation_tokens": ("Emitted tokens.", _of_steps("emitted")),
+    "prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix cache.", attrgetter("scheduler.prefix_queries"),
+    ),
+    "prefix_cache_hits": ("Prompt tokens found there.", attrgetter("scheduler.prefix_hits")),
+    "num_preemptions": ("Preempted samples.", attrgetter("scheduler.preemptions")),
+    "engine_steps": ("Steps of the engine.", attrgetter("steps")),
+    "engine_propose_seconds": ("Time in drafting.", attrgetter("times.propose")),
+    "engine_forward_seconds": ("Time in the target's forward.", attrgetter("times.forward")),
+    "engine_other_seconds": ("Time in the rest of steps.", attrgetter("times.rest")),
+    "spec_decode_num_drafts": ("Draft trees verified.", _of_steps("drafts")),
+    "spec_decode_num_draft_tokens": ("Draft tokens.", _of_steps("drafted")),
+    "spec_decode_num_accepted_tokens": ("Accepted draft tokens.", _of_steps("accepted")),
+}  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -128,9 +137,10 @@ class EngineMetrics(Collector):
         yield _gauge("spec_decode_draft_time_share", "Part of all step time that drafting takes.", share)
 
     def _counters(self) -> Iterator[Metric]:
-        sums = {**counts_of(self.core), "engine_restarts": self.engine.restarts}
-        for name, value in sums.items():
-            yield CounterMetricFamily(f"{PREFIX}{name}", COUNTERS[name], value=value)
+        for name, value in counts_of(self.core).items():
+            yield CounterMetricFamily(f"{PREFIX}{name}", COUNTERS[name][0], value=value)
+        restarts, undone = f"{PREFIX}engine_restarts", "Steps that failed and were undone."
+        yield CounterMetricFamily(restarts, undone, value=self.engine.restarts)
 
     def _depths(self) -> Iterator[Metric]:
         found = CounterMetricFamily(
@@ -167,21 +177,7 @@ class EngineMetrics(Collector):
 
 def counts_of(engine: Engine) -> dict[str, float]:
     """Sums of an engine, by the names of their metrics."""
-    works, scheduler, times = (engine.prefill, engine.decode), engine.scheduler, engine.times
-    return {
-        "prompt_tokens": sum(work.prompt for work in works),
-        "generation_tokens": sum(work.emitted for work in works),
-        "prefix_cache_queries": scheduler.prefix_queries,
-        "prefix_cache_hits": scheduler.prefix_hits,
-        "num_preemptions": scheduler.preemptions,
-        "engine_steps": engine.steps,
-        "engine_propose_seconds": times.propose,
-        "engine_forward_seconds": times.forward,
-        "engine_other_seconds": times.rest,
-        "spec_decode_num_drafts": sum(work.drafts for work in works),
-        "spec_decode_num_draft_tokens": sum(work.drafted for work in works),
-        "spec_decode_num_accepted_tokens": sum(work.accepted for work in works),
-    }
+    return {name: count(engine) for name, (_, count) in COUNTERS.items()}
 
 
 def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
