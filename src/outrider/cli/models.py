@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from outrider.inspect.card import Card
     from outrider.inspect.heads import HeadCard
     from outrider.inspect.stores import StoreCard
+
+Description = tuple[tuple[str, str, str, str], dict[str, str]]  # columns of the overview, rows of the sheet
 
 
 @shared
@@ -77,87 +79,74 @@ def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> T
     for name in known():
         try:
             for card in cards(name):
-                made.add_row(name, *_columns(card))
+                made.add_row(name, *described(card)[0])
         except OutriderError as error:
             made.add_row(name, "", "", "", str(error))
     return made
 
 
-def _columns(card: Card | HeadCard | StoreCard) -> tuple[str, str, str, str]:
-    """Architecture, weights, memory and what runs it."""
-    from outrider.inspect.card import Card
-    from outrider.inspect.stores import StoreCard
-
-    if isinstance(card, StoreCard):
-        return "datastore", f"{_count(card.tokens)} tokens", _bytes(card.bytes), "its target"
-    weights = _count(card.parameters)
-    if isinstance(card, Card):
-        return card.architecture, weights, _bytes(card.total_bytes), card.refused or card.runs_on
-    return f"{card.method} head", weights, _bytes(card.bytes), card.refused or "its target"
-
-
 def sheet(card: Card | HeadCard | StoreCard) -> Table:
-    from outrider.inspect.card import Card
-    from outrider.inspect.stores import StoreCard
-
     made = Table(title=card.name, title_justify="left", title_style="bold", show_header=False)
-    if isinstance(card, Card):
-        rows = _model_rows(card)
-    else:
-        rows = _store_rows(card) if isinstance(card, StoreCard) else _head_rows(card)
-    for name, value in rows.items():
+    for name, value in described(card)[1].items():
         made.add_row(name, value)
     return made
 
 
-def _model_rows(card: Card) -> dict[str, str]:
+def described(card: Card | HeadCard | StoreCard) -> Description:
+    kinds: Mapping[str, Callable[[Any], Description]]
+    kinds = {"Card": _model, "HeadCard": _head, "StoreCard": _store}
+    return kinds[type(card).__name__](card)
+
+
+def _model(card: Card) -> Description:
+    weights, memory = _count(card.parameters), _bytes(card.total_bytes)
     rows = {
         "architecture": card.architecture,
-        "runs on": f"[bold red]nothing: {card.refused}[/]"
-        if card.refused
-        else f"[green]{card.runs_on}[/], in {card.dtype}",
-        "weights": f"{_count(card.parameters)} (stored: {_stored(card)})",
-        "shape": (
-            f"{card.layers} layers of {card.hidden}, {card.heads} heads, {card.kv_heads} of keys and values"
-        ),
+        "runs on": _refused(card) or f"[green]{card.runs_on}[/], in {card.dtype}",
+        "weights": f"{weights} (stored: {_stored(card)})",
+        "shape": f"{card.layers} layers of {card.hidden}, {card.heads} heads, {card.kv_heads} of keys and values",
         "vocabulary": f"{card.vocabulary:,}",
         "context": f"{card.context:,} tokens",
         "chat template": "yes" if card.chat_template else "no",
     }
     if not card.refused:
+        requests = f"K/V of {card.requests} × {card.request_tokens:,} tokens"
         rows |= {
             "memory: weights": _bytes(card.weight_bytes),
             "K/V of one token": _bytes(card.token_bytes),
-            f"K/V of {card.requests} × {card.request_tokens:,} tokens": f"{_bytes(card.cache_bytes)} "
-            f"({_bytes(card.free_bytes)} at most)",
-            "together": f"[bold]{_bytes(card.total_bytes)}[/]",
+            requests: f"{_bytes(card.cache_bytes)} ({_bytes(card.free_bytes)} at most)",
+            "together": f"[bold]{memory}[/]",
         }
-    return rows
+    return (card.architecture, weights, memory, card.refused or card.runs_on), rows
 
 
-def _store_rows(card: StoreCard) -> dict[str, str]:
-    return {
+def _store(card: StoreCard) -> Description:
+    size, tokenizer = _bytes(card.bytes), f", tokenizer {card.tokenizer}" if card.tokenizer else ""
+    rows = {
         "datastore": f"{card.tokens:,} tokens",
-        "for targets with": f"a vocabulary of {card.vocabulary:,}"
-        + (f", tokenizer {card.tokenizer}" if card.tokenizer else ""),
-        "in the file": _bytes(card.bytes),
+        "for targets with": f"a vocabulary of {card.vocabulary:,}{tokenizer}",
+        "in the file": size,
     }
+    return ("datastore", f"{_count(card.tokens)} tokens", size, "its target"), rows
 
 
-def _head_rows(card: HeadCard) -> dict[str, str]:
-    return {
-        "draft head": f"[bold red]nothing: {card.refused}[/]"
-        if card.refused
-        else f"for method [green]{card.method}[/]",
+def _head(card: HeadCard) -> Description:
+    weights, size = _count(card.parameters), _bytes(card.bytes)
+    unknown = "a hidden size that the file does not tell"
+    rows = {
+        "draft head": _refused(card) or f"for method [green]{card.method}[/]",
         "layout": card.layout,
         "heads": str(card.levels or "one, which recurs"),
-        "for targets with": "a hidden size that the file does not tell"
-        if card.hidden is None
-        else f"hidden size {card.hidden}",
+        "for targets with": unknown if card.hidden is None else f"hidden size {card.hidden}",
         "draft vocabulary": "the target's" if card.vocabulary is None else f"{card.vocabulary:,}",
-        "weights": f"{_count(card.parameters)} (stored: {_stored(card)})",
-        "in the file": _bytes(card.bytes),
+        "weights": f"{weights} (stored: {_stored(card)})",
+        "in the file": size,
     }
+    return (f"{card.method} head", weights, size, card.refused or "its target"), rows
+
+
+def _refused(card: Card | HeadCard) -> str | None:
+    return f"[bold red]nothing: {card.refused}[/]" if card.refused else None
 
 
 def _stored(card: Card | HeadCard) -> str:
