@@ -86,42 +86,8 @@ class DistributionParams(NamedTuple):
     top_p: float = 1.0
 
 
-@dataclass(frozen=True)
-class _Fields:
-    n: Annotated[int, whole(1, MOST_SAMPLES)] = 1
-    temperature: Annotated[float, TEMPERATURE] = 1.0
-    top_p: Annotated[float, real("in (0, 1]", lambda p: 0 < p <= 1)] = 1.0
-    top_k: Annotated[int, Kind("a positive whole number, or 0 or -1 for all tokens", whole(0).accepts)] = 0
-    min_p: Annotated[float, real("in [0, 1]", lambda p: 0 <= p <= 1)] = 0.0
-    seed: Annotated[int, whole()] | None = None
-    repetition_penalty: Annotated[float, FACTOR] = 1.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    allowed_token_ids: Annotated[Sequence[int] | None, ALLOWED] = None
-    bad_words: Annotated[Sequence[str] | None, Kind("a list of strings that are not empty", _texts)] = None
-    logits_processors: Annotated[Sequence[Callable[..., Any]] | None, FUNCTIONS] = None
-    stop: Annotated[
-        Sequence[str] | str | None, Kind("a string that is not empty, or a list of such", _texts)
-    ] = None
-    stop_token_ids: Annotated[Sequence[int] | None, Kind("a list of token ids", _ids)] = None
-    include_stop_str_in_output: Flag = False
-    ignore_eos: Flag = False
-    max_tokens: Count | None = 16
-    min_tokens: Annotated[int, whole(0)] = 0
-    truncate_prompt_tokens: Annotated[int | None, TRUNCATION] = None
-    logprobs: Entries = None
-    prompt_logprobs: Entries = None
-    detokenize: Flag = True
-    skip_special_tokens: Flag = True
-    speculate: Flag = True
-    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = field(default=None, hash=False)
-    max_draft_tokens: Count | None = None
-    prediction: Annotated[Sequence[int] | str | None, PREDICTION] = None
-    draft_method: Text | None = None
-
-
-class SamplingParams(_Fields):
+@dataclass(frozen=True, init=False)
+class SamplingParams:
     """Sampling parameters of one request.
 
     n                           samples per prompt
@@ -162,43 +128,49 @@ class SamplingParams(_Fields):
     Raises RequestError naming the parameter, its value and the valid range.
     """
 
+    n: Annotated[int, whole(1, MOST_SAMPLES)] = 1
+    temperature: Annotated[float, TEMPERATURE] = 1.0
+    top_p: Annotated[float, real("in (0, 1]", lambda p: 0 < p <= 1)] = 1.0
+    top_k: Annotated[int, Kind("a positive whole number, or 0 or -1 for all tokens", whole(0).accepts)] = 0
+    min_p: Annotated[float, real("in [0, 1]", lambda p: 0 <= p <= 1)] = 0.0
+    seed: Annotated[int, whole()] | None = None
+    repetition_penalty: Annotated[float, FACTOR] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Annotated[Sequence[int] | None, ALLOWED] = None
+    bad_words: Annotated[Sequence[str] | None, Kind("a list of strings that are not empty", _texts)] = None
+    logits_processors: Annotated[Sequence[Callable[..., Any]] | None, FUNCTIONS] = None
+    stop: Annotated[
+        Sequence[str] | str | None, Kind("a string that is not empty, or a list of such", _texts)
+    ] = None
+    stop_token_ids: Annotated[Sequence[int] | None, Kind("a list of token ids", _ids)] = None
+    include_stop_str_in_output: Flag = False
+    ignore_eos: Flag = False
+    max_tokens: Count | None = 16
+    min_tokens: Annotated[int, whole(0)] = 0
+    truncate_prompt_tokens: Annotated[int | None, TRUNCATION] = None
+    logprobs: Entries = None
+    prompt_logprobs: Entries = None
+    detokenize: Flag = True
+    skip_special_tokens: Flag = True
+    speculate: Flag = True
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = field(default=None, hash=False)
+    max_draft_tokens: Count | None = None
+    prediction: Annotated[Sequence[int] | str | None, PREDICTION] = None
+    draft_method: Text | None = None
+
     def __init__(self, *unnamed: Any, **given: Any) -> None:
         if unnamed:
             raise RequestError(
                 "sampling parameters must be named, such as SamplingParams(temperature=0.8, top_p=0.95): got "
                 f"{', '.join(map(shortened, unnamed))} without a name."
             )
-        names = [f.name for f in fields(_Fields)]
+        own = fields(SamplingParams)
+        names = [each.name for each in own]
         refuse_unknown(given, names, "sampling parameter", elsewhere=ELSEWHERE, error=RequestError)
-        plain = {
-            key: value.item() if isinstance(value, np.generic) else value for key, value in given.items()
-        }
-        super().__init__(**plain)
-        for name in LISTS:
-            value = getattr(self, name)
-            if isinstance(value, str) and name == "stop":
-                value = (value,)
-            if isinstance(value, str) and name == "prediction":
-                continue
-            if value is not None and (
-                isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set))
-            ):
-                raise RequestError(f"{name} must be a list, got {shortened(value)}.")
-            empty = None if name == "allowed_token_ids" else ()  # `_check` rejects an empty allowed_token_ids
-            value = empty if value is None else tuple(value)
-            if name in ("stop_token_ids", "allowed_token_ids", "prediction") and value is not None:
-                value = _plain(value)
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is True:
-                object.__setattr__(self, name, 1)
-        if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
-        object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
-        self._check()
-
-    def _check(self) -> None:
+        for each in own:
+            object.__setattr__(self, each.name, _normal(each.name, given.get(each.name, each.default)))
         check_fields(self, error=RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             got = shortened(self.min_tokens)
@@ -223,9 +195,32 @@ def to_int(value: Any) -> int | None:
         return None
 
 
-def _plain(ids: Sequence[Any]) -> tuple[Any, ...]:
-    """Convert ids to ints.  Other values are kept; `_check` rejects them by name."""
-    return tuple(token if (number := to_int(token)) is None else number for token in ids)
+def _normal(name: str, value: Any) -> Any:
+    """A parameter in one form, whatever was given for it.  Values of wrong kinds are kept, to be refused."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if name in LISTS:
+        return _listed(name, (value,) if isinstance(value, str) and name == "stop" else value)
+    if name == "top_k" and value == -1:
+        return 0
+    if name in ("logprobs", "prompt_logprobs") and value is True:
+        return 1
+    if name == "logit_bias" and value is not None:
+        return _bias(value)
+    return StructuredOutputs.of(value) if name == "structured_outputs" else value
+
+
+def _listed(name: str, value: Any) -> Any:
+    """A list as a tuple, empty for None, with ids as ints."""
+    if isinstance(value, str) and name == "prediction":
+        return value
+    if value is None:
+        return None if name == "allowed_token_ids" else ()  # an empty one is refused
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set)):
+        raise RequestError(f"{name} must be a list, got {shortened(value)}.")
+    if name not in ("stop_token_ids", "allowed_token_ids", "prediction"):
+        return tuple(value)
+    return tuple(token if (number := to_int(token)) is None else number for token in value)
 
 
 def _bias(given: Any) -> dict[int, float]:
