@@ -100,11 +100,12 @@ def described(card: Card | HeadCard | StoreCard) -> Description:
 
 def _model(card: Card) -> Description:
     weights, memory = _count(card.parameters), _bytes(card.total_bytes)
+    heads = f"{card.heads} heads, {card.kv_heads} of keys and values"
     rows = {
         "architecture": card.architecture,
         "runs on": _refused(card) or f"[green]{card.runs_on}[/], in {card.dtype}",
         "weights": f"{weights} (stored: {_stored(card)})",
-        "shape": f"{card.layers} layers of {card.hidden}, {card.heads} heads, {card.kv_heads} of keys and values",
+        "shape": f"{card.layers} layers of {card.hidden}, {heads}",
         "vocabulary": f"{card.vocabulary:,}",
         "context": f"{card.context:,} tokens",
         "chat template": "yes" if card.chat_template else "no",
