@@ -135,13 +135,3 @@ def test_nothing_behind_a_gap_counts_as_filled() -> None:
     cursor.append(7, states_of(7, 2))
     cursor.mark_written()
     assert cursor.filled == 0
-
-
-def test_a_drafter_of_tokens_reaches_positions_without_states() -> None:
-    row, caught = make_row([1, 2, 3, 4, 5, 6], computed=6), CatchUp()
-    caught.cursor(row, 2).reach(5)
-    assert caught.filled(row) == caught.cursor(row, 0).end == 5
-    caught.cursor(row, 0).reach(3)  # a shadow whose last tokens changed
-    assert caught.filled(row) == 3
-    caught.forget(row)
-    assert caught.filled(row) == row.computed

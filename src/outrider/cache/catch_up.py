@@ -50,10 +50,6 @@ class Cursor:
         self.states.append(states)
         self.count += len(states)
 
-    def reach(self, end: int) -> None:
-        """Record that K/V below `end` is in the pool, of a drafter that reads tokens and no states."""
-        self.filled = self.first = end
-
     def mark_written(self) -> None:
         """Record that K/V of all pending states is in the pool."""
         self.num_written = len(self.states)

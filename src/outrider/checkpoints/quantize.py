@@ -35,22 +35,22 @@ def reduced(weight: Tensor | QuantizedWeight, bits: int | None) -> Tensor | Quan
     return quantize(weight.dense() if isinstance(weight, QuantizedWeight) else weight, bits)
 
 
-def quantize(weight: Tensor, bits: int, group: int = GROUP) -> Tensor | QuantizedWeight:
+def quantize(weight: Tensor, bits: int) -> Tensor | QuantizedWeight:
     """Quantize symmetrically, in groups.  Returns a weight without whole groups unchanged."""
     outputs, inputs = weight.shape
-    if inputs % group:
+    if inputs % GROUP:
         return weight
-    parts = weight.float().view(outputs, inputs // group, group)
-    return _quantize_int8(parts, group) if bits == 8 else _quantize_int4(parts, group)
+    parts = weight.float().view(outputs, inputs // GROUP, GROUP)
+    return _quantize_int8(parts) if bits == 8 else _quantize_int4(parts)
 
 
-def _quantize_int8(parts: Tensor, group: int) -> QuantizedWeight:
+def _quantize_int8(parts: Tensor) -> QuantizedWeight:
     scale = parts.abs().amax(-1) / 127
     values = (parts / scale.clamp_min(1e-30)[..., None]).round()
-    return QuantizedWeight(values.to(torch.int8).flatten(1), scale, None, 8, group)
+    return QuantizedWeight(values.to(torch.int8).flatten(1), scale, None, 8, GROUP)
 
 
-def _quantize_int4(parts: Tensor, group: int) -> QuantizedWeight:
+def _quantize_int4(parts: Tensor) -> QuantizedWeight:
     """Map the largest magnitude to about -8, by the scale factor with the least squared error."""
     lowest, highest = parts.amin(-1), parts.amax(-1)
     largest = torch.where(highest > -lowest, highest, lowest) / -8
@@ -60,7 +60,7 @@ def _quantize_int4(parts: Tensor, group: int) -> QuantizedWeight:
         error = (_rounded(parts, scale) * scale[..., None] - parts).square().sum(-1)
         best = torch.where(error < best_error, scale, best)
         best_error = torch.minimum(error, best_error)
-    return QuantizedWeight(_rounded(parts, best).to(torch.int8).flatten(1), best, None, 4, group)
+    return QuantizedWeight(_rounded(parts, best).to(torch.int8).flatten(1), best, None, 4, GROUP)
 
 
 def _rounded(parts: Tensor, scale: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Option
 
-from outrider.cli.flags import MODEL_DRAFT, Given, load
+from outrider.cli.flags import MODEL_DRAFT, TEMPERATURE, Given, load
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ Draft = Annotated[str | None, Option(*MODEL_DRAFT, help="The model that drafts."
 Drafts = Annotated[
     list[str] | None, Option(*MODEL_DRAFT, help="Draft model or head; may be given several times.")
 ]
+LATER = "0 is greedy; use that of the later runs."
+Temperature = Annotated[float, Option(*TEMPERATURE, help=LATER)]
 
 
 def one_of(what: str, first: Any, second: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from outrider.cli.flags import AUTO, Given, config_of, load, params_of, shared
+from outrider.cli.flags import AUTO, Given, config_of, load, shared
 from outrider.cli.generate import print_answer
 from outrider.core.validate import text_of
 from outrider.errors import RequestError
@@ -42,8 +42,10 @@ def chat(
 
     In the conversation: /stats, /system TEXT, /reset, /help, /exit.
     """
+    from outrider.core.params import SamplingParams
+
     written = text_of(template, "the chat template", RequestError) if template else None
-    params = params_of(sampling)
+    params = SamplingParams(**sampling)
     talk = Talk(load(engine, config_of(speculation, AUTO)), params, system, written)
     interactive = sys.stdin.isatty()
     if interactive:

@@ -22,7 +22,6 @@ from outrider.core.validate import text_of
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outrider.core.params import SamplingParams
     from outrider.llm import LLM
 
 CONTEXT = {
@@ -333,9 +332,3 @@ def parsed(text: str, what: str = "speculative_config") -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f'{what} must be an object such as {{"name": 1}}, got {where}.')
     return config
-
-
-def params_of(sampling: Given) -> SamplingParams:
-    from outrider.core.params import SamplingParams
-
-    return SamplingParams(**sampling)

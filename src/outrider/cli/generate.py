@@ -16,7 +16,7 @@ from typer import Option
 
 from outrider.cli.arguments import one_of
 from outrider.cli.constraint import structured
-from outrider.cli.flags import AUTO, Given, config_of, load, params_of, shared
+from outrider.cli.flags import AUTO, Given, config_of, load, shared
 from outrider.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -56,11 +56,12 @@ def generate(
     """
     from outrider.bench.figures import figures
     from outrider.bench.plot import check_plot, choices
+    from outrider.core.params import SamplingParams
 
     text = read_prompt(one_of("prompt", given, prompt), file, escape)
     if plot_choices is not None:
         check_plot(plot_choices)
-    params = params_of({**sampling, **structured(constraint)})
+    params = SamplingParams(**sampling, **structured(constraint))
     began = time.perf_counter()
     llm = load(engine, config_of(speculation, AUTO))
     loaded = time.perf_counter()

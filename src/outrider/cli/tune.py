@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from outrider.cli.arguments import (
     Draft,
     Target,
+    Temperature,
     bar_over,
     check_folder,
     named,
@@ -20,7 +21,7 @@ from outrider.cli.arguments import (
     print_use,
     with_prompts,
 )
-from outrider.cli.flags import LEVELS, MAX_TOKENS, OUT, SEED, TEMPERATURE, Given, shared
+from outrider.cli.flags import LEVELS, MAX_TOKENS, OUT, SEED, Given, shared
 from outrider.cli.tune_control import control
 from outrider.cli.tune_search import search
 from outrider.errors import ConfigError
@@ -93,9 +94,7 @@ def disco(
     draft: Draft = None,
     out: Annotated[Path, Option(*OUT, help="Output file (.safetensors).")] = Path("disco.safetensors"),
     tokens: Annotated[int, Option(*MAX_TOKENS, min=1, help="New tokens per prompt.")] = 64,
-    temperature: Annotated[
-        float, Option(*TEMPERATURE, help="0 is greedy; use the temperature of the later runs.")
-    ] = 0.0,
+    temperature: Temperature = 0.0,
     levels: Annotated[int, Option(*LEVELS, min=1, max=64, help="Draft tokens per step.")] = 8,
     seed: Annotated[int, Option(*SEED, help="Seed of the sampled texts and of the fit.")] = 0,
 ) -> None:

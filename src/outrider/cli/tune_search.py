@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from typer import Option
 
-from outrider.cli.arguments import Drafts, Target, bar_over, check_folder, named, with_prompts
-from outrider.cli.flags import MAX_TOKENS, OUT, SEED, TEMPERATURE, Given, shared
+from outrider.cli.arguments import Drafts, Target, Temperature, bar_over, check_folder, named, with_prompts
+from outrider.cli.flags import MAX_TOKENS, OUT, SEED, Given, shared
 from outrider.errors import ConfigError
 
 
@@ -24,9 +24,7 @@ def search(
     minutes: Annotated[float, Option("--minutes", min=0.05, help="Time for the search.")] = 5.0,
     out: Annotated[Path, Option(*OUT, help="Output file, a speculative_config.")] = Path("tuned.json"),
     tokens: Annotated[int, Option(*MAX_TOKENS, min=2, help="Maximum new tokens per prompt.")] = 64,
-    temperature: Annotated[
-        float, Option(*TEMPERATURE, help="0 is greedy; use that of the later runs.")
-    ] = 0.0,
+    temperature: Temperature = 0.0,
     seed: Annotated[int, Option(*SEED, min=0, help="Seed of every request.")] = 7,
 ) -> None:
     """Search methods and parameters on real runs, and write the best setting as a speculative_config."""

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.core.step import Batch, RowStep
+from outrider.core.step import Batch
 
 
 class Times(NamedTuple):
@@ -52,15 +52,11 @@ class Work:
             self.emitted += len(step.emitted)
             if batch.prefill:
                 self.prompt += max(0, min(step.end, step.row.prompt) - step.start)
-            if step.tree.tokens:
-                self._add_draft(step)
+            self.guessed += len(step.tree.tokens)
+            if size := step.tree.size:
+                accepted = len(step.accepted)
+                self.drafts += 1
+                self.drafted += size
+                self.accepted += accepted
+                self.accepted_lengths[accepted] += 1
         self.times = self.times.plus(times)
-
-    def _add_draft(self, step: RowStep) -> None:
-        size, accepted = step.tree.size, len(step.accepted)
-        self.guessed += len(step.tree.tokens)
-        if size:
-            self.drafts += 1
-            self.drafted += size
-            self.accepted += accepted
-            self.accepted_lengths[accepted] += 1
