@@ -139,12 +139,12 @@ class SamplingParams:
     frequency_penalty: Penalty = 0.0
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Annotated[Sequence[int] | None, ALLOWED] = None
-    bad_words: Annotated[Sequence[str] | None, Kind("a list of strings that are not empty", _texts)] = None
-    logits_processors: Annotated[Sequence[Callable[..., Any]] | None, FUNCTIONS] = None
+    bad_words: Annotated[Sequence[str] | None, Kind("a list of strings that are not empty", _texts)] = ()
+    logits_processors: Annotated[Sequence[Callable[..., Any]] | None, FUNCTIONS] = ()
     stop: Annotated[
         Sequence[str] | str | None, Kind("a string that is not empty, or a list of such", _texts)
-    ] = None
-    stop_token_ids: Annotated[Sequence[int] | None, Kind("a list of token ids", _ids)] = None
+    ] = ()
+    stop_token_ids: Annotated[Sequence[int] | None, Kind("a list of token ids", _ids)] = ()
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     max_tokens: Count | None = 16
@@ -157,7 +157,7 @@ class SamplingParams:
     speculate: Flag = True
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = field(default=None, hash=False)
     max_draft_tokens: Count | None = None
-    prediction: Annotated[Sequence[int] | str | None, PREDICTION] = None
+    prediction: Annotated[Sequence[int] | str | None, PREDICTION] = ()
     draft_method: Text | None = None
 
     def __init__(self, *unnamed: Any, **given: Any) -> None:
@@ -166,11 +166,10 @@ class SamplingParams:
                 "sampling parameters must be named, such as SamplingParams(temperature=0.8, top_p=0.95): got "
                 f"{', '.join(map(shortened, unnamed))} without a name."
             )
-        own = fields(SamplingParams)
-        names = [each.name for each in own]
+        names = [each.name for each in fields(SamplingParams)]
         refuse_unknown(given, names, "sampling parameter", elsewhere=ELSEWHERE, error=RequestError)
-        for each in own:
-            object.__setattr__(self, each.name, _normal(each.name, given.get(each.name, each.default)))
+        for name, value in given.items():  # the defaults are attributes of the class
+            object.__setattr__(self, name, _normal(name, value))
         check_fields(self, error=RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             got = shortened(self.min_tokens)
