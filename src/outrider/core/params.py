@@ -195,7 +195,7 @@ def to_int(value: Any) -> int | None:
 
 
 def _normal(name: str, value: Any) -> Any:
-    """A parameter in one form, whatever was given for it.  Values of wrong kinds are kept, to be refused."""
+    """A parameter in the form in which it is kept.  Values of wrong kinds are left, to be refused."""
     if isinstance(value, np.generic):
         value = value.item()
     if name in LISTS:
