@@ -69,8 +69,8 @@ class Drafter:
     of speculative_config that `outrider demo` runs with the built-in models.  `tunable`: values of keys that
     `outrider tune` tries beside the defaults.  `adaptive`: default of the key of that name.
     `computes_prompts`: it computes prompts with a model of its own, and may skip those of rows that leave it
-    out.  `heeds_floors`: it ends a draft at the floor of its budget.  `memory` holds what outlives a request: a benchmark copies it and restores it before it repeats a
-    prompt.
+    out.  `heeds_floors`: it ends a draft at the floor of its budget.  `memory` holds what outlives a request:
+    a benchmark copies it and restores it before it repeats a prompt.
     """
 
     Options: ClassVar[type[Any]]
