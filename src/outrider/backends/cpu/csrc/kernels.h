@@ -171,7 +171,7 @@ void read_model(const ModelShape *shape, const Layer *layers, const ModelEnds *e
 /* A chain of draft tokens that begins after row first_row. */
 typedef struct {
     int64_t first_row, max_tokens, top_k;
-    /* the chain ends at a token that is less likely than min_prob, or, with those before it, than min_joint */
+    /* the chain ends at a token that is less likely than min_prob, or, with all before, than min_joint */
     double min_p, top_p, min_joint;
     uint64_t stream;
     double *probs; /* [max_tokens,width] or null: tokens are sampled, and what from is written here */
