@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -120,7 +121,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         *,
         speculative_config: Mapping[str, Any] | str | None = "auto",
         restart_on_error: bool = False,

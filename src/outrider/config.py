@@ -30,6 +30,7 @@ from outrider.core.validate import (
     made_of,
     one_of,
     optional,
+    path_text,
     real,
     whole,
 )
@@ -44,14 +45,23 @@ T = TypeVar("T")
 _LEVELS = "Did you mean 'num_speculative_tokens'?"
 _MODEL = "Did you mean 'model'?"
 _RULE = "Did you mean 'verification'?"
+_IDLE = "It has no effect here: leave it out."
 RENAMED = {  # keys of other programs or of earlier versions of vLLM -> hint
     "speculative_model": _MODEL, "assistant_model": _MODEL, "num_draft_tokens": _LEVELS,
     "num_assistant_tokens": _LEVELS, "prompt_lookup_num_tokens": _LEVELS, "max_draft_len": _LEVELS,
     "verify": _RULE,
     "acceptance_method": _RULE, "spec_decoding_acceptance_method": _RULE, "rejection_sample_method": _RULE,
     "controller": "How much is drafted: num_speculative_tokens, or num_speculative_tokens_per_batch_size.",
+    "max_model_len": "A draft sees what its target sees: leave it out.",
+    **dict.fromkeys(("disable_logprobs", "disable_mqa_scorer", "disable_padded_drafter_batch",
+                     "enforce_eager"), _IDLE),
 }  # fmt: skip
-
+ELSEWHERE = {  # engine options of vLLM -> hint
+    **dict.fromkeys(("speculative_model", "num_speculative_tokens", "draft_tensor_parallel_size"),
+                    "It is a key of speculative_config."),
+    **dict.fromkeys(("enforce_eager", "swap_space", "block_size", "disable_log_stats", "load_format",
+                     "enable_chunked_prefill", "distributed_executor_backend", "compilation_config"), _IDLE),
+}  # fmt: skip
 
 OTHERS = ("method", "verification", "lossless", "adaptive", "online", "control_module")
 MODEL = Kind("a folder, a .gguf file, a hub id or a built-in name", TEXT.accepts)
@@ -159,7 +169,7 @@ class SpeculativeOptions:
             raise ConfigError(
                 f"speculative_config must be a dict such as {{'method': 'ngram'}}, got {config!r}."
             )
-        given = dict(config or {"method": "off"})
+        given = {key: path_text(value) for key, value in (config or {"method": "off"}).items()}
         name = given.pop("method", None) or _detected(given)
         method, rule_name = draft.method(name), given.pop("verification", "match")
         rule = verify.rule(rule_name)
@@ -215,5 +225,5 @@ def options(kind: type[T], given: Mapping[str, Any], what: str) -> T:
 
     Raises ConfigError for an unknown name, suggesting the nearest valid one.
     """
-    refuse_unknown(given, [f.name for f in fields(kind)], what)  # type: ignore[arg-type]
+    refuse_unknown(given, [f.name for f in fields(kind)], what, elsewhere=ELSEWHERE)  # type: ignore[arg-type]
     return kind(**given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from outrider.checkpoints.hub import read_tokenizer
 from outrider.config import EngineOptions, SpeculativeOptions, options
 from outrider.core.params import SamplingParams, to_int
 from outrider.core.row import LoRARequest
+from outrider.core.validate import path_text
 from outrider.engine.chat_template import Messages, conversations
 from outrider.engine.engine import Engine
 from outrider.engine.loop import EngineLoop, Ticket
@@ -43,9 +45,13 @@ class LLM:
     """
 
     def __init__(
-        self, model: str, *, speculative_config: Mapping[str, Any] | str | None = "auto", **engine: Any
+        self,
+        model: str | os.PathLike[str],
+        *,
+        speculative_config: Mapping[str, Any] | str | None = "auto",
+        **engine: Any,
     ) -> None:
-        given = options(EngineOptions, {"model": model, **engine}, "engine option")
+        given = options(EngineOptions, {"model": path_text(model), **engine}, "engine option")
         self.engine = Engine(given, SpeculativeOptions.of(speculative_config))
         self.seed = secrets.randbits(63) if given.seed is None else given.seed
         checkpoint = self.engine.checkpoint
@@ -67,6 +73,7 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = False,
         lora_request: Loras = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate outputs for all prompts in one continuous batch.
 
@@ -76,12 +83,13 @@ class LLM:
         sampling_params: one for all prompts, or one for each.
         use_tqdm: show a progress bar.
         lora_request: an adapter for all prompts, or one (or None) for each.
+        priority: a number for each prompt; those with a smaller one start first.
 
         A single invalid prompt raises, usually RequestError.  Among several, its output has `.error` set.
         Thread-safe: calls from several threads share one batch.  Each returns when its own prompts are
         finished.
         """
-        requests = self._enter(prompts, sampling_params, lora_request)
+        requests = self._enter(prompts, sampling_params, lora_request, priority)
         live = [request for request in requests if isinstance(request, Request)]
         try:
             tickets = self._admit(live)
@@ -182,7 +190,9 @@ class LLM:
             for request in requests
         ]
 
-    def _enter(self, prompts: Prompts, given: Params, lora_request: Loras) -> list[Request | RequestOutput]:
+    def _enter(
+        self, prompts: Prompts, given: Params, lora_request: Loras, priority: Sequence[int] | None = None
+    ) -> list[Request | RequestOutput]:
         one = (
             isinstance(prompts, (str, bytes, Mapping))
             or not isinstance(prompts, Iterable)
@@ -193,12 +203,9 @@ class LLM:
             raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {given!r}.")
         params = _one_each(SamplingParams() if given is None else given, len(several), "SamplingParams")
         loras = _one_each(lora_request, len(several), "LoRARequests")
-        return [self._request(prompt, p, lora) for prompt, p, lora in zip(several, params, loras)]
-
-    def _request(
-        self, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None = None
-    ) -> Request | RequestOutput:
-        return self.reader.request(str(next(self._ids)), prompt, params, lora)
+        ranks = _one_each(0 if priority is None else priority, len(several), "priorities")
+        read = self.reader.request
+        return [read(str(next(self._ids)), *each) for each in zip(several, params, loras, ranks)]
 
     def variant(self, speculative_config: Mapping[str, Any] | str | None) -> LLM:
         """Create an LLM on the same weights with its own drafter, KV cache and queue, to compare methods.

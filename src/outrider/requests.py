@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -13,6 +13,7 @@ from outrider.core.noise import mix
 from outrider.core.params import SamplingParams, to_int
 from outrider.core.row import LoRARequest, Row
 from outrider.core.structured import StructuredOutputs
+from outrider.core.validate import is_whole
 from outrider.engine.chat_template import render
 from outrider.engine.detokenizer import Detokenizer
 from outrider.engine.engine import Engine
@@ -26,6 +27,7 @@ from outrider.sampling.processors import processors_of
 # "text", [1, 2, 3], {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}.
 # If a dict has both ids and a text, the ids are used, and the text is only copied to the output.
 Prompt = str | Mapping[str, Any] | Sequence[int]
+LONG = 64  # characters a token; the beginning of a longer text is tokenized first
 KEYS = ("prompt", "prompt_token_ids", "messages")
 
 
@@ -66,11 +68,14 @@ class Reader:
         try:
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
+            if not is_whole(priority):
+                raise RequestError(f"priority must be a whole number, got {shortened(priority)}.")
+            check = self._refuse_endless if params.truncate_prompt_tokens is None else None
             with self.lock:
                 if isinstance(prompt, Mapping) and "messages" in prompt:
-                    prompt = render(self.tokenizer, prompt)
+                    prompt = render(self.tokenizer, prompt, check)
                     text = prompt["prompt"]
-                ids = self._truncated(self._ids(prompt, text), params)
+                ids = self._truncated(self._ids(prompt, text, check), params)
                 if lora is not None:
                     self._known(lora)
             rows = self._rows(id, ids, params, lora)
@@ -117,8 +122,8 @@ class Reader:
             raise RequestError(f"LoRA adapter {lora.lora_name!r} needs LLM(…, enable_lora=True).")
         self.engine.adapters.check(lora)
 
-    def _ids(self, prompt: Prompt, text: str | None) -> list[int]:
-        """Token ids of a prompt: at least one, and all within the vocabulary."""
+    def _ids(self, prompt: Prompt, text: str | None, check: Callable[[str], None] | None = None) -> list[int]:
+        """Token ids of a prompt: at least one, and all within the vocabulary.  check: of a text."""
         if isinstance(prompt, Mapping):
             refuse_unknown(prompt, KEYS, "key of a prompt", error=RequestError)
         ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
@@ -132,6 +137,8 @@ class Reader:
         if ids is None:
             if not isinstance(text, str):
                 raise RequestError(f"a text prompt must be a string, got {text!r}.")
+            if check is not None:
+                check(text)
             ids = self.encode(text, "prompt")
         if not isinstance(ids, (list, tuple)):
             cure = ": pass .tolist()" if hasattr(ids, "tolist") else ""
@@ -156,6 +163,16 @@ class Reader:
                 )
             numbers.append(number)
         return numbers
+
+    def _refuse_endless(self, text: str) -> None:
+        """Raise RequestError if the beginning of a text is too long already: others wait for the tokenizer."""
+        longest = self.engine.max_len
+        beginning = text[: LONG * longest]
+        if len(text) > 2 * len(beginning) and len(self.encode(beginning, "prompt")) > 2 * longest:
+            raise RequestError(
+                f"the prompt of {len(text)} characters has more than the {longest} tokens that the context "
+                "holds: shorten it, or set truncate_prompt_tokens."
+            )
 
     def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
         """Last tokens of the prompt, as truncate_prompt_tokens requires.
@@ -277,7 +294,7 @@ class Reader:
                     for space in ("", " ")
                 )
             if not plain:
-                raise RequestError(f"bad_words: {word!r} has no token.")
+                raise RequestError(f"bad_words: {word!r} is only whitespace, which is cut: use logit_bias.")
             found.append(plain)
             if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 found.append(spaced)

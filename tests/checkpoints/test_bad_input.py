@@ -242,6 +242,19 @@ def test_a_device_that_is_not_there(tiny: Path) -> None:
 def test_a_tokenizer_that_is_not_there(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match=r"no tokenizer folder .*nothing.*: give a folder or a hub id"):
         LLM(str(tiny), tokenizer=str(tmp_path / "nothing"))
+    with pytest.raises(OutriderError, match=r"no tokenizer folder 'nothing'"):  # and nothing is downloaded
+        LLM(str(tiny), tokenizer="nothing")
+
+
+def test_a_builtin_model_gives_its_tokenizer(tiny: Path) -> None:
+    assert LLM(tiny, tokenizer="builtin-draft").tokenizer.encode("The sea") == LLM(
+        "builtin"
+    ).tokenizer.encode("The sea")
+
+
+def test_more_memory_than_the_machine_has_is_refused(tiny: Path) -> None:
+    with pytest.raises(CapacityError, match=r"kv_cache_memory_bytes 1,000,000,000,000,000 is more than the"):
+        LLM(tiny, kv_cache_memory_bytes=10**15)
 
 
 def test_too_little_memory_for_one_request_is_refused(tiny: Path) -> None:

@@ -17,6 +17,7 @@ import typer
 from commands import Run
 
 from outrider import LLM
+from outrider.backends.cpu.threads import processors
 from outrider.cli import app, flags
 from outrider.errors import ConfigError
 
@@ -77,7 +78,9 @@ def test_the_commands_that_introduced_speculation_to_llama_cpp(run: Run, mute: s
     assert result.status == 0, result.err
     prompt = re.search(r'-p "(.*)"\n', line)
     assert prompt and result.out.startswith(prompt[1].replace(r"\n", "\n"))
-    notes = [line for line in result.err.splitlines() if line.startswith("note: ")]
+    notes = [
+        line for line in result.err.splitlines() if line.startswith("note: ") and "-t 4 is more" not in line
+    ]
     assert len(notes) == 2 and "-ngl 1" in notes[1] and "-c 4096" in notes[0]
     assert ("n_draft   = 16" in result.err) == ("-md" in line)
 
@@ -94,6 +97,16 @@ def test_what_the_model_does_not_have_is_clipped(run: Run) -> None:
     assert run("generate", "-p", "x", "-n", 2, "-ngl", "some").status == 2
     (line,) = run("models", "builtin", "-c", 99999, "--json").out.splitlines()
     assert json.loads(line)["request_tokens"] == context
+
+
+def test_threads_beyond_the_processors_are_clipped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    result = run("generate", "-p", "x", "-n", 2, "-t", 9999)
+    assert result.status == 0 and "note: -t 9999 is more than the processors" in result.err
+    assert given[-1] == processors() < 9999
 
 
 def test_flags_of_llama_cpp_without_effect(run: Run) -> None:

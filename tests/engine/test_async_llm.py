@@ -264,6 +264,8 @@ def test_invalid_input_and_used_ids_are_refused(engine: AsyncLLM) -> None:
     async def task() -> None:
         with pytest.raises(RequestError, match="token id 999"):
             await engine.complete([999])
+        with pytest.raises(RequestError, match="priority must be a whole number, got 'high'"):
+            await engine.complete(PROMPTS[0], priority="high")  # type: ignore[arg-type]
         outputs = engine.generate(PROMPTS[0], params_of(0, max_tokens=200), "same")
         async with aclosing(outputs):
             await anext(outputs)

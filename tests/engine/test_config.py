@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outrider import ConfigError, OutriderError, draft, verify
+from outrider import ConfigError, ModelError, OutriderError, draft, verify
 from outrider.config import EngineOptions, SpeculativeOptions, options
 from outrider.control import fixed
 from outrider.draft.draft_model import DraftModel
@@ -251,6 +252,16 @@ def test_names_stand_apart() -> None:
     output = refused({"method": "ngram", "controller": "auto"})
     assert output.startswith("unknown key 'controller' in speculative_config of method 'ngram'. How much")
     assert "Did you mean 'model'" in refused({"method": "ngram", "speculative_model": "x"})
+    assert "leave it out" in refused({"model": "builtin-draft", "enforce_eager": True})
+    assert "Did you mean 'mtp'" in refused({"method": "deepseek_mtp"})
+    with pytest.raises(ModelError, match=r"'ngram' is a method: give it as 'method'"):
+        SpeculativeOptions.of({"model": "[ngram]", "num_speculative_tokens": 5})
+    with pytest.raises(ConfigError, match=r"'speculative_model'\. It is a key of speculative_config\."):
+        options(EngineOptions, {"model": "builtin", "speculative_model": "x"}, "engine option")
+
+
+def test_a_path_object_is_a_path() -> None:
+    assert SpeculativeOptions.of({"model": Path("builtin-draft")}).options.model == "builtin-draft"
 
 
 def test_the_error_tree() -> None:

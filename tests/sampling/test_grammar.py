@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider import RequestError, SamplingParams, StructuredOutputs
 from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.plain_tokenizer import PlainTokenizer
 from outrider.core.processor import Ids
 from outrider.core.tree import DraftTree
 from outrider.sampling.grammar.compiler import GrammarCompiler
@@ -55,6 +56,19 @@ def mask(state: GrammarState, *parts: Sequence[int]) -> Tensor:
     found = state.forbidden(Ids([*PROMPT, *output], path))
     assert found is not None
     return found
+
+
+def test_transformers_is_not_needed(builtin: Checkpoint) -> None:
+    """Its import takes seconds, which the first constrained request of a server would wait for."""
+
+    def load() -> Any:
+        raise AssertionError("transformers' tokenizer was asked for")
+
+    own = builtin.tokenizer
+    tokenizer = PlainTokenizer(own.backend_tokenizer, own.special, None, load)
+    compiler = GrammarCompiler(tokenizer, builtin.spec.vocabulary, builtin.ending)
+    yes = [own.encode(text)[0] for text in ("yes", "maybe")]
+    assert mask(made(compiler, {"choice": ["yes", "no"]}), [], [])[yes].tolist() == [False, True]
 
 
 # ---- faults

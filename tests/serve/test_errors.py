@@ -102,6 +102,8 @@ JSON = {"Content-Type": "application/json"}
         b'{"prompt": NaN}',
         b"1" * 5_000,
         b"{'a': 1}",
+        b'{"prompt": ' + b"[" * 50_000,
+        b'{"prompt": "\xff"}',
     ],
 )
 def test_bodies_that_are_no_json_object_are_refused(content: bytes, server: Served) -> None:
@@ -114,7 +116,24 @@ def test_numbers_must_be_finite_and_the_field_of_a_union_is_named(server: Served
         content = f'{{"prompt": "a", "guided_json": {{"const": {number}}}}}'
         answer = httpx.post(server.url + COMPLETIONS, content=content, headers=JSON)
         refused(answer, 400, f"{number} is no finite number")
-    assert refused(server.post(COMPLETIONS, {"prompt": 5}), 400)["param"] == "prompt"
+    for prompt in (5, [], [[]], [1.5], ["a"] * 1025):
+        error = refused(server.post(COMPLETIONS, {"prompt": prompt}), 400, "a text, a list of token ids, or")
+        assert error["param"] == "prompt" and ", got " in error["message"]
+
+
+def test_a_body_without_the_type_of_json(server: Served) -> None:
+    """As `curl -d` sends it."""
+    refused(
+        httpx.post(server.url + COMPLETIONS, content=b'{"prompt": "a"}'),
+        400,
+        "Content-Type: application/json",
+    )
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    refused(
+        httpx.post(server.url + COMPLETIONS, content=b'{"prompt": "a"}', headers=form), 400, "Content-Type"
+    )
+    text = refused(httpx.post(server.url + COMPLETIONS, content=b'{"prompt": "\xff"}', headers=JSON), 400)
+    assert text["code"] == "invalid_json" and "0xff" in text["message"]
 
 
 def test_other_faults_have_their_status(server: Served) -> None:

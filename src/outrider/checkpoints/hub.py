@@ -218,8 +218,8 @@ def read_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
 
     Raises ModelError if there is none, or if it cannot be read.
     """
-    folder = Path(name).expanduser()
-    if not folder.exists() and "/" in name and not on_hub(name):
+    folder = locate("builtin") if name in BUILTIN else Path(name).expanduser()
+    if not folder.exists() and not on_hub(name):
         raise ModelError(f"there is no tokenizer folder {name!r}: give a folder or a hub id (owner/name).")
 
     def load() -> Any:

@@ -263,7 +263,7 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
     import torch
     from rich.console import Console
 
-    from outrider.backends.cpu.threads import limit
+    from outrider.backends.cpu.threads import limit, processors
     from outrider.llm import LLM
 
     engine = {**engine, **more}
@@ -272,7 +272,9 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
     if threads is not None:
         if threads < 1:
             raise ConfigError(f"threads must be at least 1, got {threads}.")
-        torch.set_num_threads(threads)
+        if threads > (most := processors()):
+            note(f"-t {threads} is more than the processors of this machine: it gets {most}.")
+        torch.set_num_threads(min(threads, most))
     engine, speculative_config = clipped(engine, speculative_config)
     with Console(stderr=True).status(f"Loading {engine['model']}"):
         return LLM(**engine, speculative_config=speculative_config)

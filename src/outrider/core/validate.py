@@ -9,6 +9,7 @@ class Options(Checked):
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -132,6 +133,11 @@ def check_fields(options: Any, error: type[OutriderError] = ConfigError) -> None
     """Check the attributes of `options` that have a kind.  Raises `error` naming a bad one."""
     for name, kind in kinds_of(options.__class__).items():
         kind.check(getattr(options, name), name, error)
+
+
+def path_text(value: Any) -> Any:
+    """A path object as text; any other value as it is."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def text_of(file: str | Path, what: str, error: type[OutriderError] = ConfigError) -> str:

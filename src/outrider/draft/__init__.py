@@ -17,6 +17,12 @@ from outrider.errors import ConfigError, ModelError, nearest, unknown
 from outrider.heads.base import HeadDrafter
 
 PLAIN_MODEL = "draft_model"
+RENAMED = {  # of vLLM and others -> hint
+    "none": "Did you mean 'off'?",
+    **dict.fromkeys(("deepseek_mtp", "mimo_mtp", "ernie_mtp", "qwen3_next_mtp"), "Did you mean 'mtp'?"),
+    **dict.fromkeys(("prompt_lookup", "prompt_lookup_decoding"), "Did you mean 'ngram'?"),
+    "arctic": "Did you mean 'mlp_speculator' or 'suffix'?",
+}
 
 
 @lru_cache(maxsize=1)
@@ -42,7 +48,7 @@ def names() -> list[str]:
 
 def method(name: str) -> type[Drafter]:
     if not isinstance(name, str) or name not in methods():
-        raise ConfigError(unknown("speculative method", name, names()))
+        raise ConfigError(unknown("speculative method", name, names(), elsewhere=RENAMED))
     return methods()[name]
 
 
@@ -66,9 +72,10 @@ def detect(model: str, revision: str | None = None) -> str:
     known = [*BUILTIN, *builtin()]
     if model not in known and not folder.is_dir() and not on_hub(model):
         accepted = ", ".join(["a folder", "a .gguf file", "a hub id (owner/name)", *known])
-        raise ModelError(
-            f"there is no draft model or head {model!r}.{nearest(model, known)} Give {accepted}."
-        )
+        cure = nearest(model, known)
+        if (meant := model.strip("[]")) in methods():
+            cure = f" {meant!r} is a method: give it as 'method'."
+        raise ModelError(f"there is no draft model or head {model!r}.{cure} Give {accepted}.")
     head = Head.open(model, revision)
     claims = {name: method.claims(head) for name, method in head_methods().items()}
     strongest = max(claims.values())

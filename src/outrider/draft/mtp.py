@@ -122,8 +122,8 @@ def _refused(head: Head) -> str:
     qwen = "mtp.fc.weight" in head
     what = "layers of Qwen3-Next (gated attention)" if qwen else "no multi-token prediction layers"
     return (
-        f"it has {what}; those of {', '.join(LAYOUTS)} with dense blocks are: give a folder with such as "
-        "'model', or choose another method"
+        f"it has {what}: give as 'model' a folder that has them in the layout of {', '.join(LAYOUTS)}, with "
+        "dense blocks, or choose another method"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,10 +34,13 @@ def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]
     return messages if several else [messages]  # type: ignore[return-value, list-item]
 
 
-def render(tokenizer: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
+def render(
+    tokenizer: Any, prompt: Mapping[str, Any], check: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Render {"messages": […], …} to {"prompt": text, "prompt_token_ids": ids}.
 
     The template writes all special tokens, so the tokenizer adds none.
+    check: called with the text before it is tokenized.
     Raises RequestError if the tokenizer has no template, or the template rejects the messages.
     """
     names = [f.name for f in fields(Conversation)]
@@ -65,10 +68,14 @@ def render(tokenizer: Any, prompt: Mapping[str, Any]) -> dict[str, Any]:
             tokenize=False,
             **(given.chat_template_kwargs or {}),
         )
+        if check is not None:
+            check(text)
         return {
             "prompt": text,
             "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, verbose=False),
         }
+    except RequestError:
+        raise
     except Exception as error:  # a template is a program and raises any type
         raise RequestError(f"the chat template cannot take these messages: {error}") from error
 

@@ -14,6 +14,7 @@ arrives through the `on_news` callback of `submit`.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,7 @@ class EngineLoop:
         self._arriving: list[Ticket] = []  # not in the engine yet
         self._aborted: list[Ticket] = []
         self._stopped: Exception | None = None
+        self._process = os.getpid()
 
     def submit(self, rows: Sequence[Row], on_news: Callable[[], None] | None = None) -> Ticket:
         """Queue the rows of a request, which carry its id.
@@ -67,6 +69,7 @@ class EngineLoop:
         of `stop` after it.
         """
         self.engine.turn.refuse_reentry()
+        self._refuse_fork()
         ticket = Ticket(rows, on_news)
         with self._lock:
             if self._stopped is not None:
@@ -79,6 +82,15 @@ class EngineLoop:
             self._arriving.append(ticket)
             self._between_steps()
         return ticket
+
+    def _refuse_fork(self) -> None:
+        """Raise EngineError in a process that was forked while requests were open: their driver is missing."""
+        if self._process != os.getpid():
+            if self.tickets:
+                raise EngineError(
+                    "this process was forked while requests were running: load the model in it, or fork before."
+                )
+            self._process = os.getpid()
 
     def abort(self, id: str) -> None:
         """End a request before the next step, with finish_reason "abort".

@@ -26,6 +26,10 @@ def plan_pages(
     enough = -(-(max_len + max_nodes) // PAGE) * options.max_num_seqs
     limit, size = options.kv_cache_memory_bytes, slot_bytes.total()
     if limit:
+        if any(device.type == "cpu" for device in slot_bytes) and limit > (most := _memory()):
+            raise CapacityError(
+                f"kv_cache_memory_bytes {limit:,} is more than the {most:,} bytes of this machine: lower it."
+            )
         pages = limit // (size * PAGE)
     else:
         rooms = [
@@ -56,4 +60,8 @@ def free_memory(device: torch.device, share: float) -> int:
         )
         return int(lines["MemAvailable"].split()[0]) * 1024 // 4
     except (OSError, KeyError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+        return _memory() // 8
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

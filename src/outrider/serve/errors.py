@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from outrider.errors import EngineError, RequestError
+from outrider.errors import EngineError, RequestError, shortened
 from outrider.serve.wire import Json
 
 TYPES = {
@@ -21,6 +21,11 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
     504: "timeout_error",
+}
+UNIONS = {  # of fields with several types: pydantic tells what is wrong with the first one only
+    "prompt": "Input should be a text, a list of token ids, or a list of 1 to 1024 of these",
+    "stop": "Input should be a text that is not empty, or a list of such",
+    "input": "Input should be a text or a list of at least one item",
 }
 log = logging.getLogger("outrider.serve")
 
@@ -72,16 +77,20 @@ def told(error: Exception) -> ApiError:
 
 
 def of_validation(error: RequestValidationError) -> ApiError:
-    """The first fault of a body, named by its field."""
+    """The first fault of a body, named by its field and with its value."""
     first: Mapping[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first['ctx']['error']}.", code="invalid_json")
     place = [str(part) for part in _place(first, error.body)]
-    param = ".".join(place) or None
+    param = ".".join(place)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {place[-1]!r}.", param, "unknown_parameter")
-    message = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{param}: {message}" if param else f"the body is invalid: {message}", param)
+    message = UNIONS.get(param) or first["msg"].removeprefix("Value error, ")
+    if not param and first["type"] in ("missing", "model_attributes_type"):
+        message = "it must be a JSON object, sent with the header Content-Type: application/json"
+    elif first["type"] != "missing":
+        message += f", got {shortened(first['input'], 60)}"
+    return ApiError(400, f"{param or 'the body is invalid'}: {message}", param or None)
 
 
 def _place(fault: Mapping[str, Any], body: Any) -> list[str | int]:

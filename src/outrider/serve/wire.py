@@ -50,8 +50,13 @@ class StrictRoute(APIRoute):
 
 
 def strict_json(text: bytes) -> Any:
-    """The value of a JSON text.  Raises ValueError, also for numbers that are not finite."""
-    return json.loads(text, parse_constant=_refused, parse_float=_finite)
+    """The value of a JSON text.  Raises JSONDecodeError, also for numbers that are not finite."""
+    try:
+        return json.loads(text, parse_constant=_refused, parse_float=_finite)
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:  # of bytes that are no text, long numbers, deep lists
+        raise json.JSONDecodeError(str(error), "", 0) from error
 
 
 def _refused(number: str) -> float:

@@ -205,3 +205,8 @@ def test_other_routes_pass_unchanged() -> None:
     body = b'{"prompt": "x"}'
     assert Question.of("POST", "/tokenize", [], body).body == body
     assert Question.of("GET", "/v1/models", [], b"").generates is False
+
+
+def test_a_body_that_is_nested_too_deeply_is_left_to_the_replica() -> None:
+    body = b'{"prompt": ' + b"[" * 100_000
+    assert Question.of("POST", "/v1/completions", [], body).body == body

@@ -31,6 +31,11 @@ def limit() -> None:
         torch.set_num_threads(min(torch.get_num_threads(), max(1, math.ceil(allowed))))
 
 
+def processors() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def adopt(kernels: ctypes.CDLL) -> None:
     """Let the kernels use as many threads as torch does."""
     kernels.set_threads(torch.get_num_threads())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import astuple
 from functools import cached_property
 from threading import Lock
@@ -53,7 +54,7 @@ class GrammarCompiler:
     def library(self) -> Any:
         """The tokenizer as the library wants it.  Making it takes about a second for 100,000 tokens."""
         try:
-            from llguidance.hf import from_tokenizer
+            from llguidance import LLTokenizer
         except ImportError as error:
             raise RequestError(f"{WHERE} needs llguidance: pip install 'outrider[grammar]'.") from error
         if self.tokenizer is None or not getattr(self.tokenizer, "is_fast", False):
@@ -61,8 +62,10 @@ class GrammarCompiler:
         if not self.ending:
             raise RequestError(f"{WHERE} needs a model with an end-of-sequence token.")
         size = max(self.vocabulary, len(self.tokenizer))
-        full = getattr(self.tokenizer, "full", self.tokenizer)  # a type that the library knows
-        return from_tokenizer(full, n_vocab=size, eos_token=sorted(self.ending))
+        core = copy(self.tokenizer.backend_tokenizer)  # llguidance.hf would import all of transformers
+        core.no_padding()
+        core.no_truncation()
+        return LLTokenizer(core.to_str(), n_vocab=size, eos_token=sorted(self.ending))
 
     def _matcher(self, form: StructuredOutputs) -> Any:
         key = json.dumps(astuple(form))
