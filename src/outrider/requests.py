@@ -165,7 +165,7 @@ class Reader:
         return numbers
 
     def _refuse_endless(self, text: str) -> None:
-        """Raise RequestError if the beginning of a text is too long already: others wait for the tokenizer."""
+        """Raise RequestError if a text's beginning is too long already: others wait for the tokenizer."""
         longest = self.engine.max_len
         beginning = text[: LONG * longest]
         if len(text) > 2 * len(beginning) and len(self.encode(beginning, "prompt")) > 2 * longest:

@@ -36,3 +36,6 @@ def test_a_quantised_copy_answers_and_drafts(run: Run, tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_one_line(run: Run, tmp_path: Path) -> None:
     done = run("quantize", "-m", "builtin", "--out", tmp_path / "new", "--bits", 5)
     assert done.status == 2 and "bits must be one of 8, 4, 16, 32, got 5" in done.err
+    (tmp_path / "file").write_text("")
+    done = run("quantize", "-m", tiny_checkpoint(tmp_path / "source"), "--out", tmp_path / "file" / "new")
+    assert done.status == 2 and done.err.startswith("error: ") and "Not a directory" in done.err

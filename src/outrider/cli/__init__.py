@@ -93,6 +93,8 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # `outrider … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except OSError as error:  # a folder that cannot be written, a full disk, a port in use
+        fail(str(error), error)
     raise SystemExit(status if isinstance(status, int) else 0)
 
 

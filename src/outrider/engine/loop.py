@@ -84,11 +84,11 @@ class EngineLoop:
         return ticket
 
     def _refuse_fork(self) -> None:
-        """Raise EngineError in a process that was forked while requests were open: their driver is missing."""
+        """Raise EngineError in a process that was forked while requests were open: it lacks their driver."""
         if self._process != os.getpid():
             if self.tickets:
                 raise EngineError(
-                    "this process was forked while requests were running: load the model in it, or fork before."
+                    "this process was forked while requests were running: load the model in it."
                 )
             self._process = os.getpid()
 
