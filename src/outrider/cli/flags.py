@@ -260,21 +260,18 @@ def note(text: str) -> None:
 
 def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **more: Any) -> LLM:
     """The model, with a note on the terminal while it loads; without a config it decodes plainly."""
-    import torch
     from rich.console import Console
 
-    from outrider.backends.cpu.threads import limit, processors
+    from outrider.backends.cpu.threads import processors, use
     from outrider.llm import LLM
 
     engine = {**engine, **more}
     threads = engine.pop("threads", None)
-    limit()  # now, so that an explicit number is not lowered later
-    if threads is not None:
-        if threads < 1:
-            raise ConfigError(f"threads must be at least 1, got {threads}.")
-        if threads > (most := processors()):
-            note(f"-t {threads} is more than the processors of this machine: it gets {most}.")
-        torch.set_num_threads(min(threads, most))
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads must be at least 1, got {threads}.")
+    if threads is not None and threads > processors():
+        note(f"-t {threads} is more than the processors of this machine: it gets {processors()}.")
+    use(threads)
     engine, speculative_config = clipped(engine, speculative_config)
     with Console(stderr=True).status(f"Loading {engine['model']}"):
         return LLM(**engine, speculative_config=speculative_config)

@@ -14,13 +14,12 @@ from socket import socket
 from types import FrameType
 from typing import Any, Protocol
 
-import torch
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from outrider.async_llm import AsyncLLM
-from outrider.backends.cpu.threads import limit
+from outrider.backends.cpu.threads import use
 from outrider.errors import EngineError
 from outrider.serve.app import make_app
 from outrider.serve.guard import Gate
@@ -50,9 +49,7 @@ class Service:
     gpus: Sequence[str] = ()
 
     def load(self) -> AsyncLLM:
-        limit()
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
+        use(self.threads)
         restarts = self.options.restart_engine
         return AsyncLLM(speculative_config=self.config, restart_on_error=restarts, **self.engine)
 

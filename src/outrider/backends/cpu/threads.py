@@ -31,6 +31,13 @@ def limit() -> None:
         torch.set_num_threads(min(torch.get_num_threads(), max(1, math.ceil(allowed))))
 
 
+def use(threads: int | None) -> None:
+    """Use so many threads, at most one a processor.  None: torch's number, limited."""
+    limit()  # now, so that an explicit number is not lowered later
+    if threads is not None:
+        torch.set_num_threads(min(threads, processors()))
+
+
 def processors() -> int:
     """Processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
