@@ -121,7 +121,7 @@ def test_a_lost_stream_goes_on(length: int, told: bool) -> None:
     assert status == 200 and text_of(body) == "".join(WORDS) and body.count("[DONE]") == 1
     assert body.count("stop") == 1 and "error" not in body
     assert pool.asked[0][0] == pool.asked[1][0], "the same seed and id"
-    assert pool.retries == 1
+    assert pool.retries == 1 and pool.asked[1][1] == {0}, "not the lost one, which may look ready"
 
 
 def test_a_stream_that_ends_too_early_is_repeated() -> None:

@@ -202,6 +202,7 @@ class Relay:
                                 yield rest
                     return
                 except ReplicaLost as error:
+                    self._avoid = {answer.replica}  # its end may not be known yet
                     self._note(error)
                 answer, body = await self._ask()
                 if body is not None:

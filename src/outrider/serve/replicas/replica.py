@@ -10,8 +10,8 @@ import asyncio
 import logging
 import multiprocessing
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -130,6 +130,7 @@ class Replica:
         while await self._healthy(self.timeout) is not None:
             if self.state == "lost":  # a connection broke, and not the process
                 self.state = "ready"
+                self.changed.set()
             await asyncio.sleep(BEAT)
         planned = self.state == "stopping"
         await asyncio.sleep(self.service.options.shutdown_timeout + END_SECONDS if planned else POLL)
@@ -169,11 +170,15 @@ class Replica:
             async with AsyncExitStack() as opened:
                 yield await self._send(question, opened)
         except (NotReached, ReplicaLost):
-            if self.state == "ready":
-                self.state = "lost"
+            self.lose()
             raise
         finally:
             self.open -= question.samples
+
+    def lose(self) -> None:
+        """Ask it no more until it has told that it is well."""
+        if self.state == "ready":
+            self.state = "lost"
 
     async def _send(self, question: Question, opened: AsyncExitStack) -> HttpAnswer:
         assert self._client is not None
@@ -219,14 +224,19 @@ class HttpAnswer:
         return self.source.state == "stopping"
 
     async def read(self) -> bytes:
-        try:
+        with self._losing():
             return await self.response.aread()
-        except (httpx.TransportError, httpx.StreamError) as error:
-            raise ReplicaLost(self.planned) from error
 
     async def events(self) -> AsyncIterator[str]:
-        try:
+        with self._losing():
             async for event in whole_events(self.response.aiter_text()):
                 yield event
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
         except (httpx.TransportError, httpx.StreamError) as error:
-            raise ReplicaLost(self.planned) from error
+            planned = self.planned
+            self.source.lose()
+            raise ReplicaLost(planned) from error
