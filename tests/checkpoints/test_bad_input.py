@@ -9,7 +9,15 @@ import pytest
 import torch
 from healthy import GOOD, GREEDY, answer, assert_well
 
-from outrider import LLM, CapacityError, ConfigError, OutriderError, RequestError, SamplingParams
+from outrider import (
+    LLM,
+    CapacityError,
+    ConfigError,
+    ModelError,
+    OutriderError,
+    RequestError,
+    SamplingParams,
+)
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +252,12 @@ def test_a_tokenizer_that_is_not_there(tiny: Path, tmp_path: Path) -> None:
         LLM(str(tiny), tokenizer=str(tmp_path / "nothing"))
     with pytest.raises(OutriderError, match=r"no tokenizer folder 'nothing'"):  # and nothing is downloaded
         LLM(str(tiny), tokenizer="nothing")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "~/x/y/z"], ids=["long", "nul", "home"])
+def test_a_name_that_is_no_path(name: str) -> None:
+    with pytest.raises(ModelError, match="there is no checkpoint folder"):
+        LLM(name)
 
 
 def test_a_builtin_model_gives_its_tokenizer(tiny: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from importlib import import_module
 from typing import Any
 
@@ -51,6 +52,8 @@ def test_the_options_of_vllms_page_are_read(dash: str, run: Run, started: list[S
         ("--replicas 0", "replicas must be"),
         ("--api-key-file /no/such/file", "api_key_file"),
         ("--ssl-keyfile a", "ssl_certfile"),
+        ("--ssl-keyfile a --ssl-certfile b", "'b' and ssl_keyfile 'a' cannot be used: No such file"),
+        ("--host 192.0.2.1", "192.0.2.1:8000 cannot be listened on: "),
         ("--lora-modules a", "NAME=PATH"),
         ("--tool-call-parser x", "hermes"),
         ("--speculative-config {", "no JSON"),
@@ -62,6 +65,16 @@ def test_the_options_of_vllms_page_are_read(dash: str, run: Run, started: list[S
 def test_what_cannot_be_is_refused_before_loading(line: str, text: str, run: Run) -> None:
     result = run("serve", "builtin", *line.split())
     assert result.status == 2 and text in " ".join(result.err.split()), result.err
+
+
+def test_a_port_in_use_is_told_before_loading(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for more in ((), ("--replicas", 2)):
+            result = run("serve", "builtin", "--port", port, *more)
+            assert result.status == 2 and result.err.endswith(
+                f"error: 127.0.0.1:{port} cannot be listened on: Address already in use.\n"
+            )
 
 
 def test_help_explains_every_option(run: Run) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os.path import exists, isdir, isfile
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,9 @@ def locate(name: str, revision: str | None = None) -> Path:
     if name in BUILTIN:
         return Path(__file__).parent.parent / "builtin" / BUILTIN[name]
     path = Path(name).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
+    if path.suffix == ".gguf" and isfile(path):  # False, not an error, for names that are too long
         return path
-    if path.is_dir():
+    if isdir(path):
         return _in_folder(name, path)
     if not on_hub(name):
         raise ModelError(
@@ -63,7 +64,7 @@ def _in_folder(name: str, folder: Path) -> Path:
 
 def on_hub(name: str) -> bool:
     """Whether a name may be a hub id: it has the form owner/name, and there is no such path."""
-    return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not Path(name).exists()
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not exists(name)
 
 
 def download(name: str, revision: str | None = None, also: Sequence[str] = ()) -> Path:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class PeftAdapter:
 
 def _locate(path: str) -> Path:
     folder = Path(path).expanduser()
-    if not folder.is_dir():
+    if not isdir(folder):
         if not on_hub(path):
             raise ModelError(f"there is no adapter folder {path!r}; give a folder or a hub id (owner/name).")
         folder = download(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from ssl import PROTOCOL_TLS_SERVER, SSLContext
 from typing import Annotated
 
 from outrider.core.validate import TEXT, Checked, Count, Flag, Kind, Text, one_of, real, text_of, whole
@@ -83,6 +84,12 @@ class ServerOptions(Checked):
         super().__post_init__()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("TLS needs both ssl_certfile and ssl_keyfile.")
+        if self.ssl_certfile is not None:
+            try:
+                SSLContext(PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+            except OSError as error:
+                files = f"ssl_certfile {self.ssl_certfile!r} and ssl_keyfile {self.ssl_keyfile!r}"
+                raise ConfigError(f"{files} cannot be used: {error.strerror or error}.") from error
         for module in self.lora_modules:
             name, _, path = module.partition("=")
             if not (name and path):

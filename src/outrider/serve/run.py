@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from socket import socket
+from socket import AF_INET, AF_INET6, create_server, socket
 from types import FrameType
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp
 
 from outrider.async_llm import AsyncLLM
 from outrider.backends.cpu.threads import use
-from outrider.errors import EngineError
+from outrider.errors import ConfigError, EngineError
 from outrider.serve.app import make_app
 from outrider.serve.guard import Gate
 from outrider.serve.log import described, log_throughput
@@ -28,6 +29,7 @@ from outrider.serve.options import ServerOptions
 from outrider.serve.state import Server, cancelled
 
 WATCH_INTERVAL = 0.5  # seconds
+LOADER = "load"  # name of the thread that loads
 GRACE = 5.0  # seconds between the end of the engine and that of connections
 log = logging.getLogger("outrider.serve")
 
@@ -57,7 +59,7 @@ class Service:
 def run(service: Service) -> None:
     """Serve until SIGTERM or SIGINT.  The engine loads in another thread, while /health answers 503.
 
-    Raises the error of loading, EngineError if the engine stops, and OSError if the address is in use.
+    Raises the error of loading, EngineError if the engine stops, and ConfigError if the address is in use.
     """
     server = Server(service.options, service.engine["model"])
 
@@ -73,6 +75,8 @@ def run(service: Service) -> None:
 
     process = Process(make_app(server, lifespan), server, service.socket)
     process.run()
+    if any(thread.name == LOADER for thread in threading.enumerate()):
+        os._exit(0)  # the end of the interpreter would abort the process, inside a library of that thread
 
 
 async def _load(process: Process, server: Server, load: Callable[[], AsyncLLM]) -> None:
@@ -107,7 +111,7 @@ def _loading(load: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
         except Exception as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, name="load", daemon=True).start()
+    threading.Thread(target=work, name=LOADER, daemon=True).start()
     return future
 
 
@@ -154,9 +158,19 @@ class Process(uvicorn.Server):
         self.failure, self.should_exit = error, True
 
     def run(self, sockets: list[socket] | None = None) -> None:
-        super().run(sockets)
+        super().run(sockets or self._listening())
         if self.failure is not None:
             raise self.failure
+
+    def _listening(self) -> list[socket] | None:
+        """The socket of host and port, before anything is loaded.  Raises ConfigError."""
+        host, port = self.config.host, self.config.port
+        if self.config.uds is not None:
+            return None
+        try:
+            return [create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)]
+        except OSError as error:
+            raise ConfigError(f"{host}:{port} cannot be listened on: {error.strerror or error}.") from error
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # not super(): it would raise the signal again at the end, so the status of the process were not 0

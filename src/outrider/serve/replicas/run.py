@@ -26,7 +26,7 @@ log = logging.getLogger("outrider.serve")
 def run_replicas(service: Service) -> None:
     """Serve with several processes until SIGTERM or SIGINT.  SIGHUP restarts them one after the other.
 
-    Raises EngineError if a replica cannot start, ConfigError, and OSError if the address is in use.
+    Raises EngineError if a replica cannot start, and ConfigError, also if the address is in use.
     """
     if service.options.chat_template is not None:
         text_of(service.options.chat_template, "chat_template")
