@@ -209,6 +209,7 @@ class AsyncLLM:
         Raises EngineError, TimeoutError after `timeout` seconds, and RequestError if a logits processor may
         wait for this call.  Closing it ends the requests.
         """
+        await self.check_health()
         inbox = _Inbox()
         timers = [inbox.loop.call_later(turn.STALL, self._refuse_to_wait, inbox, time.monotonic())]
         if timeout is not None:
@@ -258,7 +259,7 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raise EngineError unless requests are accepted."""
         if not self.is_running:
-            raise self.error or EngineError("the engine has been shut down.")
+            raise self.error or EngineError("the engine has been shut down, or its process was forked.")
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests with an EngineError, and the engine's thread within `timeout` seconds."""
