@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -277,17 +276,6 @@ def test_invalid_input_and_used_ids_are_refused(engine: AsyncLLM) -> None:
             assert len(output.outputs[0].token_ids) == 200, "the first one goes on"
 
     running(engine, task)
-
-
-def test_a_forked_process_is_told_that_it_has_no_engine(engine: AsyncLLM) -> None:
-    """Its thread is missing there, and a request would wait for ever."""
-    if not (child := os.fork()):
-        try:
-            asyncio.run(ids_of(engine, 0))
-        except EngineError as error:
-            os._exit(17 if "forked" in str(error) else 1)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 
 
 def test_a_smaller_priority_comes_first(engine: AsyncLLM) -> None:

@@ -161,36 +161,6 @@ def test_a_prompt_of_strange_ids_fails_alone(prompt: Any, message: str, llm: LLM
     llm.engine.check()
 
 
-def test_prompts_start_in_the_order_of_their_priorities(tiny: Path) -> None:
-    alone = LLM(tiny, max_num_seqs=1, seed=0)
-    first, second = alone.generate([[5, 6], [7, 8]], GREEDY, priority=[1, 0])
-    assert second.queued_seconds < first.queued_seconds
-    with pytest.raises(RequestError, match="2 prompts and 1 priorities"):
-        alone.generate([[5, 6], [7, 8]], GREEDY, priority=[1])
-
-
-def test_of_an_endless_prompt_only_the_beginning_is_tokenized(
-    speaking: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths: list[int] = []
-    own = speaking.tokenizer.encode
-    monkeypatch.setattr(
-        speaking.tokenizer, "encode", lambda text, **k: lengths.append(len(text)) or own(text, **k)
-    )
-    with pytest.raises(RequestError, match=r"of 500000 characters has more than the 64 tokens"):
-        speaking.generate("x" * 500_000)
-    with pytest.raises(RequestError, match=r"characters has more than the 64 tokens"):
-        speaking.chat([{"role": "user", "content": "x" * 500_000}])
-    assert lengths == [64 * 64] * 2
-    (output,) = speaking.generate("x" * 50_000, SamplingParams(truncate_prompt_tokens=8, max_tokens=1))
-    assert len(output.prompt_token_ids) == 8
-
-
-def test_a_bad_word_of_whitespace(speaking: LLM) -> None:
-    with pytest.raises(RequestError, match=r"bad_words: '\\n' is only whitespace, which is cut"):
-        speaking.generate("x", SamplingParams(bad_words=["\n"]))
-
-
 def test_anything_that_a_tokenizer_raises_is_an_error_of_the_request(
     speaking: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

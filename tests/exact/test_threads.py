@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -328,21 +327,3 @@ def test_a_listener_that_fails_ends_its_request_alone(shared: LLM, texts: list[l
 
 def test_errors_have_one_root() -> None:
     assert issubclass(EngineError, OutriderError)
-
-
-def test_a_fork_while_requests_run_is_refused(shared: LLM) -> None:
-    """The thread that drives the engine is missing in the child, which would wait for ever."""
-    request = SamplingParams(temperature=0, max_tokens=4)
-    stream = shared.stream([5, 6, 7], request)
-    next(stream)
-    if not (child := os.fork()):
-        try:
-            shared.generate([5, 6, 7], request)
-        except EngineError as error:
-            os._exit(17 if "forked" in str(error) else 1)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
-    list(stream)
-    if not (child := os.fork()):
-        os._exit(len(shared.generate([5, 6, 7], request)[0].outputs[0].token_ids))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4

@@ -1,0 +1,81 @@
+"""Reading of prompts: priorities, endless texts, words that cannot be forbidden, and forked processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider import LLM, AsyncLLM, EngineError, RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def speaking() -> LLM:
+    return LLM("builtin", max_num_seqs=4, max_model_len=64, seed=0)
+
+
+def test_prompts_start_in_the_order_of_their_priorities(tiny: Path) -> None:
+    alone = LLM(tiny, max_num_seqs=1, seed=0)
+    first, second = alone.generate([[5, 6], [7, 8]], GREEDY, priority=[1, 0])
+    assert second.queued_seconds < first.queued_seconds
+    with pytest.raises(RequestError, match="2 prompts and 1 priorities"):
+        alone.generate([[5, 6], [7, 8]], GREEDY, priority=[1])
+
+
+def test_of_an_endless_prompt_only_the_beginning_is_tokenized(
+    speaking: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    own = speaking.tokenizer.encode
+    monkeypatch.setattr(
+        speaking.tokenizer, "encode", lambda text, **k: lengths.append(len(text)) or own(text, **k)
+    )
+    with pytest.raises(RequestError, match=r"of 500000 characters has more than the 64 tokens"):
+        speaking.generate("x" * 500_000)
+    with pytest.raises(RequestError, match=r"characters has more than the 64 tokens"):
+        speaking.chat([{"role": "user", "content": "x" * 500_000}])
+    assert lengths == [64 * 64] * 2
+    (output,) = speaking.generate("x" * 50_000, SamplingParams(truncate_prompt_tokens=8, max_tokens=1))
+    assert len(output.prompt_token_ids) == 8
+
+
+def test_a_bad_word_of_whitespace(speaking: LLM) -> None:
+    with pytest.raises(RequestError, match=r"bad_words: '\\n' is only whitespace, which is cut"):
+        speaking.generate("x", SamplingParams(bad_words=["\n"]))
+
+
+def status_in_child(call: Callable[[], int]) -> int:
+    """What a call returns in a fork; 17 for the EngineError of forks."""
+    if not (child := os.fork()):
+        status = 1
+        try:
+            status = call()
+        except EngineError as error:
+            status = 17 if "forked" in str(error) else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_fork_while_requests_run_is_refused(speaking: LLM) -> None:
+    """The thread that drives the engine is missing in the child, which would wait for ever."""
+
+    def tokens() -> int:
+        return len(speaking.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids)
+
+    stream = speaking.stream([5, 6, 7], GREEDY)
+    next(stream)
+    assert status_in_child(tokens) == 17
+    list(stream)
+    assert status_in_child(tokens) == tokens()
+
+
+def test_a_forked_process_has_no_asynchronous_engine(tiny: Path) -> None:
+    engine = AsyncLLM(tiny, max_num_seqs=1)
+    assert status_in_child(lambda: len(asyncio.run(engine.complete([5, 6], GREEDY)).outputs)) == 17
+    engine.shutdown()
