@@ -170,7 +170,8 @@ class Process(uvicorn.Server):
         try:
             return [create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)]
         except OSError as error:
-            raise ConfigError(f"{host}:{port} cannot be listened on: {error.strerror or error}.") from error
+            reason = str(error.strerror or error).partition(" (while")[0]
+            raise ConfigError(f"{host}:{port} cannot be listened on: {reason}.") from error
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # not super(): it would raise the signal again at the end, so the status of the process were not 0
