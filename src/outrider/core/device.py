@@ -1,4 +1,4 @@
-"""Copies to a device that do not wait for what it computes."""
+"""Copies between host and device that do not wait for what the device computes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,26 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     tensor.
     """
     return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+class HostCopy:
+    """A copy to the host under way: asked for now, waited for when it is read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.numbers = tensor
+        self.done: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.numbers = pinned.copy_(tensor, non_blocking=True)
+            self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.done.record(torch.cuda.current_stream(tensor.device))
+
+    def tolist(self) -> list[int]:
+        """The numbers of a tensor [n]."""
+        if self.done is not None:
+            self.done.synchronize()
+        numbers: list[int] = self.numbers.tolist()
+        return numbers
 
 
 def take(x: Tensor, rows: Sequence[int]) -> Tensor:

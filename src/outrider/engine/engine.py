@@ -122,6 +122,7 @@ class Engine:
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
         self.flights, pipeline = deque[Flight](), isinstance(self.decoder, ParallelModel)
         self.overlap = self.options.pipeline_parallel_size if pipeline else 1  # steps in flight at once
+        self.ahead = not pipeline and self.decoder.device.type != "cpu"  # one is, between two calls of `step`
         self.controller: Controller = limits
         self.adaptive: list[AutoController] = []  # one for each step in flight
         if speculation.adaptive:
@@ -196,8 +197,18 @@ class Engine:
         """Run one forward for every row that can run.  Returns the rows that emitted tokens or failed.
 
         On a pipeline, steps of `overlap` groups of rows overlap: begin those that can, and complete one.
+        A device computes the next step while the caller passes on what this one has emitted (`ahead`).
         Raises RequestError if called from inside a step.
         """
+        rows = self._launch()
+        if self.flights:
+            rows += self._complete(self.flights.popleft())
+            return rows + self._launch() if self.ahead else rows
+        assert not self.busy, "rows are waiting and none can run"
+        return rows
+
+    def _launch(self) -> list[Row]:
+        """Begin steps until `overlap` are in flight.  Returns the rows that failed."""
         failed: list[Row] = []
         while len(self.flights) < self.overlap:
             began = time.perf_counter()
@@ -206,10 +217,20 @@ class Engine:
             if not batch:
                 break
             self.flights.append(self._begin(batch, began))
-        if self.flights:
-            return failed + self._complete(self.flights.popleft())
-        assert not self.busy, "rows are waiting and none can run"
+            if self.overlap > 1 or self.ahead:
+                self.scheduler.away.update(batch.rows)
         return failed
+
+    def abort(self, row: Row) -> None:
+        """End a row between two steps.
+
+        One in flight leaves when its step is completed; a step ahead whose rows have all ended is dropped.
+        """
+        self.scheduler.abort(row)
+        if self.ahead and self.flights and all(each.finish_reason for each in self.flights[0].batch.rows):
+            for each in self.flights.popleft().batch.rows:
+                self.scheduler.away.discard(each)
+                self.scheduler.retire(each)
 
     def _begin(self, batch: Batch, began: float) -> Flight:
         """Draft for a batch, and begin its forward."""

@@ -213,7 +213,7 @@ class EngineLoop:
         while self._aborted:
             ticket = self._aborted.pop()
             for row in ticket.rows:
-                self.engine.scheduler.abort(row)
+                self.engine.abort(row)
             self._report([ticket])
 
     def _report(self, tickets: Sequence[Ticket], grown: bool = False) -> None:

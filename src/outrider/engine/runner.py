@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -110,7 +109,7 @@ class Runner:
         self.rule = rule
 
     def begin(self, batch: Batch, needs: Needs) -> Callable[[], ForwardOutput]:
-        """Begin the forward where the target is a pipeline.  The result runs it, or waits for it."""
+        """Begin the forward.  The result waits for it; until then, the host reads nothing of a device."""
         step_input = StepInput()
         queries = None if self.verifier is None else self.verifier.queries(self.rule)
         roots: dict[int, int] = {}
@@ -171,9 +170,11 @@ class Runner:
             args = step_input, self.pool, kept, queries
             if isinstance(self.decoder, ParallelModel):
                 return self.decoder.begin_step(*args)
-            return partial(self.decoder.forward_step, *args)
+            logits = self.decoder.forward_step(*args)
+            return lambda: logits
         x = self._resumed(step_input, resume, spans)
-        return partial(self.decoder.finish_step, step_input, x, kept, queries)
+        logits = self.decoder.finish_step(step_input, x, kept, queries)
+        return lambda: logits
 
     def _resumed(self, step_input: StepInput, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
         """Hidden states [n, hidden] after the last layer."""

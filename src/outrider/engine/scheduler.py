@@ -129,8 +129,6 @@ class Scheduler:
                 continue
             insort_right(self.running, row, key=_priority)
             batch.add(row, budget.take(len(row.tokens) - row.computed, row.computed))
-        if overlap > 1:
-            self.away.update(batch.rows)
         return batch
 
     def _places(self, batch: Batch, share: int) -> bool:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from outrider.backends.rules import Answer, TreeQuery
 from outrider.backends.torch import sampling
+from outrider.core.device import HostCopy
 from outrider.core.tree import ROOT
 
-NO_TOKENS = torch.empty(0, dtype=torch.int64)
+NO_TOKENS = HostCopy(torch.empty(0, dtype=torch.int64))
 
 
 class TreeQueries:
@@ -62,4 +63,4 @@ class TreeVerifier:
             for query in queries.trees
             for row, key in enumerate(query.keys, query.root)
         )
-        queries.picked = sampling.pick_next(sampling.with_float64(logits), asked)
+        queries.picked = HostCopy(sampling.pick_next(sampling.with_float64(logits), asked))

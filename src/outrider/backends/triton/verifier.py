@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.backends.rules import Answer, TreeQuery
 from outrider.backends.triton.sampling import LATEST, Rows, best_of_parts, params_of, signed
-from outrider.core.device import to_device
+from outrider.core.device import HostCopy, to_device
 from outrider.core.params import DistributionParams
 
 
@@ -30,7 +30,7 @@ class TreeQueries:
         self.distributions: list[DistributionParams] = []
         self.owners: dict[int, tuple[int, int]] = {}  # row of the logits -> its entry in `Rows.owners`
         self.trees, self.nodes = array("q"), array("q")  # root, first node, nodes | token, parent
-        self.answers: Tensor | None = None
+        self.answers: HostCopy | None = None
 
     def add(self, query: TreeQuery) -> None:
         tree, root = query.tree, query.root
@@ -112,8 +112,9 @@ class TreeVerifier:
         scores, tokens = best_of_parts(rows)
         most, parts = max(queries.sizes.values()), scores.shape[1]
         size = 2 * sum(queries.sizes.values()) + 2 * len(queries.sizes)
-        queries.answers = torch.empty(size, dtype=torch.int32, device=logits.device)
+        answers = torch.empty(size, dtype=torch.int32, device=logits.device)
         _walk[(len(queries.sizes),)](
-            rows.highest, scores, tokens, trees, nodes, queries.answers, parts,
+            rows.highest, scores, tokens, trees, nodes, answers, parts,
             PARTS=triton.next_power_of_2(parts), NODES=triton.next_power_of_2(max(1, most)),
         )  # fmt: skip
+        queries.answers = HostCopy(answers)

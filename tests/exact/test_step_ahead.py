@@ -1,0 +1,156 @@
+"""A step in flight between two calls of `Engine.step`, as on a device: same texts, no read before its end.
+
+`Engine.ahead` is set by hand: on a CPU a step is over when it has begun.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from drafter_cases import PlainOutputs
+from helpers import answer
+from syncs import Syncs
+from torch import Tensor
+
+from outrider import LLM, SamplingParams
+from outrider.backends.torch import sampling, verifier
+from outrider.core.block_table import PAGE
+from outrider.core.device import HostCopy
+from outrider.errors import EngineError
+from outrider.testing import EngineDriver, check_idle, random_prompts, run_staggered, visible_parts
+
+PROMPTS = random_prompts(5, seed=6, longest=30)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def params(i: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True, **more)
+
+
+@pytest.fixture
+def ahead(llama: str) -> LLM:
+    llm = LLM(llama, max_num_seqs=3, enable_prefix_caching=False)
+    llm.engine.ahead = True
+    return llm
+
+
+class Recorded(HostCopy):
+    """Records when a copy to the host is asked for, and when it is waited for."""
+
+    events: ClassVar[list[str]] = []
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.events.append("launch")
+        super().__init__(tensor)
+
+    def tolist(self) -> list[int]:
+        self.events.append("wait")
+        return super().tolist()
+
+
+def test_a_step_is_passed_on_while_the_next_one_is_computed(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is read from the device but the tokens of a step, when it is waited for."""
+    monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
+    seen = Syncs()
+    monkeypatch.setattr(verifier, "HostCopy", Recorded)
+    monkeypatch.setattr(sampling, "FIRST_LOOKS", {})
+    llm = LLM(llama, enable_prefix_caching=False)
+    llm.engine.decoder.backend.verifier = verifier.TreeVerifier()  # type: ignore[misc]
+    llm.use({"method": "ngram", "num_speculative_tokens": 3})
+    expected = answer(llm, PROMPTS[0], GREEDY).outputs[0].token_ids
+    Recorded.events.clear()
+    llm.engine.ahead, steps = True, llm.engine.steps
+    request = EngineDriver(llm).make_request(PROMPTS[0], GREEDY)
+    ticket = llm.loop.submit(request.rows, lambda: Recorded.events.append("news"))
+    with seen:
+        llm.loop.run_until(lambda: ticket.finished)
+    steps = llm.engine.steps - steps
+    assert request.output().outputs[0].token_ids == expected
+    assert Recorded.events == ["launch", "wait", *["launch", "news", "wait"] * (steps - 1), "news"]
+    assert seen.seen == ["tolist"] * steps
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("method", ["off", "ngram", "draft_model"])
+def test_texts_are_those_of_steps_that_are_waited_for(
+    method: str, ahead: LLM, outputs_of: PlainOutputs, random_draft: str
+) -> None:
+    """Requests that come and go, one of them by a stop token that ends a step early, one aborted."""
+    first = visible_parts(outputs_of(PROMPTS[0], params(0)).outputs)
+    stop = outputs_of(PROMPTS[0], params(0)).outputs[0].token_ids[9]
+    each = [params(i, stop_token_ids=[stop] if i == 0 else None) for i in range(len(PROMPTS))]
+    expected = [visible_parts(outputs_of(prompt, p).outputs) for prompt, p in zip(PROMPTS, each)]
+    ahead.use({"method": method, **({"model": random_draft} if method == "draft_model" else {})})
+    ahead.engine.ahead = True
+    found = run_staggered(ahead, PROMPTS, each, aborts={3: 5})
+    assert expected[0] != first
+    assert [visible_parts(o.outputs) for i, o in enumerate(found) if i != 3] == expected[:3] + expected[4:]
+    assert found[3].outputs[0].finish_reason == "abort"
+    whole = outputs_of(PROMPTS[3], each[3]).outputs[0].token_ids
+    assert found[3].outputs[0].token_ids == whole[: len(found[3].outputs[0].token_ids)]
+    check_idle(ahead)
+
+
+def test_rows_are_preempted_between_steps(llama: str, outputs_of: PlainOutputs) -> None:
+    pages = 96 // PAGE + 3
+    size = LLM(llama, max_model_len=96).engine.decoder.footprint.total() * PAGE
+    llm = LLM(llama, max_num_seqs=4, max_model_len=96, kv_cache_memory_bytes=pages * size)
+    llm.use({"method": "ngram", "num_speculative_tokens": 4})
+    llm.engine.ahead, each = True, [params(i) for i in range(len(PROMPTS))]
+    found = run_staggered(llm, PROMPTS, each)
+    expected = [visible_parts(outputs_of(prompt, p).outputs) for prompt, p in zip(PROMPTS, each)]
+    assert [visible_parts(output.outputs) for output in found] == expected
+    assert llm.engine.scheduler.preemptions
+    check_idle(llm)
+
+
+def test_an_aborted_step_in_flight_is_dropped_if_nobody_needs_it(ahead: LLM) -> None:
+    driver = EngineDriver(ahead)
+    one, other = (driver.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
+    driver.step()
+    driver.finish(one)
+    assert ahead.engine.flights and ahead.engine.busy, "the other row is in the same step"
+    driver.step()
+    driver.finish(other)
+    check_idle(ahead)
+    assert answer(ahead, PROMPTS[2], GREEDY).outputs[0].token_ids
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_ahead_that_raises_loses_no_finished_request(
+    error: type[BaseException], ahead: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request ends in the step before; the second is computed again after an interrupt."""
+    expected = [answer(ahead, prompt, GREEDY).outputs[0].token_ids for prompt in PROMPTS[:2]]
+    driver, begin = EngineDriver(ahead), ahead.engine.runner.begin
+    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    requests = [driver.make_request(prompt, p) for prompt, p in zip(PROMPTS, (short, GREEDY))]
+    tickets = [ahead.loop.submit(request.rows) for request in requests]
+    begun = list[int]()
+
+    def failing(*args: Any) -> Any:
+        begun.append(1)
+        if len(begun) == 3:
+            raise error("no")
+        return begin(*args)
+
+    monkeypatch.setattr(ahead.engine.runner, "begin", failing)
+    with pytest.raises(error, match="no"):
+        ahead.loop.run_until(lambda: all(ticket.finished for ticket in tickets))
+    ahead.loop.run_until(lambda: all(ticket.finished for ticket in tickets))
+    outputs = [request.output().outputs[0] for request in requests]
+    assert outputs[0].token_ids == expected[0][:2] and outputs[0].finish_reason == "length"
+    if error is KeyboardInterrupt:
+        assert outputs[1].token_ids == expected[1]
+    else:
+        assert isinstance(requests[1].output().error, EngineError)
+    check_idle(ahead)
+
+
+def test_a_copy_holds_the_numbers_of_its_tensor() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert HostCopy(torch.arange(5, device=device)).tolist() == [0, 1, 2, 3, 4]
