@@ -54,7 +54,7 @@ def test_quantized_weights_keep_their_bits(bits: int, dtype: torch.dtype) -> Non
     backend, few = TritonBackend(DEVICE, dtype), reduced(torch.randn(40, 128) / 11, bits)
     assert isinstance(few, QuantizedWeight)
     packed = backend.pack(few)
-    assert packed.values.dtype == torch.int8
+    assert packed.values.dtype == torch.int8 and packed.values.numel() == 40 * 128 * bits // 8
     x = torch.randn(3, 128).to(dtype)
     dense = few.dense().to(dtype)
     near(backend.linear(x.to(DEVICE), packed).cpu(), x.double() @ dense.double().T, dtype)
@@ -62,10 +62,25 @@ def test_quantized_weights_keep_their_bits(bits: int, dtype: torch.dtype) -> Non
     assert torch.equal(packed.embed(ids.to(DEVICE), dtype).cpu(), dense[ids])
 
 
+def test_weights_of_4_bits_may_be_an_odd_number_and_have_offsets() -> None:
+    """An odd number is not packed.  Every value, in both halves of a byte, with the offset of its group."""
+    backend = TritonBackend(DEVICE, torch.float32)
+    for inputs, group in ((48, 16), (17, 17)):
+        values = (torch.arange(16 * inputs) % 16 - 8).to(torch.int8).view(16, inputs)
+        scales, offsets = torch.rand(2, 16, inputs // group) + 0.5
+        few, x = QuantizedWeight(values, scales, offsets, 4, group), torch.randn(2, inputs)
+        packed, exact = backend.pack(few), x.double() @ few.dense().double().T
+        near(backend.linear(x.to(DEVICE), packed).cpu(), exact, torch.float32)
+        row = packed.embed(torch.tensor([5], device=DEVICE), torch.float32)
+        assert torch.equal(row.cpu(), few.dense()[5:6])
+
+
 @each_dtype
-def test_a_row_of_a_linear_is_the_same_in_any_number_of_rows(dtype: torch.dtype) -> None:
-    backend = TritonBackend(DEVICE, dtype)
-    weight, x = backend.pack(torch.randn(40, 200)), torch.randn(70, 200).to(DEVICE, dtype)
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_row_of_a_linear_is_the_same_in_any_number_of_rows(bits: int, dtype: torch.dtype) -> None:
+    backend, dense = TritonBackend(DEVICE, dtype), torch.randn(40, 192)
+    weight = backend.pack(dense if bits == 16 else reduced(dense, bits))
+    x = torch.randn(70, 192).to(DEVICE, dtype)
     y = backend.linear(x, weight)
     for rows in (slice(0, 1), slice(63, 66), slice(5, 70)):
         assert torch.equal(backend.linear(x[rows], weight), y[rows])

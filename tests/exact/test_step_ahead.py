@@ -108,7 +108,7 @@ def test_rows_are_preempted_between_steps(llama: str, outputs_of: PlainOutputs) 
     check_idle(llm)
 
 
-def test_an_aborted_step_in_flight_is_dropped_if_nobody_needs_it(ahead: LLM) -> None:
+def test_a_step_in_flight_whose_rows_are_all_aborted_is_dropped(ahead: LLM) -> None:
     driver = EngineDriver(ahead)
     one, other = (driver.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
     driver.step()

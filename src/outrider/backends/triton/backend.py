@@ -39,7 +39,7 @@ class TritonBackend(TorchBackend):
         self.name = f"Triton on {device} ({str(dtype).removeprefix('torch.')})"
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Any:
-        return TritonWeight.packed(weight, bias, self.device, self.dtype)
+        return TritonWeight.of(weight, bias, self.device, self.dtype)
 
     def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
         return linear.linear(x, weight, add)
