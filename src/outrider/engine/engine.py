@@ -31,7 +31,7 @@ from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.calibrate import forward_cost
 from outrider.engine.flights import Flight, controller_of, report_of
-from outrider.engine.memory import plan_pages
+from outrider.engine.memory import longest, plan_pages
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
 from outrider.engine.stored import StoredJson
@@ -65,7 +65,7 @@ class Engine:
         self.checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
         self.ending = self.checkpoint.ending  # read now: loading reports a corrupt file
         self.device = pick_device(options.device)
-        self.max_len = self._length(options)
+        self.max_len = longest(options, self.checkpoint.spec)
         self.decoder = self._load_target(options)
         self.exact = self.decoder.exact and bit_exact(self.decoder)
         if not self.exact:
@@ -333,26 +333,6 @@ class Engine:
             assert self.busy or (not cache.tables and cache.available == cache.pages), (
                 "a finished row still holds pages"
             )
-
-    def _length(self, options: EngineOptions) -> int:
-        """The longest sequence, in tokens.  Raises ConfigError beyond the model's context."""
-        spec, length = self.checkpoint.spec, options.max_model_len
-        if length is None:
-            return spec.unscaled
-        if length > spec.context:
-            raise ConfigError(
-                f"max_model_len {length} exceeds the {spec.context} positions of {options.model!r}: "
-                f"give at most {spec.context}."
-            )
-        if length > spec.unscaled:
-            log.warning(
-                "RoPE of %s is scaled for texts of %d tokens, whatever the length of a request; transformers "
-                "does not scale up to %d tokens. For its short texts set max_model_len to at most that.",
-                options.model,
-                length,
-                spec.unscaled,
-            )
-        return length
 
 
 def module_name(thing: object) -> str:

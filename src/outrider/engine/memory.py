@@ -1,16 +1,20 @@
-"""Size of the K/V cache."""
+"""Size of the K/V cache, and of the longest sequence in it."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from pathlib import Path
 
 import torch
 
+from outrider.checkpoints.spec import Facts
 from outrider.config import EngineOptions
 from outrider.core.block_table import PAGE
-from outrider.errors import CapacityError
+from outrider.errors import CapacityError, ConfigError
+
+log = logging.getLogger("outrider")
 
 
 def plan_pages(
@@ -65,3 +69,24 @@ def free_memory(device: torch.device, share: float) -> int:
 
 def _memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def longest(options: EngineOptions, spec: Facts) -> int:
+    """The longest sequence, in tokens.  Raises ConfigError beyond the model's context."""
+    length = options.max_model_len
+    if length is None:
+        return spec.unscaled
+    if length > spec.context:
+        raise ConfigError(
+            f"max_model_len {length} exceeds the {spec.context} positions of {options.model!r}: "
+            f"give at most {spec.context}."
+        )
+    if length > spec.unscaled:
+        log.warning(
+            "RoPE of %s is scaled for texts of %d tokens, whatever the length of a request; transformers "
+            "does not scale up to %d tokens. For its short texts set max_model_len to at most that.",
+            options.model,
+            length,
+            spec.unscaled,
+        )
+    return length
