@@ -18,7 +18,14 @@ from outrider.core.tree import Draft
 from outrider.draft.draft_model import intersect
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.draft.draft_model.retokenize import Retokenized
-from outrider.testing import check_idle, check_statistics, random_prompts, run_staggered, visible_parts
+from outrider.testing import (
+    check_idle,
+    check_statistics,
+    make_row,
+    random_prompts,
+    run_staggered,
+    visible_parts,
+)
 
 PROMPTS = random_prompts(7)
 LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}]
@@ -311,7 +318,7 @@ def test_a_draft_that_ends_the_text_ends_it(spellers: tuple[LLM, str]) -> None:
     llm, model = spellers
     llm.use(draft(model, "retokenize"))
     drafter: Any = llm.engine.drafter
-    row = llm._request("abc", SamplingParams()).rows[0]
+    row = make_row(llm.get_tokenizer().encode("abc"))
     (end,) = drafter.draft_codec.ending
     d, e = (drafter.draft_codec.pieces.index(letter) for letter in (b"d", b"e"))
     draft_tree = drafter._translate(row, len(row.tokens), [d, end, e], 4)

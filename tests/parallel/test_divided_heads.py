@@ -33,7 +33,7 @@ QUICK = (("eagle3", "tp2pp2", 0.8), ("mtp", "tp2pp2", 0.8))
 def written(folder: Path, llm: LLM, method: str) -> str:
     """The folder of a random head for this engine's target, with four attention heads and one K/V head."""
     target = llm.engine.target_for(SpeculativeOptions.of({"method": method, "model": "a head"}))
-    network = import_module(f"outrider.draft.{method}.network").Network
+    network = import_module(f"outrider.draft.{method}").Network
     head = random_head(network.like, target, **METHODS[method])
     tensors = {name: head.raw(name).detach().clone() for name in head}
     if method == "eagle":  # as its authors do
