@@ -271,8 +271,9 @@ def test_an_unusable_compiler_is_reported(
 @needs_c
 def test_compiler_errors_are_reported(small: Recipe, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     small.sources[0].write_text("int answer(void) { return 42 }\n")
-    assert build.load(small, environment(cache)) is None
-    assert "expected" in caplog.text
+    known = ("-mavx",) if "avx2" in build.TARGETS else ()  # its instructions are not at fault
+    assert build.load(small._replace(flags=(*known, *small.flags)), environment(cache)) is None
+    assert "expected" in caplog.text and "compiled without" not in caplog.text
 
 
 @needs_c

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -20,19 +21,14 @@ def conditions() -> dict[str, Any]:
     import transformers
 
     name = Path(sys.argv[0]).name
-    try:
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        info = ""
-    cpu = next(
-        (line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")),
-        platform.processor(),
-    )
+    listed = Path("/proc/cpuinfo")
+    info = listed.read_text(encoding="utf-8") if listed.exists() else ""
+    cpu = re.search(r"^model name\s*: (.*)", info, re.MULTILINE)
     made = {
         "date": time.strftime("%Y-%m-%d"),
         "outrider": VERSION,
         "commit": _commit(),
-        "cpu": cpu,
+        "cpu": cpu[1] if cpu else platform.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "bf16 in hardware": "avx512_bf16" in info,

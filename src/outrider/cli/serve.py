@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from importlib.util import find_spec
@@ -77,7 +78,6 @@ def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, t
     """Check all options, then load and serve."""
     from outrider.config import EngineOptions, SpeculativeOptions
     from outrider.parallel.start import join, placed
-    from outrider.serve.replicas.run import run_replicas
     from outrider.serve.run import Service, run
 
     EngineOptions(**engine)
@@ -92,6 +92,10 @@ def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, t
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING, force=True)
     service = Service(options, engine, config, threads)
     if options.replicas > 1:
+        if sys.platform == "win32":
+            raise ConfigError("--replicas needs Linux or macOS: start several servers.")
+        from outrider.serve.replicas.run import run_replicas
+
         run_replicas(service)
     else:
         run(service)

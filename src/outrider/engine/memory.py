@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -68,6 +70,11 @@ def free_memory(device: torch.device, share: float) -> int:
 
 
 def _memory() -> int:
+    """Bytes of this machine's memory."""
+    if sys.platform == "win32":
+        status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX, which begins with its size
+        ctypes.windll.kernel32.GlobalMemoryStatusEx(status)
+        return status[1]  # ullTotalPhys
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

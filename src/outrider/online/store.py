@@ -10,7 +10,6 @@ of other names are left alone.  Texts are never written.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import hashlib
 import json
@@ -24,6 +23,7 @@ from typing import Any, ClassVar
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -46,11 +46,10 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self.writing, self.stores = threading.Lock(), WeakSet[Store]()
-        self.file = (path / LOCK).open("a", encoding="utf-8")
+        self.file = FileLock(path / LOCK, thread_local=False)
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.file.close()
+            self.file.acquire(blocking=False)
+        except Timeout as error:
             raise ConfigError(
                 f"online: another process learns in {str(path)!r}: end it, or give another path."
             ) from error
@@ -172,7 +171,9 @@ def delete(path: Path) -> int:
     lock = Lock.of(path)
     with lock.writing:
         for file in ours(path):
-            file.unlink()
+            if file.name == LOCK and os.name == "nt":
+                lock.file.release()  # Windows removes no open file
+            file.unlink(missing_ok=True)
         if not any(path.iterdir()):
             path.rmdir()
     return size
@@ -192,7 +193,9 @@ def hashed(tensors: Mapping[str, Tensor]) -> str:
 
 
 def synced(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on the disk.  Windows cannot, for what is read."""
+    if os.name == "nt":
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

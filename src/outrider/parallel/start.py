@@ -144,6 +144,8 @@ class Placed:
 
 
 def start(layout: Layout, device: torch.device, threads: int) -> Ranks:
+    if placed() is None and os.name == "nt":
+        raise ConfigError("several ranks need torchrun on Windows: start them with it.")
     return Local(layout, device, threads) if placed() is None else Placed(layout)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from outrider.bench.conditions import conditions
@@ -70,14 +70,14 @@ def cache_folder(options: TrainOptions) -> Path:
 def only_writer(folder: Path) -> Iterator[None]:
     """Keep other runs from writing answers and features to a folder.  Raises ConfigError if one does."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"another run writes answers and features to {str(folder)!r}: wait until its steps have "
-                "begun, or give another folder as cache."
-            ) from error
+    try:
+        lock = FileLock(folder / "lock", thread_local=False).acquire(blocking=False)
+    except Timeout as error:
+        raise ConfigError(
+            f"another run writes answers and features to {str(folder)!r}: wait until its steps have begun, "
+            "or give another folder as cache."
+        ) from error
+    with lock:
         yield
 
 

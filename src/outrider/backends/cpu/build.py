@@ -11,7 +11,7 @@ uses the best one that its processor runs.
 
 Loading a library runs its code.  So folder and file must belong to this user or to root, and be writable
 by the owner only.  If the cache cannot be used, the library is built in a private temporary folder for
-this process alone.
+this process alone.  On Windows the folder holds measurements alone.
 """
 
 from __future__ import annotations
@@ -210,11 +210,17 @@ def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
             _run([*compiler.command, *flags, *inputs])
             return
         except BuildError:
-            newest = [flag for flag in flags if flag.startswith("-mavx")][-1:]
-            if not newest:
+            newest = next((flag for flag in reversed(flags) if flag.startswith("-mavx")), None)
+            if newest is None or _knows(compiler, newest):
                 raise
-            flags.remove(newest[0])
-            log.info("the C kernels are compiled without %s", newest[0])
+            flags.remove(newest)
+            log.warning("the C kernels are compiled without %s: the compiler does not know it", newest)
+
+
+def _knows(compiler: Compiler, flag: str) -> bool:
+    with suppress(BuildError):
+        return bool(_run([*compiler.command, flag, "-dM", "-E", "-x", "c", os.devnull]))
+    return False
 
 
 # ---- the cache
@@ -245,6 +251,8 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 def untrusted(status: os.stat_result) -> str | None:
     """Why users other than this one or root could change a file or folder; None if they cannot."""
+    if not hasattr(os, "geteuid"):
+        return None  # Windows has no such modes
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to another user ({status.st_uid})"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
