@@ -18,6 +18,12 @@ from outrider import (
     RequestError,
     SamplingParams,
 )
+from outrider.checkpoints.heads import folder_of as head_folder
+from outrider.checkpoints.hub import read_tokenizer
+from outrider.checkpoints.peft import PeftAdapter
+from outrider.core.validate import text_of
+from outrider.draft import detect
+from outrider.inspect.heads import head_card
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +264,17 @@ def test_a_tokenizer_that_is_not_there(tiny: Path, tmp_path: Path) -> None:
 def test_a_name_that_is_no_path(name: str) -> None:
     with pytest.raises(ModelError, match="there is no checkpoint folder"):
         LLM(name)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~no-such-user/x"])
+def test_a_name_that_cannot_be_a_path_is_no_draft_tokenizer_adapter_or_template(name: str) -> None:
+    spec: Any = None
+    for read in (detect, head_folder, read_tokenizer, lambda path: PeftAdapter.open(path, spec, 8)):
+        with pytest.raises(ModelError, match="there is no"):
+            read(name)
+    assert head_card(name) is None
+    with pytest.raises(ConfigError, match="cannot be read"):
+        text_of(name, "chat_template")
 
 
 def test_a_builtin_model_gives_its_tokenizer(tiny: Path) -> None:

@@ -153,3 +153,15 @@ def test_missing_model_is_refused(run: Run) -> None:
     ):
         result = run("models", *arguments)
         assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)
+
+
+def test_brackets_in_a_name_and_a_config_are_shown_as_they_are(run: Run, tmp_path: Path) -> None:
+    """They are marks of the library that draws tables."""
+    folder = tmp_path / "[" / "x]"
+    shutil.copytree(locate("builtin"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["[/bold]Odd"]}))
+    result = run("models", folder)
+    assert result.status == 0 and "[/bold]Odd" in result.out, result.err
+    result = run("generate", "-m", folder, "-p", "Hi", "-n", 1)
+    assert result.status == 2 and "[/bold]Odd is not supported" in result.err

@@ -54,6 +54,7 @@ def test_the_options_of_vllms_page_are_read(dash: str, run: Run, started: list[S
         ("--ssl-keyfile a", "ssl_certfile"),
         ("--ssl-keyfile a --ssl-certfile b", "'b' and ssl_keyfile 'a' cannot be used: No such file"),
         ("--host 192.0.2.1", "192.0.2.1:8000 cannot be listened on: "),
+        ("--host ..", "..:8000 cannot be listened on: "),
         ("--lora-modules a", "NAME=PATH"),
         ("--tool-call-parser x", "hermes"),
         ("--speculative-config {", "no JSON"),

@@ -26,7 +26,7 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
 @pytest.mark.parametrize(
     ("path", "body", "text"),
     [
-        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, {}, "prompt: Field required"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
         (COMPLETIONS, {"prompt": ""}, "the prompt is empty"),
         (COMPLETIONS, {"prompt": [[]]}, "prompt"),
@@ -76,6 +76,7 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
         ("/tokenize", {"messages": [{"role": "user", "content": "a", "tool_calls": 5}]}, ""),
         (CHAT, {"messages": HELLO, "continue_final_message": True}, "add_generation_prompt"),
         ("/tokenize", {}, "prompt or messages"),
+        ("/tokenize", {"prompt": [1, 2]}, "prompt: Input should be a valid string, got [1, 2]"),
         ("/tokenize", {"prompt": "\udfff"}, ""),
         ("/detokenize", {"tokens": [10**7]}, "token id"),
         ("/detokenize", {"tokens": "a"}, "tokens"),

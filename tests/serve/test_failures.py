@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -26,7 +27,7 @@ from outrider.sampling.grammar.compiler import GrammarCompiler
 from outrider.serve.app import make_app
 from outrider.serve.log import log_throughput
 from outrider.serve.options import ServerOptions
-from outrider.serve.run import Process, watch_engine
+from outrider.serve.run import Process, log_address, watch_engine
 from outrider.serve.state import Server, cancelled
 from outrider.serve.wire import Events
 
@@ -266,3 +267,26 @@ def test_a_failed_step_turns_health_red(engine: AsyncLLM, monkeypatch: pytest.Mo
         assert process.should_exit and "a defect" in str(process.failure)
 
     ask(engine, task)
+
+
+def test_every_address_of_the_host_is_listened_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """localhost has two, of which clients ask either; one that this machine lacks is left out."""
+
+    def found(*_: Any, **__: Any) -> list[Any]:
+        hosts = ("192.0.2.1", "127.0.0.1", "127.0.0.2", "127.0.0.1")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in hosts]
+
+    monkeypatch.setattr("outrider.serve.run.getaddrinfo", found)
+    options = ServerOptions(port=0)
+    sockets: Any = Process(make_app(Server(options, "builtin")), Server(options, "builtin"))._listening()
+    assert [each.getsockname()[0] for each in sockets] == ["127.0.0.1", "127.0.0.2"]
+    process: Any = SimpleNamespace(
+        started=True, servers=[SimpleNamespace(sockets=[each]) for each in sockets]
+    )
+    with caplog.at_level(logging.INFO, "outrider.serve"), ExitStack() as opened:
+        for each in sockets:
+            opened.enter_context(each)
+        asyncio.run(log_address(process, options, "builtin"))
+    assert [record.args[2] for record in caplog.records] == ["127.0.0.1", "127.0.0.2"]  # type: ignore[index]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from outrider.bench.measure import PLAIN, Configs, Prompts, demonstrations, measure
 from outrider.bench.panes import Piece, pieces_of, replay
@@ -46,7 +47,7 @@ def demo(model: str | None, drafts: list[str], small: bool, tokens: int, console
     model: None is the built-in one.  drafts: draft models and heads for it.
     """
     name = model or ("builtin" if small else GROWN)
-    with console.status(f"Loading {name}"):
+    with console.status(escape(f"Loading {name}")):
         context = min(CONTEXT, Checkpoint.open(name).spec.unscaled)
         llm = LLM(model=name, speculative_config=None, max_num_seqs=1, max_model_len=context)
         show = _own(llm, drafts, console) if model else _builtin(llm, small)

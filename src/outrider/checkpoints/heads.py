@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from os.path import expanduser, isdir
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -157,8 +158,8 @@ def builtin() -> dict[str, Path]:
 
 def folder_of(name: str, revision: str | None = None) -> Path:
     """The folder of a head, downloaded if `name` is a hub id.  Raises ModelError if there is none."""
-    folder = builtin().get(name) or Path(name).expanduser()
-    if folder.is_dir():
+    folder = builtin().get(name) or Path(expanduser(name))
+    if isdir(folder):
         return folder
     if not on_hub(name):
         known = ", ".join(["a folder", "a hub id (owner/name)", *builtin()])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from os.path import exists, isdir, isfile
+from os.path import exists, expanduser, isdir, isfile
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def locate(name: str, revision: str | None = None) -> Path:
     """The folder or GGUF file of a checkpoint; a hub id is downloaded into the hub's own cache."""
     if name in BUILTIN:
         return Path(__file__).parent.parent / "builtin" / BUILTIN[name]
-    path = Path(name).expanduser()
+    path = Path(expanduser(name))  # not Path's own, an error for the homes of unknown users
     if path.suffix == ".gguf" and isfile(path):  # False, not an error, for names that are too long
         return path
     if isdir(path):
@@ -219,8 +219,8 @@ def read_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
 
     Raises ModelError if there is none, or if it cannot be read.
     """
-    folder = locate("builtin") if name in BUILTIN else Path(name).expanduser()
-    if not folder.exists() and not on_hub(name):
+    folder = locate("builtin") if name in BUILTIN else Path(expanduser(name))
+    if not exists(folder) and not on_hub(name):
         raise ModelError(f"there is no tokenizer folder {name!r}: give a folder or a hub id (owner/name).")
 
     def load() -> Any:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from os.path import isdir
+from os.path import expanduser, isdir
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ class PeftAdapter:
 
 
 def _locate(path: str) -> Path:
-    folder = Path(path).expanduser()
+    folder = Path(expanduser(path))
     if not isdir(folder):
         if not on_hub(path):
             raise ModelError(f"there is no adapter folder {path!r}; give a folder or a hub id (owner/name).")

@@ -261,6 +261,7 @@ def note(text: str) -> None:
 def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **more: Any) -> LLM:
     """The model, with a note on the terminal while it loads; without a config it decodes plainly."""
     from rich.console import Console
+    from rich.markup import escape
 
     from outrider.backends.cpu.threads import processors, use
     from outrider.llm import LLM
@@ -273,7 +274,7 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
         note(f"-t {threads} is more than the processors of this machine: it gets {processors()}.")
     use(threads)
     engine, speculative_config = clipped(engine, speculative_config)
-    with Console(stderr=True).status(f"Loading {engine['model']}"):
+    with Console(stderr=True).status(escape(f"Loading {engine['model']}")):
         return LLM(**engine, speculative_config=speculative_config)
 
 

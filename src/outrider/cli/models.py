@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from typer import Option
 
@@ -79,14 +80,14 @@ def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> T
     for name in known():
         try:
             for card in cards(name):
-                made.add_row(name, *described(card)[0])
+                made.add_row(escape(name), *described(card)[0])
         except OutriderError as error:
-            made.add_row(name, "", "", "", str(error))
+            made.add_row(escape(name), "", "", "", escape(str(error)))
     return made
 
 
 def sheet(card: Card | HeadCard | StoreCard) -> Table:
-    made = Table(title=card.name, title_justify="left", title_style="bold", show_header=False)
+    made = Table(title=escape(card.name), title_justify="left", title_style="bold", show_header=False)
     for name, value in described(card)[1].items():
         made.add_row(name, value)
     return made
@@ -95,7 +96,8 @@ def sheet(card: Card | HeadCard | StoreCard) -> Table:
 def described(card: Card | HeadCard | StoreCard) -> Description:
     kinds: Mapping[str, Callable[[Any], Description]]
     kinds = {"Card": _model, "HeadCard": _head, "StoreCard": _store}
-    return kinds[type(card).__name__](card)
+    texts = {name: escape(text) for name, text in vars(card).items() if isinstance(text, str)}
+    return kinds[type(card).__name__](dataclasses.replace(card, **texts))
 
 
 def _model(card: Card) -> Description:

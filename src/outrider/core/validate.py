@@ -143,7 +143,7 @@ def path_text(value: Any) -> Any:
 def text_of(file: str | Path, what: str, error: type[OutriderError] = ConfigError) -> str:
     """The text in a user's file.  what: it, in errors.  Raises `error` if the file cannot be read."""
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(file)).read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as failure:  # also a NUL in the name, and an unknown user's ~
         raise error(f"{what} {str(file)!r} cannot be read: {failure}") from failure
 

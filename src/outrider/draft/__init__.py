@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from os.path import expanduser, isdir
 from pathlib import Path
 
 from outrider.checkpoints.heads import Head, builtin
@@ -66,11 +67,11 @@ def detect(model: str, revision: str | None = None) -> str:
     """
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a folder or a hub id, got {model!r}.")
-    folder = Path(model).expanduser()
+    folder = Path(expanduser(model))
     if model in (SELF, *BUILTIN) or folder.suffix == ".gguf" or _only_gguf(folder):
         return PLAIN_MODEL
     known = [*BUILTIN, *builtin()]
-    if model not in known and not folder.is_dir() and not on_hub(model):
+    if model not in known and not isdir(folder) and not on_hub(model):
         accepted = ", ".join(["a folder", "a .gguf file", "a hub id (owner/name)", *known])
         cure = nearest(model, known)
         if (meant := model.strip("[]")) in methods():
@@ -105,4 +106,4 @@ def _refuse(head: Head) -> None:
 
 
 def _only_gguf(folder: Path) -> bool:
-    return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
+    return isdir(folder) and any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from os.path import expanduser, isdir
 from typing import Any
 
 from outrider.checkpoints.heads import Head
@@ -52,7 +52,7 @@ def head_card(name: str, revision: str | None = None) -> HeadCard | None:
     try:
         method = detect(name, revision)
     except ModelError:
-        if Path(name).expanduser().is_dir():
+        if isdir(expanduser(name)):
             raise
         return None
     if method == PLAIN_MODEL:

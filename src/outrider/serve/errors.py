@@ -85,7 +85,8 @@ def of_validation(error: RequestValidationError) -> ApiError:
     param = ".".join(place)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {place[-1]!r}.", param, "unknown_parameter")
-    message = UNIONS.get(param) or first["msg"].removeprefix("Value error, ")
+    several = len(first["loc"]) > len(place) + (first["loc"][:1] == ("body",))  # a type of a union follows
+    message = (several and UNIONS.get(param)) or first["msg"].removeprefix("Value error, ")
     if not param and first["type"] in ("missing", "model_attributes_type"):
         message = "it must be a JSON object, sent with the header Content-Type: application/json"
     elif first["type"] != "missing":

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from socket import AF_INET, AF_INET6, create_server, socket
+from errno import EADDRNOTAVAIL, EAFNOSUPPORT
+from socket import AI_PASSIVE, SOCK_STREAM, create_server, getaddrinfo, socket
 from types import FrameType
 from typing import Any, Protocol
 
@@ -95,9 +96,25 @@ async def _load(process: Process, server: Server, load: Callable[[], AsyncLLM]) 
 async def log_address(process: Process, options: ServerOptions, name: str) -> None:
     while not process.started:
         await asyncio.sleep(0.01)
-    for listener in process.servers[0].sockets:
+    for listener in [each for server in process.servers for each in server.sockets]:
         host, port = listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
         log.info("%s is served at %s://%s:%d", name, "https" if options.ssl_certfile else "http", host, port)
+
+
+def _bound(families: Mapping[Any, int]) -> list[socket]:
+    """Sockets of some of these addresses.  Those that this machine lacks are left out if there are others."""
+    made, lacking = [], None
+    for address, family in families.items():
+        try:
+            made.append(create_server(address, family=family))
+        except OSError as error:
+            if error.errno not in (EADDRNOTAVAIL, EAFNOSUPPORT):
+                raise
+            lacking = error
+    if lacking is not None and not made:
+        raise lacking
+    return made
 
 
 def _loading(load: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
@@ -163,14 +180,15 @@ class Process(uvicorn.Server):
             raise self.failure
 
     def _listening(self) -> list[socket] | None:
-        """The socket of host and port, before anything is loaded.  Raises ConfigError."""
+        """Sockets of all addresses of the host, before anything is loaded.  Raises ConfigError."""
         host, port = self.config.host, self.config.port
         if self.config.uds is not None:
             return None
         try:
-            return [create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)]
-        except OSError as error:
-            reason = str(error.strerror or error).partition(" (while")[0]
+            found = getaddrinfo(host, port, type=SOCK_STREAM, flags=AI_PASSIVE)
+            return _bound({address: family for family, _, _, _, address in found})
+        except (OSError, UnicodeError) as error:
+            reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
             raise ConfigError(f"{host}:{port} cannot be listened on: {reason}.") from error
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
