@@ -259,7 +259,8 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raise EngineError unless requests are accepted."""
         if not self.is_running:
-            raise self.error or EngineError("the engine has been shut down, or its process was forked.")
+            told = self.error or EngineError("the engine has been shut down, or its process was forked.")
+            raise told.with_traceback(None)  # a traceback that each call extended would hold all callers
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests with an EngineError, and the engine's thread within `timeout` seconds."""

@@ -337,8 +337,10 @@ def test_a_failed_step_stops_an_engine_that_must_not_restart(
         failing(own, monkeypatch)
         results = await asyncio.gather(*(ids_of(own, i) for i in range(5)), return_exceptions=True)
         assert all(isinstance(result, EngineError) for result in results)
-        with pytest.raises(EngineError, match="ZeroDivisionError: a defect"):
-            await own.check_health()
+        for _ in range(3):
+            with pytest.raises(EngineError, match="ZeroDivisionError: a defect") as told:
+                await own.check_health()
+            assert len(told.traceback) == 2  # of this call alone
         with pytest.raises(EngineError, match="a defect"):
             await own.complete(PROMPTS[0])
 

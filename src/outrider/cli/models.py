@@ -96,7 +96,7 @@ def sheet(card: Card | HeadCard | StoreCard) -> Table:
 def described(card: Card | HeadCard | StoreCard) -> Description:
     kinds: Mapping[str, Callable[[Any], Description]]
     kinds = {"Card": _model, "HeadCard": _head, "StoreCard": _store}
-    texts = {name: escape(text) for name, text in vars(card).items() if isinstance(text, str)}
+    texts: dict[str, Any] = {name: escape(text) for name, text in vars(card).items() if isinstance(text, str)}
     return kinds[type(card).__name__](dataclasses.replace(card, **texts))
 
 
