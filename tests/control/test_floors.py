@@ -9,9 +9,10 @@ import pytest
 
 from outrider.control.acceptance import Calibration, key_of
 from outrider.control.auto import AutoController
+from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController, Options
-from outrider.control.plan import Arm
+from outrider.control.plan import Arm, Load, Plan, StepRecord, Try
 from outrider.core.clock import Times
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget, Draft, DraftTree
@@ -93,6 +94,24 @@ def test_levels_that_were_not_drafted_cost_nothing_and_are_not_missed(stopping: 
     assert reach.drafted < 0.8 and reach.per_level < 0.7
     assert min(reach.estimates[0]) > 0.7
     assert stopping.auto.evidence.drafting.line(0, 1)[1] == pytest.approx(LEVEL * PLAIN, rel=0.3)
+
+
+def test_drafts_of_several_lengths_are_not_charged_with_what_prompts_take(stopping: Bench) -> None:
+    """Two rows ask for DEPTH levels, and one draft ends after the first: the cost is of the mean."""
+    evidence, batch, tries = stopping.auto.evidence, Batch([], prefill=True), dict[int, Try]()
+    for depth in range(1, DEPTH + 1):
+        evidence.drafting.learn(0, 2, depth, depth * LEVEL * PLAIN)
+    for r, depth in enumerate((1, DEPTH)):
+        step = RowStep(row := make_row([1, 2, 3], id=str(r), limit=100), 2, 1)
+        step.tree, step.emitted = DraftTree.chain([7] * depth, [UNSURE] * depth), [7]
+        option, budget = Option(0, DEPTH, 1.0, PLAIN, PLAIN), Budget(DEPTH, DEPTH, SURE)
+        plan = Plan(evidence.state(row), [option], set(), budget, {0: SURE})
+        tries[r] = Try(plan, asked={0: DEPTH}, proposed={0: depth}, ended={0})
+        batch.append(step)
+    mean, reading = (1 + DEPTH) / 2 * LEVEL * PLAIN, 0.02
+    load = Load.plain_step(evidence.forward, 2)
+    evidence.learn([StepRecord(batch, load, tries, mean + reading, 2 * PLAIN, {}, False)])
+    assert evidence.prefill_seconds == pytest.approx(reading, rel=0.01)
 
 
 def test_the_exponent_turns_confidence_into_probability() -> None:

@@ -54,6 +54,7 @@ def test_old_evidence_gives_way_to_new() -> None:
     [
         {"reach": []},
         {"reach": [{"hits": [1.0]}]},
+        {"reach": [{**kept()["reach"][0], "drafted": 0.0}]},
         {"calibration": [[1, -1.0, 2.0]]},
         {"calibration": [["x", 1.0, 2.0]]},
         {"costs": [[0, 0, float("nan"), 1, 1, 1, 1]]},

@@ -173,8 +173,8 @@ class DraftCost:
         new = old.after(max(1, round(depth)), seconds, 0.0)
         self.lines[key] = (new, *new.line())
 
-    def expected(self, drafter: int, rows: int, depth: int) -> float:
-        """Seconds of an ask, at pace 1."""
+    def expected(self, drafter: int, rows: int, depth: float) -> float:
+        """Seconds of asks of so many rows and this mean depth, at pace 1."""
         fixed, per_level = self.line(drafter, rows)
         return fixed + per_level * depth
 

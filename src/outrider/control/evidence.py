@@ -224,7 +224,7 @@ class Evidence:
         """
         pace, expected, prefill = record.load.pace, 0.0, record.batch.prefill
         for k, depths in asks.items():
-            expected += pace * self.drafting.expected(k, len(depths), max(depths))
+            expected += pace * self.drafting.expected(k, len(depths), sum(depths) / len(depths))
         drafting = min(record.propose, expected)
         self.prefill_seconds += record.propose - drafting
         for k, arm in enumerate(self.arms):
@@ -256,10 +256,11 @@ class Evidence:
         # merging and trimming their trees takes time, too
         shared = max(0.0, propose - sum(record.spent.values()) - self.idle) / max(1, len(asks))
         for k, depths in asks.items():
-            expected += load.pace * self.drafting.expected(k, len(depths), max(depths))
+            mean = sum(depths) / len(depths)
+            expected += load.pace * self.drafting.expected(k, len(depths), mean)
             self.asking[k] += 0.2 * (len(depths) / load.batch - self.asking[k])
             seconds = (record.spent.get(k, 0.0) + shared) / load.pace
-            asked.setdefault((k, len(depths)), []).append((sum(depths) / len(depths), seconds))
+            asked.setdefault((k, len(depths)), []).append((mean, seconds))
         if expected:
             propose = min(propose, OUTLIER * expected)
         if not asks:

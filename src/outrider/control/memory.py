@@ -87,6 +87,8 @@ def _reach(found: Mapping[str, Any]) -> Reach:
     made.hits, made.misses = [part * n for n in hits], [part * n for n in misses]
     made.per_level, made.drafted = _count(found["per_level"]), min(1.0, _count(found["drafted"]))
     made.asked = int(_count(found["asked"]))
+    if not made.drafted:
+        raise ValueError("no level was ever drafted")
     return made
 
 

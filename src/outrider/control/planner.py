@@ -261,10 +261,8 @@ class Planner:
             return 0.0
         reach = state.reach[k]
         price = self._price(k, reach, load)
-        level = price.per_level / reach.drafted + min(
-            price.verify(1), price.verify(FLOOR_NODES) / FLOOR_NODES
-        )
-        least = min(MOST_FLOOR, load.rate * level)
+        node = min(price.verify(1), price.verify(FLOOR_NODES) / FLOOR_NODES)
+        least = min(MOST_FLOOR, load.rate * (price.per_level / reach.drafted + node))
         return math.pow(least, 1 / self.evidence.calibration.exponent(1 << k))
 
     def _price(self, k: int, reach: Reach, load: Load) -> Price:

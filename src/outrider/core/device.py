@@ -39,8 +39,6 @@ class HostCopy:
 
 def take(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Some rows of x, ascending."""
-    return (
-        x
-        if len(rows) == len(x)
-        else x.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), x.device))
-    )
+    if len(rows) == len(x):
+        return x
+    return x.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), x.device))
