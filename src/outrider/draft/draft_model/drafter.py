@@ -69,7 +69,8 @@ class ModelDrafter(Drafter):
         # Rules that judge samples need lengths that no sampled token decides.  On another device than a CPU a
         # chain would be read after every token.
         on_cpu = self.decoder.device.type == "cpu"
-        self.heeds_floors = on_cpu and self.staged is None and not target.needs_probs
+        own = self.staged is not None or self.stop.active
+        self.heeds_floors = on_cpu and not own and not target.needs_probs
 
     def _load(self, options: DraftModelOptions, target: Target) -> None:
         """Load the weights, check the vocabularies, and set vocabulary, context, decoder and sampler."""
