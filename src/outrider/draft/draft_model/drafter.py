@@ -66,11 +66,10 @@ class ModelDrafter(Drafter):
         self.stop = stop.Stop(options)
         self.depth = stop.MAX_DEPTH if self.stop.active else self.depth
         self.staged = None if options.drafter is None else Staged(options.drafter, self)
-        # Rules that judge samples need lengths that no sampled token decides.  On another device than a CPU a
-        # chain would be read after every token.
-        on_cpu = self.decoder.device.type == "cpu"
-        own = self.staged is not None or self.stop.active
-        self.heeds_floors = on_cpu and not own and not target.needs_probs
+        # Rules that judge samples need lengths that no sampled token decides.  On a GPU a chain would be read
+        # after every token.
+        others = self.staged is not None or self.stop.active or target.needs_probs
+        self.heeds_floors = self.decoder.device.type == "cpu" and not others
 
     def _load(self, options: DraftModelOptions, target: Target) -> None:
         """Load the weights, check the vocabularies, and set vocabulary, context, decoder and sampler."""
