@@ -35,6 +35,22 @@ def controller(acceptance: float, level: float, prefill: float) -> AutoControlle
     return auto
 
 
+def test_what_a_worse_drafter_may_lose_does_not_leave_the_better_one_without_room() -> None:
+    limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
+    arms = [Arm((name,), DEPTH, lambda depth: depth) for name in ("worse", "better")]
+    costs = ForwardCost({1: PLAIN, 8: 3 * PLAIN})  # four nodes of both cost more than may be lost
+    auto = AutoController(limits, arms, costs, clock=lambda: 0.0, total_grace=2.0, least=0.0)
+    for k, accepted in enumerate((2, 4)):
+        for depth in range(1, 9):
+            auto.evidence.reach[k].learn(Outcome(accepted, accepted < DEPTH))
+            auto.evidence.drafting.learn(k, 1, depth, 0.01 * depth * PLAIN)
+    batch = Batch([RowStep(make_row([1] * 8, limit=100), 7, 1)])
+    auto.load = auto.planner.load = Load.of(batch, auto.evidence.forward)
+    (plan,) = auto.planner.plans(batch, auto.load).values()
+    assert plan.option(1).depth == DEPTH
+    assert all(option.drafter == 1 or option.depth < DEPTH for option in plan.options)
+
+
 def left_out(auto: AutoController, tokens: int = 50, count: int = 40) -> int:
     """How many of so many new requests leave the drafter out."""
     rows = [make_row([1] * PROMPT, id=str(i), limit=PROMPT + tokens) for i in range(count)]

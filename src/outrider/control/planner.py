@@ -182,15 +182,19 @@ class Planner:
         """Options of a row, those that do not seem to pay, and steps until there may be others."""
         load, chosen, exploring, wait = self.load, list[Option](), set[int](), LONGEST_PAUSE
         courage = max(-1.0, min(1.0, 2 * room / (USED * self.row_grace) - 1))
+        found: dict[int, Option] = {}
         for k, arm in enumerate(self.arms):
             wanted = row.accepts(arm.sources) if row.steps else row.drafts_with(arm.sources)
-            if not wanted or not (depth := self._depth(k, reach := self.evidence.reach_of(k, row), most)):
-                continue
-            if math.isinf((best := self._best(k, state, reach, depth, courage)).cost):
+            if wanted and (depth := self._depth(k, reach := self.evidence.reach_of(k, row), most)):
+                found[k] = self._best(k, state, reach, depth, courage)
+        # the best one first: what it may lose is set aside, which may leave no room for others
+        for k in sorted(found, key=lambda k: -self._saved(found[k])):
+            arm, best = self.arms[k], found[k]
+            if math.isinf(best.cost):
                 wait = 1  # beside prompt tokens, or beyond the known costs
                 continue
             while MARGIN * best.cost > room and best.depth > 1:  # a shorter draft may be tried
-                best = self._best(k, state, reach, best.depth // 2, courage)
+                best = self._best(k, state, self.evidence.reach_of(k, row), best.depth // 2, courage)
             late, need = self.evidence.prefill_cost[k] * self._lacks(k, row), MARGIN * best.cost
             pays = self._pays(best) and (not late or late < self._saved(best) * row.remaining)
             if not pays:
