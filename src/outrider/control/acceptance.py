@@ -187,7 +187,7 @@ class Reach:
         if missed:
             self.misses[min(accepted, last)] += weight
         self.asked += 1
-        rate = 0.02 if self.above is None else 0.1
+        rate = max(1 / self.asked, 0.02 if self.above is None else 0.1)
         self.per_level += rate * (nodes - self.per_level)
         self.drafted += rate * (drafted - self.drafted)
         self.step = step

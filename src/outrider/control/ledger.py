@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 SHARE = 0.01  # of the time of plain decoding
 GRACE, TOTAL_GRACE = 2.0, 8.0  # plain steps that a request, and all together, may lose beyond that
-KNOWN_GRACE = 2.0  # for all together, where every drafter is known from an earlier start
-MOST_GRACE = 0.02  # seconds for all together
+KNOWN_GRACE = 4.0  # for all together, where every drafter is known from an earlier start
+MOST_GRACE = 0.02  # seconds for all together, or KNOWN_GRACE plain steps, if these take longer
 LEAST_STEP = 0.0015  # seconds of such a step at least: deciding takes time, however fast a model is
 USED = 0.9  # part of the grace that may be planned with: a step may take longer than expected
 SAVED = 10  # what drafts have saved counts up to so many graces

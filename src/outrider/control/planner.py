@@ -71,7 +71,8 @@ class Planner:
         evidence = self.evidence
         ledger, self.load = evidence.ledger, load
         plain = max(load.decode, self.least)
-        self.row_grace, ledger.grace = self.grace * plain, min(self.total_grace * plain, MOST_GRACE)
+        self.row_grace = self.grace * plain
+        ledger.grace = min(self.total_grace * plain, max(MOST_GRACE, KNOWN_GRACE * plain))
         self.room, self.wait = ledger.room, LONGEST_PAUSE
         self.trials = [replace(trials) for trials in evidence.trials]
         most = self.limits.depth_for(len(batch))
