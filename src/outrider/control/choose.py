@@ -34,29 +34,30 @@ class Price(NamedTuple):
 
     fixed, per_level: seconds of drafting.  nodes_per_level: verified nodes by level.
     verify: nodes of the row -> seconds that they add to the forward.
-    deepest: the drafter ends its drafts by itself, so that a deeper one may be better and is never worse.
+    stops: the drafter ends its drafts by itself, so that asking for a deeper one is never worse.
     """
 
     fixed: float
     per_level: float
     nodes_per_level: float
     verify: Callable[[float], float]
-    deepest: bool = False
+    stops: bool = False
 
 
 def best_option(drafter: int, gains: Sequence[float], price: Price, batch: int, plain: float) -> Option:
     """The depth with the most tokens per second in a step in which every row is asked for it.
 
     gains[d - 1]: expected accepted tokens of a draft of depth d.  A cheap drafter is asked for its deepest
-    draft, since `select` cuts it where the rest does not pay; gain and cost are those of the best depth.  The
-    cost is infinite where that of every depth is unknown or too much.
+    draft, since `select` cuts it where the rest does not pay; gain and cost are those of the best depth.  One
+    that stops by itself is asked for the deepest whose cost is known.  The cost is infinite where that of
+    every depth is unknown or too much.
     """
-    fixed, per_level, nodes_per_level, verify, whole = price
+    fixed, per_level, nodes_per_level, verify, stops = price
     deepest, best, found = len(gains), 0.0, (1, 0.0, math.inf, math.inf)
     for depth in (*DEPTHS[: bisect_left(DEPTHS, deepest)], deepest):
         ask, gain = fixed + per_level * depth, gains[depth - 1]
         cost = ask + verify(nodes_per_level * depth)
-        if (rate := (1 + gain) / (plain + batch * cost)) > best or (whole and rate):
+        if (rate := (1 + gain) / (plain + batch * cost)) > best or (stops and rate):
             best, found = rate, (depth, gain, cost, ask)
     if fixed + per_level * deepest < CHEAP * plain:
         return Option(drafter, deepest, *found[1:])

@@ -65,6 +65,7 @@ class Planner:
         self.trials: Sequence[Trials] = ()  # what the plans have left
         self.zs = [0.0] * len(arms)  # standard deviations
         self.of_new: dict[tuple[Reach, int], Option] = {}  # of rows that never asked
+        self.exponents: dict[int, float] = {}  # of drafters that stop by themselves (`Calibration.exponent`)
 
     def plans(self, batch: Batch, load: Load) -> dict[int, Plan]:
         """Row of the batch -> its plan, for those with a drafter that is expected to pay or due for a try."""
@@ -79,6 +80,7 @@ class Planner:
         # one draw for all rows, since they share what an ask costs
         self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
         self.of_new.clear()
+        self.exponents.clear()
         plans: dict[int, Plan] = {}
         for r, step in enumerate(batch):
             row = step.row
@@ -268,7 +270,9 @@ class Planner:
         price = self._price(k, reach, load)
         node = min(price.verify(1), price.verify(FLOOR_NODES) / FLOOR_NODES)
         least = min(MOST_FLOOR, load.rate * (price.per_level / reach.drafted + node))
-        return math.pow(least, 1 / self.evidence.calibration.exponent(1 << k))
+        if k not in self.exponents:
+            self.exponents[k] = self.evidence.calibration.exponent(1 << k)
+        return math.pow(least, 1 / self.exponents[k])
 
     def _price(self, k: int, reach: Reach, load: Load) -> Price:
         """Seconds for one row, if as many ask as lately."""
@@ -280,7 +284,7 @@ class Planner:
             per_level=share * per_level * reach.drafted,
             nodes_per_level=reach.per_level,
             verify=lambda nodes: added(round(rows * nodes)) / rows,
-            deepest=self.arms[k].stops,
+            stops=self.arms[k].stops,
         )
 
 

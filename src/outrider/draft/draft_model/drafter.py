@@ -210,12 +210,12 @@ class ModelDrafter(Drafter):
         """Draft all chains in one call of the backend."""
         chains = []
         for start in first.starts:
-            row, depth, floor = batch[start.r].row, start.budget.depth, start.budget.floor
+            row, budget, first_node = batch[start.r].row, start.budget, self.target.stream_id
             stream, q = stream_of(row.seed, row.index), None
             if self.samples(row):
-                q = torch.empty(depth, self.target.vocabulary, dtype=torch.float64)
-            number = self.target.stream_id
-            chains.append(Chain(start.at, depth, row.distribution, stream, 0.0, q, number, floor))
+                q = torch.empty(budget.depth, self.target.vocabulary, dtype=torch.float64)
+            chain = Chain(start.at, budget.depth, row.distribution, stream, probs=q, first_node=first_node)
+            chains.append(chain._replace(joint_floor=budget.floor))
         stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
         wanted = Chains(chains, self.vocabulary, stop_rule)
         tokens_of, found = self.decoder.draft_chain(first.step_input.build(), self.pool, wanted)
