@@ -74,7 +74,8 @@ class EngineOptions(Checked):
 
     dtype                   auto, float32, bfloat16 or float16
     activations             float32, or bfloat16: round the inputs of bfloat16 linears of the target, once a
-                            linear; for processors with AVX512-BF16, slow on others
+                            linear; auto: bfloat16 on processors with AVX512-BF16, float32 on others, where
+                            bfloat16 gives the same text but is slow
     quantization            int8 or int4: quantize the weights while loading
     kv_cache_dtype          auto or int8, for target and draft
     device                  auto, cpu, cuda, cuda:1 or mps
@@ -102,7 +103,7 @@ class EngineOptions(Checked):
     model: Annotated[str, MODEL]
     tokenizer: Text | None = None
     dtype: str = "auto"
-    activations: Annotated[str, one_of(*ACTIVATIONS)] = "float32"
+    activations: Annotated[str, one_of("auto", *ACTIVATIONS)] = "auto"
     quantization: Quantization | None = None
     kv_cache_dtype: str = "auto"
     device: str = "auto"

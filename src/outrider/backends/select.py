@@ -21,22 +21,26 @@ CPU = torch.device("cpu")
 ACTIVATIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def backend_for(device: torch.device, dtype: torch.dtype, activations: str = "float32") -> Backend:
+def backend_for(device: torch.device, dtype: torch.dtype, activations: str = "auto") -> Backend:
     """The fastest backend that runs here.
 
     OUTRIDER_KERNELS=torch asks for the reference, OUTRIDER_KERNELS=triton for the kernels of CUDA devices, on
     a CPU too.
-    activations: what the inputs of linears are rounded to.  Raises ConfigError for bfloat16 without the C
-    kernels or without bfloat16 weights.
+    activations: what the inputs of linears are rounded to; auto: to bfloat16, if the weights are in it and the
+    C kernels have an instruction for that.  Raises ConfigError for bfloat16 without the C kernels or without
+    bfloat16 weights.
     """
     if device.type == "cpu":
         threads.limit()
     library = None if uses_triton(device) else compiled_library(device)
     if library is not None and dtype in (torch.float32, torch.bfloat16):
+        if activations == "auto":
+            fast = dtype == torch.bfloat16 and library.multiplies_pairs()
+            activations = "bfloat16" if fast else "float32"
         if activations == "bfloat16" and dtype != torch.bfloat16:
             raise ConfigError("activations='bfloat16' is for bfloat16 weights: set dtype='bfloat16'.")
         return cpu.CpuBackend(library, dtype, ACTIVATIONS[activations])
-    if activations != "float32":
+    if activations == "bfloat16":
         raise ConfigError(f"activations={activations!r} is for the C kernels of the CPU: leave it out.")
     return _triton_backend(device, dtype) if uses_triton(device) else reference.TorchBackend(device, dtype)
 

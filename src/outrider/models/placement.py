@@ -19,7 +19,7 @@ class Precision(NamedTuple):
     dtype: torch.dtype
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
-    activations: str = "float32"
+    activations: str = "auto"
 
     @property
     def kv_dtype(self) -> torch.dtype:

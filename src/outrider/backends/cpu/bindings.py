@@ -40,7 +40,7 @@ def _parse(text: str) -> tuple[dict[str, Any], dict[str, tuple[Any, dict[str, An
     for body, name in _STRUCT.findall(text):
         types[name] = type(name, (ctypes.Structure,), {"_fields_": [*_declared(body, types, ";")]})
     functions = {
-        name: (types[result], dict(_declared(arguments, types, ",")))
+        name: (types[result], dict(_declared("" if arguments == "void" else arguments, types, ",")))
         for result, name, arguments in _FUNCTION.findall(text)
     }
     return {name: made for name, made in types.items() if name not in NUMBERS}, functions

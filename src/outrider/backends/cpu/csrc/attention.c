@@ -17,6 +17,7 @@ enum {
     BLOCK_QUERIES = 16, /* queries of a block, as far as one row does not have more */
     MAX_PAIRS = 4,      /* vector pairs of sums in registers */
     KEYS_AT_ONCE = 64,  /* keys whose V is added for one query group after the other */
+    KEYS_AHEAD = 64,    /* between the keys that are scored and those that are fetched */
 };
 
 /* Consecutive rows with the same first key of the same table, and some of the query heads of one K/V head.
@@ -108,12 +109,23 @@ INLINE void dot_group(const int is_bfloat16, const int64_t padded_dim, const int
         store(b->scores + (query + g) * b->stride + j, sum_each(dots[g]) * b->scale);
 }
 
+/* Asks for the rows of the keys j ... j + LANES - 1 before they are read: they lie in short pieces, which the
+ * hardware does not foresee. */
+INLINE void prefetch_keys(const void *rows, int64_t row_bytes, const KeyList *keys, int64_t j) {
+    for (const int64_t end = min64(j + LANES, keys->count); j < end; j++)
+        for (int64_t i = 0; i < row_bytes; i += 64)
+            __builtin_prefetch((const char *)rows + key_slot(keys, j) * row_bytes + i);
+}
+
 /* Scores of the keys j ... end - 1 for `queries` queries from `query` on.  Writes whole vectors: lanes past
  * the last key repeat it. */
 INLINE void score_keys(const int is_bfloat16, const int64_t padded_dim, const Block *b, const KeyList *keys,
                        int64_t j, int64_t end, int64_t first, int64_t queries) {
+    const int64_t row_bytes = padded_dim * (is_bfloat16 ? 2 : 4);
     for (; j < end; j += LANES) {
         int64_t row[LANES], query = first, left = queries;
+        prefetch_keys(b->key_rows, row_bytes, keys, j + KEYS_AHEAD);
+        prefetch_keys(b->value_rows, row_bytes, keys, j);
         for (int i = 0; i < LANES; i++) row[i] = key_slot(keys, min64(j + i, end - 1)) * padded_dim;
         for (; left >= 4; left -= 4, query += 4) dot_group(is_bfloat16, padded_dim, 4, b, query, row, j);
         switch (left) {

@@ -50,6 +50,9 @@ void linear_with_maxima(const Weight *weight, const float *x, int64_t rows, int6
 /* y [rows,inputs] = the rows `ids` [rows] of the weight, widened to float. */
 void embed(const Weight *weight, const int64_t *ids, int64_t rows, int64_t inputs, float *y);
 
+/* Whether there is an instruction for `rounds_inputs`. */
+int multiplies_pairs(void);
+
 /* ---- small kernels: elementwise.c */
 
 /* y = x / sqrt(mean(x^2) + eps) * weight [width] for x and y [rows,width]; y may be x. */

@@ -259,6 +259,14 @@ void linear(const Weight *weight, const float *x, int64_t rows, int64_t inputs, 
     linear_with_maxima(weight, x, rows, inputs, y, outputs, add, 0, 0);
 }
 
+int multiplies_pairs(void) {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 void embed(const Weight *weight, const int64_t *ids, int64_t rows, int64_t inputs, float *y) {
     if (weight->kind >= INT8) {
         embed_int(weight, ids, rows, inputs, y);
