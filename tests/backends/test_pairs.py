@@ -109,6 +109,14 @@ def test_speculation_keeps_the_text(tiny: Path) -> None:
     assert got.speculation.accepted > 0
 
 
+@needs_c
+def test_inputs_are_rounded_by_default_where_an_instruction_multiplies_them() -> None:
+    fast = torch.bfloat16 if c_backend().lib.multiplies_pairs() else torch.float32
+    for dtype, expected in ((torch.bfloat16, fast), (torch.float32, torch.float32)):
+        backend = backend_for(CPU, dtype)
+        assert isinstance(backend, CpuBackend) and backend.inputs_dtype == expected
+
+
 # ---- refused
 
 
@@ -125,5 +133,5 @@ def test_bfloat16_activations_need_the_c_kernels(monkeypatch: pytest.MonkeyPatch
 
 
 def test_unknown_activations_are_named(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown activations 'float16'.* Valid: bfloat16, float32"):
+    with pytest.raises(ConfigError, match=r"unknown activations 'float16'.* Valid: auto, bfloat16, float32"):
         LLM(str(tiny), activations="float16")

@@ -72,9 +72,16 @@ def test_tasks_share_a_batch_and_get_the_texts_of_llm(engine: AsyncLLM, texts: l
     running(engine, task)
 
 
+def slow(ids: list[int], logits: Any) -> Any:
+    """A logits processor under which outputs are read between two tokens."""
+    time.sleep(0.001)
+    return logits
+
+
 def test_an_interval_leaves_the_first_output_and_the_last(engine: AsyncLLM) -> None:
     async def count(interval: float) -> int:
-        request = await engine.read(PROMPTS[0], params_of(0, max_tokens=60))
+        params = params_of(0, max_tokens=60, logits_processors=[slow])
+        request = await engine.read(PROMPTS[0], params)
         lengths = [
             len(output.outputs[0].token_ids)
             async for _, output in engine.follow([request], interval=interval)
@@ -90,10 +97,6 @@ def test_an_interval_leaves_the_first_output_and_the_last(engine: AsyncLLM) -> N
 
 def test_more_samples_have_fewer_outputs(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_llm, "CROWD", 1)
-
-    def slow(ids: list[int], logits: Any) -> Any:
-        time.sleep(0.001)
-        return logits
 
     async def count(i: int) -> int:
         params = params_of(0, max_tokens=150, logits_processors=[slow])

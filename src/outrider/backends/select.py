@@ -26,8 +26,8 @@ def backend_for(device: torch.device, dtype: torch.dtype, activations: str = "au
 
     OUTRIDER_KERNELS=torch asks for the reference, OUTRIDER_KERNELS=triton for the kernels of CUDA devices, on
     a CPU too.
-    activations: what the inputs of linears are rounded to; auto: to bfloat16, if the weights are in it and the
-    C kernels have an instruction for that.  Raises ConfigError for bfloat16 without the C kernels or without
+    activations: what the inputs of linears are rounded to; auto: bfloat16, if the weights are in it and the C
+    kernels have an instruction for that.  Raises ConfigError for bfloat16 without the C kernels or without
     bfloat16 weights.
     """
     if device.type == "cpu":
