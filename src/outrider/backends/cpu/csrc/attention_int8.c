@@ -22,22 +22,26 @@ typedef struct {
 
 enum { KEYS_AHEAD = 64 }; /* how many keys ahead K and V are fetched */
 
+/* The largest magnitude of x [n], or NaN.  n: a multiple of LANES. */
+INLINE float max_magnitude(const float *x, int64_t n) {
+    vint v = max_magnitudes(x, n);
+    for (int i = LANES; i > 1; i /= 2) v = max_ints(SHUFFLE(v, v, EVEN_LANES), SHUFFLE(v, v, ODD_LANES));
+    return ((vfloat)v)[0];
+}
+
+/* to [n] = 127 x / magnitude, rounded to integers; returns their sum. */
+INLINE int32_t quantize(const float *x, int64_t n, float magnitude, int8_t *to) {
+    vint v = round_bytes(x, n, magnitude > 0 ? 127.0f / magnitude : 0, to);
+    for (int i = LANES; i > 1; i /= 2) v = SHUFFLE(v, v, EVEN_LANES) + SHUFFLE(v, v, ODD_LANES);
+    return v[0];
+}
+
 void store_head_int8(const float *x, int64_t head_dim, int64_t padded_dim, int8_t *to) {
     float padded[MAX_HEAD_DIM + LANES] = {0};
     memcpy(padded, x, (size_t)head_dim * 4);
     const float magnitude = max_magnitude(padded, padded_dim), step = magnitude / 127.0f;
     quantize(padded, padded_dim, magnitude, to);
     memcpy(to + padded_dim, &step, 4);
-}
-
-/* Lane j: the sum of the lanes of v[j], for LANES vectors. */
-INLINE vint sum_each(vint *v) {
-    #pragma GCC unroll 4
-    for (int n = LANES / 2; n; n /= 2)
-        #pragma GCC unroll 8
-        for (int i = 0; i < n; i++)
-            v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], EVEN_LANES) + SHUFFLE(v[2 * i], v[2 * i + 1], ODD_LANES);
-    return v[0];
 }
 
 /* Fetches LANES pool rows from key j + KEYS_AHEAD on; they are neighbours, as a rule. */

@@ -38,6 +38,12 @@ INLINE vany negate_by(vany s, vany n) {
 }
 #endif
 
+#ifdef HAS_MADDUBS
+enum { NIBBLES_IN_PAIRS = 1 }; /* dot_nibbles leaves pairs of sums to sum_nibbles */
+#else
+enum { NIBBLES_IN_PAIRS = 0 };
+#endif
+
 /* sum + four products in every lane.  u holds numbers n as unsigned bytes n + 128; s holds signed bytes of at
  * most 127 in magnitude.  The products are n * s with SIGNED_BYTES, otherwise (n + 128) * s: BYTE_START. */
 INLINE vint dot_bytes(vint sum, vuint u, vint s) {
@@ -93,32 +99,48 @@ INLINE vfloat widen_bytes(const int8_t *from) {
 #endif
 }
 
-/* The largest magnitude of x [n], or NaN.  The bits of magnitudes order as the magnitudes do.  n: a multiple
- * of LANES. */
-INLINE float max_magnitude(const float *x, int64_t n) {
-    vint largest = {0};
-    for (int64_t i = 0; i < n; i += LANES) {
-        const vint v = *(const vint *)(x + i) & 0x7fffffff, larger = v > largest;
-        largest = (v & larger) | (largest & ~larger);
-    }
-    int32_t bits = 0;
-    for (int i = 0; i < LANES; i++) bits = largest[i] > bits ? largest[i] : bits;
-    float magnitude;
-    memcpy(&magnitude, &bits, 4);
-    return magnitude;
+INLINE vint max_ints(vint a, vint b) {
+    const vint larger = a > b;
+    return (a & larger) | (b & ~larger);
 }
 
-/* to [n] = 127 x / magnitude, rounded to integers; returns their sum. */
-INLINE int32_t quantize(const float *x, int64_t n, float magnitude, int8_t *to) {
-    const float inverse = magnitude > 0 ? 127.0f / magnitude : 0;
-    vint sums = {0};
+/* Lane by lane the largest magnitude of x [n], as bits, which order as magnitudes do; NaN is the largest.
+ * n: a multiple of LANES. */
+INLINE vint max_magnitudes(const float *x, int64_t n) {
+    vint largest = {0};
+    for (int64_t i = 0; i < n; i += LANES) largest = max_ints(largest, *(const vint *)(x + i) & 0x7fffffff);
+    return largest;
+}
+
+/* to [n] = inverse * x, rounded to integers; returns sums of them, which wrap where x is not finite. */
+INLINE vint round_bytes(const float *x, int64_t n, float inverse, int8_t *to) {
+    vuint sums = {0};
     for (int64_t i = 0; i < n; i += LANES) {
-        const vint v = (vint)(load(x + i) * inverse + ROUND_MAGIC) - 0x4b400000; /* the bits of ROUND_MAGIC */
-        const vbytes bytes = __builtin_convertvector(v, vbytes);
-        sums += __builtin_convertvector(bytes, vint); /* not v, whose sum can overflow where x is NaN */
-        *(vbytes *)(to + i) = bytes;
+        const vfloat rounded = multiply_add(load(x + i), broadcast(inverse), broadcast(ROUND_MAGIC));
+        const vuint v = (vuint)rounded - 0x4b400000u; /* the bits of ROUND_MAGIC */
+        sums += v;
+        *(vbytes *)(to + i) = __builtin_convertvector((vint)v, vbytes);
     }
-    int32_t sum = 0;
-    for (int i = 0; i < LANES; i++) sum += sums[i];
-    return sum;
+    return (vint)sums;
+}
+
+/* Lane j: the sum of the lanes of v[j], for LANES vectors. */
+INLINE vint sum_each(vint *v) {
+    #pragma GCC unroll 4
+    for (int n = LANES / 2; n; n /= 2)
+        #pragma GCC unroll 8
+        for (int i = 0; i < n; i++)
+            v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], EVEN_LANES) + SHUFFLE(v[2 * i], v[2 * i + 1], ODD_LANES);
+    return v[0];
+}
+
+/* The same for maxima. */
+INLINE vint max_each(vint *v) {
+    #pragma GCC unroll 4
+    for (int n = LANES / 2; n; n /= 2)
+        #pragma GCC unroll 8
+        for (int i = 0; i < n; i++)
+            v[i] = max_ints(SHUFFLE(v[2 * i], v[2 * i + 1], EVEN_LANES),
+                            SHUFFLE(v[2 * i], v[2 * i + 1], ODD_LANES));
+    return v[0];
 }

@@ -3,8 +3,8 @@
  * Computed: activations are rounded to 8 bits, each row and group of inputs by itself.  The products of a
  * group are summed as integers; then y += group sum * (weight scale * activation scale) [+ offset * sum of
  * the activations] in float32.
- * Order: panels of 32 outputs (shared by threads) > groups of rows > chunks of blocks > tiles of rows >
- * register tiles of outputs > groups of inputs, in ascending order.
+ * Order: panels of 32 outputs (shared by threads) > GROUP_TILES tiles of rows > chunks of blocks > tiles of
+ * rows > register tiles of outputs > groups of inputs, in ascending order.
  * Exact: integer sums do not depend on their order, and the float sum takes one group after the other.
  *
  * A weight [outputs,inputs] is packed as [outputs/32][inputs/group] blocks of
@@ -14,9 +14,9 @@
  *     int8  [group/4][32][4] bytes
  *     int4  [group/16][2][32][4] bytes, whose low halves are inputs 0-7 of 16 and whose high halves are
  *       inputs 8-15 */
-#include "int8.h"
 #include "linear.h"
 #include "memory.h"
+#include "rounded.h"
 #include "threads.h"
 
 enum { OUTPUTS = 32, PANEL_VECTORS = OUTPUTS / LANES };      /* of a block */
@@ -27,8 +27,9 @@ enum { INT_VECTORS = 2, INT_ROWS = 4 };
 #else
 enum { INT_VECTORS = 2, INT_ROWS = 2 };
 #endif
-enum { CHUNK_BLOCKS = 8, INT_GROUP_ROWS = 48 };
-enum { INT_STREAM_ROWS = INT_VECTORS == PANEL_VECTORS ? INT_ROWS : 1 }; /* rows of a tile with all outputs */
+enum { CHUNK_BLOCKS = 8, GROUP_TILES = 48 / INT_ROWS };
+/* Rows of a tile with all outputs of a panel. */
+enum { STREAM_ROWS = (int)INT_VECTORS == (int)PANEL_VECTORS ? INT_ROWS : 1 };
 
 /* LANES numbers in half precision. */
 INLINE vfloat load_half(const char *from) {
@@ -53,212 +54,251 @@ INLINE float half_at(const char *from) {
     return (float)half;
 }
 
-INLINE int64_t values_bytes(const Weight *w) {
-    return (int64_t)w->group * OUTPUTS / (w->kind == INT8 ? 1 : 2);
+/* What the compiler knows of a weight. */
+typedef struct {
+    int bits, has_offsets;
+    int64_t group;
+} Form;
+
+INLINE int64_t values_bytes(const Form form) { return form.group * OUTPUTS * form.bits / 8; }
+INLINE int64_t block_bytes(const Form form) {
+    return values_bytes(form) + (form.has_offsets ? 4 : 2) * OUTPUTS;
 }
-INLINE int64_t block_bytes(const Weight *w) { return values_bytes(w) + (w->has_offsets ? 4 : 2) * OUTPUTS; }
 
-/* ---- rounded activations */
-
-/* A rounded row: inputs bytes, then of every group
- *     scale [groups] float   what one step counts
- *     start [groups] int32   what is added to a group's sum, so that the weights count as signed
- *     mass  [groups] float   sum of the rounded activations, which the offsets multiply */
-INLINE int64_t rounded_bytes(const Weight *w, int64_t inputs) { return inputs + 12 * (inputs / w->group); }
-
-static void round_row(const float *x, int64_t inputs, const Weight *w, int8_t *to) {
-    const int64_t groups = inputs / w->group;
-    const int32_t start = w->kind == INT8 ? BYTE_START : -8;
-    float *scale = (float *)(to + inputs), *starts = scale + groups, *mass = starts + groups;
-    for (int64_t g = 0; g < groups; g++) {
-        const float *from = x + g * w->group, magnitude = max_magnitude(from, w->group);
-        const int32_t sum = quantize(from, w->group, magnitude, to + g * w->group),
-                      group_start = sum * start;
-        scale[g] = magnitude / 127.0f;
-        mass[g] = scale[g] * (float)sum;
-        memcpy(starts + g, &group_start, 4);
-    }
-}
+INLINE Form form_of(const Weight *w) { return (Form){w->kind == INT8 ? 8 : 4, w->has_offsets, w->group}; }
 
 /* ---- a register tile: a few vectors of outputs for a few rows */
 
 typedef struct {
-    const Weight *weight;
-    const char *blocks;   /* of the chunk */
-    const int8_t *x;      /* rounded rows */
-    int64_t inputs;       /* of a whole row */
-    int64_t first_group, count; /* groups of the chunk */
-    float *sums;          /* [rows,OUTPUTS], of the first row */
-    int fetches;          /* whether it fetches the next chunk */
+    const char *blocks; /* of the chunk */
+    const int8_t *x;    /* rounded rows of the tile, from the first group of the chunk on */
+    int64_t count;      /* groups of the chunk */
+    float *sums;        /* [rows,OUTPUTS] */
+    int fetches;        /* whether it fetches the next chunk */
 } IntTask;
 
 typedef vint IntSums[INT_ROWS][PANEL_VECTORS];
 typedef vfloat IntTile[INT_ROWS][PANEL_VECTORS];
 
 /* sums += four inputs x of every row * the weights u of these inputs. */
-INLINE void multiply_four(const int rows, const int vectors, const int bits, const vuint *u, const int8_t *x,
-                          int64_t row_bytes, IntSums sums) {
+INLINE void multiply_four(const int rows, const int vectors, const Form form, const vuint *u, const int8_t *x,
+                          IntSums sums) {
     for (int r = 0; r < rows; r++) {
         int32_t four;
-        memcpy(&four, x + r * row_bytes, 4);
+        memcpy(&four, x + r * form.group, 4);
         const vint s = (vint){0} + four;
         for (int c = 0; c < vectors; c++)
-            sums[r][c] = bits == 8 ? dot_bytes(sums[r][c], u[c], s) : dot_nibbles(sums[r][c], u[c], s);
+            sums[r][c] = form.bits == 8 ? dot_bytes(sums[r][c], u[c], s) : dot_nibbles(sums[r][c], u[c], s);
     }
 }
 
-/* sums = one group. */
-INLINE void multiply_group(const int rows, const int vectors, const int bits, const char *values,
-                           const int8_t *x, int64_t group, int64_t row_bytes, IntSums sums) {
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < vectors; c++) sums[r][c] = (vint){0};
-    for (int64_t chunk = 0; chunk < group / 16; chunk++, x += 16) {
+/* sums += the products of one group of x [rows,group]. */
+INLINE void multiply_group(const int rows, const int vectors, const Form form, const char *values,
+                           const int8_t *x, IntSums sums) {
+    for (int64_t chunk = 0; chunk < form.group / 16; chunk++, x += 16) {
         #pragma GCC unroll 4
-        for (int s = 0; s < bits / 2; s++, values += OUTPUTS * 4) {
+        for (int s = 0; s < form.bits / 2; s++, values += OUTPUTS * 4) {
             vuint u[PANEL_VECTORS], half[PANEL_VECTORS];
             for (int c = 0; c < vectors; c++) u[c] = *(const vuint *)(values + c * LANES * 4);
-            if (bits == 8) {
-                multiply_four(rows, vectors, bits, u, x + 4 * s, row_bytes, sums);
+            if (form.bits == 8) {
+                multiply_four(rows, vectors, form, u, x + 4 * s, sums);
                 continue;
             }
             for (int c = 0; c < vectors; c++) half[c] = u[c] & 0x0f0f0f0f;
-            multiply_four(rows, vectors, bits, half, x + 4 * s, row_bytes, sums);
+            multiply_four(rows, vectors, form, half, x + 4 * s, sums);
             for (int c = 0; c < vectors; c++) half[c] = u[c] >> 4 & 0x0f0f0f0f;
-            multiply_four(rows, vectors, bits, half, x + 4 * s + 8, row_bytes, sums);
+            multiply_four(rows, vectors, form, half, x + 4 * s + 8, sums);
         }
     }
-    if (bits == 4)
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < vectors; c++) sums[r][c] = sum_nibbles(sums[r][c]);
 }
 
-/* tile += the group's integer sums, scaled.  meta: the scale of the group in the first row. */
-INLINE void add_group(const int rows, const int vectors, const int bits, const char *scales, int has_offsets,
-                      const int8_t *meta, int64_t groups, int64_t row_bytes, IntSums sums, IntTile tile) {
+/* sums = what makes the weights of a group count as signed, from starts [rows] (rounded.h). */
+INLINE void start_group(const int rows, const int vectors, const int8_t *starts, IntSums sums) {
+    for (int r = 0; r < rows; r++) {
+        int32_t start;
+        memcpy(&start, starts + 4 * r, 4);
+        for (int c = 0; c < vectors; c++) sums[r][c] = (vint){0} + start;
+    }
+}
+
+/* sums = one group of x [rows,group].  Sums that dot_nibbles keeps in 16 bits begin with 0. */
+INLINE void sum_group(const int rows, const int vectors, const Form form, const char *values, const int8_t *x,
+                      IntSums sums) {
+    const int8_t *starts = x + rows * (form.group + 4);
+    if (form.bits == 8 || !NIBBLES_IN_PAIRS) {
+        start_group(rows, vectors, starts, sums);
+        multiply_group(rows, vectors, form, values, x, sums);
+        return;
+    }
+    IntSums pairs;
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < vectors; c++) pairs[r][c] = (vint){0};
+    multiply_group(rows, vectors, form, values, x, pairs);
+    start_group(rows, vectors, starts, sums);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < vectors; c++) sums[r][c] += sum_nibbles(pairs[r][c]);
+}
+
+/* tile += the group's integer sums, scaled.  activations: scale, start and mass [rows] of the group. */
+INLINE void add_group(const int rows, const int vectors, const Form form, const char *scales,
+                      const int8_t *activations, IntSums sums, IntTile tile) {
     vfloat weight_scale[PANEL_VECTORS], offset[PANEL_VECTORS];
     for (int c = 0; c < vectors; c++) {
         weight_scale[c] = load_half(scales + c * LANES * 2);
-        if (has_offsets) offset[c] = load_half(scales + OUTPUTS * 2 + c * LANES * 2);
+        if (form.has_offsets) offset[c] = load_half(scales + OUTPUTS * 2 + c * LANES * 2);
     }
-    for (int r = 0; r < rows; r++, meta += row_bytes) {
+    for (int r = 0; r < rows; r++, activations += 4) {
         float scale, mass;
-        int32_t start;
-        memcpy(&scale, meta, 4);
-        memcpy(&start, meta + 4 * groups, 4);
-        memcpy(&mass, meta + 8 * groups, 4);
+        memcpy(&scale, activations, 4);
+        memcpy(&mass, activations + 8 * rows, 4);
         for (int c = 0; c < vectors; c++) {
-            vint sum = sums[r][c];
-            if (bits == 4 || BYTE_START) sum += start;
             const vfloat by = weight_scale[c] * scale;
-            tile[r][c] = multiply_add(__builtin_convertvector(sum, vfloat), by, tile[r][c]);
-            if (has_offsets) tile[r][c] = multiply_add(offset[c], broadcast(mass), tile[r][c]);
+            tile[r][c] = multiply_add(__builtin_convertvector(sums[r][c], vfloat), by, tile[r][c]);
+            if (form.has_offsets) tile[r][c] = multiply_add(offset[c], broadcast(mass), tile[r][c]);
         }
     }
 }
 
 /* `vectors` of the outputs in all blocks of a chunk. */
-INLINE void multiply_blocks(const int rows, const int vectors, const int bits, int64_t first_output,
+INLINE void multiply_blocks(const int rows, const int vectors, const Form form, int64_t first_output,
                             IntTask t) {
-    const Weight *w = t.weight;
-    const int64_t bytes = block_bytes(w), values = values_bytes(w), row_bytes = rounded_bytes(w, t.inputs);
+    const int64_t bytes = block_bytes(form);
+    const int64_t x_bytes = rows * rounded_bytes(form.group, form.group); /* of a group */
     float *to = t.sums + first_output;
     IntTile tile;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < vectors; c++) tile[r][c] = load(to + r * OUTPUTS + c * LANES);
-    for (int64_t g = t.first_group; g < t.first_group + t.count; g++, t.blocks += bytes) {
-        const int8_t *x = t.x + g * w->group, *meta = t.x + t.inputs + 4 * g;
-        const char *scales = t.blocks + values + first_output * 2;
+    for (int64_t g = 0; g < t.count; g++, t.blocks += bytes, t.x += x_bytes) {
+        const char *values = t.blocks + first_output * 4,
+                   *scales = t.blocks + values_bytes(form) + first_output * 2;
         IntSums sums;
         if (t.fetches && !first_output)
             for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(t.blocks + CHUNK_BLOCKS * bytes + i);
-        multiply_group(rows, vectors, bits, t.blocks + first_output * 4, x, w->group, row_bytes, sums);
-        add_group(rows, vectors, bits, scales, w->has_offsets, meta, t.inputs / w->group, row_bytes, sums,
-                  tile);
+        sum_group(rows, vectors, form, values, t.x, sums);
+        add_group(rows, vectors, form, scales, t.x + rows * form.group, sums, tile);
     }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < vectors; c++) store(to + r * OUTPUTS + c * LANES, tile[r][c]);
 }
 
-INLINE void multiply_rows(const int rows, const int bits, IntTask t) {
+INLINE void multiply_rows(const int rows, const Form form, IntTask t) {
     const int vectors = rows == 1 ? PANEL_VECTORS : INT_VECTORS;
     for (int first = 0; first < OUTPUTS; first += vectors * LANES)
-        multiply_blocks(rows, vectors, bits, first, t);
+        multiply_blocks(rows, vectors, form, first, t);
 }
 
 /* A constant number of rows keeps the sums in registers. */
-INLINE void multiply_tile(int64_t rows, const int bits, IntTask t) {
+INLINE void multiply_tile(int64_t rows, const Form form, IntTask t) {
     switch (rows) {
-        case 1: multiply_rows(1, bits, t); break;
-        case 2: multiply_rows(2, bits, t); break;
+        case 1: multiply_rows(1, form, t); break;
+        case 2: multiply_rows(2, form, t); break;
 #if defined __AVX2__ || defined __ARM_NEON
-        case 3: multiply_rows(3, bits, t); break;
-        case 4: multiply_rows(4, bits, t); break;
+        case 3: multiply_rows(3, form, t); break;
+        case 4: multiply_rows(4, form, t); break;
 #endif
 #ifdef __AVX512F__
-        case 5: multiply_rows(5, bits, t); break;
-        case 6: multiply_rows(6, bits, t); break;
+        case 5: multiply_rows(5, form, t); break;
+        case 6: multiply_rows(6, form, t); break;
 #endif
     }
 }
 
-/* One chunk of groups for some rows. */
-static void multiply_chunk(int64_t rows, IntTask t) {
-    const int64_t tiles = divide_up(rows, INT_ROWS);
-    for (int64_t i = 0; i < tiles; i++) {
-        const int64_t r = i * rows / tiles, count = (i + 1) * rows / tiles - r;
-        IntTask tile = t;
-        tile.x += r * rounded_bytes(t.weight, t.inputs);
-        tile.sums += r * OUTPUTS;
-        tile.fetches = !i;
-        if (t.weight->kind == INT8)
-            multiply_tile(count, 8, tile);
-        else
-            multiply_tile(count, 4, tile);
-    }
+/* A constant group is unrolled. */
+INLINE void multiply_form(int64_t rows, const int bits, const int has_offsets, int64_t group, IntTask t) {
+    if (group == 32)
+        multiply_tile(rows, (Form){bits, has_offsets, 32}, t);
+    else
+        multiply_tile(rows, (Form){bits, has_offsets, 16}, t);
 }
+
+static void multiply_int8(int64_t rows, int has_offsets, int64_t group, IntTask t) {
+    if (has_offsets)
+        multiply_form(rows, 8, 1, group, t);
+    else
+        multiply_form(rows, 8, 0, group, t);
+}
+
+static void multiply_int4(int64_t rows, int has_offsets, int64_t group, IntTask t) {
+    if (has_offsets)
+        multiply_form(rows, 4, 1, group, t);
+    else
+        multiply_form(rows, 4, 0, group, t);
+}
+
+/* ---- a linear */
 
 /* One call of linear_int. */
 typedef struct {
     const Weight *weight;
+    Form form;
     const float *x;
     int64_t rows, inputs;
-    int8_t *rounded; /* the rows of x, rounded_bytes each */
+    int8_t *rounded; /* tiles of rows, see rounded.h */
     float *y;
     int64_t outputs;
     int add;
 } IntCall;
 
-static void round_rows(const void *loop, int64_t first, int64_t end) {
+/* Tiles of rows have equal sizes: 8 rows are 4 + 4, not 6 + 2. */
+INLINE int64_t count_tiles(const IntCall *l) { return divide_up(l->rows, INT_ROWS); }
+INLINE int64_t first_of_tile(const IntCall *l, int64_t tile) { return tile * l->rows / count_tiles(l); }
+
+static void round_tiles(const void *loop, int64_t first_tile, int64_t end_tile) {
     const IntCall *l = loop;
-    for (int64_t r = first; r < end; r++)
-        round_row(l->x + r * l->inputs, l->inputs, l->weight,
-                  l->rounded + r * rounded_bytes(l->weight, l->inputs));
+    for (int64_t i = first_tile; i < end_tile; i++) {
+        const int64_t first = first_of_tile(l, i), count = first_of_tile(l, i + 1) - first;
+        RowPlace to = {l->rounded + first * rounded_bytes(l->inputs, l->form.group), 0, count};
+        for (; to.row < count; to.row++)
+            round_row(l->x + (first + to.row) * l->inputs, l->inputs, l->weight, to);
+    }
+}
+
+/* One chunk of groups for the tiles [first_tile,end_tile). */
+static void multiply_chunk(const IntCall *l, int64_t first_tile, int64_t end_tile, int64_t first_group,
+                           IntTask t) {
+    const Form form = l->form;
+    for (int64_t i = first_tile; i < end_tile; i++) {
+        const int64_t first = first_of_tile(l, i), rows = first_of_tile(l, i + 1) - first;
+        IntTask tile = t;
+        tile.x = l->rounded + first * rounded_bytes(l->inputs, form.group) +
+                 rows * rounded_bytes(first_group * form.group, form.group);
+        tile.fetches = i == first_tile;
+        if (form.bits == 8)
+            multiply_int8(rows, form.has_offsets, form.group, tile);
+        else
+            multiply_int4(rows, form.has_offsets, form.group, tile);
+        t.sums += rows * OUTPUTS;
+    }
+}
+
+/* One panel of y for the rows [first_row,end_row). */
+static void store_panel(const IntCall *l, int64_t panel, int64_t first_row, int64_t end_row, float *sums) {
+    const int64_t first = panel * OUTPUTS;
+    const float *bias = l->weight->bias ? l->weight->bias + first : 0;
+    for (int64_t r = first_row; r < end_row; r++, sums += OUTPUTS) {
+        for (int64_t c = 0; c < OUTPUTS; c++) sums[c] *= l->weight->unit;
+        store_outputs((const vfloat *)sums, PANEL_VECTORS, bias, l->y + r * l->outputs + first,
+                      l->outputs - first, l->add);
+    }
 }
 
 /* All rows of one panel. */
 static void multiply_panel(const IntCall *l, int64_t panel) {
-    const Weight *w = l->weight;
-    const int64_t rows = l->rows, inputs = l->inputs, outputs = l->outputs;
-    const int64_t groups = inputs / w->group, first = panel * OUTPUTS;
-    const int64_t most = rows <= INT_STREAM_ROWS ? groups : CHUNK_BLOCKS;
-    const float *bias = w->bias ? w->bias + first : 0;
-    float sums[INT_GROUP_ROWS * OUTPUTS];
-    for (int64_t r = 0; r < rows; r += INT_GROUP_ROWS) {
-        const int64_t some = min64(rows - r, INT_GROUP_ROWS);
-        IntTask t = {.weight = w, .inputs = inputs, .sums = sums};
-        t.x = l->rounded + r * rounded_bytes(w, inputs);
-        memset(sums, 0, (size_t)some * OUTPUTS * 4);
-        for (; t.first_group < groups; t.first_group += t.count) {
-            t.blocks = (const char *)w->data + (panel * groups + t.first_group) * block_bytes(w);
-            t.count = min64(most, groups - t.first_group);
-            multiply_chunk(some, t);
+    const int64_t groups = l->inputs / l->form.group, tiles = count_tiles(l);
+    const int64_t most = l->rows <= STREAM_ROWS ? groups : CHUNK_BLOCKS;
+    const char *blocks = (const char *)l->weight->data + panel * groups * block_bytes(l->form);
+    float sums[GROUP_TILES * INT_ROWS * OUTPUTS];
+    for (int64_t i = 0; i < tiles; i += GROUP_TILES) {
+        const int64_t end = min64(i + GROUP_TILES, tiles), first_row = first_of_tile(l, i),
+                      end_row = first_of_tile(l, end);
+        memset(sums, 0, (size_t)(end_row - first_row) * OUTPUTS * 4);
+        IntTask t = {.sums = sums};
+        for (int64_t g = 0; g < groups; g += t.count) {
+            t.blocks = blocks + g * block_bytes(l->form);
+            t.count = min64(most, groups - g);
+            multiply_chunk(l, i, end, g, t);
         }
-        for (int64_t i = 0; i < some; i++) {
-            float *row = sums + i * OUTPUTS;
-            for (int64_t c = 0; c < OUTPUTS; c++) row[c] *= w->unit;
-            store_outputs((const vfloat *)row, PANEL_VECTORS, bias, l->y + (r + i) * outputs + first,
-                          outputs - first, l->add);
-        }
+        store_panel(l, panel, first_row, end_row, sums);
     }
 }
 
@@ -268,15 +308,16 @@ static void multiply_panels(const void *loop, int64_t first, int64_t end) {
 
 void linear_int(const Weight *w, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs,
                 int add) {
-    int8_t *rounded = scratch_acquire(SCRATCH_ACTIVATIONS, rows * rounded_bytes(w, inputs));
-    const IntCall call = {w, x, rows, inputs, rounded, y, outputs, add};
-    parallel_for(rows, 4, round_rows, &call);
+    int8_t *rounded = scratch_acquire(SCRATCH_ACTIVATIONS, rows * rounded_bytes(inputs, w->group));
+    const IntCall call = {w, form_of(w), x, rows, inputs, rounded, y, outputs, add};
+    parallel_for(count_tiles(&call), 1, round_tiles, &call);
     parallel_for(divide_up(outputs, OUTPUTS), 1, multiply_panels, &call);
     scratch_release(SCRATCH_ACTIVATIONS);
 }
 
 void embed_int(const Weight *w, const int64_t *ids, int64_t rows, int64_t inputs, float *y) {
-    const int64_t group = w->group, groups = inputs / group, bytes = block_bytes(w), values = values_bytes(w);
+    const int64_t group = w->group, groups = inputs / group, bytes = block_bytes(form_of(w)),
+                  values = values_bytes(form_of(w));
     for (int64_t r = 0; r < rows; r++)
         for (int64_t k = 0; k < inputs; k++) {
             const int64_t output = ids[r] % OUTPUTS, i = k % group;
