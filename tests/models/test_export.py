@@ -18,7 +18,7 @@ from outrider.config import EngineOptions
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 from outrider.inspect.card import card_of
-from outrider.models.export import write
+from outrider.models.export import packed, write
 from outrider.testing import random_prompts, tiny_checkpoint
 
 PROMPT = random_prompts(1, seed=3)[0]
@@ -53,6 +53,23 @@ def test_logits_are_those_of_weights_quantised_while_loading(family: str, bits: 
     assert (
         card_of(EngineOptions(str(tmp_path / "few"))).parameters == card_of(EngineOptions(source)).parameters
     )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(0.05, torch.float16), (1e-6, torch.float32), (1e9, torch.float32)]
+)
+def test_scales_are_stored_in_half_precision_where_that_is_exact(
+    bits: int, size: float, dtype: torch.dtype
+) -> None:
+    """The dequantised weights are those of `quantize`, and as close to the weights as their bits allow."""
+    matrix = size * torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
+    stored = packed([("a.weight", matrix)], bits)["a.weight_scale"]
+    weight = quantize(matrix, bits)
+    assert isinstance(weight, QuantizedWeight) and stored.dtype == dtype
+    assert torch.equal(stored.float(), weight.scales)
+    steps = weight.scales.abs().repeat_interleave(32, dim=1)
+    assert float(((weight.dense() - matrix).abs() / steps).max()) < (0.55 if bits == 8 else 2)
 
 
 def test_shards_stay_shards(tmp_path: Path) -> None:

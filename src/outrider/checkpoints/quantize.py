@@ -45,8 +45,8 @@ def quantize(weight: Tensor, bits: int) -> Tensor | QuantizedWeight:
 
 
 def _quantize_int8(parts: Tensor) -> QuantizedWeight:
-    scale = parts.abs().amax(-1) / 127
-    values = (parts / scale.clamp_min(1e-30)[..., None]).round()
+    scale = _half(parts.abs().amax(-1) / 127)
+    values = (parts / scale.clamp_min(1e-30)[..., None]).round().clamp(-127, 127)
     return QuantizedWeight(values.to(torch.int8).flatten(1), scale, None, 8, GROUP)
 
 
@@ -60,7 +60,18 @@ def _quantize_int4(parts: Tensor) -> QuantizedWeight:
         error = (_rounded(parts, scale) * scale[..., None] - parts).square().sum(-1)
         best = torch.where(error < best_error, scale, best)
         best_error = torch.minimum(error, best_error)
+    best = _half(best)
     return QuantizedWeight(_rounded(parts, best).to(torch.int8).flatten(1), best, None, 4, GROUP)
+
+
+def _half(scales: Tensor) -> Tensor:
+    """Scales float32, rounded to half precision if all are in the range of its normal numbers.
+
+    Kernels hold them so, and files store them in 2 bytes.
+    """
+    sizes, limits = scales[scales != 0].abs(), torch.finfo(torch.float16)
+    inside = bool(((sizes >= limits.smallest_normal) & (sizes <= limits.max)).all())
+    return scales.half().float() if inside else scales
 
 
 def _rounded(parts: Tensor, scale: Tensor) -> Tensor:

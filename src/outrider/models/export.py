@@ -1,7 +1,7 @@
 """Export of quantised checkpoints: compressed-tensors ("pack-quantized"), weights only, W8A16 or W4A16.
 
     name.weight [O, K]  ->  name.weight_packed  int32 [O, K * bits / 32]   unsigned, the lowest bits first
-                            name.weight_scale   float32 [O, K / GROUP]
+                            name.weight_scale   float16 [O, K / GROUP], float32 if that would round
                             name.weight_shape   int64 [2]: O, K
 
 `packed.py` reads back the values that `quantization` gives while loading.  In W4A16, embedding and head keep
@@ -128,7 +128,7 @@ def packed(tensors: Iterable[tuple[str, Tensor]], bits: int) -> dict[str, Tensor
         if isinstance(weight, QuantizedWeight):
             layer = name.removesuffix(".weight")
             made[f"{layer}.weight_packed"] = _words(weight)
-            made[f"{layer}.weight_scale"] = weight.scales.contiguous()
+            made[f"{layer}.weight_scale"] = _stored(weight.scales)
             made[f"{layer}.weight_shape"] = torch.tensor(weight.values.shape)
         else:
             made[name] = weight.contiguous()
@@ -152,6 +152,12 @@ def scheme(bits: int, plain: Iterable[str] = ()) -> dict[str, Any]:
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": groups, "ignore": [name.removesuffix(".weight") for name in plain],
     }  # fmt: skip
+
+
+def _stored(scales: Tensor) -> Tensor:
+    """float16 if that is exact, otherwise float32."""
+    half = scales.half()
+    return (half if torch.equal(half.float(), scales) else scales).contiguous()
 
 
 def _words(weight: QuantizedWeight) -> Tensor:
