@@ -151,8 +151,9 @@ def answers(
 ) -> list[Measured]:
     """Every method and every mode of the other engines over all requests."""
     params = SamplingParams(max_tokens=given.tokens, seed=7, **SETTINGS[setting])
+    rivals = [Rival.parse(text, given.models[0], None) for text in given.peer]
     with (
-        running([Rival.parse(text, given.models[0], None) for text in given.peer], llm, params, 4) as others,
+        running(rivals, llm, params, 4, given.peer_timeout) as others,
         counted(setting, (len(shown) + len(others)) * len(asked), console) as tick,
     ):
         return measure(llm, shown, asked, params, tick=tick, runs=given.runs, others=others)
@@ -189,6 +190,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peer", action="append", default=[], help="NAME=TARGET,DRAFT, as in `outrider bench`"
     )
+    parser.add_argument("--peer-timeout", type=float, default=600.0, help="seconds to load, and an answer")
     parser.add_argument("--per-category", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--context", type=int, default=512, help="prompt and answer together")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ from outrider.bench.measure import PLAIN, Measured
 from outrider.bench.plot import BLUE, GREY, pyplot, save
 
 LOOPS = 0.3
-Parts = dict[str, dict[str, Any]]  # "no loops", "all" or a kind of question -> figures of a method
+# "no loops", "all" or a kind of question -> figures of a method; {"all": {"stopped": why}} without any
+Parts = dict[str, dict[str, Any]]
 
 
 # ---- figures
 
 
 def part(result: Measured, indices: Iterable[int]) -> Measured:
-    return Measured(result.method, [result.runs[i] for i in indices], result.promise)
+    return replace(result, runs=[result.runs[i] for i in indices])
 
 
 def decoding(result: Measured) -> float:
@@ -82,9 +84,16 @@ def figures(results: list[Measured]) -> dict[str, dict[str, Any]]:
     for kind in plain.kinds:
         parts[kind] = [i for i in parts["all"] if plain.runs[i].kind == kind]
     return {
-        r.method: {name: figure(part(r, where), part(plain, where)) for name, where in parts.items() if where}
+        r.method: {"all": {"stopped": r.stopped}}
+        if r.stopped
+        else {name: figure(part(r, where), part(plain, where)) for name, where in parts.items() if where}
         for r in results
     }
+
+
+def ran(made: dict[str, Parts]) -> dict[str, Parts]:
+    """Without the engines that were stopped."""
+    return {method: parts for method, parts in made.items() if "stopped" not in parts["all"]}
 
 
 def best_part(made: dict[str, Parts]) -> str:
@@ -114,6 +123,9 @@ def headline(title: str, made: dict[str, dict[str, Any]], console: Console) -> N
         return "–" if value is None else f"{value:.0%}"
 
     for method, parts in made.items():
+        if "stopped" in parts["all"]:
+            table.add_row(method, parts["all"]["stopped"])
+            continue
         f = parts[key]
         table.add_row(
             method, f"{f['tokens/s']:.0f}", shown_as(f["speed-up"]), f"{f['decode tokens/s']:.0f}",
@@ -133,7 +145,7 @@ def by_kind(title: str, made: dict[str, dict[str, Any]], console: Console) -> No
         title=f"{title}, by kind: speed-up (tokens per step), loops included",
         title_justify="left",
     )
-    for method, parts in made.items():
+    for method, parts in ran(made).items():
         cells = (
             shown_as(f["speed-up"]) + (f" ({f['tokens per step']:.2f})" if f["tokens per step"] else "")
             for f in (parts[k] for k in kinds)
@@ -151,7 +163,7 @@ def markdown(result: dict[str, Any]) -> dict[str, str]:
     made, about = {}, result["conditions"]
     for model, found in result["models"].items():
         settings = {title: methods for title, methods in found.items() if isinstance(methods, dict)}
-        first = next(iter(settings.values()))
+        first = ran(next(iter(settings.values())))
         rest = [f"{title} {_counted(methods)}" for title, methods in settings.items()]
         columns = " | ".join(f"{title}: tokens/s | speed-up | tokens per step" for title in settings)
         lines = [
@@ -187,7 +199,7 @@ def filled(document: str, tables: dict[str, str]) -> str:
 
 
 def _cells(made: dict[str, Parts], method: str) -> list[str]:
-    if method not in made:
+    if method not in ran(made):
         return ["–"] * 3
     one = made[method][best_part(made)]
     known = (one["decode speed-up"], "{:.2f}×"), (one["tokens per step"], "{:.2f}")
@@ -197,7 +209,7 @@ def _cells(made: dict[str, Parts], method: str) -> list[str]:
 def draw(result: dict[str, Any], out: Path) -> None:
     """Decode tokens/s of every method and engine of the first model, a panel for each setting."""
     model, found = next(iter(result["models"].items()))
-    settings = {title: made for title, made in found.items() if isinstance(made, dict)}
+    settings = {title: ran(made) for title, made in found.items() if isinstance(made, dict)}
     first = next(iter(settings.values()))
     order = sorted(first, key=lambda m: -first[m][best_part(first)]["decode tokens/s"])
     size = (3.8 + 2.6 * len(settings), 1.2 + 0.24 * len(order))

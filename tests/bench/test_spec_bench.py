@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.bench.measure import Measured, Run
@@ -120,7 +122,13 @@ def test_a_result_becomes_a_table_for_documents_and_a_picture(bench: Any, tmp_pa
 
     plain, fast, rival = answered(1), answered(4), answered(0)
     plain.method, rival.promise = "plain decoding", ""
-    made = bench.figures([plain, fast, rival])
+    late = Measured("late", [], "", "stopped after 9 s")
+    made = bench.figures([plain, fast, rival, late])
+    console = Console(width=160, file=io.StringIO())
+    spec_figures.headline("title", made, console)
+    spec_figures.by_kind("title", made, console)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.split("│")[2].strip() for line in told.splitlines() if "late" in line] == [late.stopped]
     assert made["by 4"]["all"]["acceptance by depth"] == [0.667, 0.667]
     found = {
         "draft forward / target forward": 0.25,

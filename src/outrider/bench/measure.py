@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider import draft
@@ -23,6 +23,10 @@ TOLERANCE = 1.01  # of a speed-up above the limit
 Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config
 Prompts = Sequence[tuple[str, Any]]  # (kind, prompt for LLM.generate)
 Attempt = Callable[[str, list[Any]], "Run"]  # answers a group of a kind once
+
+
+class Stopped(Exception):
+    """Another engine took too long and was stopped.  Its message is for the row of the engine."""
 
 
 @dataclass
@@ -57,17 +61,19 @@ class Measured:
     Tokens are new tokens.  Times count from the submission of a batch.
     promise: "tokens" if they must equal those of plain decoding, "law" if the distribution must, "lossy"
              if neither, "" for another engine
+    stopped: why there are no runs, of another engine that took too long
     """
 
     method: str
     runs: list[Run] = field(default_factory=list)
     promise: str = "tokens"
+    stopped: str = ""
 
     def only(self, kind: str) -> Measured:
         """The results of one kind; all of them for ALL."""
         if kind == ALL:
             return self
-        return Measured(self.method, [run for run in self.runs if run.kind == kind], self.promise)
+        return replace(self, runs=[run for run in self.runs if run.kind == kind])
 
     def differs(self, plain: Measured) -> bool:
         """Whether it emitted other tokens than plain decoding although it promises the same tokens."""
@@ -123,8 +129,7 @@ class Measured:
 
     def without(self, runs: Collection[int]) -> Measured:
         """The same results without the runs of these indices."""
-        kept = [run for i, run in enumerate(self.runs) if i not in runs]
-        return Measured(self.method, kept, self.promise)
+        return replace(self, runs=[run for i, run in enumerate(self.runs) if i not in runs])
 
     @property
     def total(self) -> Speculation:
@@ -223,9 +228,9 @@ def measure(
 ) -> list[Measured]:
     """Run every config over every (kind, prompt), `batch_size` prompts of a kind at once.
 
-    others: other engines by label, which take turns with the configs.
+    others: other engines by label, which take turns with the configs until they raise Stopped.
 
-    Returns the best of `repeats`, and the seconds of each.
+    Returns the best of `repeats`, and the seconds of each; engines that were stopped at the end, without.
     - Methods alternate within each group, in rotating order.  So a temporary slowdown affects all of them.
     - Each method runs `runs` times per group, since a method after one with its own weights finds cold
       caches; the best one counts.
@@ -239,9 +244,9 @@ def measure(
     rounds: list[dict[tuple[str, int], Run]] = []
     variants: dict[str, LLM] = {}
     memories: dict[str, Any] = {}
-    others = others or {}
-    for attempt in others.values():
-        attempt(*groups[0])  # warm up
+    peers = _Peers(others or {})
+    for label in [*peers.attempts]:
+        peers.run(label, *groups[0], 1)  # warm up
     while len(rounds) < repeats:
         spent = time.monotonic() - began
         next_round = spent / len(rounds) if len(rounds) > 1 else 0.0
@@ -254,14 +259,32 @@ def measure(
                 once(variant, *groups[0], params, memories[label])  # warm up
         for label, variant in variants.items():
             variant.engine.drafter.memory = memories[label]
-        rounds.append(_round(variants, others, groups, params, len(rounds), tick, runs))
+        rounds.append(_round(variants, peers, groups, params, len(rounds), tick, runs))
     promises = {label: variant.engine.rule.promise for label, variant in variants.items()}
-    return _results(rounds, {**promises, **dict.fromkeys(others, "")})
+    found = _results(rounds, {**promises, **dict.fromkeys(peers.attempts, "")})
+    return found + [Measured(label, [], "", why) for label, why in peers.stopped.items()]
+
+
+class _Peers:
+    """Other engines that are measured, and why the others of them were stopped."""
+
+    def __init__(self, attempts: Mapping[str, Attempt]) -> None:
+        self.attempts, self.stopped = dict(attempts), dict[str, str]()
+
+    def run(self, label: str, kind: str, group: list[Any], runs: int) -> Run | None:
+        """The best of so many runs; None, from now on, if the engine was stopped."""
+        try:
+            return min((self.attempts[label](kind, group) for _ in range(runs)), key=_seconds)
+        except Stopped as error:
+            del self.attempts[label]
+            self.stopped[label] = str(error)
+            return None
 
 
 def _results(rounds: Sequence[dict[tuple[str, int], Run]], promises: Mapping[str, str]) -> list[Measured]:
     """The best run of each group, with the seconds of every round."""
-    best = {place: min((found[place] for found in rounds), key=_seconds) for place in rounds[0]}
+    places = [place for place in rounds[0] if place[0] in promises]
+    best = {place: min((found[place] for found in rounds), key=_seconds) for place in places}
     for place, run in best.items():
         run.turns = [found[place].seconds for found in rounds]
     return [
@@ -272,7 +295,7 @@ def _results(rounds: Sequence[dict[tuple[str, int], Run]], promises: Mapping[str
 
 def _round(
     variants: Mapping[str, LLM],
-    others: Mapping[str, Attempt],
+    peers: _Peers,
     groups: Sequence[tuple[str, list[Any]]],
     params: SamplingParams,
     number: int,
@@ -282,11 +305,14 @@ def _round(
     """(label, group) -> its best run."""
     best: dict[tuple[str, int], Run] = {}
     for i, (kind, group) in enumerate(groups):
-        order = [*variants, *others]
+        order = [*variants, *peers.attempts]
         first = (i + number) % len(order)
         for label in order[first:] + order[:first]:
-            attempt = others.get(label) or _attempt(variants[label], params)
-            best[label, i] = min((attempt(kind, group) for _ in range(runs)), key=_seconds)
+            if label in variants:
+                attempt = _attempt(variants[label], params)
+                best[label, i] = min((attempt(kind, group) for _ in range(runs)), key=_seconds)
+            elif (run := peers.run(label, kind, group, runs)) is not None:
+                best[label, i] = run
             tick(label)
     for variant in variants.values():
         variant.engine.check()

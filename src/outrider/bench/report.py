@@ -42,10 +42,11 @@ def table(title: str, results: Sequence[Measured], plain: Measured | None = None
     Of another engine, whose rounding differs, the answers with the same tokens are counted.
     """
     plain = plain or results[0]
+    stopped = [result for result in results if result.stopped]
     columns = ("tok/s", "speed-\nup", "tokens\n/ step", "accep-\ntance", "draft\ntime", "4-gram\nrepeats")
     made = _titled(title, *columns)
     made.add_column("same\ntok.", justify="center", no_wrap=True)
-    for result in results:
+    for result in [result for result in results if not result.stopped]:
         total = result.total
         made.add_row(
             result.method,
@@ -57,12 +58,14 @@ def table(title: str, results: Sequence[Measured], plain: Measured | None = None
             f"{result.repeated:.0%}",
             _kept(result, plain),
         )
+    for result in stopped:
+        made.add_row(f"{result.method}: {result.stopped}", *["–"] * (len(columns) + 1))
     return made
 
 
 def matrix(results: Sequence[Measured], peers: Sequence[Measured] = ()) -> Table:
     """Speed-ups by method and category, then total speed over that of each other engine's best mode."""
-    plain = results[0]
+    plain, peers = results[0], [peer for peer in peers if not peer.stopped]
     columns = (*plain.kinds, ALL, *("÷ " + peer.method.replace(" ", "\n") for peer in peers))
     made = _titled("speed-up by task", *columns, no_wrap=False)
     for result in results:
@@ -150,7 +153,12 @@ def latencies(results: Sequence[Measured]) -> Table:
 def figures(results: Sequence[Measured]) -> dict[str, Any]:
     """Method -> category -> figures, for JSON; the category "all" holds all prompts."""
     plain, kinds = results[0], (ALL, *results[0].kinds)
-    return {r.method: {kind: _figures(r.only(kind), plain.only(kind)) for kind in kinds} for r in results}
+    return {
+        r.method: {ALL: {"stopped": r.stopped}}
+        if r.stopped
+        else {kind: _figures(r.only(kind), plain.only(kind)) for kind in kinds}
+        for r in results
+    }
 
 
 def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +20,7 @@ from outrider.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.bench.measure import Measured, Prompts
-    from outrider.bench.peers import Rival
+    from outrider.bench.measure import Attempt, Measured, Prompts
     from outrider.core.params import SamplingParams
     from outrider.llm import LLM
 
@@ -42,6 +43,9 @@ def bench(
     repeats: Annotated[
         int, Option("--repeats", min=1, help="Rounds of two runs each; methods alternate within a round.")
     ] = 3,
+    peer_timeout: Annotated[
+        float, Option("--peer-timeout", min=1.0, help="Seconds for a peer to load, and for each answer.")
+    ] = 600.0,
     out: Annotated[str | None, Option(*OUT, "--json", help=LOG)] = None,
     plot: Annotated[
         Path | None,
@@ -55,7 +59,7 @@ def bench(
     """
     from rich.console import Console
 
-    from outrider.bench.peers import Rival
+    from outrider.bench.peers import Rival, running
     from outrider.bench.plot import check_plot
     from outrider.bench.questions import prompts_for, read
     from outrider.core.params import SamplingParams
@@ -75,7 +79,8 @@ def bench(
     questions = read(file, limit, raw) if file else None
     llm = load(engine, max_num_seqs=batch_size)
     prompts, left_out = prompts_for(llm, questions, params, raw, turns)
-    results, short = run(llm, configs, prompts, params, repeats, batch_size, peers, levels or 5, console)
+    others = partial(running, peers, llm, params, levels or 5, peer_timeout)
+    results, short = run(llm, configs, prompts, params, repeats, batch_size, others, console)
     show(results, left_out, short, console)
     if sink:
         about = {"prompts": file and str(file), "left out": left_out, "left out, of one token": short}
@@ -127,18 +132,16 @@ def run(
     params: SamplingParams,
     repeats: int,
     batch_size: int,
-    peers: Sequence[Rival],
-    depth: int,
+    running: Callable[[], AbstractContextManager[dict[str, Attempt]]],
     console: Console,
 ) -> tuple[list[Measured], int]:
-    """Results, and the number of groups of prompts left out because their answers have one token."""
+    """Results, also of other engines, and the number of groups of prompts left out: one-token answers."""
     from outrider.bench.measure import grouped, measure, too_short
-    from outrider.bench.peers import running
     from outrider.bench.report import counted
 
     groups = len(grouped(prompts, batch_size))
     with (
-        running(peers, llm, params, depth) as others,
+        running() as others,
         counted("Measuring", (len(configs) + len(others)) * groups * repeats, console) as tick,
     ):
         results = measure(llm, configs, prompts, params, repeats, tick, batch_size, others=others)
@@ -149,14 +152,15 @@ def run(
 def show(results: Sequence[Measured], left_out: int, short: int, console: Console) -> None:
     from outrider.bench.report import latencies, matrix, remarks, table
 
-    kinds, (plain, *others) = results[0].kinds, results
+    kinds, (plain, *others) = results[0].kinds, ran(results)
     if kinds:
+        stopped = [result for result in results if result.stopped]
         results = [plain, *sorted(others, key=lambda other: -other.speed_up(plain))]
         ours, peers = ([r for r in results if bool(r.promise) == own] for own in (True, False))
         best = {peer.method.split()[0]: peer for peer in sorted(peers, key=lambda peer: peer.speed)}
         if len(kinds) > 1 or peers:
             console.print(matrix(ours, [*best.values()]), "")
-        console.print(table(f"all {len(results[0].answers)} prompts", results), "")
+        console.print(table(f"all {len(results[0].answers)} prompts", [*results, *stopped]), "")
         console.print(latencies(results))
         for remark in remarks(results):
             console.print(remark)
@@ -170,6 +174,11 @@ def show(results: Sequence[Measured], left_out: int, short: int, console: Consol
         console.print(f"Left out, as prompt and answer exceed the context: {left_out}.")
 
 
+def ran(results: Sequence[Measured]) -> list[Measured]:
+    """Without the engines that were stopped."""
+    return [result for result in results if not result.stopped]
+
+
 def draw(results: Sequence[Measured], out: Path) -> None:
     """Write the speed-ups of our methods, and of other engines, as a picture."""
     from outrider.bench.measure import ALL
@@ -179,7 +188,7 @@ def draw(results: Sequence[Measured], out: Path) -> None:
     plain = results[0]
     rounds, prompts = len(plain.runs[0].turns), len(plain.answers)
     title = f"speed-up over {plain.method}, {prompts} prompts: median and range of {rounds} rounds"
-    panels(speed_ups(results), [*plain.kinds, ALL], title, out)
+    panels(speed_ups(ran(results)), [*plain.kinds, ALL], title, out)
 
 
 def opened(out: str | None) -> IO[str] | None:

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider.bench.measure import Attempt, Run
+from outrider.bench.measure import Attempt, Run, Stopped
 from outrider.bench.peers import worker
 from outrider.bench.peers.worker import Job
 from outrider.checkpoints.hub import Checkpoint, locate
@@ -31,6 +32,8 @@ from outrider.errors import ConfigError, unknown
 from outrider.llm import LLM
 from outrider.models.export import write
 from outrider.outputs import CompletionOutput
+
+LIMIT = 600.0  # seconds for a peer to load, and for each of its answers
 
 
 class Peer(NamedTuple):
@@ -128,11 +131,12 @@ def job_of(llm: LLM, params: SamplingParams, depth: int) -> Job:
 
 @contextmanager
 def running(
-    rivals: Sequence[Rival], llm: LLM, params: SamplingParams, depth: int
+    rivals: Sequence[Rival], llm: LLM, params: SamplingParams, depth: int, seconds: float = LIMIT
 ) -> Iterator[dict[str, Attempt]]:
     """Label -> what answers a group of prompts, for every mode of these engines.
 
     This and its calls raise ConfigError with the engine's message if it cannot run the models.
+    seconds: for each loading and each answer.  The calls raise Stopped once a mode has taken longer.
     """
     found: dict[str, Attempt] = {}
     with ExitStack() as stack:
@@ -142,13 +146,20 @@ def running(
                 for one in (model, draft)
             ]
             job = {**asdict(job_of(llm, params, depth)), "model": files[0], "draft": files[1]}
-            process = stack.enter_context(Worker(name, model))
-            for i, mode in enumerate(process.ask(job)["modes"]):
+            process = stack.enter_context(Worker(name, model, seconds))
+            try:
+                modes = process.ask(job)["modes"]
+            except Stopped:
+                found[name] = process.attempt  # it raises Stopped, too
+                continue
+            for i, mode in enumerate(modes):
                 if i:  # modes in one process slow each other down: the threads of each wait for work
-                    process = stack.enter_context(Worker(name, model))
-                    process.ask(job)
-                process.ask({"load": mode})
+                    process = stack.enter_context(Worker(name, model, seconds))
                 found[mode] = process.attempt
+                with suppress(Stopped):
+                    if i:
+                        process.ask(job)
+                    process.ask({"load": mode})
         yield found
 
 
@@ -165,10 +176,13 @@ def _readable(name: str, model: str) -> Iterator[Path]:
 
 
 class Worker:
-    """The process of a mode of an engine, with those that it starts."""
+    """The process of a mode of an engine, with those that it starts.
 
-    def __init__(self, name: str, model: str) -> None:
-        self.name, self.model = name, model
+    seconds: for each of its answers.  It is killed after these, and raises Stopped from then on.
+    """
+
+    def __init__(self, name: str, model: str, seconds: float) -> None:
+        self.name, self.model, self.seconds, self.late = name, model, seconds, False
         self.errors = TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
         self.process = subprocess.Popen(
             [_python(name), str(Path(worker.__file__)), _file(name)],
@@ -190,18 +204,28 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def _stop(self) -> None:
+        self.late = True
+        self._kill()
+
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a line, and return the one that comes back."""
+        """Send a line, and return the one that comes back.  Raises Stopped and ConfigError."""
         assert self.process.stdin is not None and self.process.stdout is not None
+        timer = threading.Timer(self.seconds, self._stop)
+        timer.start()
         try:
             print(json.dumps(request), file=self.process.stdin, flush=True)
             told: dict[str, Any] = json.loads(self.process.stdout.readline())
         except (OSError, ValueError):
+            if self.late:
+                raise Stopped(f"stopped after {self.seconds:g} s") from None
             self._kill()  # a line that is no answer does not come from a process that ends
             self.process.wait()
             self.errors.seek(0)
             last = (self.errors.read().strip().splitlines() or ["it ended without a word"])[-1]
             told = {"error": last}
+        finally:
+            timer.cancel()
         if "error" in told:
             raise ConfigError(f"{self.name} cannot run {self.model!r}: {told['error']}")
         return told

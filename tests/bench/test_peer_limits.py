@@ -1,0 +1,130 @@
+"""An engine that takes too long is stopped, told in a row, and does not end the measurement of the others."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from outrider import LLM, SamplingParams
+from outrider.bench import peers
+from outrider.bench.measure import PLAIN, Measured, Run, Stopped, measure
+from outrider.bench.peers import Peer, Rival, worker
+from outrider.bench.report import figures, matrix, table
+from outrider.cli import main
+from outrider.core.clock import Times
+from outrider.outputs import CompletionOutput
+
+SLOW = """
+import time
+
+def loads(seconds):
+    time.sleep(seconds)
+    return answer
+
+def answer(ids):
+    if answer.calls == 1:
+        time.sleep(60)
+    answer.calls += 1
+    return [1], [0.1]
+
+def modes(job):
+    answer.calls = 0
+    return {"rival loads": lambda: loads(60), "rival": lambda: loads(0)}
+"""
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+PROMPT = ("a", {"prompt_token_ids": [5, 6, 7]})
+
+
+@pytest.fixture
+def rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An engine with a mode that never loads, and one that hangs at its second answer."""
+    script = tmp_path / "worker.py"
+    script.write_text(Path(str(worker.__file__)).read_text())
+    (tmp_path / "rival.py").write_text(SLOW)
+    monkeypatch.setattr(worker, "__file__", str(script))
+    monkeypatch.setattr(peers, "PEERS", {"rival": Peer("rival", "json")})
+    return tmp_path
+
+
+def test_loading_and_answers_are_stopped_after_the_limit(tiny: Path, rival: Path) -> None:
+    llm, began = LLM(str(tiny)), time.monotonic()
+    with peers.running([Rival.parse("rival", str(tiny), None)], llm, GREEDY, 2, seconds=2) as found:
+        with pytest.raises(Stopped, match=r"^stopped after 2 s$"):
+            found["rival loads"](PROMPT[0], [PROMPT[1]])
+        assert found["rival"](PROMPT[0], [PROMPT[1]]).answers[0].token_ids == [1]
+        with pytest.raises(Stopped, match=r"^stopped after 2 s$"):
+            found["rival"](PROMPT[0], [PROMPT[1]])
+    assert time.monotonic() - began < 30
+
+
+def test_an_engine_that_never_lists_its_modes_is_stopped(tiny: Path, rival: Path) -> None:
+    (rival / "rival.py").write_text("import time\ntime.sleep(60)\n")
+    with peers.running(
+        [Rival.parse("rival", str(tiny), None)], LLM(str(tiny)), GREEDY, 2, seconds=1
+    ) as found:
+        assert list(found) == ["rival"]
+        with pytest.raises(Stopped):
+            found["rival"](PROMPT[0], [PROMPT[1]])
+
+
+def test_a_stopped_engine_is_a_row_and_the_others_are_measured(tiny: Path) -> None:
+    calls = list[str]()
+
+    def stops(kind: str, group: list[Any]) -> Run:
+        calls.append(kind)
+        if len(calls) == 3:
+            raise Stopped("stopped after 9 s")
+        return Run(kind, 0.5, Times(), [CompletionOutput(0, "", [1] * 4, token_times=[0.1] * 4)])
+
+    def never(kind: str, group: list[Any]) -> Run:
+        raise Stopped("stopped after 8 s")
+
+    def well(kind: str, group: list[Any]) -> Run:
+        return Run(kind, 0.5, Times(), [CompletionOutput(0, "", [1] * 4, token_times=[0.1] * 4)])
+
+    prompts = [PROMPT, ("b", {"prompt_token_ids": [8, 9]})]
+    others = {"stops": stops, "never": never, "well": well}
+    results = measure(LLM(str(tiny)), {PLAIN: None}, prompts, GREEDY, 2, others=others)
+    assert [result.method for result in results] == [PLAIN, "well", "never", "stops"]
+    assert [result.stopped for result in results] == ["", "", "stopped after 8 s", "stopped after 9 s"]
+    assert len(calls) == 3 and len(results[1].runs) == 2 and not results[3].runs
+    console = Console(width=160, file=io.StringIO())
+    console.print(table("title", results), matrix(results[:1], results[1:]))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    (row,) = [line for line in text.splitlines() if "stops" in line]
+    assert "stops: stopped after 9 s" in row and "÷ well" in text and "÷ stops" not in text
+    found = figures(results)
+    assert (
+        found["stops"] == {"all": {"stopped": "stopped after 9 s"}} and found["well"]["all"]["requests"] == 2
+    )
+    json.dumps(found)
+
+
+def test_bench_shows_what_was_stopped(
+    tiny: Path, rival: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = rival / "lines.txt"
+    lines.write_text("The sun\n")
+    out = rival / "out.json"
+    given = ["bench", str(lines), "--raw", "-n", "4", "--ignore-eos", "--repeats", "1", "--peer", "rival"]
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit) as ended:
+        main([*given, "--peer-timeout", "1.5", "--json", str(out)])
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    assert "rival: stopped after 1.5 s" in text and "rival loads: stopped after 1.5 s" in text
+    found = json.loads(out.read_text())["results"]
+    assert (
+        found["rival"]["all"] == {"stopped": "stopped after 1.5 s"} and found[PLAIN]["all"]["requests"] == 1
+    )
+
+
+def test_a_stopped_result_has_no_figures() -> None:
+    stopped = Measured("rival", [], "", "stopped after 1 s")
+    assert stopped.without([]).stopped == stopped.only("a").stopped == "stopped after 1 s"
