@@ -2,7 +2,7 @@
 
 Each runs in a process of its own.  OUTRIDER_LLAMA_CPP_PYTHON, OUTRIDER_OPENVINO_PYTHON,
 OUTRIDER_TRANSFORMERS_PYTHON and OUTRIDER_VLLM_PYTHON name the interpreter of an environment of its own, which
-needs the engine and not Outrider.
+needs the engine and not Outrider.  OUTRIDER_LLAMA_CPP names a folder with llama.cpp's own server instead.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class Rival(NamedTuple):
             model, _, own = given.partition(",")
             draft = own or None
         peer = PEERS[name]
-        if not _installed(name, peer.module):
+        binaries = os.environ.get("OUTRIDER_LLAMA_CPP") if name == "llama.cpp" else None
+        if binaries and not (Path(binaries) / "llama-server").is_file():
+            raise ConfigError(f"OUTRIDER_LLAMA_CPP: the folder {binaries} has no llama-server.")
+        if not binaries and not _installed(name, peer.module):
             raise ConfigError(
                 f"{name} is not installed for {_python(name)}: {_python(name)} -m pip install {peer.package}"
             )
