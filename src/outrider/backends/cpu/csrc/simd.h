@@ -91,7 +91,16 @@ INLINE vfloat load_part(const float *from, int64_t count) {
 INLINE vfloat select_lanes(vint mask, vfloat a, vfloat b) {
     return (vfloat)(((vint)a & mask) | ((vint)b & ~mask));
 }
-INLINE vfloat max_lanes(vfloat a, vfloat b) { return select_lanes(a > b, a, b); }
+/* Lane by lane a > b ? a : b, so b where one of them is NaN. */
+INLINE vfloat max_lanes(vfloat a, vfloat b) {
+#ifdef __AVX512F__
+    return (vfloat)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined __AVX__
+    return (vfloat)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return select_lanes(a > b, a, b);
+#endif
+}
 
 /* To nearest, ties to even; NaN stays NaN. */
 INLINE bfloat16 round_bfloat16(float x) {
@@ -114,8 +123,8 @@ INLINE float sum_lanes(vfloat v) {
 /* exp(x) within 2 ulp; 0 below -87, exp(88) above 88.  Splits x into n ln 2 + r and evaluates a polynomial
  * of degree 6 in r. */
 INLINE vfloat vexp(vfloat x) {
-    const vint underflow = x < -87.0f, overflow = x > 88.0f;
-    x = (vfloat)(((vint)x & ~(underflow | overflow)) | ((vint)broadcast(88.0f) & overflow));
+    const vint underflow = x < -87.0f;
+    x = -max_lanes(broadcast(-88.0f), -max_lanes(broadcast(-87.0f), x)); /* NaN stays */
     const vfloat n = (x * 1.44269504f + ROUND_MAGIC) - ROUND_MAGIC;
     const vfloat r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
