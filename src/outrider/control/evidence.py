@@ -27,7 +27,7 @@ KNOWN = 8  # asks after which a drafter is known
 SURPRISE = 0.2  # logarithm of a step's seconds over the expected ones
 FEW_TOKENS = 8  # of a prompt: fewer tell nothing of what its prefill costs
 HISTORY = 2000  # moments that are kept for a picture
-MAX_CLIP = 1.5  # of a step's seconds over the expected ones, in the ledger
+MAX_CLIP = 1.1  # of a step's seconds over the expected ones, in the ledger; more is noise of the machine
 
 
 class Moment(NamedTuple):
@@ -191,7 +191,7 @@ class Evidence:
         if load.decodes_only:
             self._forward(load, nodes, seconds)
             settled = self.forward.settled(load.rows + nodes)
-            measured = min(seconds, MAX_CLIP * expected) if settled else seconds
+            measured = max(expected, min(seconds, MAX_CLIP * expected)) if settled else seconds
         late = record.late
         if batch.prefill or late:
             propose = self._prefill(record, asks, late)
