@@ -13,7 +13,7 @@ from outrider.control.acceptance import Outcome, bin_of, key_of
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController, Options
-from outrider.control.ledger import KNOWN_GRACE, TOTAL_GRACE
+from outrider.control.ledger import KNOWN_GRACE, MOST_KEPT, TOTAL_GRACE, USED
 from outrider.control.memory import MOST, learned
 from outrider.control.plan import Arm
 from outrider.core.step import Batch, RowStep
@@ -62,6 +62,7 @@ def test_old_evidence_gives_way_to_new() -> None:
         {"costs": [[0, 0, 1, 0, 1, 0, 1]]},
         {"prefill_cost": [10**400]},
         {"prefill_cost": [1e-5, 1e-5]},
+        {"saved": -1.0},
     ],
 )
 def test_what_is_broken_counts_as_nothing(change: dict[str, Any]) -> None:
@@ -71,14 +72,14 @@ def test_what_is_broken_counts_as_nothing(change: dict[str, Any]) -> None:
 
 
 class Kept:
-    """Memory of `count` asks of one drafter."""
+    """Memory of `count` asks of one drafter, which have saved so many seconds."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, saved: float = 0.0) -> None:
+        self.count, self.saved = count, saved
 
     def read(self) -> Any:
         found = kept()
-        found["reach"][0]["asked"] = self.count
+        found["reach"][0]["asked"], found["saved"] = self.count, self.saved
         return found
 
     def write(self, value: Any) -> None: ...
@@ -91,6 +92,17 @@ def test_less_may_be_lost_where_all_drafters_are_known(asked: int, steps: float)
     auto = AutoController(limits, arms, ForwardCost({1: 0.002}), memory=Kept(asked))
     auto.budget(Batch([RowStep(make_row([1, 2, 3]), 2, 1)]))
     assert auto.evidence.ledger.grace == pytest.approx(0.002 * steps, rel=0.01)
+
+
+@pytest.mark.parametrize("saved, steps", [(0.002, 1.0), (10.0, MOST_KEPT)])
+def test_what_was_saved_before_may_be_lost(saved: float, steps: float) -> None:
+    limits = FixedController(Options(), 4, lambda depth: depth, 100)
+    arms = [Arm(("drafter",), 4, lambda depth: depth)]
+    auto = AutoController(limits, arms, ForwardCost({1: 0.002}), memory=Kept(300, saved))
+    auto.budget(Batch([RowStep(make_row([1, 2, 3]), 2, 1)]))
+    room = 0.002 * (USED * KNOWN_GRACE + steps)
+    assert auto.evidence.ledger.room == pytest.approx(room, rel=0.01)
+    assert auto.evidence.learned.written()["saved"] == pytest.approx(0.002 * steps)
 
 
 def test_a_new_engine_begins_with_the_evidence_of_the_last_one(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from outrider.control.acceptance import Calibration, Reach, Reliability
 from outrider.control.cost import OUTLIER, RATE, ForwardCost
-from outrider.control.ledger import EXPLORE, FIRST_TRIALS, MOST_TRIALS, Ledger, Trials
+from outrider.control.ledger import EXPLORE, FIRST_TRIALS, MOST_KEPT, MOST_TRIALS, Ledger, Trials
 from outrider.control.memory import EVERY, Memory, learned
 from outrider.control.module import Corrected, Module
 from outrider.control.plan import Arm, Load, RowState, StepRecord, Try, judged, outcome_of
@@ -70,13 +70,14 @@ class Evidence:
     ) -> None:
         self.arms, self.forward, self.memory, self.module = arms, forward, memory, module
         self.learned = learned(memory and memory.read(), len(arms), forward.base(1))
-        self.calibration, self.reach, self.drafting, self.prefill_cost = self.learned
+        self.calibration, self.reach, self.drafting, self.prefill_cost, self.ledger = self.learned
+        self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * forward.base(1))
         self.graded: dict[tuple[int, int], Reach] = {}
         self.reliability, self.kept_at = Reliability(), -math.inf
         self.history: deque[Moment] = deque(maxlen=HISTORY)
         # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
         self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
-        self.ledger, self.total = Ledger(), DraftingSummary()
+        self.total = DraftingSummary()
         self.known = known = [reach.asked >= KNOWN for reach in self.reach]
         self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * forward.base(1)) for old in known]
         self.states: dict[Row, RowState] = {}

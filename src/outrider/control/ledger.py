@@ -19,6 +19,7 @@ KNOWN_GRACE = 4.0  # for all together, where every drafter is known from an earl
 MOST_GRACE = 0.02  # seconds for all together, or KNOWN_GRACE plain steps, if these take longer
 LEAST_STEP = 0.0015  # seconds of such a step at least: deciding takes time, however fast a model is
 USED = 0.9  # part of the grace that may be planned with: a step may take longer than expected
+MOST_KEPT = 4.0  # plain steps that drafts saved before this start and that may be spent in it
 SAVED = 10  # what drafts have saved counts up to so many graces
 EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
 FIRST_TRIALS, MOST_TRIALS = 4.0, 2.0  # plain steps that such a drafter may take at first, and save up

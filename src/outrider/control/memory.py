@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from outrider.control.acceptance import LEVELS, Calibration, Reach
 from outrider.control.cost import DraftCost
+from outrider.control.ledger import Ledger
 from outrider.control.prefill import ChunkCost
 
 MOST = 64.0
@@ -28,12 +29,16 @@ class Memory(Protocol):
 
 
 class Learned(NamedTuple):
-    """Acceptance and costs of every drafter, over all requests.  prefill_cost: seconds by prompt token."""
+    """Acceptance and costs of every drafter, over all requests, and what they have saved.
+
+    prefill_cost: seconds by prompt token.
+    """
 
     calibration: Calibration
     reach: Sequence[Reach]
     drafting: DraftCost
     prefill_cost: list[float]
+    ledger: Ledger
 
     def written(self) -> dict[str, Any]:
         return {
@@ -41,6 +46,7 @@ class Learned(NamedTuple):
             "reach": [_of_reach(reach) for reach in self.reach],
             "costs": [[*key, *astuple(line[0])] for key, line in self.drafting.lines.items()],
             "prefill_cost": self.prefill_cost,
+            "saved": max(0.0, -self.ledger.loss),
         }
 
 
@@ -51,11 +57,11 @@ def learned(found: Any, drafters: int, plain: float) -> Learned:
         reach = [_reach(part) for part in found["reach"]]
         prefill = [_count(seconds) for seconds in found["prefill_cost"]]
         if len(reach) == len(prefill) == drafters:
-            calibration = _calibration(found)
+            calibration, ledger = _calibration(found), Ledger(loss=-_count(found["saved"]))
             costs = {(int(k), int(rows)): ChunkCost(*map(_count, line)) for k, rows, *line in found["costs"]}
             drafting.lines = {key: (cost, *cost.line()) for key, cost in costs.items()}
-            return Learned(calibration, reach, drafting, prefill)
-    return Learned(Calibration(), [Reach() for _ in range(drafters)], drafting, [0.0] * drafters)
+            return Learned(calibration, reach, drafting, prefill, ledger)
+    return Learned(Calibration(), [Reach() for _ in range(drafters)], drafting, [0.0] * drafters, Ledger())
 
 
 def _calibration(found: Mapping[str, Any]) -> Calibration:
