@@ -156,11 +156,15 @@ class Simulation:
         controller.trim(batch)
         propose = self.now - began
         nodes = sum(len(step.tree.tokens) for step in batch)
-        forward = SECONDS * env.rows[len(batch) + nodes] * (1 + env.noise * self.random.gauss(0, 1))
+        forward = self._forward(SECONDS * env.rows[len(batch) + nodes])
         emitted = sum(map(self._emit, batch))
         self.now += forward
         controller.learn(Commit(batch), Times(propose, forward, 0.0))
         return propose + forward, emitted
+
+    def _forward(self, usual: float) -> float:
+        """Seconds of a forward that usually takes so many."""
+        return usual * (1 + self.env.noise * self.random.gauss(0, 1))
 
     def _propose(self, batch: Batch) -> None:
         asker = batch.asker
@@ -177,7 +181,7 @@ class Simulation:
         """Trees of drafter k: tokens are numbered by drafter, so that no two drafters agree."""
         source, trees, deepest = self.env.sources[k], [], 0
         for step in batch:
-            depth, row, position = step.budget.depth, int(step.row.id), len(step.row.tokens) - 4
+            depth, row, position = step.budget.depth, int(step.row.id), len(step.row.tokens) - step.row.prompt
             deepest = max(deepest, depth)
             if not depth or not self.env.proposes(k, row, position):
                 trees.append(EMPTY_TREE)
@@ -191,7 +195,7 @@ class Simulation:
     def _emit(self, step: RowStep) -> int:
         """Accept the longest right chain among the drafters, and one token more."""
         row, tree, best = step.row, step.tree, list[int]()
-        position = len(row.tokens) - 4
+        position = len(row.tokens) - row.prompt
         for k in range(len(self.env.sources)):
             nodes = [i for i, token in enumerate(tree.tokens) if token == k]
             right = self.env.accepted(k, int(row.id), position, len(nodes))

@@ -22,10 +22,11 @@ from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import RowStep
 
 LONGEST_PAUSE = 256  # steps
-KEEP_WORTH = 0.8  # of what earlier requests were worth, by request
+MOST_LOST = 4  # times a prompt's prefill and a plain step, by the requests that a drafter read
 KNOWN = 8  # asks after which a drafter is known
 SURPRISE = 0.2  # logarithm of a step's seconds over the expected ones
-FEW_TOKENS = 8  # of a prompt: fewer tell nothing of what its prefill costs
+FEW_TOKENS = 16  # of a prompt: fewer tell nothing of what its prefill costs, or are those of a draft
+PREFILLS = 5  # of which the median counts
 HISTORY = 2000  # moments that are kept for a picture
 MAX_CLIP = 1.1  # of a step's seconds over the expected ones, in the ledger; more is noise of the machine
 
@@ -54,8 +55,9 @@ class Evidence:
     surprises: steps with drafts in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.  overhead: moving average of them for a
     step with drafts, from 0: the first ones, which are planned one by one, tell little of later ones.
-    prefill_cost: seconds that a drafter takes for a token of a prompt.  prefill_seconds: for all prompts so
-    far.  worth: seconds that drafts have saved beyond them in the last requests that a drafter read.
+    prefill_cost: seconds that a drafter takes for a token of a prompt, the median of `prefills`.
+    prefill_seconds: for all prompts so far.  worth: seconds that drafts have saved beyond them in the
+    requests that a drafter read, up to what they may lose.
     history: the last sums, some steps apart.
     memory: where acceptance and costs of drafters are kept for the next start.
     module: corrects the calibrated acceptance.
@@ -72,6 +74,7 @@ class Evidence:
         self.learned = learned(memory and memory.read(), len(arms), forward.base(1))
         self.calibration, self.reach, self.drafting, self.prefill_cost, self.ledger = self.learned
         self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * forward.base(1))
+        self.prefills = [deque([cost] if cost else [], maxlen=PREFILLS) for cost in self.prefill_cost]
         self.graded: dict[tuple[int, int], Reach] = {}
         self.reliability, self.kept_at = Reliability(), -math.inf
         self.history: deque[Moment] = deque(maxlen=HISTORY)
@@ -165,7 +168,8 @@ class Evidence:
         for k, arm in enumerate(self.arms):
             if arm.prefills and row.params.speculate and not row.left_out.issuperset(arm.sources):
                 lost = self.prefill_cost[k] * (row.prompt - (row.cached or 0))
-                self.worth[k] = KEEP_WORTH * self.worth[k] + state.earned[k] - lost
+                most = MOST_LOST * (lost + load.token)
+                self.worth[k] = min(self.worth[k] + state.earned[k] - lost, most)
         del self.states[row]
 
     def drop_ended(self) -> None:
@@ -235,13 +239,14 @@ class Evidence:
             tokens = sum(step.known for step in rows) + late.get(k, 0)
             if arm.prefills and (alone or not prefill) and tokens >= FEW_TOKENS:
                 each = min(record.propose - drafting, record.seconds if prefill else math.inf) / tokens
-                self.prefill_cost[k] += 0.2 * (each - self.prefill_cost[k]) if self.prefill_cost[k] else each
+                self.prefills[k].append(each)
+                self.prefill_cost[k] = median_low(self.prefills[k])
         for tried in record.tries.values():
             for k in tried.late.keys() & tried.plan.exploring:
                 self.trials[k].room -= self.prefill_cost[k] * tried.late[k]
         if late:
             known = sum([self.prefill_cost[k] * tokens for k, tokens in late.items()])
-            caught = min(record.propose - drafting, known if prefill else math.inf)
+            caught = min(record.propose - drafting, known)
             self.ledger.add(caught, 0.0)
             self.total.seconds += caught
         return drafting

@@ -16,7 +16,7 @@ from typing import Any
 from outrider.control import choose
 from outrider.control.acceptance import Reach
 from outrider.control.choose import Option, Price
-from outrider.control.evidence import FEW_TOKENS, LONGEST_PAUSE, Evidence
+from outrider.control.evidence import FEW_TOKENS, LONGEST_PAUSE, MOST_LOST, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import EXPLORE, KNOWN_GRACE, MOST_GRACE, SHARE, USED, Trials
 from outrider.control.plan import Arm, Load, Plan, RowState
@@ -119,7 +119,7 @@ class Planner:
 
     def leave_out(self, batch: Batch) -> None:
         """Spare new rows the drafters that are not expected to earn what their prefill costs, or did not
-        earn it in the last requests.
+        earn it in several requests.
 
         Each is given a chance so rare that prefill in vain takes `EXPLORE` of the time.
         """
@@ -137,7 +137,8 @@ class Planner:
             for row in rows:
                 cost = self.evidence.prefill_cost[k] * (len(row.tokens) - row.computed)
                 lost = self.random.random() * cost > EXPLORE * row.remaining * load.token
-                if lost and (saved * row.remaining < cost or self.evidence.worth[k] < 0):
+                most_lost = MOST_LOST * (cost + load.token)
+                if lost and (saved * row.remaining < cost or self.evidence.worth[k] < -most_lost):
                     row.left_out |= frozenset(self.arms[k].sources)
                     self.evidence.prefill_cost[k] *= FORGET  # it is not measured any more, and may be wrong
 
