@@ -127,8 +127,11 @@ def test_requests_come_and_go_without_a_decision() -> None:
     assert not looks
 
 
-def test_a_new_request_ends_a_rest_where_drafts_are_expected_to_pay() -> None:
+@pytest.mark.parametrize("look_seconds", [0.0, 20 * PLAIN])
+def test_a_new_request_ends_a_rest_where_drafts_are_expected_to_pay(look_seconds: float) -> None:
+    """However long it takes to plan for it."""
     auto = controller(accepted=DEPTH)
+    auto.look_seconds = look_seconds
     first, second = make_row([1, 2, 3]), make_row([1, 2, 3], id="1")
     auto.evidence.ledger.loss = 1.0  # no room for drafts
     step(auto, [first])

@@ -134,7 +134,7 @@ class AutoController:
     def _begin_rest(self) -> None:
         """Rest until the next drafter may be considered, for these rows and for new ones."""
         least = math.ceil(self.look_seconds / (EXPLORE * self.load.decode))
-        closed = max(least, self.planner.closed())
+        closed = max(least, wait) if (wait := self.planner.closed()) else 0
         longest = min(LONGEST_PAUSE, max(least, self.planner.wait, 1))
         load, depth = self.load, self.limits.depth_for(len(self.rows))
         self.rest = Rest(self.rows, longest - 1, closed, load.batch, depth, not load.decodes_only)
