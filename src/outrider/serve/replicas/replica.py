@@ -28,6 +28,7 @@ from outrider.serve.state import cancelled
 POLL, BEAT = 0.1, 1.0  # seconds between two questions for its health: while it starts, and later
 FIRST_DELAY, LAST_DELAY = 0.5, 30.0  # seconds from the end of a process to the next, doubled each time
 STEADY = 60.0  # seconds after which a replica counts as sound again
+PREPARE_SECONDS = 60.0  # for it to load the adapters of the others
 END_SECONDS = 4.0  # for a process without open requests to end
 # Processes are forks of one that has imported all they need: another one takes over soon.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -38,7 +39,9 @@ log = logging.getLogger("outrider.serve")
 class Replica:
     """A server process, its open samples and the prefixes that it has.
 
-    prepare: called with it once its server answers, before it gets requests
+    prepare: called with it once its server answers, before it gets requests; also after it was lost for a
+    while.  Returns whether it has reached it
+    adapters: name -> how it was loaded, of those that the process has
     changed: set when a replica becomes ready
     """
 
@@ -46,13 +49,13 @@ class Replica:
         self,
         service: Service,
         timeout: float,
-        prepare: Callable[[Replica], Awaitable[None]],
+        prepare: Callable[[Replica], Awaitable[bool]],
         changed: asyncio.Event,
     ) -> None:
         self.number, self.service, self.timeout = service.number, service, timeout
         self.prepare, self.changed = prepare, changed
         self.state, self.open, self.used, self.restarts = "starting", 0, 0, 0
-        self.prefixes = Prefixes()
+        self.prefixes, self.adapters = Prefixes(), dict[str, Question]()
         self._process: ForkServerProcess | None = None
         self._client: httpx.AsyncClient | None = None
         self._was_ready, self._started = False, asyncio.Event()  # set: the process serves, or has failed
@@ -75,8 +78,10 @@ class Replica:
 
     async def restart(self) -> None:
         """Let open requests end, and start another process.  Returns once that serves."""
-        if self._process is None or self.state != "ready":
+        alive = self._process is not None and self._process.is_alive()
+        if self.state not in ("ready", "lost") or not alive:  # a lost one may have lost a connection only
             return
+        assert self._process is not None
         self.state = "stopping"
         self._started.clear()
         self._process.terminate()
@@ -97,7 +102,7 @@ class Replica:
 
     async def _run_process(self) -> float | None:
         """Run one process to its end.  Returns when it became ready, None if it never did."""
-        self.state, self.prefixes = "starting", Prefixes()
+        self.state, self.prefixes, self.adapters = "starting", Prefixes(), {}
         Path(self.service.socket).unlink(missing_ok=True)
         process = self._process = CONTEXT.Process(target=main, args=(self.service,), daemon=True)
         await asyncio.to_thread(process.start)
@@ -118,24 +123,35 @@ class Replica:
 
     async def _watch(self, process: ForkServerProcess, ready_at: list[float]) -> None:
         """Find out when the process is ready, and kill it if it freezes later."""
-        while not await self._healthy(self.timeout):
+        while not (await self._healthy(self.timeout) and await self._prepared()):
             await asyncio.sleep(POLL)
         await self._measure()
-        await self.prepare(self)
         self.state, self._was_ready = "ready", True
         ready_at.append(asyncio.get_running_loop().time())
         self._started.set()
         self.changed.set()
         log.info("replica %d is ready: process %s", self.number, process.pid)
         while await self._healthy(self.timeout) is not None:
-            if self.state == "lost":  # a connection broke, and not the process
-                self.state = "ready"
-                self.changed.set()
+            if self.state == "lost" and await self._prepared():  # a connection broke, and not the process
+                self._return()
             await asyncio.sleep(BEAT)
         planned = self.state == "stopping"
         await asyncio.sleep(self.service.options.shutdown_timeout + END_SECONDS if planned else POLL)
         log.error("replica %d does not answer: process %s is killed", self.number, process.pid)
         process.kill()
+
+    async def _prepared(self) -> bool:
+        try:
+            async with asyncio.timeout(PREPARE_SECONDS):
+                return await self.prepare(self)
+        except TimeoutError:
+            return False
+
+    def _return(self) -> None:
+        """Accept requests again, unless it was told to stop meanwhile."""
+        if self.state == "lost":
+            self.state = "ready"
+            self.changed.set()
 
     async def _healthy(self, seconds: float) -> bool | None:
         """Whether it accepts requests; None without any answer."""

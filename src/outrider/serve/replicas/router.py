@@ -17,11 +17,12 @@ import torch
 from outrider.backends.cpu.threads import limit
 from outrider.errors import ConfigError
 from outrider.serve.errors import ApiError
-from outrider.serve.replicas.relay import Answer, Question
+from outrider.serve.replicas.relay import Answer, NotReached, Question, ReplicaLost
 from outrider.serve.replicas.replica import Replica
 from outrider.serve.replicas.routing import work
 from outrider.serve.run import Service
 from outrider.serve.state import cancelled
+from outrider.serve.wire import dumps
 
 LOADING, UNLOADING = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 log = logging.getLogger("outrider.serve")
@@ -39,7 +40,7 @@ class Router:
         self.options, self.status = service.options, "loading"
         self.model = (service.options.served_model_name or (service.engine["model"],))[0]
         self.retries, self.hits, self.blocks = 0, 0, 0
-        self._changed, self._rolling = asyncio.Event(), asyncio.Lock()
+        self._changed, self._rolling, self._loading = asyncio.Event(), asyncio.Lock(), asyncio.Lock()
         self._adapters: dict[str, Question] = {}  # name -> how it was loaded
         self._uses = itertools.count(1)
         self.replicas = [
@@ -128,26 +129,63 @@ class Router:
     # ---- adapters: what one replica has, all have
 
     async def everywhere(self, question: Question, name: Any) -> tuple[Answer, bytes]:
-        """Load or unload an adapter on all ready replicas.  Returns the first refusal, or the last answer."""
-        unloads = question.target.startswith(UNLOADING)
-        async with self._rolling:
+        """Load or unload an adapter on all ready replicas; the others catch up once they are ready.
+
+        Returns the first refusal, after which no replica is changed, or the last answer.
+        """
+        found: tuple[Answer, bytes] | None = None
+        async with self._rolling, self._loading:
             for replica in [each for each in self.replicas if each.state == "ready"]:
-                async with replica.ask(question) as answer:
-                    body = await answer.read()
-                if answer.status != 200:
-                    return answer, body
-            if unloads:
+                try:
+                    found = await self._change(replica, question, name)
+                except (NotReached, ReplicaLost):
+                    continue
+                if found[0].status != 200:
+                    for each in self.replicas:
+                        if each.state == "ready":
+                            await self._catch_up(each)
+                    return found
+            if found is None:
+                raise ApiError(503, "no replica is ready.", code="loading", retry_after=5)
+            if question.target.startswith(UNLOADING):
                 self._adapters.pop(name, None)
             else:
                 self._adapters[name] = question
+        return found
+
+    async def _change(self, replica: Replica, question: Question, name: Any) -> tuple[Answer, bytes]:
+        """Load or unload an adapter on one replica."""
+        async with replica.ask(question) as answer:
+            body = await answer.read()
+        if answer.status == 200 and question.target.startswith(UNLOADING):
+            replica.adapters.pop(name, None)
+        elif answer.status == 200:
+            replica.adapters[name] = question
         return answer, body
 
-    async def _prepare(self, replica: Replica) -> None:
-        """Load the adapters that clients have loaded into a replica that has started again."""
-        for name, question in list(self._adapters.items()):
-            async with replica.ask(question) as answer:
+    async def _prepare(self, replica: Replica) -> bool:
+        """Give a replica that starts or comes back the adapters of the others.  False if it is lost."""
+        async with self._loading:
+            return await self._catch_up(replica)
+
+    async def _catch_up(self, replica: Replica) -> bool:
+        had, wanted = replica.adapters, self._adapters
+        gone = [name for name, question in had.items() if wanted.get(name) is not question]
+        asked = [(name, _unloading(name)) for name in gone]
+        asked += [(name, each) for name, each in wanted.items() if had.get(name) is not each]
+        try:
+            for name, question in asked:
+                answer, _ = await self._change(replica, question, name)
                 if answer.status != 200:
-                    log.error("replica %d has no adapter %r", replica.number, name)
+                    log.error("replica %d refuses %s of %r", replica.number, question.target, name)
+        except (NotReached, ReplicaLost):
+            return False
+        return True
+
+
+def _unloading(name: str) -> Question:
+    headers = [("content-type", "application/json")]
+    return Question.of("POST", UNLOADING, headers, dumps({"lora_name": name}).encode())
 
 
 def parts(service: Service, folder: Path) -> list[Service]:

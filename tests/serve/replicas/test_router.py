@@ -1,0 +1,136 @@
+"""What one replica has, all have: adapters and restarts also reach those that were lost for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.serve.errors import ApiError
+from outrider.serve.options import ServerOptions
+from outrider.serve.replicas.relay import NotReached, Question
+from outrider.serve.replicas.replica import Replica
+from outrider.serve.replicas.router import LOADING, UNLOADING, Router
+from outrider.serve.run import Service
+
+
+class Fake:
+    """A replica that loads every adapter but "bad", and loses its connection if torn."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.state, self.torn = number, "ready", False
+        self.adapters, self.has = dict[str, Question](), list[str]()
+
+    @asynccontextmanager
+    async def ask(self, question: Question) -> AsyncGenerator[Any]:
+        name = json.loads(question.body)["lora_name"]
+        if self.torn:
+            self.state, self.torn = "lost", False
+            raise NotReached
+        if question.target == UNLOADING:
+            self.has.remove(name)
+        elif name != "bad" or self.number == 0:
+            self.has.append(name)
+        status = 400 if name == "bad" and self.number else 200
+        yield SimpleNamespace(status=status, read=lambda: asyncio.sleep(0, b"{}"))
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Router:
+    made = Router(Service(ServerOptions(replicas=2), {"model": "m", "device": "cpu"}), tmp_path)
+    made.replicas = [Fake(0), Fake(1)]  # type: ignore[list-item]
+    return made
+
+
+def load(router: Router, name: str, target: str = LOADING) -> int:
+    question = Question.of("POST", target, [], json.dumps({"lora_name": name}).encode())
+    answer, _ = asyncio.run(router.everywhere(question, name))
+    return answer.status
+
+
+def has(router: Router) -> list[list[str]]:
+    return [replica.has for replica in router.replicas]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("fate", ["lost", "torn"])
+def test_a_replica_that_comes_back_gets_what_was_loaded_and_unloaded_meanwhile(
+    fate: str, router: Router
+) -> None:
+    assert load(router, "old") == 200 and has(router) == [["old"], ["old"]]
+    away = router.replicas[1]
+    if fate == "lost":
+        away.state = fate
+    else:
+        away.torn = True  # type: ignore[attr-defined]
+    assert load(router, "new") == load(router, "old", UNLOADING) == 200
+    assert has(router) == [["new"], ["old"]] and away.state == "lost"
+    assert asyncio.run(router._prepare(away)) and has(router) == [["new"], ["new"]]
+
+
+def test_what_one_replica_refuses_none_has(router: Router) -> None:
+    assert load(router, "bad") == 400 and has(router) == [[], []]
+
+
+def test_without_a_ready_replica_nothing_is_loaded(router: Router) -> None:
+    for replica in router.replicas:
+        replica.state = "lost"
+    with pytest.raises(ApiError, match="no replica is ready"):
+        load(router, "new")
+    assert asyncio.run(router._prepare(router.replicas[0])) and has(router) == [[], []]
+
+
+@pytest.mark.parametrize("state", ["ready", "lost"])
+def test_a_restart_reaches_a_replica_whose_connection_broke(state: str, tmp_path: Path) -> None:
+    ended = list[str]()
+
+    async def run() -> None:
+        async def prepare(_: Replica) -> bool:
+            return True
+
+        service = Service(ServerOptions(), {"model": "m"}, socket=str(tmp_path / "0"))
+        replica = Replica(service, 1.0, prepare, asyncio.Event())
+        process: Any = SimpleNamespace(is_alive=lambda: True, terminate=lambda: ended.append(replica.state))
+        replica._process, replica.state = process, state
+        task = asyncio.create_task(replica.restart())
+        await asyncio.sleep(0)
+        replica._started.set()
+        await task
+
+    asyncio.run(run())
+    assert ended == ["stopping"]
+
+
+def test_a_replica_is_prepared_again_before_it_is_ready_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[str]()
+
+    async def run() -> None:
+        async def prepare(one: Replica) -> bool:
+            seen.append(one.state)
+            return len(seen) != 2  # it is lost again
+
+        async def well(*_: object) -> bool:
+            return True
+
+        service = Service(ServerOptions(), {"model": "m"}, socket=str(tmp_path / "0"))
+        replica = Replica(service, 1.0, prepare, asyncio.Event())
+        monkeypatch.setattr(Replica, "_healthy", well)
+        monkeypatch.setattr(Replica, "_measure", well)
+        monkeypatch.setattr("outrider.serve.replicas.replica.BEAT", 0.01)
+        watch = asyncio.create_task(replica._watch(SimpleNamespace(pid=1), []))  # type: ignore[arg-type]
+        await replica._started.wait()
+        replica.lose()
+        async with asyncio.timeout(10):
+            while replica.state != "ready":
+                await asyncio.sleep(0)
+        watch.cancel()
+
+    asyncio.run(run())
+    assert seen == ["starting", "lost", "lost"]
