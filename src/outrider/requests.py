@@ -70,7 +70,7 @@ class Reader:
                 raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
             if not is_whole(priority):
                 raise RequestError(f"priority must be a whole number, got {shortened(priority)}.")
-            check = self._refuse_endless if params.truncate_prompt_tokens is None else None
+            check = self.refuse_endless if params.truncate_prompt_tokens is None else None
             with self.lock:
                 if isinstance(prompt, Mapping) and "messages" in prompt:
                     prompt = render(self.tokenizer, prompt, check)
@@ -164,7 +164,7 @@ class Reader:
             numbers.append(number)
         return numbers
 
-    def _refuse_endless(self, text: str) -> None:
+    def refuse_endless(self, text: str) -> None:
         """Raise RequestError if a text's beginning is too long already: others wait for the tokenizer."""
         longest = self.engine.max_len
         beginning = text[: LONG * longest]

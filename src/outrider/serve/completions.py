@@ -42,8 +42,11 @@ def _prompts(body: CompletionBody) -> list[Prompt]:
 
 
 def _encoded(server: Server, body: CompletionBody) -> list[Prompt]:
+    def ids(text: str) -> list[int]:
+        return server.encode(text, False, endless=body.truncate_prompt_tokens is not None)
+
     return [
-        {"prompt": each, "prompt_token_ids": server.encode(each, False)} if isinstance(each, str) else each
+        {"prompt": each, "prompt_token_ids": ids(each)} if isinstance(each, str) else each
         for each in _prompts(body)
     ]
 

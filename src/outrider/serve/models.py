@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from outrider.requests import Reader
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import DetokenizeBody, LoadLoraBody, TokenizeBody, UnloadLoraBody
 from outrider.serve.state import Server
@@ -37,7 +38,7 @@ def add_models(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Json:
         """Token ids of a text or of a rendered conversation."""
-        return Json(await asyncio.to_thread(tokens_of, server, body))
+        return Json(await server.apart(partial(tokens_of, server, body)))
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Json:
@@ -45,7 +46,7 @@ def add_models(app: FastAPI, server: Server) -> None:
         vocabulary = server.llm.engine.checkpoint.spec.vocabulary
         if wrong := [token for token in body.tokens if token >= vocabulary]:
             raise ApiError(400, f"token id {wrong[0]} is none of 0 … {vocabulary - 1}.", "tokens")
-        return Json({"prompt": await asyncio.to_thread(server.decode, body.tokens)})
+        return Json({"prompt": await server.apart(lambda reader: reader.tokenizer.decode(body.tokens))})
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora(body: LoadLoraBody) -> Json:
@@ -76,17 +77,16 @@ def _may_load(server: Server) -> None:
         raise ApiError(403, "loading adapters is off: start the server with --allow-lora-loading.")
 
 
-def tokens_of(server: Server, body: TokenizeBody) -> dict[str, Any]:
+def tokens_of(server: Server, body: TokenizeBody, reader: Reader) -> dict[str, Any]:
     """The answer of /tokenize.  Raises ApiError or RequestError."""
     server.adapter_of(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages.", "prompt")
-    reader = server.llm.reader
     if body.messages is not None:
         prompt: Any = server.conversation(body.messages, **{name: getattr(body, name) for name in TEMPLATE})
         ids = reader.ids(prompt)
     else:
-        ids = server.encode(body.prompt or "", body.add_special_tokens)
+        ids = reader.encode(body.prompt or "", "prompt", body.add_special_tokens)
     made = {"tokens": ids, "count": len(ids), "max_model_len": server.llm.engine.max_len}
-    names = server.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    names = reader.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
     return {**made, "token_strs": names}

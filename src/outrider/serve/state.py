@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import logging
 import math
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Any, TypeVar
 
 from outrider.async_llm import AsyncLLM
 from outrider.core.params import SamplingParams
@@ -26,6 +28,7 @@ from outrider.serve.options import ServerOptions
 from outrider.serve.tools import ToolParser, parser_for
 from outrider.serve.traces import Traces
 
+Result = TypeVar("Result")
 MEMORY = 0.9  # weight of the past in the mean duration of requests
 log = logging.getLogger("outrider.serve")
 
@@ -48,6 +51,8 @@ class Server:
     template: str | None = None
     traces: Traces | None = None
     engine_: AsyncLLM | None = None
+    _apart: Reader | None = None
+    _turns: asyncio.Lock = field(default_factory=asyncio.Lock)
     _adapter_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -235,10 +240,32 @@ class Server:
         if self.traces is not None:
             self.traces.finished(output)
 
-    def encode(self, text: str, special: bool) -> list[int]:
-        """Token ids of a text.  Raises ApiError without a tokenizer, and RequestError."""
+    async def apart(self, work: Callable[[Reader], Result]) -> Result:
+        """What `work` returns, in another thread, of a reader with a tokenizer of its own.
+
+        For texts of any length: no request waits for that tokenizer.  The calls take turns, so that they take
+        one thread.  Raises ApiError without a tokenizer.
+        """
+
+        def run() -> Result:
+            if self._apart is None:
+                with self.reader.lock:
+                    tokenizer = copy.deepcopy(self.tokenizer)
+                self._apart = replace(self.reader, tokenizer=tokenizer, lock=Lock())
+            return work(self._apart)
+
+        async with self._turns:
+            return await asyncio.to_thread(run)
+
+    def encode(self, text: str, special: bool, endless: bool) -> list[int]:
+        """Token ids of a prompt.  endless: it may exceed the context.
+
+        Raises ApiError without a tokenizer, and RequestError.
+        """
         assert self.tokenizer is not None, "it has raised"
         with self.reader.lock:
+            if not endless:
+                self.reader.refuse_endless(text)
             return self.reader.encode(text, "prompt", special)
 
     def decode(self, ids: Sequence[int]) -> str:
