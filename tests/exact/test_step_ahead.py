@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -93,6 +94,26 @@ def test_texts_are_those_of_steps_that_are_waited_for(
     whole = outputs_of(PROMPTS[3], each[3]).outputs[0].token_ids
     assert found[3].outputs[0].token_ids == whole[: len(found[3].outputs[0].token_ids)]
     check_idle(ahead)
+
+
+def test_a_stop_string_ends_a_request_with_a_step_in_flight() -> None:
+    """In the middle of a step's tokens, and beside a request that goes on."""
+    prompts = ["The future of AI is", "Once upon a time"]
+    llm = LLM("builtin-draft", max_num_seqs=2, enable_prefix_caching=False)
+    free = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True) for i in range(2)]
+    whole = [llm.generate(prompt, p)[0].outputs[0].text for prompt, p in zip(prompts, free)]
+    each = [replace(free[0], stop=[whole[0][30:36]]), free[1]]
+    expected = [visible_parts(llm.generate(prompt, p)[0].outputs) for prompt, p in zip(prompts, each)]
+    llm.use({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1})
+    llm.engine.ahead = True
+    found = run_staggered(llm, [llm.tokenizer.encode(prompt) for prompt in prompts], each)
+    assert [visible_parts(output.outputs) for output in found] == expected
+    sample = found[0].outputs[0]
+    assert sample.finish_reason == "stop" and sample.stop_reason == whole[0][30:36]
+    assert (
+        whole[0].startswith(sample.text) and len(sample.text) <= 30 and found[1].outputs[0].text == whole[1]
+    )
+    check_idle(llm)
 
 
 def test_rows_are_preempted_between_steps(llama: str, outputs_of: PlainOutputs) -> None:
