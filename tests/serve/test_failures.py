@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import pty
 import re
 import shutil
 import socket
@@ -133,6 +136,44 @@ def test_a_signal_ends_a_loading_server_with_tls(tmp_path: Path) -> None:
         assert process.wait(20) == 0
     finally:
         process.kill()
+
+
+ASKING = """
+import sys
+from outrider.serve.options import ServerOptions
+from outrider.serve.run import Process
+from outrider.serve.state import Server
+
+key, certificate, port = sys.argv[1:]
+options = ServerOptions(port=int(port), ssl_keyfile=key, ssl_certfile=certificate)
+process = Process(None, Server(options, "model"))
+process._load_config()
+print("loaded", process.config.ssl.check_hostname)
+"""
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+@pytest.mark.parametrize("word", ["right", "wrong"])
+def test_the_passphrase_of_a_key_is_asked_once(word: str, tmp_path: Path) -> None:
+    """By a process with a terminal of its own."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-passout", "pass:right", "-subj", "/CN=x"]
+    subprocess.run([*request, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", ASKING, str(key), str(certificate), "0"])
+    told, answers = b"", 0
+    with contextlib.suppress(OSError):  # the end of the process
+        while part := os.read(terminal, 1000):
+            told += part
+            if told.count(b"pass phrase") > answers:
+                answers += 1
+                os.write(terminal, f"{word}\n".encode())
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    assert answers == 1, told
+    assert (b"loaded" in told) == (word == "right")
+    assert word == "right" or b"ConfigError: ssl_keyfile" in told
 
 
 def test_a_grammar_that_compiles_delays_no_other_request(

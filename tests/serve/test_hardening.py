@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -166,6 +168,24 @@ def test_only_allowed_origins_may_read(guarded: Served, server: Served) -> None:
         assert (answer.status_code == 200) == allowed
     plain = server.get("/v1/models", headers={"Origin": "https://a.example"})
     assert "access-control-allow-origin" not in plain.headers
+
+
+def test_health_is_red_while_open_requests_end_before_a_stop() -> None:
+    """A new connection is told so, too, and the open request is answered."""
+    with forked("builtin-draft", "--max-model-len", "512", "--max-num-seqs", "1") as server:
+        body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "n": 8}
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.post, "/v1/completions", body)
+            while server.idle():
+                time.sleep(0.01)
+            server.process.send_signal(signal.SIGTERM)
+            told = set[tuple[int, str]]()
+            while not answer.done():
+                with contextlib.suppress(httpx.TransportError):  # after the last of them
+                    health = server.get("/health")
+                    told.add((health.status_code, health.json().get("error", {}).get("code", "")))
+            assert answer.result().status_code == 200 and (503, "stopping") in told
+        assert server.process.wait(20) == 0
 
 
 def test_the_end_lets_open_requests_finish_and_the_log_has_no_secrets(guarded: Served) -> None:

@@ -86,7 +86,11 @@ class ServerOptions(Checked):
             raise ConfigError("TLS needs both ssl_certfile and ssl_keyfile.")
         if self.ssl_certfile is not None:
             try:
-                SSLContext(PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+                SSLContext(PROTOCOL_TLS_SERVER).load_cert_chain(
+                    self.ssl_certfile, self.ssl_keyfile, password=_locked
+                )
+            except _Locked:
+                pass  # the server asks for the passphrase, once, when it begins to listen
             except OSError as error:
                 files = f"ssl_certfile {self.ssl_certfile!r} and ssl_keyfile {self.ssl_keyfile!r}"
                 raise ConfigError(f"{files} cannot be used: {error.strerror or error}.") from error
@@ -108,3 +112,11 @@ class ServerOptions(Checked):
                 raise ConfigError(f"api_key_file {self.api_key_file!r} has no key: write one a line.")
             found += [line for line in lines if line]
         return tuple(key.encode() for key in found)
+
+
+class _Locked(Exception):
+    """The key of a certificate is encrypted."""
+
+
+def _locked() -> str:
+    raise _Locked

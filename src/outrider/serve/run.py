@@ -175,9 +175,18 @@ class Process(uvicorn.Server):
         self.failure, self.should_exit = error, True
 
     def run(self, sockets: list[socket] | None = None) -> None:
+        self._load_config()
         super().run(sockets or self._listening())
         if self.failure is not None:
             raise self.failure
+
+    def _load_config(self) -> None:
+        """Read the files for TLS, which may ask for a passphrase.  Raises ConfigError for a wrong one."""
+        try:
+            self.config.load()
+        except OSError as error:
+            file = f"ssl_keyfile {str(self.config.ssl_keyfile)!r}"
+            raise ConfigError(f"{file} cannot be read: is the passphrase right?") from error
 
     def _listening(self) -> list[socket] | None:
         """Sockets of all addresses of the host, before anything is loaded.  Raises ConfigError."""
@@ -199,14 +208,15 @@ class Process(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         self.server.status = "stopping"
-        ending = asyncio.create_task(self._end_engine())
-        await super().shutdown(sockets)
-        ending.cancel()
-
-    async def _end_engine(self) -> None:
-        """End the engine once no request is open, after shutdown_timeout at the latest."""
         deadline = asyncio.get_running_loop().time() + self.server.options.shutdown_timeout
-        while self.server.open and asyncio.get_running_loop().time() < deadline:
+        await self._end_engine(deadline)  # meanwhile new connections get status 503
+        left = max(0.0, deadline - asyncio.get_running_loop().time())
+        self.config.timeout_graceful_shutdown = int(left + GRACE) + 1
+        await super().shutdown(sockets)
+
+    async def _end_engine(self, deadline: float) -> None:
+        """End the engine once no request is open, by the deadline or a second signal at the latest."""
+        while self.server.open and not self.force_exit and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
         if self.server.open:
             log.warning("%d requests did not end in time", self.server.open)
