@@ -41,6 +41,11 @@ EMULATED __m512i emulated_cvtepi8_epi32(__m128i bytes) {
     for (int i = 0; i < 16; i++) ints[i] = ((const signed char *)&bytes)[i];
     return (__m512i)ints;
 }
+EMULATED __m128i emulated_cvtepi32_epi8(__m512i ints) {
+    __m128i bytes;
+    for (int i = 0; i < 16; i++) ((signed char *)&bytes)[i] = (signed char)((ints16)ints)[i];
+    return bytes;
+}
 EMULATED __m512 emulated_cvtepi32_ps(__m512i ints) {
     return (__m512)__builtin_convertvector((ints16)ints, __m512);
 }
@@ -83,6 +88,7 @@ EMULATED __m512i emulated_dpbusd_512(__m512i sum, __m512i a, __m512i b) {
 #define _mm512_fmadd_ps emulated_fmadd_ps
 #define _mm512_cvtph_ps emulated_cvtph_ps
 #define _mm512_cvtepi8_epi32 emulated_cvtepi8_epi32
+#define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
 #define _mm512_abs_epi8 emulated_abs_epi8
 #define _mm512_movepi8_mask emulated_movepi8_mask
