@@ -15,7 +15,6 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from outrider.bench.peers.worker import Answer, Job, Mode, Modes
@@ -55,7 +54,7 @@ def _binary(folder: Path, job: Job, kind: str | None) -> str:
         try:
             with urlopen(f"{address}/health"):
                 return address
-        except URLError:  # also a status other than 200
+        except OSError:  # also a status other than 200
             if process.poll() is not None:
                 sys.exit(process.returncode)  # its last line is the error
             time.sleep(POLL)
