@@ -89,6 +89,7 @@ def answer(auto: AutoController, saved: float) -> None:
         ([0.0] * 8, True),
         ([0.05, *[0.0] * 15], True),
         ([0.0] * 8 + [0.05], False),
+        ([0.0] * 100 + [0.05], False),
     ],
 )
 def test_prompts_are_read_until_several_requests_were_not_worth_it(saved: list[float], spared: bool) -> None:

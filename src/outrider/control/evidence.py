@@ -57,7 +57,7 @@ class Evidence:
     step with drafts, from 0: the first ones, which are planned one by one, tell little of later ones.
     prefill_cost: seconds that a drafter takes for a token of a prompt, the median of `prefills`.
     prefill_seconds: for all prompts so far.  worth: seconds that drafts have saved beyond them in the
-    requests that a drafter read, up to what they may lose.
+    requests that a drafter read, up to what they may lose, and down to twice that.
     history: the last sums, some steps apart.
     memory: where acceptance and costs of drafters are kept for the next start.
     module: corrects the calibrated acceptance.
@@ -169,7 +169,8 @@ class Evidence:
             if arm.prefills and row.params.speculate and not row.left_out.issuperset(arm.sources):
                 lost = self.prefill_cost[k] * (row.prompt - (row.cached or 0))
                 most = MOST_LOST * (lost + load.token)
-                self.worth[k] = min(self.worth[k] + state.earned[k] - lost, most)
+                least = min(self.worth[k], -2 * most)  # so that a few good requests make up for many bad ones
+                self.worth[k] = max(least, min(self.worth[k] + state.earned[k] - lost, most))
         del self.states[row]
 
     def drop_ended(self) -> None:
