@@ -16,7 +16,8 @@ from outrider.control.fixed import FixedController, Options
 from outrider.control.ledger import KNOWN_GRACE, MOST_KEPT, TOTAL_GRACE, USED
 from outrider.control.memory import MOST, learned
 from outrider.control.plan import Arm
-from outrider.core.step import Batch, RowStep
+from outrider.core.clock import Times
+from outrider.core.step import Batch, Commit, RowStep
 from outrider.testing import make_row
 
 KEY = key_of(1, 2, 0.9)
@@ -103,6 +104,17 @@ def test_what_was_saved_before_may_be_lost(saved: float, steps: float) -> None:
     room = 0.002 * (USED * KNOWN_GRACE + steps)
     assert auto.evidence.ledger.room == pytest.approx(room, rel=0.01)
     assert auto.evidence.learned.written()["saved"] == pytest.approx(0.002 * steps)
+
+
+def test_a_chunk_of_a_prompt_takes_nothing_of_what_was_saved() -> None:
+    limits = FixedController(Options(), 4, lambda depth: depth, 100)
+    arms = [Arm(("drafter",), 4, lambda depth: depth)]
+    auto = AutoController(limits, arms, ForwardCost({1: 0.1}), memory=Kept(300, 10.0))
+    row = make_row([1] * 100)
+    batch = Batch([RowStep(row, 0, 50, emits=False)], prefill=True)
+    auto.budget(batch)
+    auto.learn(Commit(batch), Times(0.0, 1.0, 0.0))
+    assert auto.evidence.ledger.loss == pytest.approx(-0.1 * MOST_KEPT, rel=0.01)
 
 
 def test_a_new_engine_begins_with_the_evidence_of_the_last_one(

@@ -71,7 +71,8 @@ class Planner:
         """Row of the batch -> its plan, for those with a drafter that is expected to pay or due for a try."""
         evidence = self.evidence
         ledger, self.load = evidence.ledger, load
-        plain = max(load.decode, self.least)
+        decode = load.decode or load.pace * load.forward.base(1)  # a chunk of a prompt emits nothing
+        plain = max(decode, self.least)
         self.row_grace = self.grace * plain
         ledger.grace = min(self.total_grace * plain, max(MOST_GRACE, KNOWN_GRACE * plain))
         self.room, self.wait = ledger.room, LONGEST_PAUSE
