@@ -185,6 +185,15 @@ def test_a_row_that_is_not_finite_stays_alone(bits: int) -> None:
 
 @needs_c
 @pytest.mark.parametrize("bits", [8, 4])
+def test_magnitudes_without_a_finite_reciprocal_count_as_zero(bits: int) -> None:
+    backend, values = c_backend(torch.float32), torch.full((33, 64), 7, dtype=torch.int8)
+    weight = backend.pack(QuantizedWeight(values, torch.ones(33, 2), torch.ones(33, 2), bits, 32))
+    for size in (1e-37, 1e-40):
+        assert (backend.linear(torch.full((3, 64), size), weight) == 0).all()
+
+
+@needs_c
+@pytest.mark.parametrize("bits", [8, 4])
 def test_linear_writes_nothing_past_its_outputs(bits: int) -> None:
     backend, memory = c_backend(torch.float32), torch.full((5 * 70 + 64,), 7.0)
     backend.linear(torch.randn(5, 64), backend.pack(some(70, 64, bits)), add=memory[: 5 * 70].view(5, 70))

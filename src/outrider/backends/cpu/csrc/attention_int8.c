@@ -31,8 +31,8 @@ INLINE float max_magnitude(const float *x, int64_t n) {
 
 /* to [n] = 127 x / magnitude, rounded to integers; returns their sum. */
 INLINE int32_t quantize(const float *x, int64_t n, float magnitude, int8_t *to) {
-    vint v = round_bytes(x, n, magnitude > 0 ? 127.0f / magnitude : 0, to);
-    for (int i = LANES; i > 1; i /= 2) v = SHUFFLE(v, v, EVEN_LANES) + SHUFFLE(v, v, ODD_LANES);
+    vint v = round_bytes(x, n, magnitude > LEAST_MAGNITUDE ? 127.0f / magnitude : 0, to);
+    for (int i = LANES; i > 1; i /= 2) v = add_neighbours(v, v);
     return v[0];
 }
 
@@ -64,7 +64,8 @@ INLINE void quantize_queries(const int64_t padded_dim, const int group, const He
     for (int g = 0; g < group; g++) {
         const float *x = t->q + g * padded_dim, magnitude = max_magnitude(x, padded_dim);
         memset(q->bytes[g] + padded_dim, 0, 4 * LANES);
-        q->start[g] = BYTE_START * quantize(x, padded_dim, magnitude, q->bytes[g]);
+        const uint32_t sum = (uint32_t)quantize(x, padded_dim, magnitude, q->bytes[g]);
+        q->start[g] = (int32_t)(sum * (uint32_t)BYTE_START);
         q->step[g] = magnitude / 127.0f * t->scale;
     }
 }

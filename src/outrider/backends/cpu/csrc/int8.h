@@ -126,6 +126,9 @@ INLINE vint max_magnitudes(const float *x, int64_t n) {
     return largest;
 }
 
+/* Groups of smaller magnitude are rounded to zeros: the reciprocal of their scale can overflow. */
+#define LEAST_MAGNITUDE 3.8e-37f
+
 /* to [n] = inverse * x, rounded to integers; returns sums of them, which wrap where x is not finite. */
 INLINE vint round_bytes(const float *x, int64_t n, float inverse, int8_t *to) {
     vuint sums = {0};
@@ -138,13 +141,17 @@ INLINE vint round_bytes(const float *x, int64_t n, float inverse, int8_t *to) {
     return (vint)sums;
 }
 
+/* Sums of neighbouring lanes, of a, then of b.  They wrap, see round_bytes. */
+INLINE vint add_neighbours(vint a, vint b) {
+    return (vint)((vuint)SHUFFLE(a, b, EVEN_LANES) + (vuint)SHUFFLE(a, b, ODD_LANES));
+}
+
 /* Lane j: the sum of the lanes of v[j], for LANES vectors. */
 INLINE vint sum_each(vint *v) {
     #pragma GCC unroll 4
     for (int n = LANES / 2; n; n /= 2)
         #pragma GCC unroll 8
-        for (int i = 0; i < n; i++)
-            v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], EVEN_LANES) + SHUFFLE(v[2 * i], v[2 * i + 1], ODD_LANES);
+        for (int i = 0; i < n; i++) v[i] = add_neighbours(v[2 * i], v[2 * i + 1]);
     return v[0];
 }
 

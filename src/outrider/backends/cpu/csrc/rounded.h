@@ -34,7 +34,7 @@ INLINE GroupScales scales_of(const float *x, int64_t group, int64_t count) {
     for (int64_t g = 0; g < count; g++) largest[g] = max_magnitudes(x + g * group, group);
     const vfloat magnitude = (vfloat)max_each(largest);
     store(s.scale, magnitude / 127.0f);
-    store(s.inverse, select_lanes(magnitude > 0, 127.0f / magnitude, broadcast(0)));
+    store(s.inverse, select_lanes(magnitude > LEAST_MAGNITUDE, 127.0f / magnitude, broadcast(0)));
     return s;
 }
 
