@@ -75,7 +75,7 @@ class EngineOptions(Checked):
     dtype                   auto, float32, bfloat16 or float16
     activations             float32, or bfloat16: round the inputs of bfloat16 linears of the target, once a
                             linear; auto: bfloat16 on processors with AVX512-BF16, float32 on others, where
-                            bfloat16 gives the same text but is slow
+                            rounding is slow; bfloat16 gives the same text on both
     quantization            int8 or int4: quantize the weights while loading
     kv_cache_dtype          auto or int8, for target and draft
     device                  auto, cpu, cuda, cuda:1 or mps

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rival_engine import install
 
 from outrider import LLM, SamplingParams
 from outrider.bench import peers
 from outrider.bench.measure import PLAIN, Measured, Run, Stopped, measure
-from outrider.bench.peers import Peer, Rival, worker
+from outrider.bench.peers import Rival
 from outrider.bench.report import figures, matrix, table
 from outrider.cli import main
 from outrider.core.clock import Times
@@ -44,11 +45,7 @@ PROMPT = ("a", {"prompt_token_ids": [5, 6, 7]})
 @pytest.fixture
 def rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An engine with a mode that never loads, and one that hangs at its second answer."""
-    script = tmp_path / "worker.py"
-    script.write_text(Path(str(worker.__file__)).read_text())
-    (tmp_path / "rival.py").write_text(SLOW)
-    monkeypatch.setattr(worker, "__file__", str(script))
-    monkeypatch.setattr(peers, "PEERS", {"rival": Peer("rival", "json")})
+    install(SLOW, tmp_path, monkeypatch)
     return tmp_path
 
 

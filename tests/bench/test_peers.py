@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rival_engine import install
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.bench import peers
 from outrider.bench.measure import PLAIN, measure
 from outrider.bench.measure import Run as Group
-from outrider.bench.peers import Peer, Rival, vllm, worker
+from outrider.bench.peers import Rival, vllm
 from outrider.bench.report import figures, matrix, table
 from outrider.core.clock import Times
 from outrider.outputs import CompletionOutput
@@ -48,11 +49,7 @@ def modes(job):
 @pytest.fixture
 def rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that answers with the prompt and the number of tokens that it may emit."""
-    script = tmp_path / "worker.py"
-    script.write_text(Path(str(worker.__file__)).read_text())
-    (tmp_path / "rival.py").write_text(RIVAL)
-    monkeypatch.setattr(worker, "__file__", str(script))
-    monkeypatch.setattr(peers, "PEERS", {"rival": Peer("rival", "json")})
+    install(RIVAL, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", sorted(peers.PEERS))

@@ -36,9 +36,7 @@ def bench(
     compared: Given,
     file: Annotated[Path | None, typer.Argument(metavar="PROMPTS", help="The same as --prompts.")] = None,
     batch_size: Annotated[int, Option("-b", "--batch-size", min=1, help="Requests in a batch.")] = 1,
-    turns: Annotated[
-        bool, Option("--all-turns", help="Ask every turn of a conversation, not only the first.")
-    ] = False,
+    turns: Annotated[bool, Option("--all-turns", help="Ask all turns, not only the first.")] = False,
     limit: Annotated[int | None, Option("--limit", min=1, help="Maximum prompts of each category.")] = None,
     repeats: Annotated[
         int, Option("--repeats", min=1, help="Rounds of two runs each; methods alternate within a round.")

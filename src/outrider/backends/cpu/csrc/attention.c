@@ -17,7 +17,6 @@ enum {
     BLOCK_QUERIES = 16, /* queries of a block, as far as one row does not have more */
     MAX_PAIRS = 4,      /* vector pairs of sums in registers */
     KEYS_AT_ONCE = 64,  /* keys whose V is added for one query group after the other */
-    KEYS_AHEAD = 64,    /* between the keys that are scored and those that are fetched */
 };
 
 /* Consecutive rows with the same first key of the same table, and some of the query heads of one K/V head.
@@ -109,8 +108,8 @@ INLINE void dot_group(const int is_bfloat16, const int64_t padded_dim, const int
         store(b->scores + (query + g) * b->stride + j, sum_each(dots[g]) * b->scale);
 }
 
-/* Asks for the rows of the keys j ... j + LANES - 1 before they are read: they lie in short pieces, which the
- * hardware does not foresee. */
+/* Prefetches the rows of the keys j ... j + LANES - 1.  The hardware does not: rows of a request lie in short
+ * pieces of the pool. */
 INLINE void prefetch_keys(const void *rows, int64_t row_bytes, const KeyList *keys, int64_t j) {
     for (const int64_t end = min64(j + LANES, keys->count); j < end; j++)
         for (int64_t i = 0; i < row_bytes; i += 64)

@@ -3,7 +3,8 @@
 #pragma once
 #include "simd.h"
 
-enum { MAX_GROUP = 4 }; /* query heads that are computed together */
+enum { MAX_GROUP = 4 };   /* query heads that are computed together */
+enum { KEYS_AHEAD = 64 }; /* how many keys ahead K and V are fetched */
 _Static_assert(MAX_HEAD_DIM % 32 == 0 && MAX_HEAD_DIM >= 256, "the sums of a group fill MAX_HEAD_DIM floats");
 
 /* The keys of a row: entries first ... first + count - 1 of its table followed by its path.

@@ -20,8 +20,6 @@ typedef struct {
     float scale;
 } HeadTask;
 
-enum { KEYS_AHEAD = 64 }; /* how many keys ahead K and V are fetched */
-
 /* The largest magnitude of x [n], or NaN.  n: a multiple of LANES. */
 INLINE float max_magnitude(const float *x, int64_t n) {
     vint v = max_magnitudes(x, n);
