@@ -61,6 +61,25 @@ def test_requests_are_read_while_a_long_text_is_tokenized(path: str, monkeypatch
         engine.shutdown()
 
 
+def test_the_first_text_is_tokenized_while_others_are_read() -> None:
+    engine = AsyncLLM("builtin", max_model_len=64)
+
+    async def run() -> None:
+        server = Server(ServerOptions(), "builtin")
+        server.started(engine)
+        transport = httpx.ASGITransport(make_app(server))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            with server.reader.lock:
+                async with asyncio.timeout(10):
+                    answer = await client.post("/tokenize", json={"prompt": "One"})
+        assert answer.json()["tokens"] == engine.llm.tokenizer.encode("One")
+
+    try:
+        asyncio.run(run())
+    finally:
+        engine.shutdown()
+
+
 def test_a_completion_without_special_tokens_refuses_an_endless_prompt_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

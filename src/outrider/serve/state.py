@@ -101,6 +101,8 @@ class Server:
     def started(self, engine: AsyncLLM) -> None:
         """Accept requests from now on.  Raises RequestError for an adapter that cannot be used."""
         self.engine_ = engine
+        # copied before the first request: none waits for the lock meanwhile
+        self._apart = replace(self.reader, tokenizer=copy.deepcopy(self.llm.tokenizer), lock=Lock())
         for module in self.options.lora_modules:
             self.add_adapter(*module.split("=", 1))
         self.metrics.watch(engine)
@@ -246,16 +248,10 @@ class Server:
         For texts of any length: no request waits for that tokenizer.  The calls take turns, so that they take
         one thread.  Raises ApiError without a tokenizer.
         """
-
-        def run() -> Result:
-            if self._apart is None:
-                with self.reader.lock:
-                    tokenizer = copy.deepcopy(self.tokenizer)
-                self._apart = replace(self.reader, tokenizer=tokenizer, lock=Lock())
-            return work(self._apart)
-
+        assert self.tokenizer is not None, "it has raised"
+        assert self._apart is not None, "copied as the server started"
         async with self._turns:
-            return await asyncio.to_thread(run)
+            return await asyncio.to_thread(work, self._apart)
 
     def encode(self, text: str, special: bool, endless: bool) -> list[int]:
         """Token ids of a prompt.  endless: it may exceed the context.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from outrider.errors import EngineError
 from outrider.serve.errors import ApiError
 from outrider.serve.options import ServerOptions
 from outrider.serve.replicas.relay import NotReached, Question
@@ -85,25 +86,84 @@ def test_without_a_ready_replica_nothing_is_loaded(router: Router) -> None:
     assert asyncio.run(router._prepare(router.replicas[0])) and has(router) == [[], []]
 
 
-@pytest.mark.parametrize("state", ["ready", "lost"])
-def test_a_restart_reaches_a_replica_whose_connection_broke(state: str, tmp_path: Path) -> None:
+def lone(path: Path, prepare: Callable[[Replica], Awaitable[bool]] | None = None) -> Replica:
+    """A replica without a process."""
+
+    async def prepared(_: Replica) -> bool:
+        return True
+
+    service = Service(ServerOptions(), {"model": "m"}, socket=str(path / "0"))
+    return Replica(service, 1.0, prepare or prepared, asyncio.Event())
+
+
+@pytest.mark.parametrize("state", ["ready", "lost", "starting"])
+def test_a_restart_reaches_a_replica_that_starts_or_whose_connection_broke(
+    state: str, tmp_path: Path
+) -> None:
     ended = list[str]()
 
     async def run() -> None:
-        async def prepare(_: Replica) -> bool:
-            return True
-
-        service = Service(ServerOptions(), {"model": "m"}, socket=str(tmp_path / "0"))
-        replica = Replica(service, 1.0, prepare, asyncio.Event())
+        replica = lone(tmp_path)
         process: Any = SimpleNamespace(is_alive=lambda: True, terminate=lambda: ended.append(replica.state))
         replica._process, replica.state = process, state
+        replica._started.set()  # by an earlier process
         task = asyncio.create_task(replica.restart())
         await asyncio.sleep(0)
+        assert not task.done()
         replica._started.set()
         await task
 
     asyncio.run(run())
     assert ended == ["stopping"]
+
+
+@pytest.mark.parametrize("process", [None, SimpleNamespace(is_alive=lambda: False)], ids=["none", "ended"])
+def test_a_restart_waits_for_a_replica_that_is_about_to_start(process: Any, tmp_path: Path) -> None:
+    async def run() -> None:
+        replica = lone(tmp_path)
+        replica._process, replica.state = process, "lost"
+        replica._started.set()  # its process has failed
+        task = asyncio.create_task(replica.restart())
+        await asyncio.sleep(0)
+        assert not task.done() and replica.state == "lost"
+        replica._started.set()
+        await task
+
+    asyncio.run(run())
+
+
+def test_a_first_process_that_is_told_to_stop_while_it_starts_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter(["stopping", "starting"])
+
+    async def one(replica: Replica) -> None:
+        replica.state = next(states)
+
+    monkeypatch.setattr(Replica, "_run_process", one)
+    with pytest.raises(EngineError, match="did not start"):  # of the second one
+        asyncio.run(lone(tmp_path).run())
+    assert [*states] == []
+
+
+def test_a_replica_that_is_told_to_stop_while_it_starts_gets_no_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        replica = lone(tmp_path)
+
+        async def well(*_: object) -> bool:
+            replica.state = "stopping"  # told while it answers
+            return True
+
+        monkeypatch.setattr(Replica, "_healthy", well)
+        monkeypatch.setattr(Replica, "_measure", well)
+        watch = asyncio.create_task(replica._watch(SimpleNamespace(pid=1), []))  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        assert replica.state == "stopping" and not replica._started.is_set()
+        watch.cancel()
+
+    asyncio.run(run())
 
 
 def test_a_replica_is_prepared_again_before_it_is_ready_again(
@@ -119,8 +179,7 @@ def test_a_replica_is_prepared_again_before_it_is_ready_again(
         async def well(*_: object) -> bool:
             return True
 
-        service = Service(ServerOptions(), {"model": "m"}, socket=str(tmp_path / "0"))
-        replica = Replica(service, 1.0, prepare, asyncio.Event())
+        replica = lone(tmp_path, prepare)
         monkeypatch.setattr(Replica, "_healthy", well)
         monkeypatch.setattr(Replica, "_measure", well)
         monkeypatch.setattr("outrider.serve.replicas.replica.BEAT", 0.01)

@@ -1,7 +1,7 @@
 """One replica as the router sees it: a process that is started, watched and restarted.
 
 starting ──/health──▶ ready ──no answer, or the process ends──▶ lost ──back-off──▶ starting
-                        └──restart──▶ stopping ──the process ends──▶ starting
+   └──────────────────────┴──restart──▶ stopping ──the process ends──▶ starting
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Replica:
         delay, loop = FIRST_DELAY, asyncio.get_running_loop()
         while True:
             ready_at = await self._run_process()
-            if ready_at is None and not self._was_ready:
-                raise EngineError(f"replica {self.number} did not start: see its messages.")
             if self.state == "stopping":
                 continue
+            if ready_at is None and not self._was_ready:
+                raise EngineError(f"replica {self.number} did not start: see its messages.")
             self.state = "lost"
             self.restarts += 1
             delay = FIRST_DELAY if ready_at and loop.time() - ready_at > STEADY else delay
@@ -77,14 +77,16 @@ class Replica:
             delay = min(2 * delay, LAST_DELAY)
 
     async def restart(self) -> None:
-        """Let open requests end, and start another process.  Returns once that serves."""
-        alive = self._process is not None and self._process.is_alive()
-        if self.state not in ("ready", "lost") or not alive:  # a lost one may have lost a connection only
-            return
-        assert self._process is not None
-        self.state = "stopping"
+        """Let open requests end, and start another process.  Returns once that serves, or has failed.
+
+        A process that is starting has read what it serves: it is replaced, too.  Without a process, another
+        one is about to start, or waits to.
+        """
+        process = self._process
         self._started.clear()
-        self._process.terminate()
+        if process is not None and process.is_alive():
+            self.state = "stopping"
+            process.terminate()
         await self._started.wait()
 
     async def end(self) -> None:
@@ -123,14 +125,15 @@ class Replica:
 
     async def _watch(self, process: ForkServerProcess, ready_at: list[float]) -> None:
         """Find out when the process is ready, and kill it if it freezes later."""
-        while not (await self._healthy(self.timeout) and await self._prepared()):
+        while self.state == "starting" and not (await self._healthy(self.timeout) and await self._prepared()):
             await asyncio.sleep(POLL)
         await self._measure()
-        self.state, self._was_ready = "ready", True
-        ready_at.append(asyncio.get_running_loop().time())
-        self._started.set()
-        self.changed.set()
-        log.info("replica %d is ready: process %s", self.number, process.pid)
+        if self.state == "starting":  # it was not told to stop meanwhile
+            self.state, self._was_ready = "ready", True
+            ready_at.append(asyncio.get_running_loop().time())
+            self._started.set()
+            self.changed.set()
+            log.info("replica %d is ready: process %s", self.number, process.pid)
         while await self._healthy(self.timeout) is not None:
             if self.state == "lost" and await self._prepared():  # a connection broke, and not the process
                 self._return()
