@@ -28,8 +28,9 @@ import xgrammar
 from core import conditions
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoTokenizer
 
-from outrider.checkpoints.hub import Checkpoint, read_tokenizer
+from outrider.checkpoints.hub import locate
 
 SCHEMAS = Path(__file__).parent / "schemas.jsonl"
 LIMIT = 400  # tokens of a walk
@@ -178,11 +179,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    tokenizer = (
-        Checkpoint.open("builtin").tokenizer
-        if given.tokenizer == "builtin"
-        else read_tokenizer(given.tokenizer, False)
-    )
+    source = locate("builtin") if given.tokenizer == "builtin" else given.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(source)  # both libraries take transformers' only
     vocabulary, eos = len(tokenizer), tokenizer.eos_token_id
     table = Table("library", "whitespace", "taken", "kept", "compile ms", "mask µs", "p99", "roll back 3 µs")
     results: dict[str, Any] = {}

@@ -86,6 +86,28 @@ def interrupt(llm: LLM) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_ranks_that_were_stopped_together_for_a_while_go_on(
+    pair: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, real, stopped = tokens(pair), group.wait, threading.Event()
+
+    def wait(*given: Any) -> list[Any]:
+        """As after Ctrl-Z and fg: time has passed, and no rank has beaten."""
+        if stopped.is_set():
+            return list(real(*given))
+        time.sleep(4.0)
+        stopped.set()
+        return []
+
+    monkeypatch.setattr(group, "SILENCE", 2.0)
+    monkeypatch.setattr(group, "wait", wait)
+    assert stopped.wait(20)
+    time.sleep(0.5)
+    assert pair.engine.decoder.failure is None
+    assert tokens(pair) == expected
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_lost_rank_ends_all_requests(pair: LLM, fate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "SILENCE", 3.0)

@@ -28,6 +28,9 @@ from outrider.parallel.stage import LOAD, Activity, Stage, Stages
 from outrider.parallel.start import Ranks
 
 SILENCE = 8.0  # seconds without a beat after which a rank counts as frozen
+PAUSE = (
+    1.0  # seconds that a look at the ranks may be late; beyond, this process has been stopped, or they all
+)
 START_TIMEOUT = 600.0  # seconds for the other ranks to load, after rank 0 has
 STALL = 12.0  # seconds in which no rank computes and no transfer ends: one takes less on any fit network
 SETTLING = 0.2  # seconds for the end of a rank to show, after another one has failed
@@ -193,8 +196,10 @@ class Group:
     def _watch(self) -> None:
         """Read what the ranks tell, and notice those that end or freeze."""
         while not self._closed and self.failure is None:
+            began = time.monotonic()
             with contextlib.suppress(OSError, ValueError):  # `close` may be quicker
                 self._read_all(SILENCE / 8)
+            self._forgive(time.monotonic() - began - SILENCE / 8)
             if self._told and not self._ended:
                 time.sleep(SETTLING)
                 self._read_all(0)
@@ -207,6 +212,14 @@ class Group:
                     self._fail(f"rank {rank} has not answered for {SILENCE:.0f} seconds")
             if self._stalled():
                 self._fail(f"no rank has got on for {STALL:.0f} seconds: two of them cannot reach each other")
+
+    def _forgive(self, late: float) -> None:
+        """Count no time in which this process was stopped (Ctrl-Z, a paused container) against the ranks."""
+        if late > PAUSE:
+            now = time.monotonic()
+            self._moved = min(now, self._moved + late)
+            for rank, seen in self._seen.items():
+                self._seen[rank] = min(now, seen + late)
 
     def _stalled(self) -> bool:
         """Whether commands are open, and all ranks wait for transfers that do not end."""
