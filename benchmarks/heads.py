@@ -72,14 +72,14 @@ def drafters(target: Target) -> dict[str, Recurrent]:
     }
 
 
-def packed(thing: Any, depth: int = 0) -> Iterator[tuple[int, int]]:
-    """(id, bytes) of the packed weights that a network reads in a level."""
+def packed(thing: Any) -> Iterator[tuple[int, int]]:
+    """(id, bytes) of the packed weights that a network, or a layer of its stack, reads in a level."""
     for name, value in vars(thing).items():
-        for part in value if isinstance(value, list | tuple) else [value]:
-            if hasattr(part, "outputs") and name not in ("embedding", "fc"):
-                yield id(part), part.data.nbytes
-            elif hasattr(part, "qkv") and depth == 0:
-                yield from packed(part, 1)
+        if name == "stack":
+            for layer in value.layers:
+                yield from packed(layer)
+        elif hasattr(value, "outputs") and name not in ("embedding", "fc"):
+            yield id(value), value.data.nbytes
 
 
 def bytes_read(drafter: Recurrent) -> int:

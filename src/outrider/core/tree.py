@@ -37,7 +37,8 @@ class Budget:
     def within(self, depth: int | None = None, nodes: int | None = None) -> Budget:
         """Budget reduced to this depth and number of nodes; None sets no limit."""
         deepest = self.depth if depth is None else min(self.depth, depth)
-        return Budget(deepest, self.nodes if nodes is None else min(self.nodes, nodes), self.floor)
+        most = self.nodes if nodes is None else min(self.nodes, nodes)
+        return self if (deepest, most) == (self.depth, self.nodes) else Budget(deepest, most, self.floor)
 
 
 NO_BUDGET = Budget()

@@ -170,9 +170,8 @@ class Lookahead(Drafter):
         tree = self._draft_tokens(row.tokens[-1], budget)
         window = self._state(row).window
         if window.size <= tree.room and end + self.reach <= self.target.max_len:
-            probes = (token for level in window.levels for token in level)
-            for parent, token in zip(window.parents(len(tree.tokens)), probes):
-                tree.add_probe(parent, token)
+            probes = [token for level in window.levels for token in level]
+            tree.add_probes(window.parents(len(tree.tokens)), probes)
         return tree.draft_tree
 
     def _state(self, row: Row) -> RowState:

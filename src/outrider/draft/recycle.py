@@ -30,6 +30,8 @@ TREE = (
     "1000:1 00000:2 00010:1"
 )
 PATHS = paths(TREE)
+# Of each path: the place of its parent in [root, *PATHS], and its last rank.
+STEPS = [([(), *PATHS].index(path[:-1]), path[-1]) for path in PATHS]
 
 
 @dataclass
@@ -95,12 +97,12 @@ class Recycle(TextDrafter):
 
     def _order(self) -> list[Path]:
         """The nodes that are probable enough, most probable first.  Parents come before their children."""
-        acceptance = self.memory.acceptance
-        joint: dict[Path, float] = {(): 1.0}
-        for path in PATHS:
-            joint[path] = joint[path[:-1]] * acceptance[path[-1]]
-        probable = [path for path in PATHS if joint[path] >= self.options.min_token_prob]
-        return sorted(probable, key=lambda path: -joint[path])
+        acceptance, least = self.memory.acceptance, self.options.min_token_prob
+        joint = [1.0]
+        for parent, rank in STEPS:
+            joint.append(joint[parent] * acceptance[rank])
+        probable = [(path, p) for path, p in zip(PATHS, joint[1:]) if p >= least]
+        return [path for path, _ in sorted(probable, key=lambda each: -each[1])]
 
     def _tree(self, last: int, order: list[Path], budget: Budget) -> DraftTree:
         """The tree after token `last`.  A rank without a known token has no node."""

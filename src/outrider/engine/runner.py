@@ -104,6 +104,7 @@ class Runner:
 
     def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, rule: str) -> None:
         self.decoder, self.pool, self.sampler = decoder, pool, sampler
+        self.begin_step = decoder.begin_step if isinstance(decoder, ParallelModel) else None
         verifier = decoder.backend.verifier
         self.verifier = verifier if verifier is not None and rule in verifier.rules else None
         self.rule = rule
@@ -168,8 +169,8 @@ class Runner:
         """
         if resume is None or kept.keys() - {FINAL}:
             args = step_input, self.pool, kept, queries
-            if isinstance(self.decoder, ParallelModel):
-                return self.decoder.begin_step(*args)
+            if self.begin_step is not None:
+                return self.begin_step(*args)
             logits = self.decoder.forward_step(*args)
             return lambda: logits
         x = self._resumed(step_input, resume, spans)

@@ -5,7 +5,7 @@ trees.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -196,15 +196,15 @@ class ModelDrafter(Drafter):
         if not first.starts:
             self.decoder.forward(first.step_input.build(), self.pool)
             return {}
-        rows = [(batch[start.r].row, start.view) for start in first.starts]
-        fused = self.staged is None and self.options.siblings == 1 and self._fuses(rows)
+        alone = self.staged is None and self.options.siblings == 1
+        fused = alone and all(self._fuses(batch[start.r].row, start.view) for start in first.starts)
         return self._chains(batch, first) if fused else self._trees(batch, first)
 
-    def _fuses(self, rows: Iterable[tuple[Row, View]]) -> bool:
-        """Whether the backend drafts chains for these rows: nothing has to be applied between forwards."""
-        return self.decoder.fuses_chains and not any(
-            view.adapter or row.processors or (self.stop.active and self.samples(row)) for row, view in rows
-        )
+    def _fuses(self, row: Row, view: View) -> bool:
+        """Whether the backend drafts chains for this row: nothing has to be applied between forwards."""
+        if view.adapter or row.processors or (self.stop.active and self.samples(row)):
+            return False
+        return self.decoder.fuses_chains
 
     def _chains(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
         """Draft all chains in one call of the backend."""
@@ -214,8 +214,8 @@ class ModelDrafter(Drafter):
             stream, q = stream_of(row.seed, row.index), None
             if self.samples(row):
                 q = torch.empty(budget.depth, self.target.vocabulary, dtype=torch.float64)
-            chain = Chain(start.at, budget.depth, row.distribution, stream, probs=q, first_node=first_node)
-            chains.append(chain._replace(joint_floor=budget.floor))
+            what = start.at, budget.depth, row.distribution, stream
+            chains.append(Chain(*what, probs=q, first_node=first_node, joint_floor=budget.floor))
         stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
         wanted = Chains(chains, self.vocabulary, stop_rule)
         tokens_of, found = self.decoder.draft_chain(first.step_input.build(), self.pool, wanted)
@@ -232,7 +232,7 @@ class ModelDrafter(Drafter):
         tips: each chain, and the row of the forward that it continues from.
         """
         sampled = any(self.samples(tree.row) for tree, _ in tips)
-        if sampled or self.stop.active or not self._fuses((tree.row, tree.view) for tree, _ in tips):
+        if sampled or self.stop.active or not all(self._fuses(tree.row, tree.view) for tree, _ in tips):
             return False
         chains = []
         for tree, at in tips:

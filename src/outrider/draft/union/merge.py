@@ -8,6 +8,7 @@ sample of q any more.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -149,10 +150,11 @@ class Merger:
         node_of, probes = self.node_of[k], range(tree.size, len(tree.tokens))
         above = {parent for parent in tree.parents[tree.size :] if ROOT < parent < tree.size}
         if above <= node_of.keys() and len(probes) <= self.built.room:
-            for i in probes:
-                node_of[i] = self.built.add_probe(node_of.get(tree.parents[i], ROOT), tree.tokens[i])
-                self.source.append(tree.source_of(i))
-                self.proposers.append(1 << k)
+            node_of.update(zip(probes, itertools.count(len(self.built.tokens))))
+            parents = [node_of.get(parent, ROOT) for parent in tree.parents[tree.size :]]
+            self.built.add_probes(parents, tree.tokens[tree.size :])
+            self.source += map(tree.source_of, probes)
+            self.proposers += [1 << k] * len(probes)
 
 
 def sourced(tree: DraftTree, first: int) -> DraftTree:

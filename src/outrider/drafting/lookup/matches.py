@@ -131,13 +131,19 @@ class _Builder:
 
     def append_chain(self, text: Sequence[int], depth: int, joint: float) -> None:
         """Append text[depth:] below the last node, of this joint probability, within the limits."""
-        values, last = self.acceptance.values, len(self.acceptance.values) - 1
-        for n in range(depth, min(len(text), depth + self.limits.nodes - len(self.tree.tokens))):
-            probability = values[min(self.length + n, last)]
+        values, last, tree = self.acceptance.values, len(self.acceptance.values) - 1, self.tree
+        confidence: list[float] = []
+        for token in text[depth : depth + self.limits.nodes - len(tree.tokens)]:
+            probability = values[min(self.length + depth + len(confidence), last)]
             joint *= probability
-            if text[n] < 0 or joint < self.limits.min_prob:
-                return
-            self._append(len(self.tree.tokens) - 1, text[n], probability, joint)
+            if token < 0 or joint < self.limits.min_prob:
+                break
+            confidence.append(probability)
+            self.expected += joint
+        size = len(tree.tokens)
+        tree.tokens.extend(text[depth : depth + len(confidence)])
+        tree.parents.extend(range(size - 1, size - 1 + len(confidence)))
+        tree.confidence.extend(confidence)
 
     def _append(self, parent: int, token: int, probability: float, joint: float) -> None:
         self.tree.tokens.append(token)

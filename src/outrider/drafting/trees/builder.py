@@ -28,9 +28,7 @@ Children = Callable[[Row, Tensor, range, bool], list[int]]  # `random_streams.ch
 class TreeBuilder:
     """A draft tree within a budget.
 
-    paths[node]: the nodes from the root to `node`, which is the last of them.  joint[node]: product of the
-    confidences along it.  repeats: siblings are independent samples; otherwise they are sampled without
-    replacement.
+    repeats: siblings are independent samples; otherwise they are sampled without replacement.
     """
 
     def __init__(self, budget: Budget, repeats: bool = False) -> None:
@@ -40,8 +38,7 @@ class TreeBuilder:
         self.confidence: list[float] = []
         self.distributions: list[Tensor] = []
         self.probs_of: list[int] = []
-        self.paths: dict[int, list[int]] = {ROOT: []}
-        self.joint: dict[int, float] = {ROOT: 1.0}
+        self._depths: list[int] = []  # of each node; 1 for a child of the root
         self._chosen: set[tuple[int, int]] = set()  # (parent, token) of the nodes that were not sampled
 
     def add(self, parent: int, token: int, confidence: float, distribution: int = -1) -> int:
@@ -50,8 +47,9 @@ class TreeBuilder:
         distribution: index in `distributions` of what the token was sampled from, -1 for a chosen one.  A
         chosen token must differ from its siblings.
         """
-        node, path = len(self.tokens), self.paths[parent]
-        assert node < self.budget.nodes and len(path) < self.budget.depth, "a node beyond the budget"
+        node, budget = len(self.tokens), self.budget
+        depth = 1 if parent == ROOT else self._depths[parent] + 1
+        assert node < budget.nodes and depth <= budget.depth, "a node beyond the budget"
         if distribution < 0:
             assert (parent, token) not in self._chosen, "two siblings with one token"
             self._chosen.add((parent, token))
@@ -59,18 +57,16 @@ class TreeBuilder:
         self.parents.append(parent)
         self.confidence.append(confidence)
         self.probs_of.append(distribution)
-        self.paths[node] = [*path, node]
-        self.joint[node] = self.joint[parent] * confidence
+        self._depths.append(depth)
         return node
 
-    def add_probe(self, parent: int, token: int) -> int:
-        """Add a child that is evaluated and never accepted; its number.  No node but a probe may follow."""
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.confidence.append(0.0)
-        self.probs_of.append(-1)
-        self.probes += 1
-        return len(self.tokens) - 1
+    def add_probes(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
+        """Add nodes that are evaluated and never accepted.  No node but probes may follow."""
+        self.parents += parents
+        self.tokens += tokens
+        self.confidence += [0.0] * len(tokens)
+        self.probs_of += [-1] * len(tokens)
+        self.probes += len(tokens)
 
     def add_distribution(self, probs: Tensor) -> int:
         """Keep probs, float64 [V], for children to be sampled from; its index."""
@@ -81,10 +77,6 @@ class TreeBuilder:
     def room(self) -> int:
         """Nodes that the budget has left."""
         return self.budget.nodes - len(self.tokens)
-
-    def path_tokens(self, node: int) -> list[int]:
-        """The tokens from the root to a node."""
-        return [self.tokens[i] for i in self.paths[node]]
 
     @property
     def draft_tree(self) -> DraftTree:
@@ -98,9 +90,10 @@ NO_VIEW = View(array("i"))  # of a drafter whose nodes have no K/V
 
 
 class LevelBuilder(TreeBuilder):
-    """The tree of a row that grows level by level.  frontier: the nodes whose children come next, all of one
-    depth.
+    """The tree of a row that grows level by level.
 
+    frontier: the nodes whose children come next, all of one depth.  paths[node]: the nodes from the root to
+    `node`, which is the last of them.  joint[node]: product of the confidences along it.
     stream_id: added to a node's number to get the number of its random stream.  view: the slots of the row
     and of its draft tokens, of which node i has number base + i; NO_VIEW for a drafter whose nodes have no
     K/V.  base: position of the first draft token.
@@ -118,6 +111,18 @@ class LevelBuilder(TreeBuilder):
         super().__init__(budget, repeats)
         self.row, self.base, self.view, self.stream_id = row, base, view, stream_id
         self.frontier = [ROOT]
+        self.paths: dict[int, list[int]] = {ROOT: []}
+        self.joint: dict[int, float] = {ROOT: 1.0}
+
+    def add(self, parent: int, token: int, confidence: float, distribution: int = -1) -> int:
+        node = super().add(parent, token, confidence, distribution)
+        self.paths[node] = [*self.paths[parent], node]
+        self.joint[node] = self.joint[parent] * confidence
+        return node
+
+    def path_tokens(self, node: int) -> list[int]:
+        """The tokens from the root to a node."""
+        return [self.tokens[i] for i in self.paths[node]]
 
     @property
     def growing(self) -> bool:
