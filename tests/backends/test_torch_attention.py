@@ -68,6 +68,45 @@ def test_batched_rows_equal_the_same_rows_alone(
             assert torch.equal(found[row : row + 1], expected), row
 
 
+def known_on_device(step_input: StepInput, rng: random.Random) -> StepInput:
+    """The same level of trees with other slots of paths on the host than on the device."""
+    paths = torch.frombuffer(step_input.path_slots, dtype=torch.int32).view(step_input.length, -1).clone()
+    for i, slot in enumerate(step_input.path_slots):
+        step_input.path_slots[i] = (slot + rng.randrange(9)) % SLOTS
+    step_input._paths = [[slot] * len(path) for path, slot in zip(step_input._paths, step_input.slot_mapping)]
+    step_input.device_paths = paths
+    return step_input
+
+
+def level_of(rng: random.Random, depth: int) -> StepInput:
+    """Nodes of one depth of three trees, from one to twenty of each."""
+    step_input, slots = StepInput(), rng.sample(range(SLOTS), 900)
+    for length, nodes in ((1, 2), (129, 1), (300, 20)):
+        table = array("i", (slots.pop() for _ in range(length)))
+        own = [slots.pop() for _ in range(nodes + depth)]
+        paths = [[*rng.sample(own[nodes:], depth - 1), own[i]] for i in range(nodes)]
+        step_input.nodes(table, length, paths, [0] * nodes)
+    return step_input.build()
+
+
+def test_paths_that_only_a_device_knows_are_read_in_place_of_those_of_the_host() -> None:
+    spec: Any = SimpleNamespace(heads=4, kv_heads=2, head_dim=16)
+    pool = Pool(1, 2, 16, SLOTS, torch.float32, CPU)
+    for part in (0, 1):
+        pool.write(0, part, torch.arange(SLOTS), torch.randn(SLOTS, 2, 16))
+    for depth in (1, 3):
+        q = torch.randn(23, 4, 16)
+        wanted = level_of(random.Random(depth), depth)
+        hidden = known_on_device(level_of(random.Random(depth), depth), random.Random(5))
+        found = [
+            attention.attend(
+                attention.prepare(step, CPU), q, spec, LayerKV(step, pool), Scores(0.25), torch.float64
+            )
+            for step in (wanted, hidden)
+        ]
+        assert torch.equal(*found)
+
+
 def test_values_that_are_not_finite_stay_within_their_request() -> None:
     spec: Any = SimpleNamespace(heads=2, kv_heads=1, head_dim=16)
     pool = Pool(1, 1, 16, SLOTS, torch.float32, CPU)

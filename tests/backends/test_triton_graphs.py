@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -90,6 +91,34 @@ def test_replayed_steps_of_random_trees_have_the_bits_of_launched_ones(decoder: 
         assert torch.equal(decoder.forward(step, ours), eager(decoder, step, theirs))
         assert torch.equal(ours.data, theirs.data)
     assert own.replayed and own.recorded < 9
+
+
+def level_of(rng: random.Random, hidden: bool) -> StepInput:
+    """Nodes of the second level of two trees; hidden: with paths that only the device knows."""
+    step, paths = StepInput(), list[list[int]]()
+    for first, count in ((0, 3), (100, 1)):
+        table = array("i", range(first, first + 30))
+        own = [[first + 40 + rng.randrange(4), first + 50 + i] for i in range(count)]
+        paths += own
+        shown = [[path[-1]] * 2 for path in own] if hidden else own
+        step.nodes(table, 20 + count, shown, [rng.randrange(50) for _ in own])
+    step.build()
+    if hidden:
+        step.device_paths = torch.tensor(paths, dtype=torch.int32, device=DEVICE)
+    return step
+
+
+def test_paths_that_only_the_device_knows_are_read_by_launches_and_graphs(
+    decoder: Decoder, own: Graphs
+) -> None:
+    torch.manual_seed(0)
+    ours, theirs = pair(decoder)
+    for seed in range(4):
+        step = level_of(random.Random(seed), True)
+        found = decoder.forward(step, ours)
+        assert torch.equal(found, eager(decoder, level_of(random.Random(seed), False), theirs))
+        assert torch.equal(found, eager(decoder, level_of(random.Random(seed), True), theirs))
+    assert own.replayed
 
 
 def test_a_recording_that_fails_leaves_its_sizes_without_a_graph(

@@ -187,6 +187,27 @@ def test_rows_are_picked_as_by_the_reference(
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_rows_of_several_requests_are_picked_as_each_alone(mapped: bool) -> None:
+    """Equal logits too, of which the first is the best; and a row without a finite one."""
+    logits = torch.randn(4, 90, generator=torch.Generator().manual_seed(2)).round() * 2
+    logits[3] = float("-inf")
+    asked = [DistributionParams(t, top_k=k) for t, k in ((0.0, 0), (0.8, 3), (1.2, 0), (0.0, 0))]
+    keys, ids = [5, 6, 7, 8], torch.arange(90, 0, -1, dtype=torch.int32) if mapped else None
+    top_next = TritonBackend(DEVICE, torch.float32).top_next
+    assert top_next is not None
+    moved = None if ids is None else ids.to(DEVICE)
+    entries, shares = (part.cpu() for part in top_next(logits.to(DEVICE), asked, keys, 5, moved, True))
+    entries_alone, shares_alone = reference.top_next(logits, asked, keys, 5, ids, True)
+    assert torch.equal(entries, entries_alone) and (entries[3] < 0).all()
+    torch.testing.assert_close(shares, shares_alone, rtol=1e-5, atol=1e-6)
+    for row, (params, key) in enumerate(zip(asked, keys)):
+        tokens, own = reference.pick(logits[row], params, key, 5, ids)
+        assert entries_alone[row].tolist() == tokens + [-1] * (5 - len(tokens))
+        assert shares_alone[row, : len(own)].tolist() == pytest.approx(own)
+    assert not top_next(logits.to(DEVICE), asked, keys, 5, moved, False)[1].any()
+
+
 def test_noise_wins_in_any_block() -> None:
     """Flat logits: the noise decides, and most blocks have a token that could win."""
     logits = torch.randn(6, 9000, generator=torch.Generator().manual_seed(1)) / 4

@@ -2,7 +2,8 @@
 
 `backends/cpu` calls compiled C kernels, `backends/triton` has those of CUDA devices.  `backends/torch` is
 the reference.  It serves every other device, machines without a compiler, and the tests.  Optional parts are
-declared: `Backend.fused`, `verifier`, `distributions` and `pick_next` are None if a backend has none.
+declared: `Backend.fused`, `verifier`, `distributions`, `pick_next` and `top_next` are None if a backend has
+none.
 
 Shapes: N rows of a step, h hidden, I inner, H query heads, k K/V heads, D head dimensions, V vocabulary,
 M rows with logits.
@@ -156,6 +157,24 @@ class Chains(NamedTuple):
 PickNext = Callable[[Tensor, Sequence[DistributionParams], Sequence[int]], Tensor]
 
 
+class TopNext(Protocol):
+    """`Backend.pick_rows` for rows of several requests; the host reads nothing."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        distributions: Sequence[DistributionParams],
+        keys: Sequence[int],
+        k: int,
+        ids: Tensor | None,
+        probs: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Entries int64 and shares float32, [n, min(k, V)], on the device of the logits.
+
+        Padded with -1 and 0.
+        """
+
+
 class FusedModel(Protocol):
     """A whole model in one call.
 
@@ -194,6 +213,8 @@ class Backend(Protocol):
     def distributions(self) -> DistributionOps | None: ...
     @property
     def pick_next(self) -> PickNext | None: ...
+    @property
+    def top_next(self) -> TopNext | None: ...
 
     # ---- linear layers, embeddings and norms
 

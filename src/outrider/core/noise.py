@@ -46,8 +46,13 @@ def uniform(stream: int, purpose: int, step: int, node: int) -> float:
 
 
 def gumbel(key: int, vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
-    """float32 [vocabulary]: -log(-log(u)) with u from 24 bits of mix(key + (token + 1) · GOLDEN)."""
-    z = torch.arange(1, vocabulary + 1, device=device) * _signed(GOLDEN) + _signed(key)
+    """`gumbel_of` all tokens of a vocabulary."""
+    return gumbel_of(key, torch.arange(vocabulary, device=device))
+
+
+def gumbel_of(key: int, tokens: Tensor) -> Tensor:
+    """float32, for int64 tokens: -log(-log(u)) with u from 24 bits of mix(key + (token + 1) · GOLDEN)."""
+    z = (tokens + 1) * _signed(GOLDEN) + _signed(key)
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
     bits = _shift(z ^ _shift(z, 31), 40)

@@ -68,6 +68,8 @@ class StepInput:
     max_seq_len:                        largest number of keys of a row
     adapters:                           the rows that use a LoRA adapter, ascending
     device_ids:                         int64 [N] or None: ids that only a device knows, in place of input_ids
+    device_paths:                       int32 [N, max_path_len] or None: slots, as `path_slots`, that only a
+                                        device knows; then every row has a path of that length
     logits_rows:                        [M], ascending: rows whose logits are computed
 
     Rows are added to lists, from which `build` makes `columns` and `path_slots`.  These are `array` objects:
@@ -81,6 +83,7 @@ class StepInput:
     max_path_len: int = 0
     input_ids: list[int] = field(default_factory=list)
     device_ids: Tensor | None = None
+    device_paths: Tensor | None = None
     positions: list[int] = field(default_factory=list)
     slot_mapping: list[int] = field(default_factory=list)
     context_lens: list[int] = field(default_factory=list)

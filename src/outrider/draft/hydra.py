@@ -44,7 +44,7 @@ from outrider.errors import ModelError
 from outrider.heads.base import State, random_head
 from outrider.heads.layer import Sizes, Stack, residual
 from outrider.heads.layouts import HeadFormat, Layout, numbers, unchanged
-from outrider.heads.outer import embed, lm_logits
+from outrider.heads.outer import Ids, embed, lm_logits
 from outrider.heads.parts import Layer, ResidualBlock, sizes_config, small_sizes
 from outrider.heads.ranked import CHAIN, RankedDrafter, RankedOptions
 from outrider.heads.reader import Reader
@@ -239,7 +239,7 @@ class Hydra(RankedDrafter):
             return SampledTree(row, row.slots, step.end, budget, siblings, self.target.stream_id)
         return RankTree(row, self.shape(budget))
 
-    def advance(self, level: int, state: State, tokens: Sequence[int]) -> tuple[State, Tensor]:
+    def advance(self, level: int, state: State, tokens: Ids) -> tuple[State, Tensor]:
         z = torch.cat([*state, embed(self.target.decoder, tokens)], dim=-1)
         return (z,), self.heads[level](z)
 

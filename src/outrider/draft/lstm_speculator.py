@@ -13,7 +13,6 @@ i is the step.  All steps but the first share the recurrence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from outrider.checkpoints.heads import Head
 from outrider.drafting.base import Drafter, Target
 from outrider.heads.base import State
 from outrider.heads.layouts import HeadFormat, Layout, unchanged
-from outrider.heads.outer import embed
+from outrider.heads.outer import Ids, embed
 from outrider.heads.speculators import (
     PREFIX,
     Norm,
@@ -100,7 +99,7 @@ class LstmSpeculator(SpeculatorDrafter):
     def begin(self, states: Tensor) -> State:
         return *super().begin(states), states.new_zeros(len(states), self.width)
 
-    def advance(self, level: int, state: State, tokens: Sequence[int]) -> tuple[State, Tensor]:
+    def advance(self, level: int, state: State, tokens: Ids) -> tuple[State, Tensor]:
         run, (s, cell), (cell_norm, state_norm) = self.backend, state, self.norms
         z = torch.cat([embed(self.target.decoder, tokens, table) for table in self.tables], dim=-1)
         z = z if len(self.tables) == len(GATES) else z.repeat(1, len(GATES))

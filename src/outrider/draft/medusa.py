@@ -41,6 +41,7 @@ from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import random_head
 from outrider.heads.choose import Chooser
+from outrider.heads.device_trees import grow_blocks
 from outrider.heads.layer import residual
 from outrider.heads.layouts import HeadFormat, Layout, fill, matching, numbers, parse, unchanged
 from outrider.heads.outer import lm_logits
@@ -236,7 +237,7 @@ class Medusa(RankedDrafter):
         return cls(cls.Options(nodes=24), target, random_head(Network, *sizes, heads=4, blocks=2))
 
     def propose(self, batch: Batch) -> Draft:
-        grown, rows = {}, self.ready(batch)
+        trees, rows = dict[int, BlockTree](), self.ready(batch)
         shapes = {budget: self.shape(budget) for budget in {batch[r].budget for r in rows}}
         levels = max((len(path) for shape in shapes.values() for path in shape), default=0)
         if levels:
@@ -244,5 +245,6 @@ class Medusa(RankedDrafter):
                 row, shape, stream = batch[r].row, shapes[batch[r].budget], self.target.stream_id
                 tree = BlockTree(row, logits, shape, self.samples(row), stream)
                 tree.accuracy = self.memory.accuracy
-                grown[r] = tree.grow(self.choose)
-        return self.propose_for(batch, grown)
+                trees[r] = tree
+        grow_blocks([*trees.values()], self.choose)
+        return self.propose_for(batch, {r: tree.draft_tree for r, tree in trees.items()})

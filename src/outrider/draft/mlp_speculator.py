@@ -40,7 +40,7 @@ from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import State, random_head
 from outrider.heads.layouts import HeadFormat, Layout, numbers, unchanged
-from outrider.heads.outer import embed
+from outrider.heads.outer import Ids, embed
 from outrider.heads.reader import Reader
 from outrider.heads.sample import Sample, TargetWeights
 from outrider.heads.speculators import (
@@ -209,7 +209,7 @@ class MlpSpeculator(SpeculatorDrafter):
         options = cls.Options(top_k_tokens_per_head=[3, 2, 2], n_candidates=5)
         return cls(options, target, random_head(Network, target.decoder.spec.hidden, 32, target.vocabulary))
 
-    def advance(self, level: int, state: State, tokens: Sequence[int]) -> tuple[State, Tensor]:
+    def advance(self, level: int, state: State, tokens: Ids) -> tuple[State, Tensor]:
         step = self.steps[level]
         z = self._through(embed(self.target.decoder, tokens, step.table), step.emb)
         s = self._through(self._through(state[0], step.proj) + step.share * z, step.norm)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
+from outrider.core.device import take
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Budget
@@ -30,6 +31,7 @@ from outrider.draft import eagle3
 from outrider.drafting.base import DEPTHS, Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import random_head
+from outrider.heads.device_trees import grow_blocks
 from outrider.heads.layouts import speculators
 from outrider.heads.parts import Layer, rotary_angles, soft_cross_entropy
 from outrider.heads.ranks import Path, chain_paths, prior_paths
@@ -158,7 +160,7 @@ class OnePass(Forwards):
             parts += [g, net.masked.expand(masks, -1)]
             if tree is not None:
                 kept += range(step_input.length - masks - 1, step_input.length)
-        return net.forward(step_input.build(), self.pool, torch.cat(parts))[kept]
+        return take(net.forward(step_input.build(), self.pool, torch.cat(parts)), kept)
 
 
 class PEagle(Recurrent):
@@ -217,4 +219,4 @@ class PEagle(Recurrent):
             depths = [tree.budget.depth for tree in blocks]
             for tree, logits in zip(blocks, torch.split(self.net.logits(o), depths)):
                 tree.logits = logits
-                tree.grow(self.choose)
+        grow_blocks(blocks, self.choose)

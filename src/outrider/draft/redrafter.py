@@ -45,7 +45,7 @@ from outrider.heads.base import HeadOptions, State, StateDrafter, random_head
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import residual
 from outrider.heads.layouts import HeadFormat, Layout, matching, unchanged
-from outrider.heads.outer import embed
+from outrider.heads.outer import Ids, embed
 from outrider.heads.parts import ResidualBlock
 from outrider.heads.sample import Sample, TargetWeights
 from outrider.heads.trees import SampledTree, sources_of
@@ -253,7 +253,7 @@ class ReDrafter(StateDrafter):
     def begin(self, states: Tensor) -> State:
         return states, torch.zeros_like(states)
 
-    def advance(self, level: int, state: State, tokens: Sequence[int]) -> tuple[State, Tensor]:
+    def advance(self, level: int, state: State, tokens: Ids) -> tuple[State, Tensor]:
         (f, s), linear, embedded = state, self.backend.linear, embed(self.target.decoder, tokens)
         if self.rnn_u is None:
             s = s + embedded

@@ -33,7 +33,9 @@ from outrider.core.validate import Checked, Count, Kind, Text, is_whole
 from outrider.drafting.base import DEPTHS, Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
+from outrider.heads.device_trees import on_device
 from outrider.heads.layouts import HeadFormat
+from outrider.heads.outer import Ids
 from outrider.heads.reader import Reader
 from outrider.heads.trees import Growth, LevelTree, frontier_tokens
 from outrider.heads.vocabulary import check_size
@@ -275,8 +277,11 @@ class StateDrafter(HeadDrafter):
         """The state before the pending tokens, from the target's [n, hidden]."""
         return (states,)
 
-    def advance(self, level: int, state: State, tokens: Sequence[int]) -> tuple[State, Tensor]:
-        """The state after these tokens, and the logits float32 [n, V] of the next ones."""
+    def advance(self, level: int, state: State, tokens: Ids) -> tuple[State, Tensor]:
+        """The state after these tokens, and the logits float32 [n, V] of the next ones.
+
+        tokens: for `embed`; on the device where trees grow there
+        """
         raise NotImplementedError
 
     def propose(self, batch: Batch) -> Draft:
@@ -286,8 +291,15 @@ class StateDrafter(HeadDrafter):
         return self.propose_for(batch, {r: tree.draft_tree for r, tree in grown.items()})
 
     def _grow(self, trees: Sequence[LevelTree], state: State) -> None:
-        growth = Growth(trees, self.choose)
         state, logits = self.advance(0, state, frontier_tokens(trees))
+        if (device := on_device(trees, self.choose)) and self.target.decoder.embedding is not None:
+            while (step_input := device.add(logits)) is not None:
+                parents = tuple(part.index_select(0, device.sources) for part in state)
+                assert step_input.device_ids is not None
+                state, logits = self.advance(device.level, parents, step_input.device_ids)
+            device.read()
+            return
+        growth = Growth(trees, self.choose)
         while growth.add(logits):
             parents = tuple(part[growth.sources] for part in state)
             state, logits = self.advance(growth.level, parents, frontier_tokens(growth.trees))

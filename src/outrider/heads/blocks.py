@@ -31,17 +31,18 @@ from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
-from outrider.core.tree import Draft, DraftTree
+from outrider.core.tree import Draft
 from outrider.core.validate import Kind, is_whole, whole
 from outrider.drafting.base import DEPTHS, Target
 from outrider.heads.base import HeadDrafter, HeadOptions
 from outrider.heads.block_layouts import SIGNS, BlockLayout, from_anchor, kind_of
 from outrider.heads.choose import Chooser
 from outrider.heads.corrections import CorrectedTree, Correction, grow_corrected
+from outrider.heads.device_trees import grow_blocks
 from outrider.heads.layer import Stack
 from outrider.heads.outer import embed, lm_logits, own_embedding, own_lm_head
 from outrider.heads.ranks import Path, RankAccuracy, chain_paths
-from outrider.heads.trees import BlockTree
+from outrider.heads.trees import BlockTree, RankTree
 from outrider.heads.vocabulary import target_ids
 
 RANKS, MAX_NODES = 8, 1024
@@ -139,17 +140,18 @@ class BlockDrafter(HeadDrafter):
         logits, states = self.block_logits(batch, rows, levels)
         sizes = [count + self.skipped for count in levels]
         of_rows = zip(rows, torch.split(logits, levels), torch.split(states, sizes))
-        plain, corrected = dict[int, DraftTree](), dict[int, CorrectedTree]()
+        plain, corrected = dict[int, BlockTree](), dict[int, CorrectedTree]()
         for r, own, x in of_rows:
             row, stream, paths = batch[r].row, self.target.stream_id, self._paths(batch[r], len(own))
             if self.correction is None:
-                tree = BlockTree(row, own, paths, self.samples(row), stream)
-                plain[r] = tree.grow(self.choose)
+                plain[r] = BlockTree(row, own, paths, self.samples(row), stream)
             else:
                 corrected[r] = CorrectedTree(row, own, x, paths, self.samples(row), stream)
         if self.correction is not None:
             grow_corrected(list(corrected.values()), self.correction, self.choose)
-        return self.propose_for(batch, plain | {r: tree.draft_tree for r, tree in corrected.items()})
+        grow_blocks([*plain.values()], self.choose)
+        grown: dict[int, RankTree] = {**plain, **corrected}
+        return self.propose_for(batch, {r: tree.draft_tree for r, tree in grown.items()})
 
     def _paths(self, step: RowStep, depth: int) -> list[Path]:
         """The nodes of a row's tree."""

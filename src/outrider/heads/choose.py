@@ -8,12 +8,13 @@ the target then proposes the target's token (arXiv 2408.07978).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from outrider.backends.candidates import Candidates, Found
+from outrider.core.device import to_device
 from outrider.core.noise import key_of
 from outrider.core.row import Row
 from outrider.drafting.base import Target
@@ -27,6 +28,7 @@ class Chooser:
         self.sampler, self.vocabulary = target.sampler, target.vocabulary
         self.backend = target.decoder.backend
         self.ids = None if ids is None else ids.to(torch.int32).contiguous()
+        self.ids_on_device = None if self.ids is None else self.ids.to(self.backend.device)
         self.rank_confidence = torch.tensor(RANK_CONFIDENCE)
 
     def best(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -60,6 +62,33 @@ class Chooser:
             keys = [keys_by_depth[len(path)] for path in paths]
         picks = self.backend.pick_rows(self._cut(logits), row.distribution, keys, k, self.ids, not noised)
         return Found(*picks, self.ids, ranked)
+
+    def next_tokens(
+        self, rows: Sequence[Row], depths: Sequence[int], logits: Tensor, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """`best` after paths of several rows, none with processors; the host reads nothing.
+
+        rows, depths: of every path, and its length.
+        Returns int64 and float32 [n, min(k, Vd)] on the device of the logits.
+        """
+        top_next, logits, device = self.backend.top_next, self._cut(logits), logits.device
+        assert top_next is not None, "`stays_on_device` says whether it is supported"
+        noised = [row.distribution.temperature > 0 for row in rows]
+        keys = [self._key(row, depth) if hot else 0 for row, depth, hot in zip(rows, depths, noised)]
+        asked = [row.distribution for row in rows], keys
+        tokens, shares = top_next(logits, *asked, k, self.ids_on_device, not all(noised))
+        none = tokens < 0
+        if self.ids_on_device is not None:
+            tokens = self.ids_on_device[tokens.clamp_min(0)].long()
+        if any(noised):
+            ranked = to_device(self.rank_confidence[: tokens.shape[1]], device).expand_as(shares)
+            by_rank = to_device(torch.tensor(noised), device)
+            shares = torch.where(by_rank[:, None], ranked, shares)
+        return tokens.masked_fill(none, -1), shares.masked_fill(none, 0.0)
+
+    def stays_on_device(self, rows: Iterable[Row]) -> bool:
+        """Whether drafts of these rows can be chosen where the logits are, and tokens not be read."""
+        return self.backend.top_next is not None and not any(row.processors for row in rows)
 
     def widen(
         self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache.pool import Pool
+from outrider.core.device import take
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.drafting.base import Target
@@ -110,7 +111,7 @@ class LayerForwards(Forwards):
                 break
             o = self.net.forward(step_input.build(), self.pool, g, layer)
             ends = zip(self.readings, accumulate(counts))
-            self.roots.append(o[[end - 1 for reading, end in ends if reading.tree is not None]])
+            self.roots.append(take(o, [end - 1 for reading, end in ends if reading.tree is not None]))
             g = torch.cat([part[:-1] for part in torch.split(self.net.from_output(o, layer), counts)])
             counts = [max(0, count - 1) for count in counts]
         return self.roots[0]
@@ -127,7 +128,15 @@ class LayerForwards(Forwards):
             table = tree.table[last:]
             for tokens, slots in tree.frontier_paths:
                 step_input.node(table, tree.base - last, slots, tokens[-1])
-        return self.net.forward(step_input.build(), self.pool, self.net.from_output(o, last), last)
+        return self.follow(step_input.build(), o)
+
+    def follow(self, step_input: StepInput, o: Tensor) -> Tensor:
+        last = self.net.count - 1
+        return self.net.forward(step_input, self.pool, self.net.from_output(o, last), last)
+
+    @property
+    def on_device(self) -> bool:
+        return super().on_device and self.net.count == 1  # the slots of a second layer begin elsewhere
 
     def _through_layer(self, layer: int, trees: Sequence[LevelTree]) -> Tensor:
         """The output [n, hidden] of `layer` at the frontiers, which they and all nodes above them pass."""

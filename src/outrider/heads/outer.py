@@ -16,6 +16,7 @@ from outrider.errors import ModelError
 from outrider.heads.reader import Reader
 from outrider.models.base import Model
 
+Ids = Sequence[int] | Tensor  # of tokens: host numbers, or int64 on a device
 CHUNK = 4096  # tokens whose embeddings are compared at once
 
 
@@ -46,8 +47,13 @@ def _same(weight: Tensor, target: Target) -> bool:
     return True
 
 
-def embed(model: Model, ids: Sequence[int], embedding: Any = None) -> Tensor:
+def embed(model: Model, ids: Ids, embedding: Any = None) -> Tensor:
     """Rows [n, width] of a head's own embedding; of the target's if it is None."""
+    if isinstance(ids, Tensor):
+        step_input = StepInput.of_ids([0] * len(ids))
+        step_input.device_ids = ids
+        embedded = model.backend.embed(model.embedding if embedding is None else embedding, step_input)
+        return embedded if embedding is not None else embedded.to(model.backend.activations)
     if embedding is None:
         return model.embed(ids).to(model.backend.activations)
     return model.backend.embed(embedding, StepInput.of_ids(ids))

@@ -31,6 +31,7 @@ from torch import Tensor
 from outrider.cache.catch_up import MAX_PENDING, CatchUp, Cursor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
+from outrider.core.device import take
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs
 from outrider.core.step_input import StepInput
@@ -40,6 +41,7 @@ from outrider.drafting.base import DEPTHS, Target
 from outrider.drafting.options import refuse_idle
 from outrider.heads.base import HeadDrafter, LayerOptions
 from outrider.heads.choose import Chooser
+from outrider.heads.device_trees import on_device
 from outrider.heads.layer import Stack
 from outrider.heads.outer import lm_logits
 from outrider.heads.ranks import EAGLE, Path, paths, prior_paths
@@ -135,7 +137,8 @@ class Forwards:
             step_input.chain(reading.table[1:], first, reading.row.tokens[first + 1 : end + 1])
             if reading.tree is not None:
                 last.append(step_input.length - 1)
-        return self.net.forward(step_input.build(), self.pool, self.net.from_states(self.states))[last]
+        o = self.net.forward(step_input.build(), self.pool, self.net.from_states(self.states))
+        return take(o, last)
 
     def logits(self, level: int, o: Tensor) -> Tensor:
         """float32 [n, Vd] for the drafts of a level, the first of which is 0."""
@@ -146,7 +149,16 @@ class Forwards:
         step_input = StepInput()
         for tree in trees:
             tree.add_to(step_input)
-        return self.net.forward(step_input.build(), self.pool, self.net.from_output(o))
+        return self.follow(step_input.build(), o)
+
+    def follow(self, step_input: StepInput, o: Tensor) -> Tensor:
+        """o [n, width] of nodes whose parents' o is given."""
+        return self.net.forward(step_input, self.pool, self.net.from_output(o))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether `follow` is all of `deepen`, and no operation reads tokens on the host."""
+        return self.net.stack.divided is None and self.net.model.embedding is not None
 
 
 class Recurrent(HeadDrafter):
@@ -207,7 +219,13 @@ class Recurrent(HeadDrafter):
 
     def _grow(self, forwards: Forwards, trees: list[LevelTree]) -> None:
         """Catch up, then grow all trees, one forward a level."""
-        o, growth = self._catch_up(forwards), Growth(trees, self.choose)
+        o = self._catch_up(forwards)
+        if (device := on_device(trees, self.choose)) is not None and forwards.on_device:
+            while (step_input := device.add(forwards.logits(device.level, o))) is not None:
+                o = forwards.follow(step_input, o.index_select(0, device.sources))
+            device.read()
+            return
+        growth = Growth(trees, self.choose)
         while trees and growth.add(forwards.logits(growth.level, o)):
             o = forwards.deepen(growth.level, growth.trees, o[growth.sources])
 

@@ -94,7 +94,11 @@ class DynamicTree:
     Each level finds the k best tokens after each of its nodes, and expands the likeliest of them.  At the end
     the likeliest nodes of all levels are kept.  No node is likelier than its parent, so every parent of a
     kept node is kept.
+
+    read: the tree, if it grew on the device (device_trees.py)
     """
+
+    read: DraftTree | None = None
 
     def __init__(self, row: Row, table: array[int], base: int, budget: Budget, k: int) -> None:
         self.row, self.table, self.base, self.budget, self.k = row, table, base, budget, min(k, budget.nodes)
@@ -133,6 +137,8 @@ class DynamicTree:
 
     @property
     def draft_tree(self) -> DraftTree:
+        if self.read is not None:
+            return self.read
         assert self.candidates is not None
         return DraftTree(*self.candidates.keep(self.budget.nodes))
 
@@ -145,9 +151,11 @@ class RankTree(LevelBuilder):
     table:   None for a head without K/V
     acceptance: expected acceptance sum(min(p, q)) after every node of the frontier, by a trained predictor;
         None: estimated from the logits
+    read: the tree, if it grew on the device (device_trees.py)
     """
 
     acceptance: Sequence[float] | None = None
+    read: DraftTree | None = None
 
     def __init__(
         self,
@@ -177,6 +185,10 @@ class RankTree(LevelBuilder):
                 if path in self.children:
                     self.frontier.append(node)
                     sources.append(i)
+
+    @property
+    def draft_tree(self) -> DraftTree:
+        return super().draft_tree if self.read is None else self.read
 
     def _choose(self, choose: Chooser, logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
         """Add the best tokens after every node of the frontier; returns the new nodes of each."""
@@ -247,12 +259,11 @@ class BlockTree(RankTree):
         self.logits, self.level = logits[: self.budget.depth], 0
         self.level_rankings: list[list[tuple[int, float]]] = []
 
-    def grow(self, choose: Chooser) -> DraftTree:
+    def grow(self, choose: Chooser) -> None:
         """Add all levels."""
         while self.frontier:
             self.add_level(choose, self.logits[self.level].expand(len(self.frontier), -1))
             self.level += 1
-        return self.draft_tree
 
     def _rankings(self, choose: Chooser, logits: Tensor, k: int) -> list[list[tuple[int, float]]]:
         if not self.level_rankings:

@@ -49,7 +49,7 @@ class CpuBackend(Picking):
 
     exact = True
     device, activations = torch.device("cpu"), torch.float32
-    pick_next = None  # `fused` has chains
+    pick_next = top_next = None  # `fused` has chains, `candidates` trees
 
     def __init__(
         self, lib: ctypes.CDLL, dtype: torch.dtype, inputs_dtype: torch.dtype = torch.float32

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.backends.base import AttentionShape, LayerKV, ScoreModifier, Scores
+from outrider.core.device import to_device
 from outrider.core.step_input import StepInput
 
 BLOCK = 128  # keys a product of weights and values
@@ -111,6 +112,9 @@ def _group(
         tables.append(_padded(piece.table_slots, s, own[0]))
         paths.append([_padded(slots, t, own[0]) for slots in (*piece.path_slots, *[[]] * fill)])
         splits.append([len(piece.table_slots)])
+    path_slots = torch.tensor(paths, dtype=torch.int64).view(len(pieces), q, t).to(device)
+    if step_input.device_paths is not None:
+        _set_paths(path_slots, step_input.device_paths, step_input, pieces)
     split = torch.tensor(splits)
     of_table, of_path = torch.arange(s).expand(len(pieces), -1), split + torch.arange(t)
     # padding of the table part has numbers that no row sees
@@ -121,10 +125,22 @@ def _group(
         num_keys=torch.tensor(num_keys, device=device),
         shift=torch.tensor(shifts, device=device),
         table_slots=torch.tensor(tables, dtype=torch.int64, device=device),
-        path_slots=torch.tensor(paths, dtype=torch.int64, device=device).view(len(pieces), q, t),
+        path_slots=path_slots,
         keys=torch.cat([of_table, of_path], dim=1).to(device),
         pinned=step_input.pinned,
     )
+
+
+def _set_paths(path_slots: Tensor, paths: Tensor, step_input: StepInput, pieces: list[_Piece]) -> None:
+    """Overwrite the slots of paths that only a device knows in path_slots [B, Q, T]."""
+    places = [
+        (b, i, row, step_input.context_lens[row] - len(piece.table_slots))
+        for b, piece in enumerate(pieces)
+        for i, row in enumerate(piece.rows)
+    ]
+    b, i, rows, first = to_device(torch.tensor(places).T, path_slots.device)
+    at = first[:, None] + torch.arange(paths.shape[1], device=paths.device)
+    path_slots[b[:, None], i[:, None], at] = paths[rows].long()
 
 
 def _padded(slots: Sequence[int], size: int, slot: int) -> list[int]:

@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.backends import candidates, rules
-from outrider.backends.base import AttentionShape, Backend, DecoderLayer, LayerKV, ModelShape, Norms, Scores
+from outrider.backends.base import (
+    AttentionShape,
+    Backend,
+    DecoderLayer,
+    LayerKV,
+    ModelShape,
+    Norms,
+    Scores,
+    TopNext,
+)
 from outrider.backends.torch import attention, sampling
 from outrider.backends.torch.attention import Group
 from outrider.backends.torch.verifier import TreeVerifier
@@ -71,7 +80,9 @@ class TorchBackend:
         self.exact = self.onednn
         # Without its bfloat16 kernels, oneDNN computes the linears in float32 on widened weights.
         self.linear_dtype = dtype if self.onednn and _onednn_has_bfloat16() else torch.float32
-        self.pick_next = None if device.type == "mps" else self._pick_next  # mps has no float64
+        mps = device.type == "mps"  # has no float64
+        self.pick_next = None if mps else self._pick_next
+        self.top_next: TopNext | None = None if mps else sampling.top_next
         self.wide = torch.float64 if device.type == "cpu" else torch.float32
         self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"
 

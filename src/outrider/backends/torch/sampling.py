@@ -7,12 +7,12 @@ logits are kept or removed together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from outrider.core.noise import gumbel
+from outrider.core.noise import gumbel, gumbel_of
 from outrider.core.params import DistributionParams
 
 # Numbers to sort before the whole vocabulary, which would take the longest by far on a CPU.  On a device, to
@@ -101,8 +101,31 @@ def scores(logits: Tensor, distribution: DistributionParams, key: int) -> Tensor
 def _noisy(low: Tensor, distribution: DistributionParams, key: int, ids: Tensor | None) -> Tensor:
     if distribution.temperature == 0:
         return low
-    noise = gumbel(key, low.numel() if ids is None else int(ids.max()) + 1, low.device)
-    return low + (noise if ids is None else noise[ids.long().to(noise.device)])
+    if ids is None:
+        return low + gumbel(key, low.numel(), low.device)
+    return low + gumbel_of(key, ids.long().to(low.device))
+
+
+def top_next(
+    logits: Tensor,
+    distributions: Sequence[DistributionParams],
+    keys: Sequence[int],
+    k: int,
+    ids: Tensor | None,
+    probs: bool,
+) -> tuple[Tensor, Tensor]:
+    """`Backend.top_next`."""
+    noised, lows = list[Tensor](), list[Tensor]()
+    for row, distribution, key in zip(logits, distributions, keys):
+        lows.append(below(row, distribution) if distribution.temperature > 0 else row.float())
+        noised.append(_noisy(lows[-1], distribution, key, ids))
+    values, order = (part[:, :k] for part in torch.stack(noised).sort(dim=-1, descending=True, stable=True))
+    missing = ~(values > float("-inf")) | ~logits.amax(-1, keepdim=True).isfinite()
+    entries = order.masked_fill(missing, -1)
+    if not probs:
+        return entries, torch.zeros_like(values)
+    shares = torch.stack(lows).double().softmax(-1).gather(1, order)
+    return entries, shares.masked_fill(missing, 0.0).float()
 
 
 def pick(

@@ -34,7 +34,8 @@ class TritonBackend(TorchBackend):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         device = torch.empty(0, device=device).device  # with its number, as in the tensors of graphs
         super().__init__(device, dtype)
-        self.exact, self.verifier, self.pick_next = True, TreeVerifier(), picking.pick_next
+        self.exact, self.verifier = True, TreeVerifier()
+        self.pick_next, self.top_next = picking.pick_next, picking.top_next
         self.graphs = graphs.graphs_for(device)
         self.name = f"Triton on {device} ({str(dtype).removeprefix('torch.')})"
 

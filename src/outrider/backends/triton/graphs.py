@@ -26,7 +26,7 @@ from torch import Tensor
 from outrider.backends.base import LayerKV
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton.attention import in_one_part
-from outrider.backends.triton.plan import Plan, Sizes, numbers_of, plan_of, total
+from outrider.backends.triton.plan import Plan, Sizes, load_paths, numbers_of, plan_of, total
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 
@@ -129,6 +129,7 @@ class Inputs:
         """Copy a step into the tensors."""
         numbers = torch.frombuffer(numbers_of(call.kv.step_input, self.sizes), dtype=torch.int32)
         self.flat[: len(numbers)].copy_(numbers, non_blocking=True)
+        load_paths(Plan.of(self.flat, self.sizes), call.kv.step_input, self.sizes)
         self.x[: len(call.x)].copy_(call.x)
         if self.u is not None and call.u is not None:
             self.u[: len(call.u)].copy_(call.u)

@@ -50,7 +50,8 @@ def _score(
     """BLOCK distances of a row, -inf below its cut, and with the noise of their tokens."""
     row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < vocabulary
-    greedy, reciprocal = tl.load(rows.params) == 0, tl.load(rows.params + 1).to(tl.float32)
+    params = rows.params + tl.load(rows.owners + row * 2) * PARAMS
+    greedy, reciprocal = tl.load(params) == 0, tl.load(params + 1).to(tl.float32)
     reciprocal, highest = tl.where(greedy, 1.0, reciprocal), tl.load(rows.highest + row)
     low = _below(rows, row, stride, i, vocabulary, highest, reciprocal)
     low = tl.where(low < tl.load(cuts + row), float("-inf"), low)
@@ -62,21 +63,51 @@ def _score(
     tl.store(scores + at, tl.where(greedy, logit, low + noise), mask=mask)
 
 
-def pick_rows(
-    logits: Tensor, distribution: DistributionParams, keys: Sequence[int], k: int, ids: Tensor | None
+def top_next(
+    logits: Tensor,
+    distributions: Sequence[DistributionParams],
+    keys: Sequence[int],
+    k: int,
+    ids: Tensor | None,
+    probs: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`Backend.pick_rows` with probabilities, on the CPU."""
-    rows, (n, vocabulary) = _rows(logits, [distribution], keys), logits.shape
+    """`Backend.top_next`."""
+    rows, (n, vocabulary) = _rows(logits, distributions, keys), logits.shape
     low, scores = logits.new_empty(n, vocabulary), logits.new_empty(n, vocabulary)
     columns = rows.owners if ids is None else ids.to(logits.device)
     _score[(n, triton.cdiv(vocabulary, BLOCK))](
         rows, cuts_of(rows), columns, low, scores, logits.stride(0), vocabulary, IDS=ids is not None,
         PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
-    values, order = (part[:, :k] for part in scores.sort(dim=-1, descending=True, stable=True))
-    missing = ~(values > float("-inf")) | ~rows.highest.isfinite()[:, None]
-    shares = low.double().softmax(-1).gather(1, order).masked_fill(missing, 0.0)
-    both = torch.stack([order.double().masked_fill(missing, -1.0), shares]).cpu()  # one read
+    order = _first_of_best(scores, min(k, vocabulary))
+    missing = ~(scores.gather(1, order) > float("-inf")) | ~rows.highest.isfinite()[:, None]
+    entries = order.masked_fill(missing, -1)
+    if not probs:
+        return entries, scores.new_zeros(order.shape)
+    shares = low.double().softmax(-1).gather(1, order)
+    return entries, shares.masked_fill(missing, 0.0).float()
+
+
+def _first_of_best(scores: Tensor, k: int) -> Tensor:
+    """Columns of the k best float32 scores of each row, best first, of equal ones the first.
+
+    `topk` takes any of equal ones.  So it gets numbers that differ: the bits of a score, which are ordered as
+    the scores are once those of negative ones are flipped, and below them the column.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    last = scores.shape[1] - 1
+    keys = ordered + torch.arange(last, -1, -1, device=scores.device)
+    return last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+
+
+def pick_rows(
+    logits: Tensor, distribution: DistributionParams, keys: Sequence[int], k: int, ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`Backend.pick_rows` with probabilities, on the CPU."""
+    picked = top_next(logits, [distribution] * len(keys), keys, k, ids, True)
+    both = torch.stack([part.double() for part in picked]).cpu()  # one read
+    n, width = both.shape[1:]
     entries, found = torch.full((n, k), -1, dtype=torch.int32), torch.zeros(n, k)
-    entries[:, : both.shape[2]], found[:, : both.shape[2]] = both[0].int(), both[1].float()
+    entries[:, :width], found[:, :width] = both[0].int(), both[1].float()
     return entries, found

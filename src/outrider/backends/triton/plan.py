@@ -87,7 +87,16 @@ def plan_of(step_input: StepInput, device: torch.device) -> Plan:
 def _make(step: StepInput, device: torch.device) -> Plan:
     sizes = Sizes.of(step)
     flat = torch.frombuffer(numbers_of(step, sizes), dtype=torch.int32)
-    return Plan.of(to_device(flat, device), sizes)
+    plan = Plan.of(to_device(flat, device), sizes)
+    load_paths(plan, step, sizes)
+    return plan
+
+
+def load_paths(plan: Plan, step: StepInput, sizes: Sizes) -> None:
+    """Copy the paths that only a device knows into the plan of a step."""
+    if step.device_paths is not None:
+        paths = plan.path_slots[: sizes.rows * sizes.path].view(sizes.rows, sizes.path)
+        paths[: step.length, : step.max_path_len].copy_(step.device_paths)
 
 
 def total(sizes: Sizes) -> int:

@@ -1,0 +1,213 @@
+"""Trees that grow on the device are those that the host grows level by level, and are read once."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from syncs import Syncs
+from torch import Tensor
+
+from outrider import LLM, SamplingParams
+from outrider.backends.select import backend_for
+from outrider.backends.torch.backend import TorchBackend
+from outrider.core.row import Row
+from outrider.core.tree import Budget, DraftTree
+from outrider.heads.choose import Chooser
+from outrider.heads.device_trees import DeviceGrowth, grow_blocks, on_device
+from outrider.heads.ranks import EAGLE, MEDUSA, paths, prior_paths
+from outrider.heads.trees import BlockTree, DynamicTree, LevelTree, RankTree
+from outrider.sampling.sampler import Sampler
+from outrider.testing import (
+    check_idle,
+    check_tree,
+    make_row,
+    random_prompts,
+    use_example,
+    visible_parts,
+)
+
+V, BASE = 7, 30
+TREES = st.lists(
+    st.tuples(st.integers(1, 4), st.integers(0, 10), st.integers(1, 5), st.sampled_from([0.0, 0.9])),
+    min_size=1,
+    max_size=3,
+)
+IDS = torch.tensor([3, 0, 11, 5, 8, 2, 9], dtype=torch.int32)  # tokens of a head's own vocabulary
+
+
+def logits_of(seed: int, path: Sequence[int]) -> Tensor:
+    """Logits that depend on the path alone."""
+    return torch.randn(V, generator=torch.Generator().manual_seed(hash((seed, *path)) & 0xFFFFFFF)) * 2
+
+
+def chooser(ids: Tensor | None) -> Chooser:
+    backend = TorchBackend(torch.device("cpu"), torch.float32)
+    target: Any = SimpleNamespace(
+        vocabulary=12 if ids is not None else V, decoder=SimpleNamespace(backend=backend),
+        sampler=Sampler(backend),
+    )  # fmt: skip
+    return Chooser(target, ids)
+
+
+def row_at(temperature: float, top_k: int = 0) -> Row:
+    row = make_row(list(range(BASE + 1)))
+    row.params = SamplingParams(temperature=temperature, top_k=top_k, seed=3, max_tokens=50)
+    row.distribution = row.params.distribution
+    return row
+
+
+def tables(count: int) -> list[array[int]]:
+    return [array("i", range(1000 * i, 1000 * i + 400)) for i in range(1, count + 1)]
+
+
+def grown_by_host(tree: LevelTree, choose: Chooser, seed: int) -> DraftTree:
+    at: list[tuple[int, ...]] = [()]
+    while True:
+        tree.add_level(choose, torch.stack([logits_of(seed, path) for path in at]))
+        if not tree.sources:
+            return tree.draft_tree
+        at = [tuple(tokens) for tokens, _ in tree.frontier_paths]
+
+
+def grow_on_device(growth: DeviceGrowth, seeds: Sequence[int], look: Callable[[Any, Any], None]) -> None:
+    """seeds: of each tree.  look: at the forward of a level, and the token paths of its rows."""
+    at = [(seed, ()) for seed in seeds]
+    while (step := growth.add(torch.stack([logits_of(*one) for one in at]))) is not None:
+        assert step.device_ids is not None
+        before, tokens = [at[i] for i in growth.sources.tolist()], step.device_ids.tolist()
+        at = [(seed, (*path, token)) for (seed, path), token in zip(before, tokens)]
+        look(step, at)
+    growth.read()
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=TREES, seed=st.integers(0, 999), own=st.booleans(), top_k=st.sampled_from([0, 2]))
+def test_dynamic_trees_are_those_of_the_host(
+    sizes: list[tuple[int, int, int, float]], seed: int, own: bool, top_k: int
+) -> None:
+    """Rows of several depths, widths and temperatures, and filters that leave fewer tokens than ranks."""
+    choose = chooser(IDS if own else None)
+
+    def made() -> list[DynamicTree]:
+        budgets = [Budget(depth, depth + more) for depth, more, _, _ in sizes]
+        rest = zip(tables(len(sizes)), budgets, sizes)
+        return [DynamicTree(row_at(t, top_k), table, BASE, budget, k) for table, budget, (_, _, k, t) in rest]
+
+    expected = [grown_by_host(tree, choose, seed + i) for i, tree in enumerate(made())]
+    trees, used = made(), set[int]()
+
+    def look(step: Any, at: Any) -> None:
+        assert step.positions == [BASE + len(at[0][1]) - 1] * len(at) and step.length == len(at)
+        slots = step.device_paths.tolist()
+        assert [path[-1] for path in slots] == step.slot_mapping and not used & set(step.slot_mapping)
+        used.update(step.slot_mapping)
+        for (tree_seed, _), path in zip(at, slots):
+            number = tree_seed - seed
+            room = range(1000 * (number + 1) + BASE, 1000 * (number + 1) + BASE + trees[number].budget.nodes)
+            assert set(path) <= set(room) and set(path) <= used
+
+    growth = on_device(trees, choose)
+    assert growth is not None
+    grow_on_device(growth, [seed + i for i in range(len(trees))], look)
+    for tree, known in zip(trees, expected):
+        check_tree(tree.draft_tree, tree.budget)
+        assert tree.draft_tree[:2] == known[:2]
+        assert tree.draft_tree.confidence == pytest.approx(known.confidence, rel=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=TREES, seed=st.integers(0, 999), name=st.sampled_from([*EAGLE]), top_k=st.sampled_from([0, 2]))
+def test_trees_of_ranks_are_those_of_the_host(
+    sizes: list[tuple[int, int, int, float]], seed: int, name: str, top_k: int
+) -> None:
+    choose, allowed = chooser(None), frozenset(paths(EAGLE[name]))
+
+    def made() -> list[RankTree]:
+        shapes = [prior_paths(depth + more, depth, 10, allowed) for depth, more, _, _ in sizes]
+        rest = zip(shapes, tables(len(sizes)), sizes)
+        return [RankTree(row_at(t, top_k), shape, BASE, table) for shape, table, (*_, t) in rest]
+
+    expected = [grown_by_host(tree, choose, seed + i) for i, tree in enumerate(made())]
+    trees = made()
+    growth = on_device(trees, choose)
+    assert growth is not None
+    grow_on_device(growth, [seed + i for i in range(len(trees))], lambda step, at: None)
+    for tree, known in zip(trees, expected):
+        assert tree.draft_tree[:2] == known[:2]
+        assert tree.draft_tree.confidence == pytest.approx(known.confidence, rel=1e-6)
+
+
+def test_trees_of_one_pass_are_read_together() -> None:
+    choose, shape = chooser(None), [path for path in paths(next(iter(MEDUSA.values()))) if max(path) < V][:9]
+
+    def made() -> list[BlockTree]:
+        return [
+            BlockTree(row_at(t, top_k), torch.stack([logits_of(i, (level,)) for level in range(6)]), shape)
+            for i, (t, top_k) in enumerate([(0.0, 0), (0.8, 0), (0.8, 2)])
+        ]
+
+    expected, trees = made(), made()
+    for tree in expected:
+        tree.grow(choose)
+    with Syncs() as seen:
+        grow_blocks(trees, choose)
+    assert [tree.draft_tree[:2] for tree in trees] == [tree.draft_tree[:2] for tree in expected]
+    assert seen.seen == ["tolist"]
+
+
+def test_a_row_with_processors_or_samples_leaves_trees_to_the_host() -> None:
+    choose, (table,) = chooser(None), tables(1)
+    tree = DynamicTree(row_at(0.0), table, BASE, Budget(2, 4), 2)
+    assert on_device([tree], choose) is not None
+    assert on_device([], choose) is None
+    assert on_device([tree, RankTree(row_at(0.5), [(0,)], sampled=True)], choose) is None
+    tree.row.processors = [object()]  # type: ignore[list-item]
+    assert on_device([tree], choose) is None
+    cpu: Any = SimpleNamespace(backend=backend_for(torch.device("cpu"), torch.float32))
+    if cpu.backend.name.startswith("C"):
+        compiled: Any = SimpleNamespace(vocabulary=V, decoder=cpu, sampler=None)
+        assert on_device([DynamicTree(row_at(0.0), table, BASE, Budget(2, 4), 2)], Chooser(compiled)) is None
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "hydra", "medusa", "peagle", "dflash"])
+def test_a_head_is_read_once_a_step_and_drafts_as_by_level(
+    name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trees of several rows, with the torch kernels, and the texts of plain decoding."""
+    monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
+    monkeypatch.setattr("outrider.backends.torch.sampling.FIRST_LOOKS", {})
+    llm = LLM(str(tiny), enable_prefix_caching=False)
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=8, ignore_eos=True) for t in (0.0, 0.9)]
+    prompts = [{"prompt_token_ids": ids} for ids in random_prompts(2, seed=2, longest=12)]
+
+    def texts() -> list[Any]:
+        return [visible_parts(o.outputs) for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    plain, found = texts(), list[list[Any]]()
+    for by_level in (False, True):
+        use_example(llm, name)
+        trees, reads, propose = list[Any](), list[int](), llm.engine.drafter.propose
+
+        def noting(batch: Any, trees: Any = trees, reads: Any = reads, propose: Any = propose) -> Any:
+            with Syncs() as seen:
+                draft = propose(batch)
+            trees += [tree[:2] for tree in draft.trees]
+            reads.append(len(seen.seen))
+            return draft
+
+        monkeypatch.setattr(llm.engine.drafter, "propose", noting)
+        if by_level:
+            monkeypatch.setattr(Chooser, "stays_on_device", lambda choose, rows: False)
+        assert texts() == plain
+        assert by_level or max(reads) == 1
+        found.append(trees)
+        check_idle(llm)
+    assert found[0] == found[1] and any(tokens for tokens, _ in found[0])
