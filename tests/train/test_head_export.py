@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from hydras import AT, BLOCKS, CONFIG, once, tensors
+from safetensors.torch import save_file
 from torch import Tensor
+from toys import save_head
 
 from outrider import draft
 from outrider.checkpoints.heads import Head
@@ -17,6 +20,7 @@ from outrider.errors import ConfigError
 from outrider.train.base import write_head
 from outrider.train.conversions import plain
 from outrider.train.export import export
+from outrider.train.methods import method
 
 LAYOUTS = {
     "eagle": ("reference", "vllm", "sglang", "speculators"),
@@ -77,13 +81,33 @@ def test_medusa_for_vllm_and_back(tmp_path: Path) -> None:
     assert "blocks.0.layers.0.weight" in Head.open(str(tmp_path / "b"))
 
 
+@pytest.mark.parametrize("arch", ["mlp", "prefix-mlp"])
+def test_hydra_as_its_reference_stores_it(tmp_path: Path, arch: str) -> None:
+    """Every name of the reference's modules, but for its copies of the target's embedding."""
+    w = {name: tensor.bfloat16() for name, tensor in once(tensors(arch)).items()}
+    config = {**CONFIG, "hydra_head_arch": arch}
+    save_head(tmp_path / "a", config, {})
+    save_file(w, tmp_path / "a" / "model.safetensors")
+    assert export(str(tmp_path / "a"), "reference", tmp_path / "b") == "hydra"
+    made, published = Head.open(str(tmp_path / "b")), tensors(arch)
+    assert {*made} == {*published} - {"input_embed_fn.weight", f"{AT}.embed_tokens.weight"}
+    for name in made:
+        assert torch.equal(made.raw(name), published[name].bfloat16()), name
+    assert config.items() <= made.config.items() and made.config["hydra_num_layers"] == BLOCKS
+    export(str(tmp_path / "b"), "reference", tmp_path / "c")
+    again = Head.open(str(tmp_path / "c"))
+    assert {*again} == {*made} and all(torch.equal(again.raw(name), made.raw(name)) for name in made)
+
+
 def test_what_a_layout_cannot_hold_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"vLLM .* lm_head of their own"):
         export(medusa(tmp_path / "a", own=False), "vllm", tmp_path / "b")
     with pytest.raises(ConfigError, match=r"Did you mean 'vllm'"):
         export("builtin-eagle3", "vlm", tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"an lm_head each, and these use the target's"):
+        export("builtin-hydra", "reference", tmp_path / "b")
     with pytest.raises(ConfigError, match="one published layout"):
-        export("builtin-hydra", "vllm", tmp_path / "b")
+        method("peagle").convert(Head.open("builtin-eagle3"), "vllm")
     with pytest.raises(ConfigError, match="last norm cannot be written as 'mimo'"):
         export("builtin-mtp", "mimo", tmp_path / "b")
     export("builtin-eagle", "reference", tmp_path / "plain")
