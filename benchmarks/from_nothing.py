@@ -6,7 +6,8 @@ The minutes count all that `outrider train` does: answers of the target, feature
 evaluations.  At every evaluation the head and `builtin-draft` answer the same held-out prompts in turn, one
 request at a time, greedy, chains of 3, and plain decoding beside them: of this small target it may be faster
 than both.  `better`: the minutes after which the head decoded more tokens a second than the draft model, and
-had more tokens per step; null if never.  Give OMP_NUM_THREADS=2; the machine should be idle.
+had more tokens per step; null if never.  Give OMP_NUM_THREADS=2; the machine should be idle.  On a busy one
+`processor minutes` hold: the processor time of all threads, the trainer's own evaluations included.
 """
 
 from __future__ import annotations
@@ -56,13 +57,15 @@ class Comparison(Report):
             render(llm.tokenizer, {"messages": [{"role": "user", "content": text}]}) for text in asked
         ]
         self.llm, self.rows, self.began, self.own = llm, list[dict[str, Any]](), time.perf_counter(), 0.0
+        self.processor_began, self.processor_own = time.process_time(), 0.0
 
     def start(self, trainer: Trainer, *given: Any) -> None:
         self.trainer = trainer
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        began, trainer = time.perf_counter(), self.trainer
+        began, processor, trainer = time.perf_counter(), time.process_time(), self.trainer
         minutes = (began - self.began - trainer.seconds["evaluation"] - self.own) / 60
+        spent = (processor - self.processor_began - self.processor_own) / 60
         head = trainer.method.speculation(trainer.options.work / "head", DEPTH)
         configs: dict[str, Mapping[str, Any] | None] = {"plain": None, "draft model": DRAFT, "head": head}
         found: dict[str, list[dict[str, float]]] = {name: [] for name in configs}
@@ -71,9 +74,11 @@ class Comparison(Report):
                 found[name].append(self.answer(config))
         best = {name: max(each, key=lambda one: one["tokens/s"]) for name, each in found.items()}
         self.llm.use(None)
-        self.rows.append({"step": record["step"], "minutes": round(minutes, 2), **best})
+        times = {"minutes": round(minutes, 2), "processor minutes": round(spent, 2)}
+        self.rows.append({"step": record["step"], "answer tokens": trainer.tokens, **times, **best})
         print(json.dumps(self.rows[-1]), flush=True)
         self.own += time.perf_counter() - began
+        self.processor_own += time.process_time() - processor
 
     def better(self, figure: str) -> float | None:
         """Minutes of the first evaluation where the head's figure was larger than the draft model's."""
