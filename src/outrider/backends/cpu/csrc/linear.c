@@ -18,15 +18,18 @@
 _Static_assert((int)PANEL == (int)BLOCK, "a panel's maximum is the maximum of a block of logits");
 
 /* A line is what one step over k reads of a panel: 64 outputs of one input, or of a pair in bfloat16. */
-enum { LINE_BYTES = PANEL * 4, CHUNK_LINES = 32, CHUNK_BYTES = CHUNK_LINES * LINE_BYTES };
+enum { LINE_BYTES = PANEL * 4, CHUNK_LINES = 32, AHEAD_BYTES = CHUNK_LINES * LINE_BYTES };
+/* Lines of a chunk for many rows: sums are loaded and stored once a chunk. */
+enum { MANY_ROWS = 24, LONG_CHUNK_LINES = LANES == 16 ? 128 : CHUNK_LINES };
 enum { GROUP_ROWS = 48 };               /* rows whose sums are kept together in the first cache */
 enum { FEW_ROWS = 5 };                  /* fewer rows keep their inputs in registers (add_line) */
 enum { STREAM_ROWS = PANEL == TILE_VECTORS * LANES ? TILE_ROWS : 1 }; /* rows of a tile with all outputs */
 
-/* The next chunk: the hardware stops at the border of a page. */
+/* The weights AHEAD_BYTES further on: the hardware stops at the border of a page.  For few rows that is the
+ * next chunk, so that all tiles of rows wait for memory equally. */
 INLINE void prefetch_weights(const int vectors, const void *weights) {
     for (int c = 0; c < vectors * LANES * 4; c += 64)
-        __builtin_prefetch((const char *)weights + c + CHUNK_BYTES);
+        __builtin_prefetch((const char *)weights + c + AHEAD_BYTES);
 }
 
 typedef vfloat Tile[TILE_ROWS][PANEL / LANES];
@@ -198,7 +201,8 @@ static void multiply_panel(const LinearCall *l, int64_t panel) {
     const int form = form_of(weight);
     const int64_t rows = l->rows, inputs = l->inputs, outputs = l->outputs;
     const int64_t row_bytes = input_bytes(weight, inputs), first = panel * PANEL;
-    const int64_t most = rows <= STREAM_ROWS ? inputs : form == WIDE ? CHUNK_LINES : 2 * CHUNK_LINES;
+    const int64_t lines = rows < MANY_ROWS ? CHUNK_LINES : LONG_CHUNK_LINES;
+    const int64_t most = rows <= STREAM_ROWS ? inputs : form == WIDE ? lines : 2 * lines;
     const float *bias = weight->bias ? weight->bias + first : 0;
     float sums[GROUP_ROWS * PANEL];
     for (int64_t r = 0; r < rows; r += GROUP_ROWS) {
@@ -209,8 +213,8 @@ static void multiply_panel(const LinearCall *l, int64_t panel) {
         for (int64_t k = 0; k < inputs; k += t.inputs) {
             t.inputs = min64(most, inputs - k);
             multiply_chunk(form, group, t);
-            t.weights += CHUNK_BYTES;
-            t.x += form == HALF ? t.inputs * 4 : CHUNK_LINES * 4;
+            t.weights += lines * LINE_BYTES;
+            t.x += form == HALF ? t.inputs * 4 : lines * 4;
         }
         for (int64_t i = 0; i < group; i++)
             store_outputs((vfloat *)(sums + i * PANEL), PANEL / LANES, bias, l->y + (r + i) * outputs + first,
