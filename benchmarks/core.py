@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rich.table import Table
 
 from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
+from outrider.core.step_input import StepInput
 
 PROMPT, NEW = 64, 128
 
@@ -84,6 +86,37 @@ def decode_speed(llm: LLM, rows: int = 1, repeats: int = 5) -> float:
 def forward_ms(llm: LLM, rows: tuple[int, ...] = (1, 2, 4, 8, 16)) -> dict[int, float]:
     """Milliseconds of one decode step with so many rows: the median step of a run."""
     return {n: n / decode_speed(llm, n, 3) * 1e3 for n in rows}
+
+
+def verification_ms(
+    llm: LLM, rows: tuple[int, ...] = (1, 8, 16, 64), context: int = 128, repeats: int = 50
+) -> dict[int, float]:
+    """Milliseconds of a forward over the root and the binary draft tree of one request: the median.
+
+    `rows` are root and nodes, with the logits of all, behind `context` tokens of random K/V.  The sizes take
+    turns.
+    """
+    decoder, times = llm.engine.decoder, {n: list[float]() for n in rows}
+    pool, table = decoder.pool(context + max(rows)), array("i", range(context + 1))
+    for layer in range(decoder.spec.layers):
+        for part in (0, 1):
+            kv = torch.randn(context, decoder.spec.kv_heads, decoder.spec.head_dim)
+            pool.write(layer, part, torch.arange(context), kv)
+    steps = {n: StepInput() for n in rows}
+    for n, step_input in steps.items():
+        paths: list[list[int]] = []
+        for node in range(n - 1):
+            paths.append([*(paths[node // 2 - 1] if node > 1 else ()), context + 1 + node])
+        step_input.chain(table, context, [100])
+        if paths:
+            step_input.nodes(table, context + 1, paths, [*range(200, 199 + n)])
+        step_input.logits_rows = [*range(n)]
+        step_input.build()
+    for _ in range(repeats):
+        for n, step_input in steps.items():
+            decoder.forward_step(step_input, pool, {})  # the logits' memory is there
+            times[n].append(seconds(lambda step=step_input: decoder.forward_step(step, pool, {})))
+    return {n: statistics.median(of_size) * 1e3 for n, of_size in times.items()}
 
 
 def overhead_ms(llm: LLM, config: dict[str, Any] | None, params: SamplingParams) -> float:
@@ -160,11 +193,11 @@ def peak_memory(folder: Path) -> dict[str, int]:
 
 def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any]:
     model = checkpoint(folder / "llama100m")
-    llm = LLM(model=str(model), max_num_batched_tokens=512, speculative_config=None)
+    llm = LLM(model=str(model), max_num_batched_tokens=512, max_num_seqs=64, speculative_config=None)
     ours = [decode_speed(llm)]
     plain = peers.plain(str(model), PROMPT, NEW, gguf=gguf and str(gguf), openvino=openvino and str(openvino))
     ours.append(decode_speed(llm))  # before and after the rivals: shows how steady the machine is
-    rows = forward_ms(llm)
+    rows, verification = forward_ms(llm, (1, 2, 4, 8, 16, 64)), verification_ms(llm)
     theirs = peers.batched(str(gguf)) if gguf else {}
     sampled = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=NEW, ignore_eos=True, seed=1)
     small = str(checkpoint(folder / "draft", layers=2, seed=1))
@@ -186,6 +219,7 @@ def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any
     return {
         "plain tokens/s": {"outrider": ours, **plain},
         "step ms by rows": {"outrider": rows, "llama.cpp": theirs},
+        "verification ms by rows of one request": verification,
         "outside the forwards, ms a step": outside,
         "8 concurrent over 1": rows[1] * 8 / rows[8],
         "first token of 512, ms": {"cold": miss, "cached": hit, "ratio": miss / hit},

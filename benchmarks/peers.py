@@ -142,6 +142,16 @@ def llama_cpp(gguf: str, prompt_tokens: int, new_tokens: int, tools: Tools) -> R
     return {"status": "ok", "tokens_per_s": statistics.median(runs), "runs": runs, "version": version}
 
 
+def prefill(gguf: str, tokens: int, tools: Tools) -> Result:
+    """Return llama-bench's prompt processing figure."""
+    options = {"-m": gguf, "-p": tokens, "-n": 0, "-r": tools.repeats, "-o": "json"}
+    output, problem = _llama("llama-bench", options, tools)
+    if problem:
+        return problem
+    [test] = json.loads(output)
+    return {"status": "ok", "tokens_per_s": statistics.median(test["samples_ts"])}
+
+
 def plain(
     model_dir: str,
     prompt_tokens: int = 64,
