@@ -111,7 +111,7 @@ def test_speculation_keeps_the_text(tiny: Path) -> None:
 
 @needs_c
 def test_inputs_are_rounded_by_default_where_an_instruction_multiplies_them() -> None:
-    fast = torch.bfloat16 if c_backend().lib.multiplies_pairs() else torch.float32
+    fast = torch.bfloat16 if c_backend().lib.has_bfloat16_products() else torch.float32
     for dtype, expected in ((torch.bfloat16, fast), (torch.float32, torch.float32)):
         backend = backend_for(CPU, dtype)
         assert isinstance(backend, CpuBackend) and backend.inputs_dtype == expected

@@ -35,7 +35,7 @@ def backend_for(device: torch.device, dtype: torch.dtype, activations: str = "au
     library = None if uses_triton(device) else compiled_library(device)
     if library is not None and dtype in (torch.float32, torch.bfloat16):
         if activations == "auto":
-            fast = dtype == torch.bfloat16 and library.multiplies_pairs()
+            fast = dtype == torch.bfloat16 and library.has_bfloat16_products()
             activations = "bfloat16" if fast else "float32"
         if activations == "bfloat16" and dtype != torch.bfloat16:
             raise ConfigError("activations='bfloat16' is for bfloat16 weights: set dtype='bfloat16'.")

@@ -263,7 +263,7 @@ void linear(const Weight *weight, const float *x, int64_t rows, int64_t inputs, 
     linear_with_maxima(weight, x, rows, inputs, y, outputs, add, 0, 0);
 }
 
-int multiplies_pairs(void) {
+int has_bfloat16_products(void) {
 #ifdef __AVX512BF16__
     return 1;
 #else
