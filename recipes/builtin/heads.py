@@ -13,13 +13,13 @@ from . import prompts
 LENGTH = 384  # tokens of a text
 SIZES: dict[str, dict[str, Any]] = {  # of a method's network, small enough to be shipped
     "eagle": {"inner": 512},
-    "eagle3": {"inner": 512, "draft_vocab_size": 2048, "test_steps": 4},
+    "eagle3": {"inner": 512, "draft_vocab_size": 4096, "test_steps": 4},
     "medusa": {"heads": 3, "own": False},
     "hydra": {"heads": 2, "layers": 1, "prefix": False, "own": False, "dropout": 0.0},
     "mlp_speculator": {"inner": 128, "quantization": "int4"},
     "mtp": {"inner": 512},
     "redrafter": {"layers": 1, "exit_dim": 160, "quantization": "int4"},
-    "dflash": {"inner": 512, "layers": 1, "block": 4, "mask_token": 2},
+    "dflash": {"inner": 512, "layers": 1, "block": 4, "mask_token": 2, "quantization": "int4"},
 }
 SHARED = {"length": LENGTH, "answer_tokens": 96, "batch": 8, "quantization": "int8"}
 

@@ -169,7 +169,7 @@ class Packed(Net):
 
 class Eagle(Recurrent):
     FORMAT = FORMAT
-    demo: ClassVar = {"EAGLE": {"model": "builtin-eagle", "tree": "chain", "num_speculative_tokens": 2}}
+    demo: ClassVar = {"EAGLE": {"model": "builtin-eagle", "tree": "chain", "num_speculative_tokens": 4}}
     Options = RecurrentOptions
 
     @classmethod

@@ -154,7 +154,7 @@ class Network(TapNetwork):
 
 class Eagle3(Recurrent):
     FORMAT = FORMAT
-    demo: ClassVar = {"EAGLE-3": {"model": "builtin-eagle3", "tree": "chain", "num_speculative_tokens": 3}}
+    demo: ClassVar = {"EAGLE-3": {"model": "builtin-eagle3", "tree": "chain", "num_speculative_tokens": 4}}
 
     @dataclass(frozen=True)
     class Options(TapOptions, RecurrentOptions):
