@@ -31,7 +31,7 @@ from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.calibrate import forward_cost
 from outrider.engine.flights import Flight, controller_of, report_of
-from outrider.engine.memory import longest, plan_pages
+from outrider.engine.memory import longest, plan_pages, working_bytes
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
 from outrider.engine.stored import StoredJson
@@ -163,9 +163,9 @@ class Engine:
         max_nodes: of the largest draft tree.
         """
         options, target = self.options, self.decoder
-        num_pages = plan_pages(
-            target.footprint + drafter.footprint(target.device), self.max_len, max_nodes, options
-        )
+        slot_bytes = target.footprint + drafter.footprint(target.device)
+        working = working_bytes(target, self.max_len, max_nodes, options)
+        num_pages = plan_pages(slot_bytes, self.max_len, max_nodes, options, working)
         cache = Cache(num_pages, self.max_len + max_nodes + PAGE, options.enable_prefix_caching)
         pool = target.pool(num_pages * PAGE)
         storage = drafter.allocate(num_pages * PAGE, pool)

@@ -6,7 +6,9 @@ import ctypes
 import logging
 import os
 import sys
+from array import array
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,18 +16,27 @@ import torch
 from outrider.checkpoints.spec import Facts
 from outrider.config import EngineOptions
 from outrider.core.block_table import PAGE
+from outrider.core.step_input import StepInput
 from outrider.errors import CapacityError, ConfigError
+from outrider.models.base import Model
+from outrider.parallel.model import ParallelModel
 
 log = logging.getLogger("outrider")
+NO_BYTES: Mapping[torch.device, int] = {}
 
 
 def plan_pages(
-    slot_bytes: Counter[torch.device], max_len: int, max_nodes: int, options: EngineOptions
+    slot_bytes: Counter[torch.device],
+    max_len: int,
+    max_nodes: int,
+    options: EngineOptions,
+    working: Mapping[torch.device, int] = NO_BYTES,
 ) -> int:
     """Number of pages that the K/V memory holds, at most the number that max_num_seqs full requests need.
 
     slot_bytes: bytes of one token position, by device.
     max_nodes: draft nodes of a row; they use free pages only, so the minimum does not count them.
+    working: bytes to leave free for what a step computes, by device (`working_bytes`).
     Raises CapacityError if one full request does not fit.
     """
     minimum = -(-max_len // PAGE)
@@ -37,9 +48,18 @@ def plan_pages(
                 f"kv_cache_memory_bytes {limit:,} is more than the {most:,} bytes of this machine: lower it."
             )
         pages = limit // (size * PAGE)
+        for device, each in slot_bytes.items():
+            needed = pages * PAGE * each + working.get(device, 0)
+            if device.type == "cuda" and needed > (most := _free_on_gpu(device)[0]):
+                raise CapacityError(
+                    f"kv_cache_memory_bytes {limit:,} needs {needed:,} bytes on {device} with what a step "
+                    f"computes, and {most:,} are free: lower it."
+                )
     else:
+        share = options.gpu_memory_utilization
         rooms = [
-            (free_memory(device, options.gpu_memory_utilization), each) for device, each in slot_bytes.items()
+            (max(0, free_memory(device, share) - working.get(device, 0)), each)
+            for device, each in slot_bytes.items()
         ]
         limit, size = min(rooms, key=lambda room: room[0] / room[1])
         pages = min(limit // (size * PAGE), enough)
@@ -58,7 +78,7 @@ def free_memory(device: torch.device, share: float) -> int:
     On a CPU a quarter of the free memory; on a GPU `share` of its memory, less what is in use.
     """
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = _free_on_gpu(device)
         return max(0, int(free - (1 - share) * total))
     try:
         lines = dict(
@@ -67,6 +87,53 @@ def free_memory(device: torch.device, share: float) -> int:
         return int(lines["MemAvailable"].split()[0]) * 1024 // 4
     except (OSError, KeyError):
         return _memory() // 8
+
+
+def _free_on_gpu(device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU that are free, and all."""
+    return torch.cuda.mem_get_info(device)
+
+
+def working_bytes(
+    decoder: Model, max_len: int, max_nodes: int, options: EngineOptions
+) -> Counter[torch.device]:
+    """Bytes that the largest step takes besides weights and K/V, by GPU: those of a forward that is profiled.
+
+    It has `max_num_batched_tokens` tokens, and as many rows of logits as all requests with full draft trees.
+    The first forward also compiles kernels.
+    """
+    gpus = [device for device in decoder.footprint if device.type == "cuda"]
+    if not gpus or isinstance(decoder, ParallelModel):
+        return Counter()
+    tokens = options.max_num_batched_tokens
+    step_input = largest_step(tokens, max_len, min(tokens, options.max_num_seqs * (1 + max_nodes)))
+    pool, meter = decoder.pool(tokens), PeakMemory(gpus)
+    decoder.forward_step(step_input, pool, {})
+    return meter.read()
+
+
+def largest_step(tokens: int, max_len: int, rows: int) -> StepInput:
+    """A built step of prompts of at most max_len tokens, with logits after the last `rows` of all tokens."""
+    step_input = StepInput()
+    for first in range(0, tokens, max_len):
+        count = min(max_len, tokens - first)
+        step_input.chain(array("i", range(first, first + count)), 0, [0] * count)
+    step_input.logits_rows = [*range(tokens - rows, tokens)]
+    return step_input.build()
+
+
+class PeakMemory:
+    """Most bytes that tensors took on each GPU since it was made, beyond those that were there."""
+
+    def __init__(self, gpus: Sequence[torch.device]) -> None:
+        for gpu in gpus:
+            torch.cuda.reset_peak_memory_stats(gpu)
+        self.before = Counter({gpu: torch.cuda.memory_allocated(gpu) for gpu in gpus})
+
+    def read(self) -> Counter[torch.device]:
+        taken = {gpu: torch.cuda.max_memory_allocated(gpu) - n for gpu, n in self.before.items()}
+        torch.cuda.empty_cache()  # what the allocator keeps is not free
+        return Counter(taken)
 
 
 def _memory() -> int:
