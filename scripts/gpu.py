@@ -34,7 +34,8 @@ SHAPES: dict[str, dict[str, int]] = {
 ROOT = Path(__file__).parents[1]
 TESTS = ["tests/backends/test_triton_attention.py", "tests/backends/test_triton_graphs.py",
          "tests/backends/test_triton_ops.py", "tests/backends/test_triton_verifier.py",
-         "tests/exact/test_triton.py"]  # fmt: skip
+         "tests/exact/test_triton.py", "tests/heads/test_device_trees.py",
+         "tests/models/test_draft_chains.py"]  # fmt: skip
 
 
 def main() -> None:

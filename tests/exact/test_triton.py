@@ -19,6 +19,7 @@ from outrider.testing import (
     random_prompts,
     run_staggered,
     tiny_checkpoint,
+    use_example,
     visible_parts,
 )
 
@@ -120,6 +121,21 @@ def test_a_draft_model_reads_once_a_chain_and_leaves_the_tokens_unchanged(
     assert sum(o.speculation.accepted for o in outputs) > 0
     assert set(seen.seen) == {"tolist"} and len(seen.seen) <= 2 * (llm.engine.steps - steps)
     assert own.replayed and len({key[0] for key in own.graphs}) == 2  # of the target and of the draft
+    check_idle(llm)
+
+
+def test_trees_of_a_head_read_once_a_draft_and_leave_the_tokens_unchanged(
+    llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = graphs_of(llm, monkeypatch)
+    use_example(llm, "eagle", num_speculative_tokens=2)
+    steps, seen = llm.engine.steps, Syncs()
+    with seen:
+        outputs = run_staggered(llm, PROMPTS, PARAMS)
+    assert [visible_parts(o.outputs) for o in outputs] == [visible_parts(o) for o in plain]
+    assert sum(o.speculation.drafted for o in outputs) > 0
+    assert set(seen.seen) == {"tolist"} and len(seen.seen) <= 2 * (llm.engine.steps - steps)
+    assert own.replayed
     check_idle(llm)
 
 
