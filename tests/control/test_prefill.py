@@ -219,6 +219,15 @@ def test_the_default_slows_decode_steps_about_twice() -> None:
     assert 1.5 < p99(run.gaps) / 0.013 < 2.7
 
 
+def test_the_end_of_a_prompt_that_fits_into_one_chunk_is_not_divided() -> None:
+    costs = Costs(noise=0.02)
+    pacer, bounded = (beside(costs, (), slowdown).pacer for slowdown in (None, 2.0))
+    pacer.steps_since_refresh = bounded.steps_since_refresh = 0
+    assert pacer.chunk(8, 0, wanted=40) >= 40 > 1.3 * pacer.chunk(8, 0)
+    assert pacer.chunk(8, 0, wanted=400) == pacer.chunk(8, 0)  # too long for that
+    assert bounded.chunk(8, 0, wanted=40) == bounded.chunk(8, 0)
+
+
 def test_a_crowd_beside_few_decoding_rows_is_computed_soon() -> None:
     """Fifteen prompts take half as long again as alone, once steps of so many rows have been measured.
 
@@ -300,7 +309,7 @@ def test_without_decoding_rows_prompts_take_the_whole_step() -> None:
 
 def test_rows_of_different_contexts_share_a_chunk() -> None:
     """Half a chunk of 20 at context 0, then half of one of 10 further on."""
-    budget = PrefillBudget(100, lambda context: 10 if context else 20)
+    budget = PrefillBudget(100, lambda context, wanted: 10 if context else 20)
     assert [budget.take(10, 0), budget.take(50, 4000), budget.take(50, 0)] == [10, 5, 0]
     assert budget.exhausted
 
