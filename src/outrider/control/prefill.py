@@ -46,7 +46,7 @@ from outrider.core.step import Batch
 
 TTFT_TARGET = 2.0  # aim at most; what is promised is 3, with room for noise, halved chunks and refreshes
 # The same for the end of a prompt that then fits into one chunk.  Under load, where prefill takes half of the
-# time, short prompts would queue for each other: with 2, their median time to first token is 1.3 times as long
+# time, short prompts would queue for each other: with 2, the median time to first token is 1.3 times as long
 # with 16 clients and twice with 64, and no more is computed a second.
 END_TARGET = 1.25
 WASTE = 0.05  # of the time of prefill, lost in decode steps that were cheaper with the waiting rows
