@@ -79,6 +79,20 @@ def test_plans_hold_for_several_steps_where_making_them_is_dear(seconds: float, 
     assert (auto.interval == 1) == often
 
 
+def test_plans_hold_while_the_ledger_has_room_for_another_step() -> None:
+    """No draft token is right, so every step may lose as much as was planned."""
+    auto, row = controller(), make_row([1, 2, 3], limit=1000)
+    batch, _ = budget(auto, row)
+    (plan,) = auto.plans.values()
+    auto.interval, auto.room, auto.room_of = 16, 1.0, {0: 3.5 * plan.loss}
+    for steps in (1, 2, 0):
+        batch[0].tree, batch[0].emitted = DraftTree.chain([7], [0.99]), [7]
+        auto.trim(batch)
+        auto.shortfall = -1.0  # nothing else ends the plans
+        auto.learn(Commit(batch), PLAIN)
+        assert len(auto.log) == steps
+
+
 def test_a_budget_that_was_cut_to_nothing_is_no_miss() -> None:
     auto, row = controller(), make_row([1, 2, 3])
     batch, _ = budget(auto, row)

@@ -105,7 +105,7 @@ def test_drafts_of_several_lengths_are_not_charged_with_what_prompts_take(stoppi
         step = RowStep(row := make_row([1, 2, 3], id=str(r), limit=100), 2, 1)
         step.tree, step.emitted = DraftTree.chain([7] * depth, [UNSURE] * depth), [7]
         option, budget = Option(0, DEPTH, 1.0, PLAIN, PLAIN), Budget(DEPTH, DEPTH, SURE)
-        plan = Plan(evidence.state(row), [option], set(), budget, {0: SURE})
+        plan = Plan(evidence.state(row), [option], set(), budget, {0: SURE}, PLAIN)
         tries[r] = Try(plan, asked={0: DEPTH}, proposed={0: depth}, ended={0})
         batch.append(step)
     mean, reading = (1 + DEPTH) / 2 * LEVEL * PLAIN, 0.02

@@ -52,6 +52,16 @@ def test_what_a_worse_drafter_may_lose_does_not_leave_the_better_one_without_roo
     assert all(option.drafter == 1 or option.depth < DEPTH for option in plan.options)
 
 
+@pytest.mark.parametrize("saved, steps", [(0.0, 2.0), (30.0, 5.0)])
+def test_a_request_may_lose_a_part_of_what_drafts_have_saved(saved: float, steps: float) -> None:
+    auto = controller(acceptance=0.9, level=0.05, prefill=0.0)
+    auto.planner.least = 0.0
+    auto.evidence.ledger.loss = -saved * PLAIN
+    batch = Batch([RowStep(make_row([1] * 8, limit=100), 7, 1)])
+    (plan,) = auto.planner.plans(batch, Load.of(batch, auto.evidence.forward)).values()
+    assert plan.state.ledger.grace == pytest.approx(steps * PLAIN)
+
+
 def left_out(auto: AutoController, tokens: int = 50, count: int = 40) -> int:
     """How many of so many new requests leave the drafter out."""
     rows = [make_row([1] * PROMPT, id=str(i), limit=PROMPT + tokens) for i in range(count)]

@@ -5,9 +5,10 @@
     trim     the nodes of the whole batch that pay, by calibrated probability
     learn    costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
 
-Plans hold for several steps, up to `DIGEST`, where planning takes longer than `PLANNING` of a step; then the
-outcomes are taken in together.  While no row drafts, the controller rests (rest.py): it counts plain steps
-and decides nothing, whichever requests come and go.
+Plans hold for several steps, up to `DIGEST`, where planning takes longer than `PLANNING` of a step and the
+ledgers have room for what the next step may lose; then the outcomes are taken in together.  While no row
+drafts, the controller rests (rest.py): it counts plain steps and decides nothing, whichever requests come and
+go.
 
 No decision changes the text under the rule "match".  Under the other rules the distribution stays, but a seed
 does not repeat the text, because budgets depend on the clock.
@@ -18,7 +19,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from outrider.control import choose
@@ -31,6 +31,7 @@ from outrider.control.memory import Memory
 from outrider.control.module import Module
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try, keep, note_depths
 from outrider.control.planner import Planner
+from outrider.control.report import report
 from outrider.control.rest import Rest
 from outrider.core.clock import Times
 from outrider.core.row import Row
@@ -86,6 +87,8 @@ class AutoController:
         # since the last digest, the last plain step, and the last plan
         self.log, self.since_plain = list[StepRecord](), 0
         self.expected = self.shortfall = 0.0  # accepted tokens
+        # seconds that all rows, and each, may lose before plans are made again
+        self.room, self.room_of = 0.0, dict[int, float]()
         self.rest: Rest | None = None
         self.look_seconds = 0.0  # of both, moving average
 
@@ -193,6 +196,8 @@ class AutoController:
         self.digested = 0.0
         often = math.ceil(self.look_seconds / (PLANNING * self.load.plain))
         self.interval = max(1, min(often, self.planner.interval(self.plans.values())))
+        self.room = self.evidence.ledger.room
+        self.room_of = {r: plan.state.ledger.room for r, plan in self.plans.items()}
 
     # ---- while drafting
 
@@ -299,12 +304,25 @@ class AutoController:
             self.since_plain += 1
         elif self.load.batch:
             self.since_plain = 0
-        for r, tried in self.tries.items():
-            self.expected += tried.expected
-            self.shortfall += tried.expected - len(batch[r].accepted)
+        room = self._room_left(batch)
         surprising = self.shortfall > SHORTFALL * math.sqrt(1 + self.expected)
-        if not self.tries or ended or batch.prefill or surprising or len(self.log) >= self.interval:
+        due = surprising or not room or len(self.log) >= self.interval
+        if due or ended or batch.prefill or not self.tries:
             self._digest()
+
+    def _room_left(self, batch: Batch) -> bool:
+        """Enter the drafts of a step into what they may lose.  Returns whether that allows another step."""
+        most, token = 0.0, self.load.token
+        for r, tried in self.tries.items():
+            right, plan = len(batch[r].accepted), tried.plan
+            self.expected += tried.expected
+            self.shortfall += tried.expected - right
+            change, most = right * token - plan.loss, most + plan.loss
+            self.room += change
+            self.room_of[r] += change
+        return self.room >= most and all(
+            self.room_of[r] >= tried.plan.loss for r, tried in self.tries.items()
+        )
 
     def _digest(self) -> None:
         began = self.clock()
@@ -323,27 +341,5 @@ class AutoController:
             self._digest()
 
     def report(self) -> dict[str, Any]:
-        """What was chosen and why: steps by arm, costs, acceptance, expected and real gain, the ledger.
-
-        outlook: of a drafter for a new request: its best depth, accepted tokens, cost, and whether it pays.
-        graded: acceptance by what spoke for a draft before it was asked for.
-        resting: no drafter is considered at present.
-        """
-        evidence, pace = self.evidence, self.load.pace
-        return {
-            "summary": asdict(evidence.total) | {"gain": evidence.total.gain},
-            "step_ms": {rows: 1e3 * pace * evidence.forward.base(rows) for rows in (1, 2, 4, 8, 16, 32)},
-            "drafters": {
-                arm.name: reach.report()
-                | evidence.drafting.report(k, pace)
-                | {"outlook": self.planner.outlook(k)}
-                | {"graded": {n: own.report() for (j, n), own in evidence.graded.items() if j == k}}
-                for k, (arm, reach) in enumerate(zip(self.arms, evidence.reach))
-            },
-            "resting": self.rest is not None,
-            "prefill_ms": 1e3 * evidence.prefill_seconds,
-            "reliability": evidence.reliability.table(),
-            "acceptance": evidence.module.report() if evidence.module else {"by": "bins"},
-            "history": [*evidence.history],
-            "ledger": {"loss_ms": 1e3 * evidence.ledger.loss, "room_ms": 1e3 * evidence.ledger.room},
-        }
+        """What was chosen and why (report.py)."""
+        return report(self.evidence, self.planner, self.load, self.rest is not None)

@@ -104,8 +104,10 @@ def missed_by(trees: Sequence[tuple[int, DraftTree]], calibration: Calibration) 
     """Probability that the first tokens of (source, tree) pairs are all wrong, by the surest tree."""
     missed = 1.0
     for source, tree in trees:
-        joint = joint_probabilities(tree, calibration, source)
-        firsts = sum(p for p, parent in zip(joint, tree.parents) if parent == ROOT)
+        firsts = 0.0
+        for parent, confidence in zip(tree.parents, tree.confidence):
+            if parent == ROOT:
+                firsts += calibration.probability(key_of(source, 1, confidence))
         missed = min(missed, max(0.0, 1 - firsts))
     return missed
 

@@ -125,10 +125,11 @@ class Evidence:
             self._settle(record, self._costs(record, asked))
             for r, tried in record.tries.items():
                 self._row(record, record.batch[r], tried, host)
-                tried.plan.state.calibration.refresh()
         for (k, rows), asks in asked.items():
             depths, seconds = zip(*asks)
             self.drafting.learn(k, rows, sum(depths) / len(asks), sum(seconds) / len(asks))
+        for state in self.states.values():
+            state.calibration.refresh()
         self.calibration.refresh()
         self._remember()
 

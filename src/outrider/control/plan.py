@@ -87,7 +87,7 @@ class Plan(NamedTuple):
     """Options of one row for the next steps, cheapest drafter first.
 
     exploring: drafters that do not seem to pay.  budget: for all options together.
-    floors: drafter -> that of its budget.
+    floors: drafter -> that of its budget.  loss: seconds that a step of it may lose.
     """
 
     state: RowState
@@ -95,6 +95,7 @@ class Plan(NamedTuple):
     exploring: set[int]
     budget: Budget
     floors: Mapping[int, float]
+    loss: float
 
     def option(self, drafter: int) -> Option:
         return next(option for option in self.options if option.drafter == drafter)

@@ -31,12 +31,13 @@ DIGEST = 16  # steps that are taken in together, once the drafters are known
 FORGET = 0.98  # of a prefill cost, whenever a row leaves a drafter out
 FLOOR_NODES = 4  # of a row: what one of them costs sets its floor
 MOST_FLOOR = 0.9
+SPARE = 0.1  # part of what drafts have saved that one request may lose again
 HOPE = 1.0  # standard deviations above the estimates for a drafter whose prefill has to pay
 
 
 class Planner:
     """grace, total_grace: plain steps, of `least` seconds at least, that a request, and all together, may
-    lose (see ledger.py).
+    lose (see ledger.py).  A request may also lose `SPARE` of what drafts have saved.
 
     load: of the step that was planned last.  order: drafters of a mix, cheapest first.
     """
@@ -60,7 +61,8 @@ class Planner:
         names = [arm.sources for arm in arms]
         self.prefilling = [k for k, arm in enumerate(arms) if arm.prefills and names.count(arm.sources) == 1]
         # of the last plans
-        self.room = self.row_grace = 0.0  # seconds: left of the ledger of all requests; grace of each
+        # seconds: left of the ledger of all requests; what each may lose
+        self.room = self.row_grace = 0.0
         self.wait = LONGEST_PAUSE  # steps until a row without a plan may get one
         self.trials: Sequence[Trials] = ()  # what the plans have left
         self.zs = [0.0] * len(arms)  # standard deviations
@@ -73,7 +75,7 @@ class Planner:
         ledger, self.load = evidence.ledger, load
         decode = load.decode or load.pace * load.forward.base(1)  # a chunk of a prompt emits nothing
         plain = max(decode, self.least)
-        self.row_grace = self.grace * plain
+        self.row_grace = self.grace * plain + SPARE * max(0.0, -ledger.loss)
         ledger.grace = min(self.total_grace * plain, max(MOST_GRACE, KNOWN_GRACE * plain))
         self.room, self.wait = ledger.room, LONGEST_PAUSE
         self.trials = [replace(trials) for trials in evidence.trials]
@@ -144,17 +146,15 @@ class Planner:
                     self.evidence.prefill_cost[k] *= FORGET  # it is not measured any more, and may be wrong
 
     def interval(self, plans: Iterable[Plan]) -> int:
-        """Steps until plans are made again: few while drafters are new or losses come near the room."""
-        interval, total = DIGEST, 0.0
+        """Steps until plans are made again, while losses leave room: few while drafters are new."""
+        interval = DIGEST
         for plan in plans:
             if plan.exploring:
                 return 1
-            loss = MARGIN * sum([option.cost for option in plan.options])
-            total += loss
             asked = [plan.state.reach[option.drafter] for option in plan.options]
             known = min([own.asked + min(own.above.asked if own.above else 0, DIGEST) for own in asked])
-            interval = min(interval, 1 + known // 4, int(plan.state.ledger.room / loss))
-        return max(1, min(interval, int(self.evidence.ledger.room / total))) if total else interval
+            interval = min(interval, 1 + known // 4)
+        return interval
 
     def _plan(self, row: Row, most: int) -> Plan | None:
         """The plan of a row; without one, `wait` is at most the steps until there may be one."""
@@ -173,8 +173,10 @@ class Planner:
         if chosen:
             chosen.sort(key=lambda option: option.cost)
             state = state or self.evidence.state(row)
+            state.ledger.grace = self.row_grace
             floors = {option.drafter: self._floor(state, option) for option in chosen}
-            return Plan(state, chosen, exploring, self._bound(chosen, floors), floors)
+            loss = MARGIN * sum([option.cost for option in chosen])
+            return Plan(state, chosen, exploring, self._bound(chosen, floors), floors, loss)
         wait = max(wait, min(DIGEST, self.load.batch))  # with many rows one of them is always due
         if state is not None:
             state.asleep, state.crowd = row.steps + wait, self.load.batch
