@@ -27,7 +27,7 @@ from outrider.cache.pages import Cache
 from outrider.core.block_table import PAGE, BlockTable
 
 ROWS, LENGTH, NEW, BUDGET = 16, 4000, 24, 256
-LAWS = {"greedy": 0.0, "T = 0.8": 0.8}
+TEMPERATURES = {"greedy": 0.0, "T = 0.8": 0.8}
 
 
 def apart(cache: Cache) -> None:
@@ -79,15 +79,15 @@ def far(folder: Path, kv: str, depths: tuple[int, ...]) -> dict[str, Any]:
             }
         )
         apart(llm.engine.cache)
-        for name, temperature in LAWS.items():
+        for name, temperature in TEMPERATURES.items():
             plain = found.setdefault(f"plain, {name}", None) or steps(llm, temperature, False)
-            guessed = steps(llm, temperature, True)
-            guessed["speed-up"] = round(guessed["tokens/s"] / plain["tokens/s"], 2)
+            drafting = steps(llm, temperature, True)
+            drafting["speed-up"] = round(drafting["tokens/s"] / plain["tokens/s"], 2)
             whole = plain["target, ms"] + plain["rest, ms"]
-            guessed["tokens per step to break even"] = round(
-                sum(guessed[f"{part}, ms"] for part in ("draft", "target", "rest")) / whole, 2
+            drafting["tokens per step to break even"] = round(
+                sum(drafting[f"{part}, ms"] for part in ("draft", "target", "rest")) / whole, 2
             )
-            found |= {f"plain, {name}": plain, f"{depth} guesses, {name}": guessed}
+            found |= {f"plain, {name}": plain, f"{depth} drafted, {name}": drafting}
     return found
 
 
@@ -104,7 +104,7 @@ def pair() -> dict[str, Any]:
         llm.use(
             {"method": "draft_model", "model": "self", "draft_kv_budget": budget, "num_speculative_tokens": 3}
         )
-        for name, temperature in LAWS.items():
+        for name, temperature in TEMPERATURES.items():
             outputs = llm.generate(
                 prompts, SamplingParams(temperature=temperature, seed=3, max_tokens=100, ignore_eos=True)
             )
@@ -131,7 +131,7 @@ if __name__ == "__main__":
         f"16 x 4,000 tokens, K/V {given.kv}": far(given.folder, given.kv, tuple(given.depths)),
     }
     if given.pair:
-        found["3 guesses, built-in target"] = pair()
+        found["3 drafted, built-in target"] = pair()
     show(found, Console())
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -36,7 +36,7 @@ PRIVATE_WORDS = (
 )
 PATTERN = re.compile("|".join(PRIVATE_WORDS), re.IGNORECASE)
 MAX_LONG_LINES = 0
-MAX_PRIVATE_WORDS = 5
+MAX_PRIVATE_WORDS = 0
 # The same of Python files outside the package.
 REPOSITORY = Path(__file__).parents[2]
 OTHERS = {"tests": (0, 0), "benchmarks": (0, 0), "scripts": (0, 0)}

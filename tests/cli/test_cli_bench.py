@@ -244,7 +244,7 @@ def test_answers_of_one_token_are_not_measured() -> None:
     assert too_short([plain, answered("wrong", [1, 2, 3], [1], [5], [])]) == {1, 3}, (
         "a changed token is shown"
     )
-    assert too_short([plain, answered("sampled", [1, 2], [1], [5], [], promise="law")]) == {1, 2, 3}
+    assert too_short([plain, answered("sampled", [1, 2], [1], [5], [], promise="distribution")]) == {1, 2, 3}
     assert plain.without({1, 2, 3}).tokens == [[1, 2, 3]]
 
 

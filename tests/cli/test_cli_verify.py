@@ -84,7 +84,7 @@ def test_a_healthy_engine_passes(
     )
     checks = {check["name"]: check for check in found["checks"]}
     same_text = "verification" not in keys
-    assert found["promise"] == ("tokens" if same_text else "law")
+    assert found["promise"] == ("tokens" if same_text else "distribution")
     assert ("distribution" in checks) != same_text and ("T = 0.8, top_p 0.95, batched" in checks) == same_text
     assert (
         checks["greedy, alone"]["figures"]["tokens"] == checks["greedy, batched"]["figures"]["tokens"] >= 16

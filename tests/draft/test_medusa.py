@@ -126,8 +126,8 @@ def test_a_part_of_the_vocabulary(rows: str, one: bool, toy: LLM, tmp_path: Path
     assert drafter.heads.ids is not None and drafter.heads.ids.tolist() == MAP.tolist()
     assert torch.allclose(got.double(), naive(parts, states)[..., MAP], atol=1e-3)
     llm = toy.variant({"model": str(tmp_path), "tree": "chain"})
-    guessed = [token for _, tree in listened(llm, [1, 2, 3]) for token in tree.tokens]
-    assert guessed and set(guessed) <= set(MAP.tolist())
+    drafted = [token for _, tree in listened(llm, [1, 2, 3]) for token in tree.tokens]
+    assert drafted and set(drafted) <= set(MAP.tolist())
 
 
 def test_a_scale_of_the_logits(toy: LLM, tmp_path: Path) -> None:

@@ -122,11 +122,11 @@ def test_drafts_equal_those_of_naive_layers(toy: LLM, tmp_path: Path, layers: in
     assert len(heard) > 10
     most = max(len(tree.tokens) for _, tree in heard)
     assert most == layers + 1 if tree == "chain" else most > layers + 1
-    for text, guessed in heard[:: max(1, len(heard) // 6)]:
+    for text, drafted in heard[:: max(1, len(heard) // 6)]:
         paths: dict[int, list[int]] = {ROOT: []}
-        for node, (token, parent) in enumerate(zip(guessed.tokens, guessed.parents)):
+        for node, (token, parent) in enumerate(zip(drafted.tokens, drafted.parents)):
             distribution = told(toy, w, text, paths[parent])
-            assert guessed.confidence[node] == pytest.approx(float(distribution[token]), abs=2e-3)
+            assert drafted.confidence[node] == pytest.approx(float(distribution[token]), abs=2e-3)
             assert int((distribution > distribution[token] + 1e-6).sum()) < (
                 1 if tree == "chain" else 2 if tree == "dynamic" else 4
             )

@@ -125,7 +125,7 @@ def test_ranks_are_judged_along_the_path_only() -> None:
     after = drafter.memory.acceptance
     below = sum(parent == second for parent in tree.parents)
     assert below >= 1
-    assert after[1] > before[1], "guessed at the root and right"
+    assert after[1] > before[1], "drafted at the root and right"
     assert after[0] == pytest.approx(before[0] * 0.98**2), "wrong at the root and below it"
     assert after[2] == pytest.approx(before[2] * 0.98 ** (1 + (below > 2))), "wrong at the root"
 

@@ -172,7 +172,7 @@ def test_times_of_prefill_and_decode_are_separate() -> None:
     reading, decoding, total = llm.engine.prefill, llm.engine.decode, output.speculation
     assert (reading.known, reading.steps) == (40, 3), "16 + 16 + 8"
     assert decoding.known == decoding.steps == total.steps - 1, "the last chunk of the prompt emits, too"
-    assert reading.guessed + decoding.guessed == total.drafted
+    assert reading.nodes + decoding.nodes == total.drafted
     assert reading.emitted + decoding.emitted == total.emitted == 20
     assert llm.engine.steps == reading.steps + decoding.steps
     assert sum(llm.engine.times) == pytest.approx(sum(reading.times) + sum(decoding.times))

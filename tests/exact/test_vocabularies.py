@@ -145,12 +145,12 @@ def test_a_shadow_has_the_cache_of_its_text(
     propose = ModelDrafter.propose
 
     def listening(self: Any, batch: Batch) -> Draft:
-        guessed = propose(self, batch)
+        drafted = propose(self, batch)
         for shadow in self.shadows.values():
-            if shadow.row in batch.rows and (tokens := guessed.trees[batch.rows.index(shadow.row)].tokens):
+            if shadow.row in batch.rows and (tokens := drafted.trees[batch.rows.index(shadow.row)].tokens):
                 assert not shadow.text.within_character, "it would guess in the middle of a character"
                 heard[tuple(shadow.text.ids)] = tokens
-        return guessed
+        return drafted
 
     monkeypatch.setattr(ModelDrafter, "propose", listening)
     model = twins(kind, 0.5)

@@ -40,17 +40,17 @@ def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_se
         lines += _adaptive(output)
         # a method without a model has no prefill
         read = prompt if engine.drafter.footprint(engine.device).total() else 0
-        lines += ["", "draft:", "", _line("prompt eval time", prefill.times.propose, read + prefill.guessed)]
-        lines.append(_line("eval time", decoding.times.propose, decoding.guessed))
+        lines += ["", "draft:", "", _line("prompt eval time", prefill.times.propose, read + prefill.nodes)]
+        lines.append(_line("eval time", decoding.times.propose, decoding.nodes))
     lines += [
         "", "target:", "",
         f"{'load time':>16} = {1e3 * load_seconds:9.2f} ms",
         _line("sample time", prefill.times.rest + decoding.times.rest, total.emitted),
-        _line("prompt eval time", prefill.times.forward, prompt + prefill.guessed),
+        _line("prompt eval time", prefill.times.forward, prompt + prefill.nodes),
         _line(
             "eval time",
             decoding.times.forward,
-            decoding.known + decoding.guessed,
+            decoding.known + decoding.nodes,
             f" in {decoding.steps} runs",
         ),
         f"{'total time':>16} = {1e3 * total_seconds:9.2f} ms / {prompt + total.emitted:5d} tokens",

@@ -59,8 +59,8 @@ class Measured:
     """Results of one method over all prompts.
 
     Tokens are new tokens.  Times count from the submission of a batch.
-    promise: "tokens" if they must equal those of plain decoding, "law" if the distribution must, "lossy"
-             if neither, "" for another engine
+    promise: what must equal plain decoding's: "tokens" or "distribution"; "lossy" if nothing must, "" for
+        another engine
     stopped: why there are no runs, of another engine that took too long
     """
 

@@ -133,7 +133,7 @@ def _kept(result: Measured, plain: Measured) -> str:
         return "[bold red]✗[/]" if result.differs(plain) else "[green]✓[/]"
     if not result.promise:
         return f"{_same(result, plain)}/{len(plain.tokens)}"
-    return {"law": "dist.", "lossy": "[bold red]lossy[/]"}[result.promise]
+    return {"distribution": "dist.", "lossy": "[bold red]lossy[/]"}[result.promise]
 
 
 def _same(result: Measured, plain: Measured) -> int:

@@ -59,7 +59,7 @@ class Certificate:
         ties = f", except for {self.ties} ties within rounding" if self.ties else ""
         texts, tokens = self._sum("texts"), self._sum("tokens")
         text += f": {texts:,} texts of {tokens:,} tokens equal those of plain decoding{ties}."
-        if self.promise == "law":
+        if self.promise == "distribution":
             samples = sum(check.figures.get("samples", 0) for check in self.checks)
             text += f" {samples:,} sampled texts show no difference from its distribution."
         if not self.exact:

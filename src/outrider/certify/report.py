@@ -23,7 +23,7 @@ REPORTED = ("name", "tested", "result", "passed", "figures")  # of a check
 
 PROMISES = {
     "tokens": "the same text for a seed as plain decoding",
-    "law": "the same text if greedy, the same distribution if sampled",
+    "distribution": "the same text if greedy, the same distribution if sampled",
     "lossy": "nothing: the output may change",
 }
 

@@ -28,27 +28,36 @@ ALL_METHODS = "all"  # every demonstration on the built-in models
 LOG = "Append the results as one line of JSON to this file; - is standard output."
 
 
+File = Annotated[Path | None, typer.Argument(metavar="PROMPTS", help="The same as --prompts.")]
+BatchSize = Annotated[int, Option("-b", "--batch-size", min=1, help="Requests in a batch.")]
+AllTurns = Annotated[bool, Option("--all-turns", help="Ask all turns, not only the first.")]
+Limit = Annotated[int | None, Option("--limit", min=1, help="Maximum prompts of each category.")]
+Repeats = Annotated[
+    int, Option("--repeats", min=1, help="Rounds of two runs each; methods alternate within a round.")
+]
+PeerTimeout = Annotated[
+    float, Option("--peer-timeout", min=1.0, help="Seconds for a peer to load, and for each answer.")
+]
+Out = Annotated[str | None, Option(*OUT, "--json", help=LOG)]
+Plot = Annotated[
+    Path | None, Option("--plot", help="Draw the speed-ups by method and task: a .svg, .png or .pdf file.")
+]
+
+
 @shared
 def bench(
     engine: Given,
     asked: Given,
     measured: Given,
     compared: Given,
-    file: Annotated[Path | None, typer.Argument(metavar="PROMPTS", help="The same as --prompts.")] = None,
-    batch_size: Annotated[int, Option("-b", "--batch-size", min=1, help="Requests in a batch.")] = 1,
-    turns: Annotated[bool, Option("--all-turns", help="Ask all turns, not only the first.")] = False,
-    limit: Annotated[int | None, Option("--limit", min=1, help="Maximum prompts of each category.")] = None,
-    repeats: Annotated[
-        int, Option("--repeats", min=1, help="Rounds of two runs each; methods alternate within a round.")
-    ] = 3,
-    peer_timeout: Annotated[
-        float, Option("--peer-timeout", min=1.0, help="Seconds for a peer to load, and for each answer.")
-    ] = 600.0,
-    out: Annotated[str | None, Option(*OUT, "--json", help=LOG)] = None,
-    plot: Annotated[
-        Path | None,
-        Option("--plot", help="Draw the speed-ups by method and task: a .svg, .png or .pdf file."),
-    ] = None,
+    file: File = None,
+    batch_size: BatchSize = 1,
+    turns: AllTurns = False,
+    limit: Limit = None,
+    repeats: Repeats = 3,
+    peer_timeout: PeerTimeout = 600.0,
+    out: Out = None,
+    plot: Plot = None,
 ) -> None:
     """Measure methods against plain decoding, by category, with the same prompts and seeds.
 

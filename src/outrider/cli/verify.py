@@ -10,8 +10,8 @@ from rich.console import Console
 from typer import Option
 
 from outrider.cli.arguments import bar_over
-from outrider.cli.bench import LOG, opened
-from outrider.cli.flags import MAX_TOKENS, OUT, SEED, Given, config_of, load, shared
+from outrider.cli.bench import Out, opened
+from outrider.cli.flags import MAX_TOKENS, SEED, Given, config_of, load, shared
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,27 +26,33 @@ if TYPE_CHECKING:
 CONTEXT = 2048  # default max_model_len; two engines must fit into memory
 
 
+Minutes = Annotated[
+    float, Option("--minutes", min=0, help="Time for the tests; more time detects smaller deviations.")
+]
+BatchSize = Annotated[int, Option("-b", "--batch-size", min=2, help="Requests in a batch.")]
+MaxTokens = Annotated[int, Option(*MAX_TOKENS, min=1, help="Maximum new tokens of a text.")]
+Samples = Annotated[
+    int, Option("--samples", min=0, help="Minimum texts of each prompt if distributions are tested.")
+]
+Seed = Annotated[int, Option(*SEED, min=0, help="Seed of prompts and texts.")]
+ExpectLossy = Annotated[
+    bool,
+    Option("--expect-lossy", help="For rules that are not lossless: measure the deviation and do not fail."),
+]
+
+
 @shared
 def verify(
     engine: Given,
     speculation: Given,
     asked: Given,
-    minutes: Annotated[
-        float, Option("--minutes", min=0, help="Time for the tests; more time detects smaller deviations.")
-    ] = 2.0,
-    batch_size: Annotated[int, Option("-b", "--batch-size", min=2, help="Requests in a batch.")] = 8,
-    max_tokens: Annotated[int, Option(*MAX_TOKENS, min=1, help="Maximum new tokens of a text.")] = 64,
-    samples: Annotated[
-        int, Option("--samples", min=0, help="Minimum texts of each prompt if distributions are tested.")
-    ] = 0,
-    seed: Annotated[int, Option(*SEED, min=0, help="Seed of prompts and texts.")] = 0,
-    expect_lossy: Annotated[
-        bool,
-        Option(
-            "--expect-lossy", help="For rules that are not lossless: measure the deviation and do not fail."
-        ),
-    ] = False,
-    out: Annotated[str | None, Option(*OUT, "--json", help=LOG)] = None,
+    minutes: Minutes = 2.0,
+    batch_size: BatchSize = 8,
+    max_tokens: MaxTokens = 64,
+    samples: Samples = 0,
+    seed: Seed = 0,
+    expect_lossy: ExpectLossy = False,
+    out: Out = None,
 ) -> None:
     """Test on your own model that speculation is lossless: same tokens, same distribution, no leaks.
 

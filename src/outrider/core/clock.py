@@ -25,7 +25,7 @@ NO_TIMES = Times()
 
 @dataclass(slots=True)
 class Work:
-    """Sums over steps: rows, known tokens, those of prompts, draft nodes (`guessed`), emitted tokens, and
+    """Sums over steps: rows, known tokens, those of prompts, draft nodes with probes, emitted tokens, and
     seconds by phase.
 
     drafts: trees with draft tokens.  drafted, accepted: their tokens, without probes.
@@ -36,7 +36,7 @@ class Work:
     rows: int = 0
     known: int = 0
     prompt: int = 0
-    guessed: int = 0
+    nodes: int = 0
     emitted: int = 0
     times: Times = NO_TIMES
     drafts: int = 0
@@ -52,7 +52,7 @@ class Work:
             self.emitted += len(step.emitted)
             if batch.prefill:
                 self.prompt += max(0, min(step.end, step.row.prompt) - step.start)
-            self.guessed += len(step.tree.tokens)
+            self.nodes += len(step.tree.tokens)
             if size := step.tree.size:
                 accepted = len(step.accepted)
                 self.drafts += 1

@@ -60,19 +60,18 @@ def join(parts: Sequence[Tensor | QuantizedWeight], dtype: torch.dtype) -> Tenso
     Quantized weights take the largest bits and the common group of all, which is exact.  If any weight is not
     quantized, the result is a dense tensor of `dtype`.
     """
-    if len(parts) == 1 and isinstance(parts[0], QuantizedWeight):
-        return parts[0]
-    if not all(isinstance(part, QuantizedWeight) for part in parts):
-        return torch.cat(
-            [(part.dense() if isinstance(part, QuantizedWeight) else part).to(dtype) for part in parts]
-        )
-    few = [part for part in parts if isinstance(part, QuantizedWeight)]
-    size = math.gcd(*(part.group for part in few))
-    few = [part.regrouped(size) for part in few]
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if len(quantized) < len(parts):
+        dense = (part.dense() if isinstance(part, QuantizedWeight) else part for part in parts)
+        return torch.cat([part.to(dtype) for part in dense])
+    if len(parts) == 1:
+        return quantized[0]
+    size = math.gcd(*(part.group for part in quantized))
+    quantized = [part.regrouped(size) for part in quantized]
+    values, scales = ([getattr(part, name) for part in quantized] for name in ("values", "scales"))
     offsets = None
-    if any(part.offsets is not None for part in few):
-        offsets = torch.cat(
-            [torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in few]
-        )
-    values, scales = torch.cat([part.values for part in few]), torch.cat([part.scales for part in few])
-    return QuantizedWeight(values, scales, offsets, max(part.bits for part in few), size)
+    if any(part.offsets is not None for part in quantized):
+        zeros = map(torch.zeros_like, scales)
+        offsets = torch.cat([zero if p.offsets is None else p.offsets for p, zero in zip(quantized, zeros)])
+    bits = max(part.bits for part in quantized)
+    return QuantizedWeight(torch.cat(values), torch.cat(scales), offsets, bits, size)

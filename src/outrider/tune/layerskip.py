@@ -172,28 +172,35 @@ class Tuner:
         return Decoded(counts, times.propose, times.forward + times.rest)
 
     def _measure_costs(self) -> Costs:
-        """Measure plain decoding and four sets: all layers, no MLPs, no attentions, and almost none.
-
-        They are measured in turns, so that a slow moment of the machine slows down all of them.
-        """
-        every = tuple(range(self.layers))
+        """Measure plain decoding and four sets: all layers, no MLPs, no attentions, and almost none."""
+        every, prompts = tuple(range(self.layers)), len(self.prompts)
         sets = [Skip((), ()), Skip((), every), Skip(every, ()), Skip(every, every[1:])]
-        configs = [None, *(config_of(skip, self.depth) for skip in sets)]
-        rounds = [[self._decode(config) for config in configs] for _ in range(ROUNDS)]
-        counts = [decoded.counts for decoded in rounds[0]]
-        drafting = [min(decoded.drafting for decoded in same) for same in zip(*rounds)]
-        other = [min(decoded.other for decoded in same) for same in zip(*rounds)]
-        steps = [count.steps - len(self.prompts) for count in counts]  # the first token comes with the prompt
-        if not steps[0] or not all(count.drafted for count in counts[1:]):
+        plain, *drafted = self._fastest([None, *(config_of(skip, self.depth) for skip in sets)])
+        if plain.counts.steps == prompts or not all(run.counts.drafted for run in drafted):
             raise ConfigError(
                 "the answers are too short to measure a draft token: ask for more tokens, or with other "
                 "prompts."
             )
-        step, speculative = other[0] / steps[0], range(1, len(configs))
-        row = min(max(0.0, other[i] - step * steps[i]) / counts[i].drafted for i in speculative)
-        full, no_mlp, no_attention, floor = (drafting[i] / counts[i].drafted for i in speculative)
-        attention, mlp = (max(0.0, full - less) / self.layers for less in (no_attention, no_mlp))
-        return Costs(step, row, full, attention, mlp, floor)
+        step = plain.other / (plain.counts.steps - prompts)  # the first token comes with the prompt
+
+        def row(run: Decoded) -> float:
+            return max(0.0, run.other - step * (run.counts.steps - prompts)) / run.counts.drafted
+
+        full, no_mlp, no_attention, floor = (run.drafting / run.counts.drafted for run in drafted)
+        attention = max(0.0, full - no_attention) / self.layers
+        mlp = max(0.0, full - no_mlp) / self.layers
+        return Costs(step, min(map(row, drafted)), full, attention, mlp, floor)
+
+    def _fastest(self, configs: Sequence[dict[str, Any] | None]) -> list[Decoded]:
+        """Decode with every config; the shortest times of several rounds, whose counts are equal.
+
+        The configs take turns, so that a slow moment of the machine slows down all of them.
+        """
+        rounds = [[self._decode(config) for config in configs] for _ in range(ROUNDS)]
+        return [
+            Decoded(same[0].counts, min(run.drafting for run in same), min(run.other for run in same))
+            for same in zip(*rounds)
+        ]
 
 
 def compared(best: Trial, layers: int) -> Configs:

@@ -86,8 +86,8 @@ class Rule:
 
     @property
     def promise(self) -> str:
-        """ "tokens": the same tokens as plain decoding.  "law": the same distribution.  "lossy": neither."""
-        return "lossy" if not self.lossless else "tokens" if self.same else "law"
+        """What it keeps of plain decoding: "tokens", "distribution" of the tokens, or neither ("lossy")."""
+        return "lossy" if not self.lossless else "tokens" if self.same else "distribution"
 
     def __call__(self, batch: Batch, picker: Picker) -> None:
         """Set `accepted` and `emitted` of every row, or `error` of a row that fails (see Scheduler.clip)."""

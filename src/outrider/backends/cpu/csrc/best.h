@@ -3,8 +3,8 @@
  * First come the blocks that hold the k highest logits.  Most others cannot win after that: even the largest
  * noise, or the noise that their tokens have, is too little.  Noise is computed exactly only where its bound
  * can win.
- * Exact: the result is the k best by score, of equal scores the lower token, in whatever order blocks are
- * visited. */
+ * Exact: the result is the k best by score, of equal scores the lower token.  The order in which blocks
+ * are visited does not matter. */
 #pragma once
 #include <pthread.h>
 #include "noise.h"
