@@ -67,7 +67,6 @@ def bench(
     from rich.console import Console
 
     from outrider.bench.peers import Rival, running
-    from outrider.bench.plot import check_plot
     from outrider.bench.questions import prompts_for, read
     from outrider.core.params import SamplingParams
 
@@ -79,9 +78,7 @@ def bench(
     peers = [Rival.parse(text, engine["model"], draft) for text in compared.get("peers") or []]
     configs = configs_of(compared.get("methods") or [], compared.get("configs") or [], draft, levels)
     if plot is not None:
-        check_plot(plot)
-        if len(configs) < 2 and not peers:
-            raise ConfigError("--plot needs a method to draw: give --method, --config, -md or --peer.")
+        _check_drawn(plot, len(configs) > 1 or bool(peers))
     sink, console = opened(out), Console(stderr=out == "-")
     questions = read(file, limit, raw) if file else None
     llm = load(engine, max_num_seqs=batch_size)
@@ -97,6 +94,15 @@ def bench(
         draw(results, plot)
     if llm.engine.exact and any(result.differs(results[0]) for result in results):
         raise typer.Exit(1)
+
+
+def _check_drawn(plot: Path, methods: bool) -> None:
+    """Raise ConfigError if the picture cannot be written, or there are no `methods` to draw."""
+    from outrider.bench.plot import check_plot
+
+    check_plot(plot)
+    if not methods:
+        raise ConfigError("--plot needs a method to draw: give --method, --config, -md or --peer.")
 
 
 def record(sink: IO[str], llm: LLM, about: dict[str, Any], results: Sequence[Measured]) -> None:
