@@ -86,7 +86,7 @@ class Rule:
 
     @property
     def promise(self) -> str:
-        """What it keeps of plain decoding: "tokens", "distribution" of the tokens, or neither ("lossy")."""
+        """What stays as in plain decoding: "tokens", their "distribution", or nothing ("lossy")."""
         return "lossy" if not self.lossless else "tokens" if self.same else "distribution"
 
     def __call__(self, batch: Batch, picker: Picker) -> None:
