@@ -18,8 +18,8 @@ Siblings = Annotated[int | str, either(whole(1, 64), "confidence")]
 class LayerSkipOptions(Checked):
     """Options of layer skipping.
 
-    At most one of these names the parts to skip.  Without any, it is the published set of this very model if there
-    is one, otherwise every second layer between the first and the last.
+    At most one of these names the parts to skip.  Without any, it is the published set of this very model if
+    there is one, otherwise every second layer between the first and the last.
 
     skip_attention, skip_mlp: numbers of layers, from 0.
     layers: the name of a published set, or a file of `outrider tune layerskip`.
