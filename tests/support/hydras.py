@@ -163,6 +163,7 @@ def overhear(llm: LLM) -> Heard:
         return distribution(row, path, logits)
 
     choose.best, choose.distribution = hearing_best, recording
+    choose.stays_on_device = lambda rows: False  # there, no path is given
     return heard
 
 
