@@ -31,7 +31,7 @@ def unpaced(decoding: int, tokens: int, waiting: int) -> PrefillBudget:
 def paced(chunk: int) -> Callable[[int, int, int], PrefillBudget]:
     """Chunks of so many tokens beside decoding rows."""
     return lambda decoding, tokens, waiting: PrefillBudget(
-        tokens, (lambda context: chunk) if decoding else None
+        tokens, (lambda context, wanted: chunk) if decoding else None
     )
 
 
