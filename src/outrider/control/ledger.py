@@ -14,7 +14,8 @@ import math
 from dataclasses import dataclass
 
 SHARE = 0.01  # of the time of plain decoding
-GRACE, TOTAL_GRACE = 2.0, 8.0  # plain steps that a request, and all together, may lose beyond that
+# plain steps that a request, and all together, may lose beyond that; a request also `SPARE` (planner.py)
+GRACE, TOTAL_GRACE = 2.0, 8.0
 KNOWN_GRACE = 4.0  # for all together, where every drafter is known from an earlier start
 MOST_GRACE = 0.02  # seconds for all together, or KNOWN_GRACE plain steps, if these take longer
 LEAST_STEP = 0.0015  # seconds of such a step at least: deciding takes time, however fast a model is

@@ -16,7 +16,7 @@ from outrider.control.ledger import Ledger
 from outrider.control.prefill import ChunkCost
 
 MOST = 64.0
-EVERY = 5.0  # seconds: what it writes takes a tenth of a step
+EVERY = 5.0  # seconds between two writes: each takes a tenth of a step
 
 
 class Memory(Protocol):

@@ -20,8 +20,9 @@ N is max_num_batched_tokens, d1 a decode step of one row.
 - A token of a decode step with few rows costs more than one with the rows beside them that wait behind the
   first prompt.  The target is lower where more than `WASTE` of the prefill's time would be lost that way:
   many prompts beside few decoding rows are computed in large chunks.
-- The end of a prompt is not divided where the chunk keeps the second ratio at `END_TARGET`.  Short prompts
-  are so computed at once, and long ones disturb the other rows for one step more.
+- The end of a prompt takes one chunk where that keeps the second ratio at `END_TARGET`.  Such a chunk is up
+  to four times as large as the others, and its step takes up to five times d.  Chunks that are halved, and
+  the growth of the first ones, may still divide the end.
 - Waiting prompts are computed in order of arrival.  The time that counts for one of them includes the prompts
   before it.
 - Exceptions: a chunk has at least one token and at most max_num_batched_tokens; a row also waits for a seat
@@ -45,9 +46,8 @@ from statistics import linear_regression, median_low
 from outrider.core.step import Batch
 
 TTFT_TARGET = 2.0  # aim at most; what is promised is 3, with room for noise, halved chunks and refreshes
-# The same for the end of a prompt that then fits into one chunk.  Under load, where prefill takes half of the
-# time, short prompts would queue for each other: with 2, the median time to first token is 1.3 times as long
-# with 16 clients and twice with 64, and no more is computed a second.
+# The same for the end of a prompt that then fits into one chunk: under load, short prompts that were divided
+# would queue for each other.
 END_TARGET = 1.25
 WASTE = 0.05  # of the time of prefill, lost in decode steps that were cheaper with the waiting rows
 HEADROOM = 0.8  # part of a given maximum slowdown that is aimed at

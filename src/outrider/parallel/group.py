@@ -28,9 +28,7 @@ from outrider.parallel.stage import LOAD, Activity, Stage, Stages
 from outrider.parallel.start import Ranks
 
 SILENCE = 8.0  # seconds without a beat after which a rank counts as frozen
-PAUSE = (
-    1.0  # seconds that a look at the ranks may be late; beyond, this process has been stopped, or they all
-)
+PAUSE = 1.0  # seconds that a look at the ranks may be late; beyond, this process has been stopped
 START_TIMEOUT = 600.0  # seconds for the other ranks to load, after rank 0 has
 STALL = 12.0  # seconds in which no rank computes and no transfer ends: one takes less on any fit network
 SETTLING = 0.2  # seconds for the end of a rank to show, after another one has failed
