@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -61,16 +62,18 @@ def test_a_forward_of_the_largest_step_is_profiled(tiny: Path, monkeypatch: pyte
             assert gpus == [GPU]
 
         def read(self) -> Counter[torch.device]:
+            assert pools[0]() is None, "its memory would not be free"
             return Counter({GPU: 123})
 
     engine = LLM(str(tiny), max_model_len=64).engine
     given = options(max_num_batched_tokens=100)
     assert working_bytes(engine.decoder, 64, 4, given) == Counter()
-    steps, forward = list[Any](), engine.decoder.forward_step
+    steps, pools, forward = list[Any](), list[Any](), engine.decoder.forward_step
 
-    def noting(step: Any, *rest: Any) -> Any:
+    def noting(step: Any, pool: Any, *rest: Any) -> Any:
         steps.append(step)
-        return forward(step, *rest)
+        pools.append(weakref.ref(pool))
+        return forward(step, pool, *rest)
 
     monkeypatch.setattr(memory, "PeakMemory", Meter)
     monkeypatch.setattr(type(engine.decoder), "footprint", Counter({GPU: SLOT}))
@@ -78,3 +81,10 @@ def test_a_forward_of_the_largest_step_is_profiled(tiny: Path, monkeypatch: pyte
     assert working_bytes(engine.decoder, 64, 4, given) == Counter({GPU: 123})
     (step,) = steps
     assert step.length == 100 and len(step.logits_rows) == 100
+
+    def short(*_: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(engine.decoder, "forward_step", short)
+    with pytest.raises(CapacityError, match=r"100 tokens does not fit .* on cuda:0: lower max_num_batched"):
+        working_bytes(engine.decoder, 64, 4, given)

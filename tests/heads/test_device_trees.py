@@ -145,6 +145,33 @@ def test_trees_of_ranks_are_those_of_the_host(
         assert tree.draft_tree.confidence == pytest.approx(known.confidence, rel=1e-6)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_many_rows_are_ranked_part_by_part(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranking takes beside the logits does not grow with the number of rows."""
+    choose, rows = chooser(IDS if own else None), [row_at(t) for t in (0.0, 0.9, 0.0, 0.7, 0.9)]
+    given = rows, [0, 1, 2, 0, 1], torch.stack([logits_of(i, ()) for i in range(5)]), 3
+    expected, sizes, top_next = choose.next_tokens(*given), list[int](), choose.backend.top_next
+
+    def noting(logits: Tensor, *rest: Any) -> Any:
+        sizes.append(len(logits))
+        return top_next(logits, *rest)  # type: ignore[misc]
+
+    monkeypatch.setattr("outrider.heads.choose.AT_ONCE", 2 * V)
+    monkeypatch.setattr(choose.backend, "top_next", noting)
+    assert all(map(torch.equal, choose.next_tokens(*given), expected)) and sizes == [2, 2, 1]
+
+
+def test_a_tree_without_paths_is_empty_beside_others() -> None:
+    choose, (table,) = chooser(None), tables(1)
+    cases: list[list[list[tuple[int, ...]]]] = [[[]], [[], [(0,), (0, 0)]]]
+    for shapes in cases:
+        trees = [RankTree(row_at(0.0), shape, BASE, table) for shape in shapes]
+        growth = on_device(trees, choose)
+        assert growth is not None
+        grow_on_device(growth, [*range(len(trees))], lambda step, at: None)
+        assert [len(tree.draft_tree.tokens) for tree in trees] == [*map(len, shapes)]
+
+
 def test_trees_of_one_pass_are_read_together() -> None:
     choose, shape = chooser(None), [path for path in paths(next(iter(MEDUSA.values()))) if max(path) < V][:9]
 

@@ -101,14 +101,22 @@ def working_bytes(
 
     It has `max_num_batched_tokens` tokens, and as many rows of logits as all requests with full draft trees.
     The first forward also compiles kernels.
+    Raises CapacityError if it does not fit beside the weights.
     """
     gpus = [device for device in decoder.footprint if device.type == "cuda"]
     if not gpus or isinstance(decoder, ParallelModel):
         return Counter()
     tokens = options.max_num_batched_tokens
     step_input = largest_step(tokens, max_len, min(tokens, options.max_num_seqs * (1 + max_nodes)))
-    pool, meter = decoder.pool(tokens), PeakMemory(gpus)
-    decoder.forward_step(step_input, pool, {})
+    try:
+        pool, meter = decoder.pool(tokens), PeakMemory(gpus)
+        decoder.forward_step(step_input, pool, {})
+    except torch.cuda.OutOfMemoryError as error:
+        raise CapacityError(
+            f"a step of {tokens} tokens does not fit beside the weights on {', '.join(map(str, gpus))}: "
+            "lower max_num_batched_tokens and max_num_seqs."
+        ) from error
+    del pool  # before `read`, which returns its memory to the device
     return meter.read()
 
 

@@ -20,6 +20,8 @@ from outrider.core.row import Row
 from outrider.drafting.base import Target
 from outrider.drafting.trees.builder import RANK_CONFIDENCE
 
+AT_ONCE = 1 << 24  # logits that `next_tokens` ranks in one call; ranking takes some ten times their memory
+
 
 class Chooser:
     """ids: int32 [Vd], the target's token of each of the head's; None where they are the same."""
@@ -75,8 +77,11 @@ class Chooser:
         assert top_next is not None, "`stays_on_device` says whether it is supported"
         noised = [row.distribution.temperature > 0 for row in rows]
         keys = [self._key(row, depth) if hot else 0 for row, depth, hot in zip(rows, depths, noised)]
-        asked = [row.distribution for row in rows], keys
-        tokens, shares = top_next(logits, *asked, k, self.ids_on_device, not all(noised))
+        asked, some = [row.distribution for row in rows], max(1, AT_ONCE // logits.shape[1])
+        parts = [slice(first, first + some) for first in range(0, len(rows), some)]
+        rest = k, self.ids_on_device, not all(noised)
+        found = [top_next(logits[part], asked[part], keys[part], *rest) for part in parts]
+        tokens, shares = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
         none = tokens < 0
         if self.ids_on_device is not None:
             tokens = self.ids_on_device[tokens.clamp_min(0)].long()

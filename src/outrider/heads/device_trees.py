@@ -237,7 +237,7 @@ class RankGrowth:
                     tree.add_to(step_input)
         k = 1 + max((rank for _, rank in picks), default=0)
         tokens, shares = self.choose.next_tokens(rows, [self.level] * len(rows), logits, k)
-        at, rank = to_device(torch.tensor(picks).view(-1, 2).T, logits.device)
+        at, rank = to_device(torch.tensor(picks, dtype=torch.int64).view(-1, 2).T, logits.device)
         tokens = tokens[at, rank]
         self.levels.append(torch.stack([tokens.double(), shares[at, rank].double()], 1))
         self.nodes.append(new)
