@@ -226,6 +226,9 @@ def test_the_end_of_a_prompt_that_fits_into_one_chunk_is_not_divided() -> None:
     assert pacer.chunk(8, 0, wanted=40) >= 40 > 1.3 * pacer.chunk(8, 0)
     assert pacer.chunk(8, 0, wanted=400) == pacer.chunk(8, 0)  # too long for that
     assert bounded.chunk(8, 0, wanted=40) == bounded.chunk(8, 0)
+    assert pacer.chunk(8, 0, wanted=4) == pacer.chunk(8, 0), "others have the rest of the chunk"
+    pacer.steps_since_refresh = 3  # a smaller chunk, to learn from
+    assert pacer.chunk(8, 0, wanted=40) == pacer.chunk(8, 0)
 
 
 def test_a_crowd_beside_few_decoding_rows_is_computed_soon() -> None:

@@ -171,16 +171,19 @@ class PrefillPacer:
         """
         decode, cost = self._decode(decoding), self._nearest(context)
         chunk: float = FIRST_CHUNK
+        whole = 0.0  # tokens up to which the end of a prompt is not divided
         if decode is not None and cost is not None:
             target = self._target(decoding, waiting)
             chunk = self._paced(decode, *cost.line(), target)
             if self.max_slowdown is None:
-                end = self._paced(decode, *cost.line(), min(target, END_TARGET))
-                chunk = end if wanted <= end else chunk
-        chunk = min(chunk, self.recent_chunk * (1 if self.surprises else MAX_GROWTH))
+                whole = self._paced(decode, *cost.line(), min(target, END_TARGET))
+        most = min(self.max_tokens, self.recent_chunk * (1 if self.surprises else MAX_GROWTH))
+        chunk = min(chunk, most)
         if self.steps_since_refresh % 4 == 3:
-            chunk /= 2
-        chunk = max(1, min(chunk, self.max_tokens))
+            chunk /= 2  # another size tells what a token costs
+        elif wanted <= min(whole, most):
+            chunk = max(chunk, wanted)
+        chunk = max(1, chunk)
         return math.ceil(chunk) if self.max_slowdown is None else int(chunk)
 
     def learn(self, batch: Batch, seconds: float) -> None:
