@@ -65,7 +65,7 @@ def test_a_named_function_is_called(client: OpenAI) -> None:
     events = list(client.responses.create(**given, stream=True))
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-    assert "".join(deltas) in ARGUMENTS and len(deltas) > 1
+    assert "".join(deltas) in ARGUMENTS, "how many pieces there are depends on the steps' speed"
     assert list(dict.fromkeys(kinds[2:])) == [
         "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
         "output_item.done", "completed",
