@@ -85,25 +85,26 @@ def test_each_mode_of_an_engine_answers_from_its_own_process(tiny: Path, rival: 
     llm, params = LLM(str(tiny)), SamplingParams(temperature=0, max_tokens=4)
     with peers.running([Rival.parse("rival", str(tiny), None)], llm, params, 2) as found:
         assert list(found) == ["rival", "rival ends"]
+        began = time.perf_counter()
         run = found["rival"]("a", [{"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [7]}])
+        seconds = time.perf_counter() - began
         assert [answer.token_ids for answer in run.answers] == [[5, 6, 4], [7, 4]]
-        assert run.kind == "a" and run.answers[0].token_times == [0.5] and 0 < run.seconds < 0.5
+        assert run.kind == "a" and run.answers[0].token_times == [0.5] and 0 < run.seconds <= seconds
         with pytest.raises(ConfigError, match=r"^rival cannot run '.*': out of memory$"):
             found["rival ends"]("a", [{"prompt_token_ids": [7]}])
 
 
 def test_processes_that_an_engine_leaves_behind_end_with_it(tiny: Path, rival: None, tmp_path: Path) -> None:
     """A fork may have our pipe too, whose end would not come before that of the fork."""
-    forking = "import os, time\nif not (child := os.fork()):\n    time.sleep(30)\n    os._exit(0)\n"
+    forking = "import os, time\nif not (child := os.fork()):\n    time.sleep(3600)\n    os._exit(0)\n"
     modes = "{'rival': lambda: lambda ids: ([child], [0.5]), 'rival ends': lambda: lambda ids: os._exit(1)}"
     answer = f"def modes(job):\n    return {modes}\n"
     (tmp_path / "rival.py").write_text(forking + answer)
-    given, began = [Rival.parse("rival", str(tiny), None)], time.monotonic()
+    given = [Rival.parse("rival", str(tiny), None)]
     with peers.running(given, LLM(str(tiny)), SamplingParams(max_tokens=4), 2) as found:
         run = found["rival"]("a", [{"prompt_token_ids": [5]}])
         with pytest.raises(ConfigError, match="rival cannot run"):
             found["rival ends"]("a", [{"prompt_token_ids": [5]}])
-    assert time.monotonic() - began < 20
     (child,) = run.answers[0].token_ids
     with pytest.raises(ProcessLookupError):
         for _ in range(1000):  # until init has taken its status

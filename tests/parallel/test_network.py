@@ -6,11 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from patience import HANG
 
 from outrider import LLM, SamplingParams
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def ip(words: str) -> None:
-    subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=10)
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=HANG)
 
 
 class Machines:
@@ -108,7 +108,6 @@ LOST = [  # ranks, what cuts the network, error of rank 0
 ]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "cut", "text"), LOST, ids=["to rank 0", "between others"])
 def test_a_lost_network_ends_all_ranks(
@@ -118,15 +117,13 @@ def test_a_lost_network_ends_all_ranks(
     first, *others = [several.run(rank, model) for rank in range(ranks)]
     assert first.stdout is not None and first.stdout.readline() == "ready\n"
     ip(cut.format(*several.names))
-    began = time.monotonic()
-    _, messages = first.communicate(timeout=40)
+    _, messages = first.communicate(timeout=HANG)
     assert f"RankError: {text}" in messages and first.returncode == 1
     for other in others:
-        other.communicate(timeout=max(1.0, 50 - time.monotonic() + began))
+        other.communicate(timeout=HANG)
         assert other.returncode is not None
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.full
 def test_torchrun_on_two_machines_gives_the_tokens_of_one(
     machines: Callable[[int], Machines], model: str, tmp_path: Path
@@ -139,7 +136,7 @@ def test_torchrun_on_two_machines_gives_the_tokens_of_one(
     started = [
         two.start(i, [*torchrun, *place, "--node-rank", str(i), str(program), model]) for i in range(2)
     ]
-    found = [process.communicate(timeout=120) for process in started]
+    found = [process.communicate(timeout=2 * HANG) for process in started]
     assert [process.returncode for process in started] == [0, 0], found
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
     (output,) = LLM(model, tensor_parallel_size=2).generate({"prompt_token_ids": [5, 6, 7]}, params)

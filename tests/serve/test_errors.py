@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from patience import HANG
 from served import Served
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -84,7 +85,7 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
     ],
 )
 def test_a_wrong_value_is_named(path: str, body: Any, text: str, server: Served) -> None:
-    refused(httpx.post(server.url + path, content=json.dumps(body), headers=JSON), 400, text)
+    refused(httpx.post(server.url + path, content=json.dumps(body), headers=JSON, timeout=HANG), 400, text)
 
 
 JSON = {"Content-Type": "application/json"}
@@ -109,13 +110,13 @@ JSON = {"Content-Type": "application/json"}
 )
 def test_bodies_that_are_no_json_object_are_refused(content: bytes, server: Served) -> None:
     for path in (COMPLETIONS, CHAT, "/tokenize"):
-        refused(httpx.post(server.url + path, content=content, headers=JSON), 400)
+        refused(httpx.post(server.url + path, content=content, headers=JSON, timeout=HANG), 400)
 
 
 def test_numbers_must_be_finite_and_the_field_of_a_union_is_named(server: Served) -> None:
     for number in ("NaN", "-Infinity", "1e999"):
         content = f'{{"prompt": "a", "guided_json": {{"const": {number}}}}}'
-        answer = httpx.post(server.url + COMPLETIONS, content=content, headers=JSON)
+        answer = httpx.post(server.url + COMPLETIONS, content=content, headers=JSON, timeout=HANG)
         refused(answer, 400, f"{number} is no finite number")
     for prompt in (5, [], [[]], [1.5], ["a"] * 1025):
         error = refused(server.post(COMPLETIONS, {"prompt": prompt}), 400, "a text, a list of token ids, or")
@@ -125,15 +126,19 @@ def test_numbers_must_be_finite_and_the_field_of_a_union_is_named(server: Served
 def test_a_body_without_the_type_of_json(server: Served) -> None:
     """As `curl -d` sends it."""
     refused(
-        httpx.post(server.url + COMPLETIONS, content=b'{"prompt": "a"}'),
+        httpx.post(server.url + COMPLETIONS, content=b'{"prompt": "a"}', timeout=HANG),
         400,
         "Content-Type: application/json",
     )
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     refused(
-        httpx.post(server.url + COMPLETIONS, content=b'{"prompt": "a"}', headers=form), 400, "Content-Type"
+        httpx.post(server.url + COMPLETIONS, content=b'{"prompt": "a"}', headers=form, timeout=HANG),
+        400,
+        "Content-Type",
     )
-    text = refused(httpx.post(server.url + COMPLETIONS, content=b'{"prompt": "\xff"}', headers=JSON), 400)
+    text = refused(
+        httpx.post(server.url + COMPLETIONS, content=b'{"prompt": "\xff"}', headers=JSON, timeout=HANG), 400
+    )
     assert text["code"] == "invalid_json" and "0xff" in text["message"]
 
 

@@ -23,10 +23,12 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import HANG
 
 from outrider import AsyncLLM, SamplingParams
 from outrider.progress import Request
 from outrider.sampling.grammar.compiler import GrammarCompiler
+from outrider.serve import log as serve_log
 from outrider.serve.app import make_app
 from outrider.serve.log import log_throughput
 from outrider.serve.options import ServerOptions
@@ -71,17 +73,33 @@ def failing(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.llm.engine.runner, "begin", fail)
 
 
-def test_throughput_is_logged_while_there_is_any(engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_throughput_is_logged_while_there_is_any(
+    engine: AsyncLLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "outrider.serve")
+    looks, look = 0, serve_log.counts_of
+
+    def counted(of: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return look(of)
+
+    async def intervals(number: int) -> None:
+        """Return when as many intervals are over, however long they took."""
+        end = looks + number
+        while looks < end:
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(serve_log, "counts_of", counted)
 
     async def task() -> None:
         server = Server(ServerOptions(log_interval=0.02), "builtin")
         logger = asyncio.create_task(log_throughput(server))
         server.started(engine)
         await engine.complete(BODY["prompt"], SamplingParams(max_tokens=8, ignore_eos=True))
-        await asyncio.sleep(0.1)  # one line, or two, and then none
+        await intervals(3)  # one line, or two, and then none
         before = len(caplog.records)
-        await asyncio.sleep(0.1)
+        await intervals(3)
         assert len(caplog.records) == before > 0
         await cancelled([logger])
 
@@ -130,10 +148,10 @@ def test_a_signal_ends_a_loading_server_with_tls(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None and process.stdout.readline() == b"loading\n"
         transport = httpx.HTTPTransport(verify=trust, retries=10)
-        with httpx.Client(transport=transport) as client:
+        with httpx.Client(transport=transport, timeout=HANG) as client:
             assert client.get(f"https://127.0.0.1:{port}/health").status_code == 503
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(HANG) == 0
     finally:
         process.kill()
 
@@ -184,7 +202,7 @@ def test_a_grammar_that_compiles_delays_no_other_request(
 
     def slow(self: GrammarCompiler, form: Any) -> Any:
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(HANG)
         return compile(self, form)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slow)
@@ -192,13 +210,13 @@ def test_a_grammar_that_compiles_delays_no_other_request(
     read = engine.llm.reader.request
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(read, "a", "One", constrained)
-        assert began.wait(20)
+        assert began.wait(HANG)
         plain = pool.submit(read, "b", "Two", SamplingParams(bad_words=["no"]))
         try:
-            assert plain.result(5).id == "b" and not waiting.done()
+            assert plain.result(HANG / 2).id == "b" and not waiting.done()
         finally:
             go_on.set()
-        assert isinstance(waiting.result(20), Request)
+        assert isinstance(waiting.result(HANG), Request)
 
 
 def test_a_request_that_takes_too_long_ends(engine: AsyncLLM) -> None:
@@ -251,7 +269,7 @@ def test_a_reader_that_stops_leaves_its_place(engine: AsyncLLM) -> None:
         with server.room(requests) as room:
             stream = server.stream(requests, room)
             await anext(stream)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG):
                 while server.open:
                     await asyncio.sleep(0.001)
             await stream.aclose()
@@ -281,7 +299,7 @@ def test_a_reader_that_never_takes_a_part_is_left(monkeypatch: pytest.MonkeyPatc
         if len(sent) == 4:
             await forever()
 
-    asyncio.run(asyncio.wait_for(Events(parts(), left)({"type": "http"}, forever, send), 20))
+    asyncio.run(asyncio.wait_for(Events(parts(), left)({"type": "http"}, forever, send), HANG))
     assert len(sent) == 4 and closed == [True]
 
 
@@ -304,7 +322,7 @@ def test_a_failed_step_turns_health_red(engine: AsyncLLM, monkeypatch: pytest.Mo
         server = Server(ServerOptions(), "builtin")
         server.started(engine)
         process = Process(make_app(server), server)
-        await asyncio.wait_for(watch_engine(process, server), 5)
+        await asyncio.wait_for(watch_engine(process, server), HANG)
         assert process.should_exit and "a defect" in str(process.failure)
 
     ask(engine, task)

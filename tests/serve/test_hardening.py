@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from patience import HANG
 from served import Served, forked
 
 SECRET = "a secret prompt that no log may show"
@@ -55,7 +56,7 @@ def bearer(key: str = KEYS[0]) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def until(true: Callable[[], bool], seconds: float = 30) -> None:
+def until(true: Callable[[], bool], seconds: float = HANG) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
@@ -64,7 +65,7 @@ def until(true: Callable[[], bool], seconds: float = 30) -> None:
 
 def connected(server: Served, head: str, body: bytes = b"") -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    made = socket.create_connection((host, int(port)), timeout=30)
+    made = socket.create_connection((host, int(port)), timeout=HANG)
     made.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
     return made
 
@@ -101,7 +102,7 @@ def test_every_key_is_accepted_and_no_other(guarded: Served) -> None:
     for path in ("/", "/static/app.js", "/health", "/version", "/metrics", "/openapi.json"):
         assert guarded.get(path).status_code == 200
     for path in ("/static/../v1/models", "/static/%2e%2e/v1/models", "/static/../../api.py"):
-        assert "data" not in httpx.get(f"{guarded.url}{path}").text
+        assert "data" not in httpx.get(f"{guarded.url}{path}", timeout=HANG).text
 
 
 def test_long_and_slow_bodies_are_refused(guarded: Served) -> None:
@@ -112,7 +113,7 @@ def test_long_and_slow_bodies_are_refused(guarded: Served) -> None:
         for _ in range(40):
             yield b" " * 1000
 
-    answer = httpx.post(f"{guarded.url}/v1/completions", content=chunks(), headers=bearer())
+    answer = httpx.post(f"{guarded.url}/v1/completions", content=chunks(), headers=bearer(), timeout=HANG)
     assert answer.status_code == 413
     head = f"POST /v1/completions HTTP/1.1\nHost: x\nAuthorization: Bearer {KEYS[0]}\nContent-Length: 10"
     with connected(guarded, head, b"{") as slow:
@@ -124,7 +125,7 @@ def test_a_crowd_is_refused_until_there_is_room(guarded: Served) -> None:
         "POST",
         f"{guarded.url}/v1/completions",
         headers=bearer(),
-        timeout=60,
+        timeout=HANG,
         json={**LONG, "n": 4, "stream": True},
     ) as full:
         lines = full.iter_lines()
@@ -164,7 +165,7 @@ def test_only_allowed_origins_may_read(guarded: Served, server: Served) -> None:
         answer = guarded.get("/v1/models", headers=headers)
         assert ("access-control-allow-origin" in answer.headers) == allowed
         preflight = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        answer = httpx.options(f"{guarded.url}/v1/completions", headers=preflight)
+        answer = httpx.options(f"{guarded.url}/v1/completions", headers=preflight, timeout=HANG)
         assert (answer.status_code == 200) == allowed
     plain = server.get("/v1/models", headers={"Origin": "https://a.example"})
     assert "access-control-allow-origin" not in plain.headers
@@ -185,7 +186,7 @@ def test_health_is_red_while_open_requests_end_before_a_stop() -> None:
                     health = server.get("/health")
                     told.add((health.status_code, health.json().get("error", {}).get("code", "")))
             assert answer.result().status_code == 200 and (503, "stopping") in told
-        assert server.process.wait(20) == 0
+        assert server.process.wait(HANG) == 0
 
 
 def test_the_end_lets_open_requests_finish_and_the_log_has_no_secrets(guarded: Served) -> None:
@@ -211,7 +212,7 @@ def test_the_end_lets_open_requests_finish_and_the_log_has_no_secrets(guarded: S
         for _ in range(1000):
             assert guarded.get("/health").status_code == 200
             time.sleep(0.01)
-    reader.join(60)
-    assert texts[-1] == "length" and guarded.process.wait(60) == 0
+    reader.join(HANG)
+    assert texts[-1] == "length" and guarded.process.wait(HANG) == 0
     assert not any(word in guarded.log for word in (SECRET, *KEYS)) and "Traceback" not in guarded.log
     assert "output" in guarded.log and "KV cache" in guarded.log  # the line about throughput

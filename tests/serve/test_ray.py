@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import HANG
 
 ray_server = pytest.importorskip("outrider.serve.ray", reason="needs the extra ray", exc_type=ImportError)
 
@@ -107,7 +108,7 @@ def test_a_client_that_leaves_ends_the_request_of_a_replica() -> None:
         await anext(parts)
         await anext(parts)
         await asyncio.sleep(0.01)  # the queue is full
-        await asyncio.wait_for(parts.aclose(), 5)
+        await asyncio.wait_for(parts.aclose(), HANG)
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(task())

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import HANG
 
 from outrider import AsyncLLM
 from outrider.serve.app import make_app
@@ -28,7 +29,7 @@ def test_requests_are_read_while_a_long_text_is_tokenized(path: str, monkeypatch
     def slow(self: Any, given: Any, *more: Any, **options: Any) -> Any:
         if len(given) >= 1000:
             began.set()
-            assert go_on.wait(20)
+            assert go_on.wait(HANG)
         return original(self, given, *more, **options)
 
     monkeypatch.setattr(kind, call, slow)
@@ -44,8 +45,8 @@ def test_requests_are_read_while_a_long_text_is_tokenized(path: str, monkeypatch
             # more than there are threads for such work
             waiting = [asyncio.create_task(client.post(path.split()[0], json=body)) for _ in range(40)]
             try:
-                assert await asyncio.to_thread(began.wait, 20)
-                async with asyncio.timeout(10):
+                assert await asyncio.to_thread(began.wait, HANG)
+                async with asyncio.timeout(HANG):
                     short = await client.post("/v1/completions", json={"prompt": "One", "max_tokens": 1})
                 assert short.status_code == 200 and not any(task.done() for task in waiting)
             finally:
@@ -70,7 +71,7 @@ def test_the_first_text_is_tokenized_while_others_are_read() -> None:
         transport = httpx.ASGITransport(make_app(server))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             with server.reader.lock:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(HANG):
                     answer = await client.post("/tokenize", json={"prompt": "One"})
         assert answer.json()["tokens"] == engine.llm.tokenizer.encode("One")
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import httpx
 from openai import OpenAI
+from patience import HANG
 from server_process import serve
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -72,13 +73,13 @@ class Served:
         return self.log_file.read_text()
 
     def client(self, key: str = "EMPTY") -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=HANG)
 
     def post(self, path: str, body: Any = None, **given: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=60, **given)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=HANG, **given)
 
     def get(self, path: str, **given: Any) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=60, **given)
+        return httpx.get(f"{self.url}{path}", timeout=HANG, **given)
 
     def metric(self, name: str, labels: str = "") -> float:
         """Value of a metric, by its name without prefix."""
@@ -89,7 +90,7 @@ class Served:
     def idle(self) -> bool:
         return self.metric("num_requests_running") + self.metric("num_requests_waiting") == 0
 
-    def stop(self, sig: int = signal.SIGTERM, seconds: float = 60) -> int:
+    def stop(self, sig: int = signal.SIGTERM, seconds: float = HANG) -> int:
         self.process.send_signal(sig)
         return self.process.wait(seconds)
 

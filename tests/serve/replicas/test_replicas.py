@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import HANG
 from served import Served, served
 
 from outrider import LLM, SamplingParams
@@ -27,7 +28,7 @@ TEXT: dict[str, Any] = {"prompt": "The future of AI is", "ignore_eos": True, "te
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Served]:
-    with served("builtin-draft", "--replicas", "2", "--replica-timeout", "4", "--api-key", "secret",
+    with served("builtin-draft", "--replicas", "2", "--replica-timeout", "8", "--api-key", "secret",
                 "--max-requests", "8", "--root-path", "/llm", "--stream-interval", "0",
                 "--speculative-config", '{"method": "ngram"}') as running:  # fmt: skip
         yield running
@@ -52,7 +53,7 @@ def states(server: Served) -> set[str]:
     return {*server.get("/health").json().get("replicas", {"": "none"}).values()}
 
 
-def await_ready(server: Served, seconds: float = 60) -> None:
+def await_ready(server: Served, seconds: float = 2 * HANG) -> None:
     deadline = time.monotonic() + seconds
     while states(server) != {"ready"}:
         assert time.monotonic() < deadline, server.log
@@ -67,38 +68,40 @@ def offline(bodies: list[dict[str, Any]]) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
-def busy(server: Served) -> int:
-    """Process of the replica that answers."""
-    (number,) = re.findall(r'router_open_samples\{replica="(\d)"\} [1-9]', server.get("/metrics").text)
-    return processes(server)[int(number)]
+def busy(server: Served) -> int | None:
+    """Process of the replica that answers, if one still does."""
+    numbers = re.findall(r'router_open_samples\{replica="(\d)"\} [1-9]', server.get("/metrics").text)
+    return processes(server)[int(numbers[0])] if numbers else None
 
 
-def streamed(server: Served, body: dict[str, Any], hurt: int) -> str:
-    """The text of a stream whose replica gets a signal after 20 events."""
-    found = []
+def streamed(server: Served, body: dict[str, Any], fate: int) -> tuple[str, bool]:
+    """The text of a stream, and whether its replica was there to get a signal after some events."""
+    found, hurt = [], False
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, headers=KEY,
-                      timeout=60) as answer:  # fmt: skip
+                      timeout=HANG) as answer:  # fmt: skip
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 found.append(parsed(line)["choices"][0]["text"])
-            if len(found) == 20 and hurt:
-                os.kill(busy(server), hurt)
-                hurt = 0
-    return "".join(found)
+            if len(found) == 5 and not hurt and (pid := busy(server)):
+                os.kill(pid, fate)
+                hurt = True
+    return "".join(found), hurt
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_stream_survives_its_replica(pair: Served, fate: int) -> None:
     await_ready(pair)
     body = {**TEXT, "max_tokens": LONGEST}
     (plain,) = offline([body])
     retries = pair.metric("router_retries_total")
-    assert streamed(pair, body, fate) == plain
-    assert pair.metric("router_retries_total") == retries + 1
+    for _ in range(20):  # until this client is no slower than the replica
+        text, hurt = streamed(pair, body, fate)
+        assert text == plain
+        if hurt:
+            break
+    assert hurt and pair.metric("router_retries_total") == retries + 1
 
 
-@pytest.mark.timeout(60)
 def test_keys_limits_and_other_routes_are_those_of_one_server(pair: Served) -> None:
     for path in ("/v1/models", "/nowhere"):
         assert pair.get(path).status_code == 401
@@ -118,7 +121,6 @@ def test_keys_limits_and_other_routes_are_those_of_one_server(pair: Served) -> N
     assert text.count("# TYPE outrider:kv_cache_tokens ") == 1
 
 
-@pytest.mark.timeout(60)
 def test_the_root_path_may_be_in_the_path_of_a_request_or_not(pair: Served) -> None:
     for root in ("", "/llm"):
         for path in ("/health", "/", "/static/app.js", "/openapi.json"):
@@ -131,7 +133,6 @@ def test_the_root_path_may_be_in_the_path_of_a_request_or_not(pair: Served) -> N
         assert pair.metric("router_prompt_blocks_total") > blocks, "routed by its prompt"
 
 
-@pytest.mark.timeout(60)
 def test_turns_of_conversations_find_what_is_cached(pair: Served) -> None:
     """At least 80 % of what one engine finds."""
     await_ready(pair)
@@ -152,7 +153,6 @@ def test_turns_of_conversations_find_what_is_cached(pair: Served) -> None:
     assert 0.8 * possible <= found <= possible and possible > 300
 
 
-@pytest.mark.timeout(60)
 def test_a_full_replica_hands_on_and_a_client_that_leaves_frees_its_place(pair: Served) -> None:
     """Eight places each; the prompt is cached at one."""
     await_ready(pair)
@@ -162,19 +162,18 @@ def test_a_full_replica_hands_on_and_a_client_that_leaves_frees_its_place(pair: 
         request = client.build_request("POST", f"{pair.url}/v1/completions", json=body, headers=KEY)
         return client.send(request, stream=True)
 
-    with httpx.Client(timeout=60) as client, ThreadPoolExecutor(17) as threads:
+    with httpx.Client(timeout=HANG) as client, ThreadPoolExecutor(17) as threads:
         answers = list(threads.map(lambda _: first_line(), range(17)))
         assert sorted(answer.status_code for answer in answers) == [200] * 16 + [429]
         for answer in answers:
             answer.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG
     while re.search(r"router_open_samples\S+ [1-9]", pair.get("/metrics").text):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(100)
 def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
     with (
         pytest.raises(AssertionError, match="did not start"),
@@ -183,7 +182,6 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.timeout(100)
 def test_the_end_of_the_router_is_that_of_its_replicas(pair: Served) -> None:
     """Last in this file: open requests end, and no process is left, after a signal."""
     await_ready(pair)
@@ -197,15 +195,13 @@ def test_the_end_of_the_router_is_that_of_its_replicas(pair: Served) -> None:
     asking.start()
     while not re.search(r"router_open_samples\S+ [1-9]", pair.get("/metrics").text):
         assert asking.is_alive()
-    began = time.monotonic()
-    assert pair.stop() == 0 and time.monotonic() - began < 20
+    assert pair.stop(seconds=HANG) == 0
     asking.join()
     assert answers[0].json()["choices"][0]["finish_reason"] == "length"
     assert len(pids) == 2 and not any(map(alive, pids))
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_under_load_with_kills_and_a_rolling_restart_every_reply_is_the_offline_one() -> None:
     """Three replicas, one killed every 5 s."""
     bodies = [

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from patience import HANG
 
 from outrider.errors import EngineError
 from outrider.serve.errors import ApiError
@@ -186,7 +187,7 @@ def test_a_replica_is_prepared_again_before_it_is_ready_again(
         watch = asyncio.create_task(replica._watch(SimpleNamespace(pid=1), []))  # type: ignore[arg-type]
         await replica._started.wait()
         replica.lose()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG):
             while replica.state != "ready":
                 await asyncio.sleep(0)
         watch.cancel()
