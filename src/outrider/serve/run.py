@@ -83,7 +83,8 @@ def run(service: Service) -> None:
 async def _load(process: Process, server: Server, load: Callable[[], AsyncLLM]) -> None:
     log.info("loading %s", server.model)
     try:
-        server.started(await asyncio.wrap_future(_loading(load)))
+        engine = await asyncio.wrap_future(_loading(load))
+        await asyncio.to_thread(server.started, engine)  # while /health is answered
     except Exception as error:
         process.fail(error)
         return
