@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.backends.cpu import bindings
+from outrider.backends.base import Chain
+from outrider.backends.cpu import bindings, fused
+from outrider.core.params import DistributionParams
 
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
@@ -47,3 +49,12 @@ def test_types_of_a_function() -> None:
 def test_a_type_without_a_binding_is_named() -> None:
     with pytest.raises(AssertionError, match="no binding of 'short x'"):
         bindings._parse("void f(short x);")
+
+
+def test_chains_are_packed_with_stream_numbers_of_64_bits() -> None:
+    """A drafter of a mix numbers its streams from an offset of 64 bits, without a sign."""
+    most = 2**64 - 1
+    packed = fused._chains([Chain(1, 2, DistributionParams(), most, first_node=most, joint_floor=0.25)])
+    chain = bindings.STRUCTS["Chain"].from_buffer_copy(packed)
+    assert (chain.first_row, chain.max_tokens, chain.stream, chain.first_node) == (1, 2, most, most)
+    assert (chain.temperature, chain.top_p, chain.min_joint, chain.probs) == (1.0, 1.0, 0.25, None)

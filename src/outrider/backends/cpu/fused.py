@@ -21,6 +21,7 @@ from outrider.core.lora import Runs
 from outrider.core.stop_rule import NUM_FEATURES, Chained, NodeFeatures
 
 KEPT_LOGITS = 1 << 24  # bytes
+CHAIN = structs.packer("Chain")
 
 
 @dataclass
@@ -97,15 +98,12 @@ def _model(
     return stack.shape, stack.layers, ends.c, rows, view.input_ids, pool.address, pool.plane
 
 
-def _chains(chains: Sequence[Chain]) -> ctypes.Array[Any]:
-    packed: ctypes.Array[Any] = (STRUCTS["Chain"] * len(chains))()
-    for to, chain in zip(packed, chains):
-        to.first_row, to.max_tokens = chain.at, chain.levels
-        to.stream, to.min_prob, to.min_joint = chain.stream, chain.floor, chain.joint_floor
-        to.temperature, to.min_p, to.top_k, to.top_p = chain.distribution
-        if chain.probs is not None:
-            to.probs, to.width = chain.probs.data_ptr(), chain.probs.shape[1]
-            to.first_node = chain.first_node
+def _chains(chains: Sequence[Chain]) -> bytes:
+    packed = b""
+    for at, levels, (temperature, min_p, top_k, top_p), stream, floor, probs, first_node, joint_floor in chains:
+        out, width = (0, 0) if probs is None else (probs.data_ptr(), probs.shape[1])
+        sampling = top_k, min_p, top_p, joint_floor, stream, out, width, first_node, temperature
+        packed += CHAIN.pack(at, levels, *sampling, floor)
     return packed
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from array import array
 from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
 
-from outrider.backends.cpu.bindings import STRUCTS
+from outrider.backends.cpu.structs import packer
 from outrider.backends.rules import Answer, TreeQuery
 from outrider.core.params import DistributionParams
 
 RULES = ("match", "rejection", "block", "traversal")  # in the order of kernels.h
-# `TreeQuery` of kernels.h as bytes: a quarter of the time of a ctypes instance
-QUERY = struct.Struct("".join(kind._type_ for _, kind in STRUCTS["TreeQuery"]._fields_) + "0q")
+QUERY = packer("TreeQuery")
 
 
 class TreeQueries:

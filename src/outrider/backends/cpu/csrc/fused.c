@@ -135,9 +135,10 @@ static int pick_next(const ChainRows *c, int64_t i, const Chain *chain, int64_t 
 }
 
 void chain(const ModelShape *s, const Layer *layers, const ModelEnds *ends, const Rows *rows,
-           const int64_t *ids, char *pool, int64_t plane_bytes, const Chain *chains, int64_t num_chains,
+           const int64_t *ids, char *pool, int64_t plane_bytes, const void *given, int64_t num_chains,
            int64_t stride, int64_t vocab, const StopRule *rule, int32_t *out, float *features,
            float *states) {
+    const Chain *chains = given;
     const int64_t hidden = s->hidden;
     ChainRows c = allocate_chain_rows(num_chains, hidden, ends->outputs);
     float *x = allocate(rows->num_rows * hidden * 4);

@@ -178,7 +178,8 @@ typedef struct {
     double min_p, top_p, min_joint;
     uint64_t stream;
     double *probs; /* [max_tokens,width] or null: tokens are sampled, and what from is written here */
-    int64_t width, first_node; /* first_node: number of the random stream of the first token */
+    int64_t width;
+    uint64_t first_node; /* number of the random stream of the first token */
     float temperature, min_prob;
 } Chain;
 
@@ -191,11 +192,11 @@ typedef struct {
 
 /* Drafts a chain of tokens behind each of num_chains rows: `stack` over the rows, a pick from the first
  * `vocab` logits, one more row for each chain that goes on, and so on.
- *   out [num_chains,stride]: draft tokens, -1 from the end of a chain on
+ *   Chain chains [num_chains]; out [num_chains,stride]: draft tokens, -1 from the end of a chain on
  *   rule or null; features [num_chains,stride,NUM_FEATURES]: see should_stop, only with a rule
  *   states [num_chains,stride,hidden] or null: the state that each token was picked from */
 void chain(const ModelShape *shape, const Layer *layers, const ModelEnds *ends, const Rows *rows,
-           const int64_t *ids, char *pool, int64_t plane_bytes, const Chain *chains, int64_t num_chains,
+           const int64_t *ids, char *pool, int64_t plane_bytes, const void *chains, int64_t num_chains,
            int64_t stride, int64_t vocab, const StopRule *rule, int32_t *out, float *features, float *states);
 
 /* Seconds spent in picks by read_model and chain; not synchronized, for measurements with one caller. */
