@@ -18,6 +18,7 @@ import torch
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 VERSION_1 = ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+told: dict[int, int] = {}  # handle of a library of kernels -> its number of threads
 
 
 @lru_cache(maxsize=1)
@@ -45,7 +46,10 @@ def processors() -> int:
 
 def adopt(kernels: ctypes.CDLL) -> None:
     """Let the kernels use as many threads as torch does."""
-    kernels.set_threads(torch.get_num_threads())
+    count = torch.get_num_threads()
+    if told.get(kernels._handle) != count:
+        kernels.set_threads(count)
+        told[kernels._handle] = count
 
 
 def quota(groups: Path, own: Path) -> float | None:
