@@ -160,7 +160,7 @@ class Decoder(Model):
     ) -> Tensor:
         if self.fused is None:
             return super().forward_step(step_input, pool, states, queries)
-        stack, runs = self.parts[0].stack, _runs(step_input, 0)
+        stack, runs = self.parts[0].stack, _runs(step_input, 0) if step_input.adapters else ()
         return self.fused.forward(stack, self.ends, LayerKV(step_input, pool), states, queries, runs)
 
     def pack_adapter(self, layers: Adapted) -> list[Any]:
