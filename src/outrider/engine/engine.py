@@ -259,7 +259,8 @@ class Engine:
         commit = self._commit(batch, output)
         self.proposer.observe(commit)
         finished = self._finish(batch)
-        times = flight.times.plus(Times(0.0, after - waiting, time.perf_counter() - after))
+        drafting, forward, rest = flight.times
+        times = Times(drafting, forward + after - waiting, rest + time.perf_counter() - after)
         times = self.proposer.charged(times)
         flight.controller.learn(commit, times)
         self.pacer.learn(batch, sum(times))
@@ -277,7 +278,8 @@ class Engine:
 
     def _finish(self, batch: Batch) -> list[Row]:
         """The rows that emitted or failed; those that ended leave the engine."""
-        for row in batch.rows:
+        for step in batch:
+            row = step.row
             if row.finish_reason is not None:
                 if row.error is None:
                     self.scheduler.share(row)  # the drafter may have filled more pages since the last commit

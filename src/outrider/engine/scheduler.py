@@ -198,7 +198,8 @@ class Scheduler:
                 self.cache.shrink(table, length)
             if row.computed >= (len(table.nodes) + 1) * PAGE:
                 self.share(row)
-        self.away.difference_update(batch.rows)
+        if self.away:
+            self.away.difference_update(batch.rows)
 
     def share(self, row: Row) -> None:
         """Index its full pages for reuse, as far as target and drafter have filled them."""

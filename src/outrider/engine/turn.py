@@ -54,7 +54,7 @@ class Turn:
 
     def wait_for_processor(self, came: float) -> None:
         """Return when no logits processor runs that was running at `came`.  Raises as `refuse_to_wait`."""
-        while self.refuse_to_wait(came):
+        while running_since and self.refuse_to_wait(came):
             time.sleep(0.01)
 
     @contextmanager
@@ -90,7 +90,8 @@ def in_turn(method: Callable[[E], T]) -> Callable[[E], T]:
     @wraps(method)
     def run(self: E) -> T:
         turn = self.turn
-        turn.refuse_reentry()
+        if turn.owner is not None:
+            turn.refuse_reentry()
         with turn.lock:
             turn.owner = threading.get_ident()
             try:
