@@ -120,6 +120,12 @@ class StepInput:
         n, end = len(tokens), start + len(tokens)
         self._add(table, n, end)
         self.input_ids += tokens
+        if n == 1:  # most rows of plain decoding: no ranges, no slices
+            self.positions.append(start + shift)
+            self.slot_mapping.append(table[start])
+            self.context_lens.append(end)
+            self._paths.append(())
+            return
         self.positions += range(start + shift, end + shift)
         self.slot_mapping += table[start:end]
         self.context_lens += range(start + 1, end + 1)
