@@ -117,7 +117,8 @@ class Scheduler:
             known = len(row.tokens) - row.computed
             if known > 1:
                 known = budget.take(known, row.computed)
-            if known and self._room(row, row.computed + known):
+            end = row.computed + known
+            if known and (end <= row.table.room or self._room(row, end)):
                 batch.add(row, known)
         share = -(-min(len(self.running) + len(self.waiting), self.limits.max_num_seqs) // overlap)
         while self._places(batch, share) and not budget.exhausted:

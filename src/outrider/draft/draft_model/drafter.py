@@ -214,8 +214,8 @@ class ModelDrafter(Drafter):
             stream, q = stream_of(row.seed, row.index), None
             if self.samples(row):
                 q = torch.empty(budget.depth, self.target.vocabulary, dtype=torch.float64)
-            what = start.at, budget.depth, row.distribution, stream
-            chains.append(Chain(*what, probs=q, first_node=first_node, joint_floor=budget.floor))
+            what = start.at, budget.depth, row.distribution, stream, 0.0
+            chains.append(Chain(*what, q, first_node, budget.floor))
         stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
         wanted = Chains(chains, self.vocabulary, stop_rule)
         tokens_of, found = self.decoder.draft_chain(first.step_input.build(), self.pool, wanted)
