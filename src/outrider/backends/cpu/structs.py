@@ -46,9 +46,7 @@ class StepView:
         n, size = step.length, 8 * step.length
         columns = at + size, at + 2 * size, at + 3 * size, at + 4 * size
         slots = self.tables.buffer_info()[0], step.path_slots.buffer_info()[0]
-        sizes = n, step.max_path_len, step.max_seq_len, step.pinned
-        # words of 64 bits, without LoRA runs: a fraction of the time of the constructor with cold caches
-        self.rows = ROWS.from_buffer(array("q", (*sizes, *columns, *slots, 0, 0)))
+        self.rows = ROWS(n, step.max_path_len, step.max_seq_len, step.pinned, *columns, *slots)
 
     def with_adapters(self, runs: ctypes.Array[Any] | None) -> Any:
         """The rows, with these runs of LoRA adapters (see lora.py).  The caller keeps the runs alive."""
