@@ -28,7 +28,7 @@ class Network(BlockNetwork):
 
 class DFlash(BlockDrafter):
     FORMAT = block_format(TYPE)
-    demo: ClassVar = {"DFlash": {"model": "builtin-dflash", "num_speculative_tokens": 2}}
+    demo: ClassVar = {"DFlash": {"model": "builtin-dflash", "num_speculative_tokens": 3}}
     Options = BlockOptions
 
     @classmethod

@@ -175,7 +175,7 @@ class Step(NamedTuple):
 
 class MlpSpeculator(SpeculatorDrafter):
     FORMAT = FORMAT
-    demo: ClassVar = {"MLP speculator": {"model": "builtin-mlp_speculator", "num_speculative_tokens": 2}}
+    demo: ClassVar = {"MLP speculator": {"model": "builtin-mlp_speculator", "num_speculative_tokens": 3}}
     Options = SpeculatorOptions
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
