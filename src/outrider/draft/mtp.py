@@ -232,7 +232,7 @@ RECURRENT_DEPTH = 3  # levels that a single layer drafts
 
 class Mtp(Recurrent):
     FORMAT = FORMAT
-    demo: ClassVar = {"MTP layer": {"model": "builtin-mtp", "tree": "chain", "num_speculative_tokens": 2}}
+    demo: ClassVar = {"MTP layer": {"model": "builtin-mtp", "tree": "chain", "num_speculative_tokens": 3}}
     net: LayeredNet
 
     @dataclass(frozen=True)

@@ -202,7 +202,7 @@ class ReDrafter(StateDrafter):
     FORMAT = FORMAT
     tunable: ClassVar = {**DEPTHS, "beam_width": (2, 3, 5), "nodes": (4, 16)}
     demo: ClassVar = {
-        "ReDrafter": {"model": "builtin-redrafter", "num_speculative_tokens": 2, "beam_width": 3, "nodes": 4}
+        "ReDrafter": {"model": "builtin-redrafter", "num_speculative_tokens": 3, "beam_width": 1}
     }
 
     @dataclass(frozen=True)
