@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import modelled_time
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -24,6 +25,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 for api in (LLM, AsyncLLM):
     assert api.__init__.__kwdefaults__["speculative_config"] == "auto"
     api.__init__.__kwdefaults__["speculative_config"] = None
+
+# What a controller chooses would depend on the machine and on earlier runs.
+modelled_time.install()
 
 # One thread unless asked: the models are tiny, and a second thread costs more than it gives.
 torch.set_num_threads(int(os.environ.get("OUTRIDER_TEST_THREADS", "1")))

@@ -18,6 +18,7 @@ from outrider.control.memory import MOST, learned
 from outrider.control.plan import Arm
 from outrider.core.clock import Times
 from outrider.core.step import Batch, Commit, RowStep
+from outrider.engine.stored import StoredJson
 from outrider.testing import make_row
 
 KEY = key_of(1, 2, 0.9)
@@ -122,6 +123,7 @@ def test_a_new_engine_begins_with_the_evidence_of_the_last_one(
 ) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr("outrider.engine.engine.StoredJson", StoredJson)
     config: dict[str, Any] = {"method": "ngram", "adaptive": True}
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     llm = LLM(str(tiny), speculative_config=config)

@@ -13,7 +13,6 @@ from outrider.control.planner import Planner
 from outrider.testing import check_idle, run_staggered, use_example, visible_parts
 
 NONE_HERE = ("grammar", "ngram", "off", "prediction")  # draft nothing for these requests
-BUSY_ROUNDS = 6  # on a busy machine all drafts of one may seem too dear to verify
 METHODS = [pytest.param(name, marks=() if name in ADAPTIVE else pytest.mark.full) for name in draft.names()]
 
 
@@ -27,16 +26,11 @@ def test_an_adaptive_method_has_the_plain_output(
     kinds = [params_of(sampling) for sampling in SAMPLING.values()]
     params = [kinds[i % len(kinds)][i] for i in range(len(PROMPTS))]
     expected = [visible_parts(outputs_of(prompt, own).outputs) for prompt, own in zip(PROMPTS, params)]
-    drafts, expected_drafts = False, method not in NONE_HERE
-    for _ in range(BUSY_ROUNDS):
-        use_example(fast, method, adaptive=True)
-        controller: Any = fast.engine.controller
-        if method != "off":
-            controller.planner.least = 1e3
-        outputs = run_staggered(fast, PROMPTS, params)
-        assert [visible_parts(output.outputs) for output in outputs] == expected
-        drafts = drafts or any(output.speculation.drafted for output in outputs)
-        if drafts == expected_drafts:
-            break
-    assert drafts == expected_drafts
+    use_example(fast, method, adaptive=True)
+    controller: Any = fast.engine.controller
+    if method != "off":
+        controller.planner.least = 1e3
+    outputs = run_staggered(fast, PROMPTS, params)
+    assert [visible_parts(output.outputs) for output in outputs] == expected
+    assert any(output.speculation.drafted for output in outputs) == (method not in NONE_HERE)
     check_idle(fast)

@@ -1,0 +1,49 @@
+"""Adaptive controllers whose steps take modelled seconds: what they choose depends on no machine."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from outrider.control.auto import AutoController
+from outrider.control.cost import ForwardCost
+from outrider.core.clock import Times
+from outrider.core.step import Batch, Commit
+from outrider.engine import engine
+
+FORWARD, FURTHER_ROW = 1e-3, 2e-5  # seconds of a forward of one row, and of each further row
+LEVEL, REST, TICK = (
+    5e-5,
+    1e-4,
+    1e-6,
+)  # of a level of drafts, of all else in a step, between two looks at a clock
+ROWS = (1, 2, 4, 8, 16, 32)
+
+
+def seconds(batch: Batch) -> Times:
+    """Modelled times of a step."""
+    rows = sum(step.known + len(step.tree.tokens) for step in batch)
+    levels = max(step.budget.depth for step in batch)
+    return Times(LEVEL * levels, FORWARD + FURTHER_ROW * (rows - 1), REST)
+
+
+class ModelledController(AutoController):
+    """The controller of an engine, on modelled time."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        ticks = itertools.count()
+        super().__init__(*args, clock=lambda: TICK * next(ticks), **options)
+
+    def learn(self, commit: Commit, times: Times) -> None:
+        super().learn(commit, seconds(commit.batch))
+
+
+def forward_cost(*_: object) -> ForwardCost:
+    return ForwardCost({rows: FORWARD + FURTHER_ROW * (rows - 1) for rows in ROWS}, 0.0)
+
+
+def install() -> None:
+    """Let engines that are made from now on have such controllers, which remember nothing of other runs."""
+    vars(engine).update(
+        AutoController=ModelledController, forward_cost=forward_cost, StoredJson=lambda *_: None
+    )
