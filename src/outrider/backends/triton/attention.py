@@ -12,7 +12,8 @@ other rows, on their number, or on whether a key is in the slot table or in the 
 
 A program computes the rows of one piece (`plan.py`) for the query heads of one K/V head, and one split.
 A block of keys that all rows have in the table is one product.  For a block with nodes, every row takes the
-product of the same shape with its own keys, and keeps its own part.
+product of the same shape with its own keys, and keeps its own part.  The compiler may fuse multiplications
+and additions in one of the two and not in the other, so the kernels are launched without that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.base import AttentionShape, LayerKV, ScoreModifier, Scores
-from outrider.backends.triton.dot import dot
+from outrider.backends.triton.dot import dot, rounded
 from outrider.backends.triton.elementwise import Planes
 from outrider.backends.triton.plan import PIECE, Plan
 
@@ -67,7 +68,7 @@ def _add_block(
     at = kv_head.to(tl.int64) * kv.head_stride + slots.to(tl.int64) * kv.slot_stride
     scale_at = (at + (D + 31) // 32 * 32) // 4
     k = tl.load(kv.k + at[None, :] + d[:, None], mask=exists[None, :] & (d < D)[:, None], other=0.0)
-    scores = dot(q, k) * scale
+    scores = dot(q, rounded(k, q), tl.zeros((q.shape[0], k.shape[1]), tl.float32)) * scale
     if INT8:
         scores *= tl.load(kv.k_scales + scale_at, mask=exists, other=0.0)[None, :]
     if CAP:
@@ -82,7 +83,7 @@ def _add_block(
     if INT8:
         weights *= tl.load(kv.v_scales + scale_at, mask=exists, other=0.0)[None, :]
     v = tl.load(kv.v + at[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
-    return highest, mass, total * shrunk[:, None] + dot(weights.to(q.dtype), v)
+    return highest, mass, dot(weights.to(q.dtype), rounded(v, q), total * shrunk[:, None])
 
 
 @triton.jit
@@ -239,11 +240,12 @@ def attend(q: Tensor, spec: AttentionShape, plan: Plan, kv: LayerKV, scores: Sco
             modifier.cap, step.pinned, step.max_path_len,
             HEADS=heads, GROUP=group, LANES=max(lanes, 16 // rows), ROWS=rows, PIECES=PIECE // rows, D=d,
             WIDTH=width, WINDOW=scores.window, CAP=modifier.cap > 0, SLOPES=modifier.slopes is not None,
-            INT8=pool.dtype == torch.int8, BLOCK=BLOCK, SPLIT=SPLIT,
+            INT8=pool.dtype == torch.int8, BLOCK=BLOCK, SPLIT=SPLIT, enable_fp_fusion=False,
         )  # fmt: skip
         _add_splits[(part.rows, heads)](
             sums, ends, out, plan, sinks, part.first_row, splits, step.pinned, HEADS=heads, D=d,
             WIDTH=width, WINDOW=scores.window, SINKS=modifier.sinks is not None, SPLIT=SPLIT,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out.view(n, heads * d)
 

@@ -1,8 +1,8 @@
 """The torch backend with Triton kernels in place of its linears, norms, attention and verification.
 
 Every kernel computes a row by a fixed sequence of operations on that row's own data, for any number of rows.
-So the backend is row-invariant, as far as a device's matrix instruction computes every row of a tile
-alike.  `models/selftest.py` tries that at start-up.
+So the backend is row-invariant, as far as a device's matrix instructions compute every row of a tile alike,
+and in tiles of every shape.  The backend and `models/selftest.py` try that at start-up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class TritonBackend(TorchBackend):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         device = torch.empty(0, device=device).device  # with its number, as in the tensors of graphs
         super().__init__(device, dtype)
-        self.exact, self.verifier = True, TreeVerifier()
+        self.exact = device.type != "cuda" or linear.same_in_all_tiles(device, dtype)
+        self.verifier = TreeVerifier()
         self.pick_next, self.top_next = picking.pick_next, picking.top_next
         self.graphs = graphs.graphs_for(device)
         self.name = f"Triton on {device} ({str(dtype).removeprefix('torch.')})"

@@ -1,18 +1,18 @@
-"""Linear layers with one tile shape for every number of rows: a row's result depends on that row alone."""
+"""Linear layers: a row's result depends on that row alone, bit for bit, in tiles of any shape."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.backends.triton.dot import dot
+from outrider.backends.triton.dot import INTERPRETED, dot
 from outrider.core.quantized import QuantizedWeight
-
-ROWS, OUTPUTS, INPUTS = 64, 32, 64  # of a tile
 
 
 @dataclass
@@ -60,13 +60,16 @@ class TritonWeight:
 @triton.jit
 def _weights(
     weight, scales, offsets, at, group, mask, QUANTIZED: tl.constexpr, OFFSET: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A tile of the weight, float32 if it is quantized.
 
-    at: number of each weight.  group: index into `scales`.
+    at: number of each weight.  group: index into `scales`.  EVEN: the mask is true everywhere.
     """
-    values = tl.load(weight + (at // 2 if PACKED else at), mask=mask, other=0.0)
+    if EVEN:
+        values = tl.load(weight + (at // 2 if PACKED else at))
+    else:
+        values = tl.load(weight + (at // 2 if PACKED else at), mask=mask, other=0.0)
     if PACKED:
         values = values.to(tl.int32)
         values = tl.where(at % 2 == 1, values, values << 4) << 24 >> 28
@@ -81,44 +84,101 @@ def _weights(
 def _linear(
     x, weight, scales, offsets, bias, y, num_rows, num_outputs, num_inputs, group_size,
     QUANTIZED: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr,
-    ADD: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    ADD: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """y [n, O] (+)= x [n, K] · weight^T, summed over the inputs in order, INPUTS at a time."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    """y [n, O] (+)= x [n, K] · weight^T, summed over the inputs in order.
+
+    A tile is computed transposed, [OUTPUTS, ROWS]: matrix instructions take at least 64 outputs well, but
+    only 16 rows.  Tiles of the same outputs follow one another, so that a weight is read from memory once.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     in_rows, in_outputs = row < num_rows, output < num_outputs
     x_row, w_row = row.to(tl.int64) * num_inputs, output.to(tl.int64) * num_inputs
     groups = num_inputs // group_size
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for first in range(0, num_inputs, INPUTS):
         k = first + tl.arange(0, INPUTS)
-        in_inputs = k < num_inputs
-        a = tl.load(x + x_row[:, None] + k[None, :], mask=in_rows[:, None] & in_inputs[None, :], other=0.0)
-        group = output.to(tl.int64)[None, :] * groups + (k // group_size)[:, None]
-        mask = in_outputs[None, :] & in_inputs[:, None]
-        at = w_row[None, :] + k[:, None]
-        b = _weights(weight, scales, offsets, at, group, mask, QUANTIZED, OFFSET, PACKED)
-        total += dot(a, b)
+        in_inputs = (k < num_inputs) | EVEN
+        b = tl.load(x + x_row[None, :] + k[:, None], mask=in_rows[None, :] & in_inputs[:, None], other=0.0)
+        group = output.to(tl.int64)[:, None] * groups + (k // group_size)[None, :]
+        mask, at = in_outputs[:, None] & in_inputs[None, :], w_row[:, None] + k[None, :]
+        a = _weights(weight, scales, offsets, at, group, mask, QUANTIZED, OFFSET, PACKED, EVEN)
+        total = dot(a.to(x.dtype.element_ty), b, total)
     if BIAS:
-        total += tl.load(bias + output, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
-    to = y + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
-    mask = in_rows[:, None] & in_outputs[None, :]
+        total += tl.load(bias + output, mask=in_outputs, other=0.0).to(tl.float32)[:, None]
+    to = y + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
+    mask = in_rows[None, :] & in_outputs[:, None]
     if ADD:
         total += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     tl.store(to, total.to(y.dtype.element_ty), mask=mask)
+
+
+class Tile(NamedTuple):
+    """Of one program.  stages: tiles of the inputs that are loaded ahead, if they fit into shared memory."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+FEW, SOME = Tile(16, 64, 128, 4, 6), Tile(32, 64, 128, 4, 5)
+MANY, MORE = Tile(64, 64, 128, 4, 5), Tile(128, 64, 64, 4, 4)
+MOST = Tile(256, 128, 64, 8, 3)
+
+
+def tile_of(rows: int, outputs: int, processors: int) -> Tile:
+    """The fastest of the tiles that were tried on an H200 (docs/log.md), for so many rows and outputs.
+
+    A sum is the same bits in all: a matrix instruction adds 16 inputs at a time, in order.  In the
+    interpreter a tile's inputs are summed first, so there all tiles have as many.
+    """
+    tile = next((tile for tile in (FEW, SOME, MANY, MORE) if rows <= tile.rows), MOST)
+    if tile is MOST and triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs) < processors:
+        tile = MORE  # large tiles would leave processors idle
+    if INTERPRETED:
+        return tile._replace(inputs=64)
+    if tile is MANY and outputs >= 2 * tile.outputs * processors:
+        return tile._replace(inputs=64, stages=3)  # leaves room for several programs a processor
+    return tile
+
+
+@lru_cache
+def _processors(device: torch.device) -> tuple[int, int]:
+    """How many a device has, and bytes of shared memory of a program."""
+    if device.type != "cuda":
+        return 1, 1 << 20
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", 99 << 10)
 
 
 def linear(x: Tensor, weight: TritonWeight, add: Tensor | None = None) -> Tensor:
     """`Backend.linear`; accumulates into `add` in place."""
     x, n = x.contiguous(), x.shape[0]
     y = x.new_empty(n, weight.outputs) if add is None else add
-    grid = triton.cdiv(weight.outputs, OUTPUTS), triton.cdiv(n, ROWS)
     values, scales, k = weight.values, weight.scales, weight.inputs
+    processors, memory = _processors(x.device)
+    tile = tile_of(n, weight.outputs, processors)
+    stage = (tile.rows + tile.outputs) * tile.inputs * x.itemsize
+    grid = triton.cdiv(n, tile.rows), triton.cdiv(weight.outputs, tile.outputs)
     _linear[grid](
         x, values, values if scales is None else scales,
         values if weight.offsets is None else weight.offsets, values if weight.bias is None else weight.bias,
         y, n, weight.outputs, k, k if scales is None else k // scales.shape[1],
         QUANTIZED=scales is not None, OFFSET=weight.offsets is not None, PACKED=weight.packed,
-        BIAS=weight.bias is not None, ADD=add is not None, ROWS=ROWS, OUTPUTS=OUTPUTS, INPUTS=INPUTS,
+        BIAS=weight.bias is not None, ADD=add is not None,
+        EVEN=k % tile.inputs == 0 and weight.outputs % tile.outputs == 0, ROWS=tile.rows,
+        OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.warps,
+        num_stages=max(1, min(tile.stages, memory // stage)),
     )  # fmt: skip
     return y
+
+
+def same_in_all_tiles(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device gives a row the same bits in every tile."""
+    x = torch.linspace(-1, 1, 300 * 256, device=device).sin().view(300, 256).to(dtype)
+    weight = TritonWeight.of(x[:128].flip(0, 1), None, device, dtype)
+    whole = linear(x, weight)
+    return all(torch.equal(linear(x[:n], weight), whole[:n]) for n in (1, 20, 50, 100))
