@@ -67,9 +67,8 @@ def graphs_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Any:
     from outrider.backends.triton import graphs
 
     monkeypatch.setattr(graphs.Graphs, "_comes_again", lambda graphs, key: True)
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(graphs, "ROWS", (20,))
-        monkeypatch.setattr(graphs, "LEAST_KEYS", 32)
+    monkeypatch.setattr(graphs, "ROWS", (20,))
+    monkeypatch.setattr(graphs, "LEAST_KEYS", 32)
     made = graphs.graphs_for(DEVICE) or graphs.Graphs(Rerun())
     monkeypatch.setattr(llm.engine.decoder.backend, "graphs", made)
     return made

@@ -193,6 +193,9 @@ class FusedModel(Protocol):
         queries: trees from `Backend.verifier`, answered by this call; None for none
         """
 
+    def extends(self, chains: Chains) -> bool:
+        """Whether `draft_chain` takes these chains."""
+
     def draft_chain(self, stack: Any, ends: Any, kv: LayerKV, chains: Chains) -> Chained:
         """Run the blocks over the step, then extend the chains."""
 

@@ -20,6 +20,7 @@ from outrider.backends.base import (
     AttentionShape,
     Backend,
     DecoderLayer,
+    FusedModel,
     LayerKV,
     ModelShape,
     Norms,
@@ -67,7 +68,7 @@ Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]
 class TorchBackend:
     """`Backend` without its optional parts."""
 
-    fused = None
+    fused: FusedModel | None = None
     distributions = None
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.backends.base import AttentionShape, LayerKV, Scores
 from outrider.backends.torch.backend import Stack, TorchBackend
 from outrider.backends.triton import attention, elementwise, graphs, linear, picking
+from outrider.backends.triton.fused import TritonFusedModel
 from outrider.backends.triton.linear import TritonWeight
 from outrider.backends.triton.plan import Plan, plan_of
 from outrider.backends.triton.verifier import TreeVerifier
@@ -37,7 +38,7 @@ class TritonBackend(TorchBackend):
         self.exact = device.type != "cuda" or linear.same_in_all_tiles(device, dtype)
         self.verifier = TreeVerifier()
         self.pick_next, self.top_next = picking.pick_next, picking.top_next
-        self.graphs = graphs.graphs_for(device)
+        self.graphs, self.fused = graphs.graphs_for(device), TritonFusedModel(self)
         self.name = f"Triton on {device} ({str(dtype).removeprefix('torch.')})"
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Any:
@@ -71,7 +72,10 @@ class TritonBackend(TorchBackend):
     ) -> Tensor:
         if self.graphs is None or runs:
             return super().run_layers(stack, x, kv, runs, u)
-        return self.graphs.run(super().run_layers, graphs.Call(stack, x, kv, u))
+        return self.graphs.run_layers(super().run_layers, graphs.Call(stack, x, kv, u))
+
+    def launch_layers(self, stack: Stack, x: Tensor, kv: LayerKV, runs: Runs = ()) -> Tensor:
+        return super().run_layers(stack, x, kv, runs)
 
     def pick(
         self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0

@@ -48,13 +48,14 @@ class TritonWeight:
 
     def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows `ids` [n] of the weight, [n, K]."""
+        values = self.values.index_select(0, ids)
         if self.scales is None:
-            return torch.nn.functional.embedding(ids, self.values)
-        offsets = None if self.offsets is None else self.offsets[ids]
-        values, group = self.values[ids], self.inputs // self.scales.shape[1]
+            return values
+        offsets = None if self.offsets is None else self.offsets.index_select(0, ids)
         if self.packed:
             values = torch.stack([values << 4 >> 4, values >> 4], -1).flatten(1)
-        return QuantizedWeight(values, self.scales[ids], offsets, 8, group).dense().to(dtype)
+        group = self.inputs // self.scales.shape[1]
+        return QuantizedWeight(values, self.scales.index_select(0, ids), offsets, 8, group).dense().to(dtype)
 
 
 @triton.jit

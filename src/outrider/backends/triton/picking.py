@@ -36,7 +36,15 @@ def _rows(logits: Tensor, distributions: Sequence[DistributionParams], keys: Seq
 
 def pick_next(logits: Tensor, distributions: Sequence[DistributionParams], keys: Sequence[int]) -> Tensor:
     """`Backend.pick_next`."""
-    rows = _rows(logits, distributions, keys)
+    return _best(_rows(logits, distributions, keys))
+
+
+def next_tokens(logits: Tensor, owners: Tensor, params: Tensor) -> Tensor:
+    """`pick_next` for numbers that are on the device, as in `Rows`."""
+    return _best(Rows(logits, logits.amax(-1), owners, params))
+
+
+def _best(rows: Rows) -> Tensor:
     scores, tokens = best_of_parts(rows)
     tokens = tokens.masked_fill(scores < scores.amax(-1, keepdim=True), LATEST.value).amin(-1)
     return tokens.masked_fill(~rows.highest.isfinite(), -1).long()
