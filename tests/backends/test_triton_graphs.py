@@ -29,7 +29,7 @@ from outrider.testing import tiny_checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from outrider.backends.triton import attention, graphs
+from outrider.backends.triton import attention, graphs, jobs
 from outrider.backends.triton.graphs import Graphs
 from outrider.backends.triton.plan import PIECE, Plan, Sizes, numbers_of, plan_of, total
 
@@ -43,8 +43,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
         patch.setenv("OUTRIDER_KERNELS", "triton")
         patch.setattr(attention, "BLOCK", 16)
         patch.setattr(attention, "SPLIT", 32)
-        patch.setattr(graphs, "ROWS", (1, 2, 4, 8))
-        patch.setattr(graphs, "LEAST_KEYS", 32)
+        patch.setattr(jobs, "ROWS", (1, 2, 4, 8))
+        patch.setattr(jobs, "LEAST_KEYS", 32)
         sizes = {
             "hidden_size": 32,
             "intermediate_size": 32,
@@ -197,7 +197,7 @@ def test_a_shape_that_comes_once_and_a_long_step_have_no_graph(decoder: Decoder,
     rng, (pool, _) = random.Random(3), pair(decoder)
     decoder.forward(step_of(rng, [5], 0), pool)
     for _ in range(2):
-        decoder.forward(step_of(rng, [3] * (graphs.ROWS[-1] + 1), 0), pool)
+        decoder.forward(step_of(rng, [3] * (jobs.ROWS[-1] + 1), 0), pool)
     assert not own.graphs and not own.recorded
 
 
@@ -268,7 +268,7 @@ def test_a_padded_plan_holds_the_numbers_of_the_plan() -> None:
     rng, spec = random.Random(7), heads_of(2, 1, 16, False)
     for _ in range(20):
         step = step_of(rng, [rng.randint(1, 30) for _ in range(rng.randint(1, 2))], 3)
-        sizes, exact = graphs.padded(Sizes.of(step), spec), plan_of(step, torch.device("cpu"))
+        sizes, exact = jobs.padded(Sizes.of(step), spec), plan_of(step, torch.device("cpu"))
         assert sizes is not None
         flat = torch.zeros(total(sizes), dtype=torch.int32)
         numbers = torch.tensor(numbers_of(step, sizes), dtype=torch.int32)

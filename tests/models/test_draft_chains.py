@@ -117,12 +117,12 @@ def test_recorded_chains_have_the_tokens_of_launched_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text before them grows, so that one graph serves steps of several lengths; states, too."""
-    from outrider.backends.triton import graphs
+    from outrider.backends.triton import graphs, jobs
 
     monkeypatch.setattr("outrider.backends.triton.attention.BLOCK", 16)
     monkeypatch.setattr("outrider.backends.triton.attention.SPLIT", 16)
-    monkeypatch.setattr(graphs, "LEAST_KEYS", 32)
-    monkeypatch.setattr(graphs, "ROWS", (8,))
+    monkeypatch.setattr(jobs, "LEAST_KEYS", 32)
+    monkeypatch.setattr(jobs, "ROWS", (8,))
     decoder = made("triton", tmp_path)
     own, pools = graphs.graphs_for(DEVICE) or graphs.Graphs(Rerun()), [decoder.pool(80) for _ in range(2)]
     wanted = Chains(chains_of(no_probs()), VOCABULARY, StopRule())

@@ -1,4 +1,4 @@
-"""The numbers of chains of draft tokens on the device: a plan for the first forward, and one for each level."""
+"""Numbers of chains of draft tokens on the device: a plan for the first forward, and one for each level."""
 
 from __future__ import annotations
 
@@ -73,16 +73,11 @@ class ChainNumbers:
         owners = self.levels * count * 2
         wide = words[: 2 * (owners + count * (PARAMS + 1))].view(torch.int64)
         numbers = wide[owners:].view(torch.float64)
-        first, sizes = Plan.of(plan, self.sizes), self.level_sizes
-        plans = []
+        first, plans = Plan.of(plan, self.sizes), []
         for part in levels.split(len(levels) // (self.levels - 1)) if self.levels > 1 else ():
             *columns, pieces = part.split([*[aligned(count)] * COLUMNS, aligned(3 * count)])
-            positions, slots, contexts, num_keys, shifts, tables = (column[:count] for column in columns)
-            assert sizes.path == 0
-            plans.append(
-                Plan(positions, slots, contexts, num_keys, shifts, tables, first.path_slots, pieces[: 3 * count],
-                     first.table_slots)
-            )  # fmt: skip
+            rest = first.path_slots, pieces[: 3 * count], first.table_slots  # no row has a path
+            plans.append(Plan._make([*(column[:count] for column in columns), *rest]))
         return ChainInput(
             ids[: self.sizes.rows], after[:count], wide[:owners].view(self.levels, count, 2),
             numbers[: count * PARAMS].view(count, PARAMS), numbers[count * PARAMS :], first, plans,
@@ -147,7 +142,7 @@ def _tips(step: StepInput, chains: Sequence[Chain], more: int) -> Iterator[_Tip]
 
 
 def read(found: Sequence[Sequence[Sequence[float]]], chains: Chains) -> Chained:
-    """Tokens and features of each chain, from [levels, chains, 1 + features], up to its first missing token."""
+    """Tokens and features of each chain up to a missing token, from [levels, chains, 1 + features]."""
     tokens_of, features_of = list[list[int]](), list[list[NodeFeatures]]()
     for i, chain in enumerate(chains.chains):
         tokens, features = list[int](), list[NodeFeatures]()

@@ -19,7 +19,8 @@ from outrider.backends.base import Backend, Chains, LayerKV
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton import chain_numbers
 from outrider.backends.triton.chain_numbers import ChainInput, ChainNumbers
-from outrider.backends.triton.graphs import Graphs, Results, frame, padded, padded_rows
+from outrider.backends.triton.graphs import Graphs, Results
+from outrider.backends.triton.jobs import frame, padded, padded_rows
 from outrider.backends.triton.linear import TritonWeight
 from outrider.backends.triton.picking import next_tokens
 from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_paths, numbers_of, total

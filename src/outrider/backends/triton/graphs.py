@@ -1,7 +1,7 @@
 """Graphs of a device: the launches of a computation, recorded once and replayed for the same padded sizes.
 
 A launch from Python takes longer than most kernels of a small step, and a step has some ten launches a layer.
-Steps are padded to a menu of sizes (`padded`), so that few graphs serve them all.  A graph reads its own
+Steps are padded to a menu of sizes (`jobs.py`), so that few graphs serve them all.  A graph reads its own
 tensors, which a step is copied into before the replay.  Rows that pad a step store nothing, and their results
 are not read.  Kernels compute a row alike in any company, so padding does not change a bit.
 
@@ -18,20 +18,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.backends.base import AttentionShape, LayerKV
-from outrider.backends.torch.backend import Stack
-from outrider.backends.triton.attention import in_one_part
-from outrider.backends.triton.plan import Plan, Sizes, install, load_paths, numbers_of, total
-from outrider.core.step_input import StepInput
+from outrider.backends.triton.plan import Sizes
 
-# Rows of a graph; longer steps have none.
-ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-LEAST_KEYS, LEAST_PATH, LEAST_TABLE = 2048, 16, 4096
 MOST_GRAPHS, IDLE_CALLS = 128, 4096  # a graph makes room for another if it was not used in so many calls
 MOST_COUNTED = 4096  # sizes that are counted before they get a graph
 RECORDING = threading.Lock()  # torch allows one recording at a time in a process
@@ -108,84 +101,6 @@ def graphs_for(device: torch.device) -> Graphs | None:
     return Graphs(CudaRecorder(device))
 
 
-def padded_rows(rows: int) -> int:
-    """The next number of the menu; `rows` itself after its end."""
-    return next((more for more in ROWS if more >= rows), rows)
-
-
-def padded(sizes: Sizes, spec: AttentionShape) -> Sizes | None:
-    """Sizes of the menu that a step of these sizes fits in; None if it is too long for a graph.
-
-    spec: of the attention, whose sums have to fit into memory.
-    """
-    if sizes.rows > ROWS[-1]:
-        return None
-    rows = padded_rows(sizes.rows)
-    keys = max(LEAST_KEYS, _power_of_two(sizes.keys))
-    while keys >= 2 * sizes.keys and not in_one_part(spec, rows, keys):
-        keys //= 2
-    if not in_one_part(spec, rows, keys):
-        return None
-    path, table = max(LEAST_PATH, _power_of_two(sizes.path)), max(LEAST_TABLE, _power_of_two(sizes.table))
-    return Sizes(rows, rows, keys, path, table, sizes.pinned)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
-def frame(sizes: Sizes, plan: Plan) -> StepInput:
-    """A step of padded sizes that has this plan, for the kernels: of requests of one row each."""
-    step = StepInput(sizes.pinned)
-    step.length, step.max_seq_len, step.max_path_len = sizes.rows, sizes.keys, sizes.path
-    step.query_start = [*range(sizes.rows + 1)]
-    install(step, plan.slots.device, plan)
-    return step
-
-
-class Call(NamedTuple):
-    """Arguments of `Backend.run_layers`, without adapters."""
-
-    stack: Stack
-    x: Tensor
-    kv: LayerKV
-    u: Tensor | None
-
-
-Run = Callable[[Stack, Tensor, LayerKV, tuple[()], Tensor | None], Tensor]
-
-
-class Layers:
-    """`Job` of `run_layers`.  Its inputs: the numbers of the plan, x and u as in `Call`."""
-
-    def __init__(self, run: Run, call: Call, sizes: Sizes) -> None:
-        self.run, self.call, self.sizes = run, call, sizes
-        self.uses = call.stack, call.kv.pool
-        self.rest = call.kv.layer, call.u is None, call.u is call.x
-
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, u = self.call.x.new_zeros(self.sizes.rows, self.call.x.shape[1]), self.call.u
-        if u is not None:
-            u = x if u is self.call.x else u.new_zeros(self.sizes.rows, u.shape[1])
-        inputs = torch.zeros(total(self.sizes), dtype=torch.int32, device=x.device), x, u
-        self.load(inputs)
-        return inputs
-
-    def load(self, inputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
-        (flat, x, u), step = inputs, self.call.kv.step_input
-        numbers = torch.frombuffer(numbers_of(step, self.sizes), dtype=torch.int32)
-        flat[: len(numbers)].copy_(numbers, non_blocking=True)
-        load_paths(Plan.of(flat, self.sizes), step, self.sizes)
-        x[: len(self.call.x)].copy_(self.call.x)
-        if u is not None and self.call.u is not None:
-            u[: len(self.call.u)].copy_(self.call.u)
-
-    def compute(self, inputs: tuple[Tensor, Tensor, Tensor | None]) -> Results:
-        flat, x, u = inputs
-        kv = self.call.kv._replace(step_input=frame(self.sizes, Plan.of(flat, self.sizes)))
-        return (self.run(self.call.stack, x, kv, (), u),)
-
-
 @dataclass
 class Graph:
     """used: its last call, by number"""
@@ -199,6 +114,7 @@ class Graphs:
     """Graphs of one backend, by what they use, padded sizes and the rest of their jobs.
 
     recorded, replayed, failed: how often.  bytes: memory that the recordings took.
+    running: a job is being computed, whose layers are a part of its own graph.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -206,15 +122,8 @@ class Graphs:
         self.graphs: dict[tuple[Any, ...], Graph] = {}  # the one used last is at the end
         self.seen = Counter[tuple[Any, ...]]()
         self.watched: set[int] = set()
+        self.running = False
         self.calls = self.recorded = self.replayed = self.failed = self.bytes = 0
-
-    def run_layers(self, run: Run, call: Call) -> Tensor:
-        """The result of `run`, by a graph if it is worth one."""
-        stack, x, kv, u = call
-        sizes = padded(Sizes.of(kv.step_input), stack.layers[0]) if stack.layers else None
-        if sizes is None:
-            return run(stack, x, kv, (), u)
-        return self.run(Layers(run, call, sizes))[0][: len(x)].clone()
 
     def run(self, job: Job) -> Results:
         """The results of a job, valid until the next call: of a graph if it is worth one."""
@@ -224,15 +133,25 @@ class Graphs:
             graph = self.graphs[key] = self.graphs.pop(key)
             graph.used, self.replayed = self.calls, self.replayed + 1
             job.load(graph.inputs)
-            return graph.replay()
+            return self._alone(graph.replay)
         inputs = job.inputs()
-        results = job.compute(inputs)
+        results = self._alone(lambda: job.compute(inputs))
         if self._comes_again(key) and self._make_room():
-            try:
-                self._record(key, job, inputs)
-            except RuntimeError as error:
-                self._refuse(key, job.sizes, error)
+            self._try_to_record(key, job, inputs)
         return results
+
+    def _alone(self, run: Callable[[], Results]) -> Results:
+        self.running = True
+        try:
+            return run()
+        finally:
+            self.running = False
+
+    def _try_to_record(self, key: tuple[Any, ...], job: Job, inputs: Any) -> None:
+        try:
+            self._record(key, job, inputs)
+        except RuntimeError as error:
+            self._refuse(key, job.sizes, error)
 
     def _refuse(self, key: tuple[Any, ...], sizes: Sizes, error: RuntimeError) -> None:
         """Leave a job without a graph for IDLE_CALLS of its calls."""
@@ -262,7 +181,7 @@ class Graphs:
 
     def _record(self, key: tuple[Any, ...], job: Job, inputs: Any) -> None:
         before = self.recorder.reserved()
-        replay = self.recorder.record(lambda: job.compute(inputs))
+        replay = self.recorder.record(lambda: self._alone(lambda: job.compute(inputs)))
         for used in job.uses:
             self._watch(used)
         self.graphs[key] = Graph(inputs, replay, self.calls)

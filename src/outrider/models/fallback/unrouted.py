@@ -1,8 +1,9 @@
 """Model families that do not use transformers' attention interface, patched to call our attention.
 
-Later versions of transformers bring families to the interface, GPT-J and CodeGen in 5.24.  Those are left as
-they are.  In GPT-J, CodeGen and GPT-Neo a method is replaced.  In BLOOM, MPT and Falcon attention is part of `forward`,
-so the projections are repeated here.  The first argument of each function is the attention module.
+Later versions of transformers bring families to the interface, GPT-J and CodeGen in 5.24.  Those are left
+as they are.  In GPT-J, CodeGen and GPT-Neo a method is replaced.  In BLOOM, MPT and Falcon attention is part
+of `forward`, so the projections are repeated here.  The first argument of each function is the attention
+module.
 """
 
 from __future__ import annotations
