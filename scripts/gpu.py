@@ -1,8 +1,7 @@
 #!/usr/bin/env python
 """Tests, certificate and figures of the Triton kernels on a CUDA device, as one dated JSON file.
 
-scripts/gpu.py [--out FILE]              all parts; under ten minutes.  Nothing is downloaded: models are random,
-                                         or the built-in pair
+scripts/gpu.py [--out FILE]              all parts; under ten minutes.  Models are random or the built-in pair
 scripts/gpu.py --parts decoder pair      some of them: tests, certificate, decoder, attention, pair
 scripts/gpu.py --shapes 1b               sizes of the decoder and the attention; default: 1b 8b
 scripts/gpu.py --shapes tiny             tries the script itself, in Triton's interpreter; no figures
@@ -108,6 +107,7 @@ def run_tests() -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *several, *TESTS],
         cwd=ROOT, capture_output=True, text=True,
+        env={name: value for name, value in os.environ.items() if name != "OUTRIDER_KERNELS"},
     )  # fmt: skip
     lines = done.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
@@ -201,7 +201,7 @@ def copy_rate(device: torch.device, rounds: int) -> float:
 
 
 def random_checkpoint(sizes: Mapping[str, int]) -> Any:
-    """A Llama of these sizes without a file of weights: they are drawn on the device when they are asked for."""
+    """A Llama of these sizes without a file of weights: they are drawn on the device when asked for."""
     from dataclasses import fields
 
     from transformers import LlamaConfig
@@ -296,7 +296,7 @@ def device_microseconds(call: Callable[[], object]) -> float:
 
 
 def pair(rounds: int) -> dict[str, Any]:
-    """Tokens/s of the grown built-in target, prompts included, and whether texts are those of plain decoding."""
+    """Tokens/s of the grown built-in target, prompts included, and whether texts are those of plain."""
     from outrider import LLM, SamplingParams
     from outrider.bench.prompts import TASKS, rendered
     from outrider.checkpoints import hub

@@ -17,7 +17,7 @@ from outrider.core.noise import MASK, mix
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained, NodeFeatures
 
-COLUMNS = 6  # of a plan of rows without paths
+COLUMNS = 7  # of a plan of rows without paths
 
 
 class ChainInput(NamedTuple):
@@ -111,7 +111,7 @@ class ChainNumbers:
         return numbers
 
 
-NO_ROW = (0, NOT_STORED, 0, 0, 0, 0)
+NO_ROW = (0, NOT_STORED, 0, 0, 0, ALL, 0)
 
 
 class _Tip(NamedTuple):
@@ -129,7 +129,7 @@ class _Tip(NamedTuple):
     def row(self, level: int) -> tuple[int, ...]:
         """The columns of a plan for the forward of the token before `level`."""
         position, entry = self.position + level - 1, self.entry + level - 1
-        return position, self.table[entry], entry + 1, entry + 1, position - entry, self.place
+        return position, self.table[entry], entry + 1, entry + 1, position - entry, ALL, self.place
 
 
 def _tips(step: StepInput, chains: Sequence[Chain], more: int) -> Iterator[_Tip]:

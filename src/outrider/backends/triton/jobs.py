@@ -39,7 +39,8 @@ def padded(sizes: Sizes, spec: AttentionShape) -> Sizes | None:
         keys //= 2
     if not in_one_part(spec, rows, keys):
         return None
-    path, table = max(LEAST_PATH, _power_of_two(sizes.path)), max(LEAST_TABLE, _power_of_two(sizes.table))
+    path = max(LEAST_PATH, _power_of_two(sizes.path)) if sizes.path else 0
+    table = max(LEAST_TABLE, _power_of_two(sizes.table))
     return Sizes(rows, rows, keys, path, table, sizes.pinned)
 
 

@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     @property
     def lengths(self) -> list[int]:
         """Of the arrays, in the order of `Plan`."""
-        return [self.rows] * 6 + [self.rows * self.path, 3 * self.pieces, self.table]
+        return [self.rows] * 7 + [self.rows * self.path, 3 * self.pieces, self.table]
 
 
 class Plan(NamedTuple):
@@ -52,10 +52,10 @@ class Plan(NamedTuple):
     positions, slots, contexts: [N], as in `StepInput`; K/V of a slot below 0 are not stored
     num_keys: [N], context and path
     shifts:   [N], text position minus number of the keys after the pinned ones
+    shared:   [N], keys that all rows of its piece have in the slot table, ALL if none has a path
     tables:   [N], where the slot table of the row's request begins in `table_slots`
     path_slots:  [N, longest path]
-    pieces:   [P, 3], neighbouring rows of one request: the first, how many, and the number of keys that all
-        of them have in the slot table, ALL if none has a path
+    pieces:   [P, 3], neighbouring rows of one request: the first, how many, and `shared`
     table_slots: the slot tables of all requests, one after another
     """
 
@@ -64,6 +64,7 @@ class Plan(NamedTuple):
     contexts: Tensor
     num_keys: Tensor
     shifts: Tensor
+    shared: Tensor
     tables: Tensor
     path_slots: Tensor
     pieces: Tensor
@@ -132,6 +133,8 @@ def numbers_of(step: StepInput, sizes: Sizes, more: int = 0) -> array[int]:
     for table, (first, end) in zip(tables_of(step, more), pairwise(step.query_start)):
         tables += [len(table_slots)] * (end - first)
         table_slots += table
+    pieces = [*_pieces(step)]
+    shared = [least for _, count, least in pieces for _ in range(count)]
     columns = zip(step.positions, step.context_lens, step.path_lens)
     arrays: list[Sequence[int]] = [
         step.positions,
@@ -139,9 +142,10 @@ def numbers_of(step: StepInput, sizes: Sizes, more: int = 0) -> array[int]:
         step.context_lens,
         [context + path for context, path in zip(step.context_lens, step.path_lens)],
         [max(0, position + 1 - context - path) for position, context, path in columns],
+        [*shared, *[ALL] * (sizes.rows - step.length)],
         tables,
         _widened(step, sizes.path),
-        [number for piece in _pieces(step) for number in piece],
+        [number for piece in pieces for number in piece],
     ]
     *lengths, _ = sizes.lengths
     flat, start = array("i", bytes(4 * sum(map(aligned, lengths)))), 0
