@@ -23,6 +23,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -107,8 +108,13 @@ class Net:
     def logits(self, o: Tensor) -> Tensor:
         """float32 [n, Vd]."""
         x = o.contiguous() if self.norm is None else self.normed(o)
-        out = lm_logits(self.model, x, self.lm_head, self.ids)
+        out = lm_logits(self.model, x, self.lm_head, self.columns)
         return out if self.scale == 1.0 else out * self.scale
+
+    @cached_property
+    def columns(self) -> Tensor | None:
+        """`ids` where the logits are."""
+        return None if self.ids is None else self.ids.long().to(self.backend.device)
 
     def normed(self, o: Tensor) -> Tensor:
         assert self.norm is not None

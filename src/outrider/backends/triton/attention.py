@@ -91,6 +91,25 @@ def _add_block(
 CHANGING = ["first_piece", "first_row", "num_splits", "pinned", "max_path"]  # with the step
 
 
+@triton.jit
+def _place(
+    plan, first_piece, first_row, num_splits, PIECES: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The first row of a program, the number of its rows, 0 if there is nothing to compute, and its split."""
+    split = tl.program_id(2)
+    if OWN:
+        first = first_row + tl.program_id(0)
+        split += tl.load(plan.shared + first) // SPLIT
+        count = (split < num_splits).to(tl.int32)
+    else:
+        piece = plan.pieces + (first_piece + tl.program_id(0) // PIECES) * 3
+        skipped = tl.program_id(0) % PIECES * ROWS
+        first, count = tl.load(piece) + skipped, tl.minimum(tl.load(piece + 1) - skipped, ROWS)
+        count = tl.where((split + 1) * SPLIT > tl.load(piece + 2), 0, count)
+    return first, count, split
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def _sum_split(
     q, kv, plan, slopes, sums, ends, first_piece, first_row, num_splits, scale, cap, pinned, max_path,
@@ -102,22 +121,10 @@ def _sum_split(
 
     OWN: for one row, and the splits that its piece does not share.
     """
-    kv_head, split = tl.program_id(1), tl.program_id(2)
-    if OWN:
-        first, count = first_row + tl.program_id(0), 1
-        shared = tl.load(plan.shared + first)
-        if shared == 2147483647:
-            return
-        split += shared // SPLIT
-        if split >= num_splits:
-            return
-    else:
-        piece = plan.pieces + (first_piece + tl.program_id(0) // PIECES) * 3
-        skipped = tl.program_id(0) % PIECES * ROWS
-        count = tl.minimum(tl.load(piece + 1) - skipped, ROWS)
-        first, shared = tl.load(piece) + skipped, tl.load(piece + 2)
-        if (split + 1) * SPLIT > shared:
-            return
+    first, count, split = _place(plan, first_piece, first_row, num_splits, PIECES, ROWS, OWN, SPLIT)
+    if count <= 0:
+        return
+    kv_head = tl.program_id(1)
     lane = tl.arange(0, ROWS * LANES)
     in_tile, head, row = lane // LANES, kv_head * GROUP + lane % LANES, first + lane // LANES
     real = (in_tile < count) & (lane % LANES < GROUP)
