@@ -60,6 +60,18 @@ def _seen(j, num_keys, position, shift, pinned, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _slots(plan, row, j, most, max_path, OWN: tl.constexpr):
+    """The slots of the keys j below `most`; of a row with a path, if OWN."""
+    slots = plan.table_slots + tl.load(plan.tables + row) + j
+    if not OWN:
+        return tl.load(slots, mask=j < most, other=0)
+    context = tl.load(plan.contexts + row)
+    in_table = tl.load(slots, mask=(j < most) & (j < context), other=0)
+    path = plan.path_slots + row * max_path - context
+    return tl.load(path + j, mask=(j < most) & (j >= context), other=in_table)
+
+
+@triton.jit
 def _add_block(
     state, q, kv, kv_head, slots, exists, seen, ahead, scale, cap, slope, D: tl.constexpr,
     WIDTH: tl.constexpr, CAP: tl.constexpr, SLOPES: tl.constexpr, INT8: tl.constexpr,
@@ -142,18 +154,10 @@ def _sum_split(
     slope = tl.load(slopes + head, mask=real, other=0.0) if SLOPES else num_keys * 0.0
     best = tl.full((ROWS * LANES,), float("-inf"), tl.float32)
     mass, total = tl.zeros((ROWS * LANES,), tl.float32), tl.zeros((ROWS * LANES, WIDTH), tl.float32)
-    table = plan.table_slots + tl.load(plan.tables + first)
-    if OWN:
-        context = tl.load(plan.contexts + first)
-        path = plan.path_slots + first * max_path - context
     for start in range(begin, end, BLOCK):
         j = start + tl.arange(0, BLOCK)
         seen, ahead = _seen(j, num_keys, position, shift, pinned, WINDOW)
-        if OWN:
-            slots = tl.load(table + j, mask=(j < most) & (j < context), other=0)
-            slots = tl.load(path + j, mask=(j < most) & (j >= context), other=slots)
-        else:
-            slots = tl.load(table + j, mask=j < most, other=0)
+        slots = _slots(plan, first, j, most, max_path, OWN)
         best, mass, total = _add_block(
             (best, mass, total), heads, kv, kv_head, slots, j < most, seen, ahead, scale, cap, slope, D,
             WIDTH, CAP, SLOPES, INT8,
