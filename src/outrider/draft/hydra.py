@@ -145,7 +145,7 @@ class Network(nn.Module):
         if self.prefix is None:
             return states
         parts: Any = self.prefix_embeding_layer
-        return parts["norm"](parts["layers"][0].over_text(states))  # type: ignore[no-any-return]
+        return parts["norm"](parts["layers"][0].over_texts(states))  # type: ignore[no-any-return]
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Teacher loss: each head's cross entropy with the target's distribution of its predicted token.
