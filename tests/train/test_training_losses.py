@@ -166,7 +166,9 @@ def test_rows_outside_answers_are_not_computed() -> None:
     network = random_network(SIZES, V, TAPS)
     whole = network.outputs(states, sample.tokens, outer.embedding, 3)
     some = torch.tensor([2, 5, 6])
-    part = network.outputs(states, sample.tokens, outer.embedding, 3, Rows.of(some, [T - 3], torch.device("cpu")))
+    part = network.outputs(
+        states, sample.tokens, outer.embedding, 3, Rows.of(some, [T - 3], torch.device("cpu"))
+    )
     for one, other in zip(whole, part, strict=True):
         torch.testing.assert_close(one[some], other)
 

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.device import to_device
+from outrider.core.ragged import Ragged
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.drafting.base import Drafter, Target
@@ -40,7 +41,6 @@ from outrider.heads.base import random_head
 from outrider.heads.layer import Pairs, Sizes, Stack
 from outrider.heads.layouts import BLOCK_NAMES, UNCHANGED, HeadFormat, Layout
 from outrider.heads.parts import Layer, sizes_config, small_sizes, soft_cross_entropy
-from outrider.heads.ragged import Ragged
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
 from outrider.heads.sample import Sample, TargetWeights, mean_loss

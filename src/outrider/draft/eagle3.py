@@ -147,9 +147,7 @@ class Network(TapNetwork):
         total, number = states.new_zeros(()), used.cumsum(0) - 1
         outputs = self.outputs(states, F.pad(tokens, (0, self.steps)), outer.embedding, self.steps, rows)
         for step, (o, found) in enumerate(zip(outputs, within)):
-            at, found = (
-                to_device(index, device) for index in (number[counted[found] - step - 1], found)
-            )
+            at, found = (to_device(index, device) for index in (number[counted[found] - step - 1], found))
             losses = self.row_loss(self.logits(o[at]), theirs[found])
             weights = known[found].to(losses.dtype)
             total = total + self.decay**step * (losses * weights).sum() / weights.sum().clamp_min(1)

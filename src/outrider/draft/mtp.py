@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
+from outrider.core.ragged import Ragged
 from outrider.core.step import FINAL
 from outrider.core.validate import Flag
 from outrider.drafting.base import Drafter, Target
@@ -44,7 +45,6 @@ from outrider.heads.layer import Sizes
 from outrider.heads.layered import LayeredNet, LayerForwards
 from outrider.heads.layouts import BLOCK_NAMES, HeadFormat, Layout, Rows, numbers, unchanged
 from outrider.heads.parts import Layer, sizes_config, small_sizes
-from outrider.heads.ragged import Ragged
 from outrider.heads.recurrent import Forwards, Reading, Recurrent, RecurrentOptions
 from outrider.heads.sample import Sample, TargetWeights
 

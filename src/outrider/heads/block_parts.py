@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.core.device import to_device
+from outrider.core.ragged import Ragged
 from outrider.drafting.base import Target
 from outrider.heads.block_layouts import DEFAULT_THETA, TAPS
 from outrider.heads.layer import Sizes
 from outrider.heads.layouts import speculators
 from outrider.heads.parts import Layer, register_vocabulary, rotary_angles, sizes_config
-from outrider.heads.ragged import Ragged
 from outrider.heads.sample import Sample, TargetWeights
 
 ANCHORS = 64  # of a text, at most, in one loss

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.checkpoints.spec import Facts
+from outrider.core.ragged import Ragged
 from outrider.heads.layer import Sizes
-from outrider.heads.ragged import Ragged
 
 THETA = 10000.0  # of rotations
 
@@ -118,8 +118,11 @@ class Layer(nn.Module):
         texts = texts or Ragged.of([len(x)], x.device)
         positions = torch.arange(texts.valid.shape[1], device=x.device).expand_as(texts.valid)
         angles = rotary_angles(texts.rows(positions), attention.head_dim)
-        q, k, v = attention.queries(u, angles), attention.keys(u, angles), attention.values(u)
-        out = F.scaled_dot_product_attention(*map(texts.pad, (q, k, v)), is_causal=True, enable_gqa=True)
+        q, k, v = (
+            texts.pad(each)
+            for each in (attention.queries(u, angles), attention.keys(u, angles), attention.values(u))
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.feed_forward(x + attention.o_proj(texts.join(out)))
 
     def feed_forward(self, x: Tensor) -> Tensor:

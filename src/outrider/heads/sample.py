@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.core.device import to_device
+from outrider.core.ragged import Ragged
 from outrider.core.step_input import StepInput
 from outrider.heads.parts import soft_cross_entropy
-from outrider.heads.ragged import Ragged
 from outrider.models.base import Model
 
 HOST_CHUNK, CHUNK = 256, 8192  # tokens in one forward, on a CPU and on another device
@@ -112,9 +112,7 @@ class TargetWeights:
         return F.linear(x, self.lm_head, self.bias)
 
 
-def read_states(
-    model: Model, texts: Sequence[Sequence[int]], wanted: Collection[int]
-) -> dict[int, Tensor]:
+def read_states(model: Model, texts: Sequence[Sequence[int]], wanted: Collection[int]) -> dict[int, Tensor]:
     """States float32 [T, hidden] of texts, one behind the other, as `Needs.states` names them."""
     states: dict[int, list[Tensor]] = {which: [] for which in wanted}
     pool = model.pool(sum(map(len, texts)))
@@ -127,7 +125,7 @@ def read_states(
 
 
 def _chunks(texts: Sequence[Sequence[int]], most: int) -> Iterator[StepInput]:
-    """Steps of at most so many tokens, which compute all texts; K/V of a text lies behind that of the last."""
+    """Steps of at most so many tokens for all texts.  K/V of a text lies behind that of the text before."""
     step_input, filled = StepInput(), 0
     for tokens in texts:
         table, first = array("i", range(filled, filled + len(tokens))), 0

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from outrider.core.device import to_device
+from outrider.core.ragged import Ragged
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
 from outrider.heads.parts import Layer, register_vocabulary, rotary_angles, sizes_config, small_sizes
-from outrider.heads.ragged import Ragged
 from outrider.heads.tapped import TAPS, default_taps
 
 Keys = list[tuple[Tensor, Tensor]]  # keys and values of the steps so far

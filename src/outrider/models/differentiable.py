@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.quantized import QuantizedWeight
-from outrider.heads.ragged import Ragged
+from outrider.core.ragged import Ragged
 
 OF_FILES = ("quantization_config", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
 

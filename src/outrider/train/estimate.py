@@ -41,9 +41,7 @@ class Estimate:
 
 def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Estimate:
     """Measure a few texts and two steps, and extrapolate.  Nothing is written."""
-    limit, options = options.cache_gb * 1e9, replace(
-        options, cache_gb=0.0, minutes=None, schedule="steps"
-    )
+    limit, options = options.cache_gb * 1e9, replace(options, cache_gb=0.0, minutes=None, schedule="steps")
     items, sources = data.read(llm, options)
     report.sources(sources)
     some = items[:MEASURED]

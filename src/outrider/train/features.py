@@ -140,7 +140,7 @@ class Features(Generic[S]):
 
 
 def gathered(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Parts [n, width] of a file one behind the other, in memory from which a CUDA device copies by itself."""
+    """Parts [n, width] of a file, one behind the other, in memory that a CUDA device reads by itself."""
     count, pinned = sum(map(len, parts)), device.type == "cuda"
     rows = torch.empty(count, parts[0].shape[1], dtype=parts[0].dtype, pin_memory=pinned)
     return torch.cat(list(parts), out=rows)

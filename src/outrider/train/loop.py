@@ -1,8 +1,8 @@
 """The training loop, and checkpoints from which a run goes on bit for bit.
 
-A step depends on the saved state and the step's number alone, and where the rate follows the time on that: the order of the texts is a function of seed
-and epoch, and the random numbers of a loss are seeded by the place of the text.  So several processes take
-the steps of one, but for the order of sums.
+A step depends on the saved state and the step's number alone; where the rate follows the time, on that too.
+The order of the texts is a function of seed and epoch, and the random numbers of a loss are seeded by the
+place of the text.  So several processes take the steps of one, but for the order of sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Trainer:
     chosen: the texts to train on, by number.  data: hash of what the texts depend on.
     losses: of every step so far.  records: evaluations so far.
     seconds: by "features", "loss", "optimizer" and "evaluation", of this process.
-    tokens: answer tokens, of this process.
+    tokens: answer tokens of the steps of this process.  seen: of all steps so far.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Trainer:
         self.device = features.model.device
         self.step, self.losses = 0, list[float]()
         self.records: list[dict[str, Any]] = []
-        self.seconds, self.tokens = defaultdict[str, float](float), 0
+        self.seconds, self.tokens, self.seen = defaultdict[str, float](float), 0, 0
 
     @property
     def done(self) -> float:
@@ -102,7 +102,8 @@ class Trainer:
                     group["lr"] = rate
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-        self.step, self.tokens = self.step + 1, self.tokens + sum(weights)
+        self.step += 1
+        self.tokens, self.seen = self.tokens + sum(weights), self.seen + sum(weights)
         self.losses.append(total)
         return total
 
@@ -140,6 +141,7 @@ class Trainer:
             "losses": self.losses,
             "records": self.records,
             "done": self.schedule.done(self.step),
+            "seen": self.seen,
         }
         with path.with_suffix(".tmp").open("wb") as file:
             torch.save(state, file)
@@ -168,7 +170,7 @@ class Trainer:
         for optimizer, its in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(its)
         self.step, self.losses, self.records = state["step"], state["losses"], state["records"]
-        self.schedule.earlier = state["done"]
+        self.schedule.earlier, self.seen = state["done"], state["seen"]
         return True
 
     def _identity(self) -> dict[str, Any]:

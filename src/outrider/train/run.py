@@ -285,6 +285,7 @@ def _provenance(name: str, trainer: Trainer, texts: Texts) -> str:
         "weights": parameter_count(trainer.method.network),
         "steps": trainer.step,
         "of steps": trainer.steps,
+        "answer tokens seen": trainer.seen,
         "evaluations": trainer.records,
         "seconds of the last process": {what: round(spent, 2) for what, spent in trainer.seconds.items()},
     }

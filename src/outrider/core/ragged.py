@@ -1,8 +1,8 @@
 """Rows of several texts, one text behind the other, and the same rows as a batch padded to the longest text.
 
-    lengths 3, 2                row      0 1 2 3 4          entry = L * text + number within the text
-    batch [B, L] of rows        text 0   0 1 2
-                                text 1   3 4 ·              · repeats the last row, and is never visible
+lengths 3, 2                row      0 1 2 3 4          entry = L * text + number within the text
+batch [B, L] of rows        text 0   0 1 2
+                            text 1   3 4 ·              · repeats the last row, and is never visible
 """
 
 from __future__ import annotations
