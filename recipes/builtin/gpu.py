@@ -46,10 +46,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=270.0, help="of the whole run")
     parser.add_argument("--answers", type=float, default=55.0, help="seconds after which no answer begins")
-    parser.add_argument("--reserve", type=float, default=30.0, help="seconds for the last evaluations")
+    parser.add_argument("--reserve", type=float, default=25.0, help="seconds for the last evaluations")
     parser.add_argument("--answering", type=int, default=12, help="processes that answer")
     parser.add_argument("--sequences", type=int, default=512, help="answers at once in each")
-    parser.add_argument("--batch", type=int, help="texts of a step")
+    parser.add_argument("--batch", type=int, default=256, help="texts of a step")
+    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps between two checkpoints")
     parser.add_argument("--heads", nargs="+", default=[*SIZES, DRAFT], choices=[*SIZES, DRAFT])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, default=time.time(), help=argparse.SUPPRESS)
@@ -150,8 +151,8 @@ def main(given: argparse.Namespace) -> None:
     for part in range(given.answering):
         children.start(f"answer:{part}")
     training, packed = False, 0.0
-    while children.running and now() < given.seconds:
-        if not training and now() > given.answers - EARLY:
+    while (children.running or not training) and now() < given.seconds:
+        if not training and (now() > given.answers - EARLY or not children.running):
             training = True
             for name in given.heads:
                 children.start(f"train:{name}")
@@ -160,8 +161,6 @@ def main(given: argparse.Namespace) -> None:
         if training and now() - packed > TAR_EVERY:
             packed = now()
             pack(given)
-        if not training and not children.running:  # all answers failed
-            break
     children.stop()
     pack(given)
     summarize(given)

@@ -43,7 +43,7 @@ LENGTH, ANSWER = 512, 128  # tokens
 TEMPERATURES = (0.0, 0.8, 0.0, 0.8, 1.0)
 SEED = 26
 CALLERS, CALL = 3, 256  # threads that ask, so that one call's last answers do not leave the batch empty
-HELD = 64
+HELD, LATE = 64, 20.0
 ANY_SIZE = 1e15  # bytes
 SHIPPED = Path(__file__).resolve().parents[2] / "src/outrider/builtin"
 
@@ -78,7 +78,9 @@ def answer(given: argparse.Namespace, part: int) -> None:
     lock, items = threading.Lock(), dict(todo)
 
     def ask() -> None:
-        while time.time() - given.began < given.answers:
+        asked = False
+        while not asked or time.time() - given.began < given.answers:
+            asked = True
             with lock:
                 some, todo[:] = todo[:CALL], todo[CALL:]
             if not some:
@@ -121,23 +123,30 @@ class Shards:
         return gathered(parts, self.shards[0].model.device)
 
 
-def shards_of(given: argparse.Namespace, llm: LLM) -> tuple[list[States], list[Source]]:
-    """The shards, once all are complete or the time for them is over."""
-    latest = given.answers + 0.25 * (given.seconds - given.reserve - given.answers)
+def complete(given: argparse.Namespace) -> list[Path]:
+    """The folders of the shards: of all, or of those that are complete LATE seconds after half of them."""
     folders = [given.work / f"shard-{part}" for part in range(given.answering)]
-    while not all((folder / "complete").exists() for folder in folders):
-        if time.time() - given.began > latest:
-            break
+    latest = given.seconds - given.reserve
+    while True:
+        done = [folder for folder in folders if (folder / "complete").exists()]
+        now = time.time() - given.began
+        if len(done) == len(folders) or now > latest:
+            return done
+        if 2 * len(done) >= len(folders):
+            latest = min(latest, now + LATE)
         time.sleep(0.1)
+
+
+def shards_of(given: argparse.Namespace, llm: LLM) -> tuple[list[States], list[Source]]:
+    """The shards, once they are complete."""
     states, sources = [], []
-    for folder in folders:
-        if (folder / "complete").exists():
-            content = (folder / "texts.json").read_bytes()
-            texts = [Text(ids, prompt) for prompt, ids in json.loads(content)]
-            states.append(States(llm.engine.decoder, texts, KEPT, folder, ANY_SIZE))
-            states[-1].fill(lambda _: None)
-            name = f"{given.prompts.name}, {folder.name}"
-            sources.append(Source(name, hashlib.sha256(content).hexdigest(), len(texts)))
+    for folder in complete(given):
+        content = (folder / "texts.json").read_bytes()
+        texts = [Text(ids, prompt) for prompt, ids in json.loads(content)]
+        states.append(States(llm.engine.decoder, texts, KEPT, folder, ANY_SIZE))
+        states[-1].fill(lambda _: None)
+        name = f"{given.prompts.name}, {folder.name}"
+        sources.append(Source(name, hashlib.sha256(content).hexdigest(), len(texts)))
     if not states:
         raise SystemExit("no shard of answers was complete in time")
     return states, sources
@@ -154,13 +163,12 @@ def settings_of(given: argparse.Namespace, name: str) -> Any:
     asked |= {"length": LENGTH, "answer_tokens": ANSWER, "temperatures": TEMPERATURES, "seed": SEED}
     left = given.seconds - given.reserve - (time.time() - given.began)
     asked |= {"schedule": "minutes", "minutes": max(left, 1.0) / 60}
-    if given.batch:
-        asked["batch"] = given.batch
+    asked |= {"batch": given.batch, "checkpoint_every": given.checkpoint_every}
     return options(method(name).Options, asked, "training option")
 
 
 def train(given: argparse.Namespace, name: str) -> None:
-    llm = engine(given, HELD, HELD << 21)
+    llm = engine(given, HELD, HELD << 22)
     told(given, f"engine: {llm.engine.decoder.backend.name}")
     shipped = method(name).drafts, str(SHIPPED / ("draft" if name == "draft_model" else f"heads/{name}"))
     compiled = {"model": shipped[1], "num_speculative_tokens": 2, **shipped[0]}
