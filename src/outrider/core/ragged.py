@@ -44,15 +44,20 @@ class Ragged:
 
     def entries(self, rows: Tensor) -> Tensor:
         """[B, L, …] of rows [N, …]."""
-        return rows[None] if self.index is None else rows[self.index]
+        return rows[None] if self.index is None else self._taken(rows, 0)
 
     def rows(self, entries: Tensor) -> Tensor:
         """[N, …] of entries [B, L, …]."""
-        return entries[0] if self.flat is None else entries.flatten(0, 1)[self.flat]
+        return entries[0] if self.flat is None else entries.flatten(0, 1).index_select(0, self.flat)
 
     def pad(self, heads: Tensor) -> Tensor:
         """[B, heads, L, width] of rows [heads, N, width]."""
-        return heads[None] if self.index is None else heads[:, self.index].transpose(0, 1)
+        return heads[None] if self.index is None else self._taken(heads, 1).transpose(0, 1)
+
+    def _taken(self, x: Tensor, dim: int) -> Tensor:
+        """The entries of the rows that lie along `dim`.  `index_select` has a fast gradient."""
+        assert self.index is not None
+        return x.index_select(dim, self.index.flatten()).unflatten(dim, self.index.shape)
 
     def join(self, heads: Tensor) -> Tensor:
         """[N, heads * width] of entries [B, heads, L, width]."""

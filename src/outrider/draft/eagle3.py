@@ -148,7 +148,7 @@ class Network(TapNetwork):
         outputs = self.outputs(states, F.pad(tokens, (0, self.steps)), outer.embedding, self.steps, rows)
         for step, (o, found) in enumerate(zip(outputs, within)):
             at, found = (to_device(index, device) for index in (number[counted[found] - step - 1], found))
-            losses = self.row_loss(self.logits(o[at]), theirs[found])
+            losses = self.row_loss(self.logits(o.index_select(0, at)), theirs[found])
             weights = known[found].to(losses.dtype)
             total = total + self.decay**step * (losses * weights).sum() / weights.sum().clamp_min(1)
         return total

@@ -157,7 +157,7 @@ class Network(nn.Module):
         for i, mlp in enumerate(self.hydra_mlp):
             z = torch.cat([z[:-1], embedded[i + 1 :]], dim=-1)
             rows = sample.places(i + 1, len(z))
-            x = mlp(z[rows])
+            x = mlp(z.index_select(0, rows))
             logits = self.hydra_lm_head[i](x) if self.own else outer.logits(x)
             total = total + sample.target_loss(logits, i + 1 + rows)
         return total

@@ -144,7 +144,7 @@ class Network(nn.Module):
         following = F.pad(tokens[1:], (0, self.n_predict))
         for i, s in enumerate(self.outputs(sample.states[FINAL], following)):
             rows = sample.places(i + 1, max(0, len(tokens) - i - 2))
-            total = total + sample.text_loss(self.head[i](s[rows]), i + 2 + rows)
+            total = total + sample.text_loss(self.head[i](s.index_select(0, rows)), i + 2 + rows)
         return total
 
     def config(self) -> dict[str, Any]:

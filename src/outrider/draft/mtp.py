@@ -230,7 +230,7 @@ class Network(nn.Module):
             states, out = self(embedded, states, depth, sample.texts)
             weight = DECAY ** max(0, depth - len(self.layers) + 1)
             rows = sample.places(depth + 1, count - depth - 1)
-            loss = sample.target_loss(outer.logits(out[rows]), depth + 1 + rows)
+            loss = sample.target_loss(outer.logits(out.index_select(0, rows)), depth + 1 + rows)
             total, weights = total + weight * loss, weights + weight
         return total / weights
 

@@ -84,7 +84,7 @@ class PathLayer(Layer):
         u = torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1)
         keys.append((attention.keys(u, angles), attention.values(u)))
         if first:
-            g, u, angles = (part[rows.places] for part in (g, u, angles))
+            g, u, angles = (part.index_select(0, rows.places) for part in (g, u, angles))
         padded = [
             (of.pad(k), of.pad(v)) for of, (k, v) in zip((rows.texts, *[rows.rows] * (len(keys) - 1)), keys)
         ]

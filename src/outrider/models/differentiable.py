@@ -53,4 +53,5 @@ def text_logits(module: Any, tokens: Tensor, places: Tensor, texts: Ragged | Non
     if texts is None or texts.count == 1:
         logits: Tensor = module(tokens[None], use_cache=False, logits_to_keep=places).logits
         return logits[0].float()
-    return texts.rows(module(texts.entries(tokens), use_cache=False).logits)[places].float()
+    every = texts.rows(module(texts.entries(tokens), use_cache=False).logits)
+    return every.index_select(0, places).float()
