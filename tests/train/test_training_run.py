@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import Head
+from outrider.core.step import FINAL
 from outrider.errors import ConfigError
 from outrider.heads.base import FINGERPRINT
+from outrider.heads.sample import read_states
 from outrider.train import answers, features, run
 from outrider.train.data import Item
 from outrider.train.loop import Trainer
@@ -179,6 +181,19 @@ def test_answers_and_features_are_computed_once(
     without = {**given, "cache_gb": 0.0}
     made.append(train(target, "eagle", run_options("eagle", tmp_path / "3", **without), Report()))
     assert len({result.losses[0] for result in made}) == 1
+
+
+def test_states_of_texts_read_together_are_those_of_each(
+    target: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 16 tokens end within texts."""
+    monkeypatch.setattr("outrider.heads.sample.HOST_CHUNK", 16)
+    model = target.engine.decoder
+    texts = [[(7 * i + j) % 90 + 5 for j in range(n)] for i, n in enumerate((9, 30, 1, 16))]
+    together = read_states(model, texts, (1, FINAL))
+    for which, states in together.items():
+        each = [read_states(model, [text], (which,))[which] for text in texts]
+        assert torch.equal(states, torch.cat(each))
 
 
 def test_failed_answers_are_asked_for_again(target: LLM, run_options: Any, tmp_path: Path) -> None:

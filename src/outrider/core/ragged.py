@@ -57,7 +57,8 @@ class Ragged:
     def _taken(self, x: Tensor, dim: int) -> Tensor:
         """The entries of the rows that lie along `dim`.  `index_select` has a fast gradient."""
         assert self.index is not None
-        return x.index_select(dim, self.index.flatten()).unflatten(dim, self.index.shape)
+        taken = x.index_select(dim, self.index.flatten())
+        return taken.reshape(*x.shape[:dim], *self.index.shape, *x.shape[dim + 1 :])
 
     def join(self, heads: Tensor) -> Tensor:
         """[N, heads * width] of entries [B, heads, L, width]."""
