@@ -50,15 +50,18 @@ class Blocks:
 
     @staticmethod
     def of(anchors: Tensor, lengths: Sequence[int], block: int, device: torch.device) -> Blocks:
-        """anchors: places [A] on the host; those of a text are together.  lengths: places of each text."""
-        ends = torch.tensor(lengths).cumsum(0)
+        """anchors: places [A] on the host, ascending by text; the last may be behind the last text.
+        lengths: places of each text.
+        """
+        sizes = torch.tensor(lengths)
+        ends = sizes.cumsum(0)
+        text = torch.searchsorted(ends, anchors, right=True).clamp_max(len(lengths) - 1)
+        counts, begins = torch.bincount(text, minlength=len(lengths)), anchors - (ends - sizes)[text]
         offsets = torch.cat([torch.arange(length) for length in lengths])
-        counts = torch.bincount(torch.searchsorted(ends, anchors, right=True), minlength=len(lengths))
-        positions = (offsets[anchors][:, None] + torch.arange(block)).flatten()
+        positions = (begins[:, None] + torch.arange(block)).flatten()
         owners = torch.arange(len(anchors)).repeat_interleave(block)
         offsets, positions, owners, starts = (
-            to_device(each, device)
-            for each in (offsets, positions, owners, offsets[anchors].repeat_interleave(block))
+            to_device(each, device) for each in (offsets, positions, owners, begins.repeat_interleave(block))
         )
         texts, rows = Ragged.of(lengths, device), Ragged.of((block * counts).tolist(), device)
         owner = rows.entries(owners).masked_fill(~rows.valid, -1)
@@ -178,11 +181,11 @@ class BlockNetwork(nn.Module):
         """Logits [A, block, Vd] of each row, given the text before it, and the logit of its acceptance,
         [A, block], if the network predicts it.
 
-        taps [T, len(taps) * hidden], tokens [T], anchors [A]: places on the host, those of a text together.
+        taps [T, len(taps) * hidden], tokens [T], anchors [A]: places on the host, ascending by text.
         lengths: of the texts, where there are several.
         """
         context, device = self.hidden_norm(self.fc(taps)), tokens.device
-        blocks = Blocks.of(anchors, lengths or [len(tokens)], self.block, device)
+        blocks = Blocks.of(anchors, lengths or [len(taps)], self.block, device)
         anchors = to_device(anchors, device)
         ids = torch.full((len(anchors), self.block), self.mask, device=device)
         ids[:, 0] = tokens[anchors]
