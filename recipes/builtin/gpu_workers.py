@@ -14,6 +14,7 @@ import json
 import random
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -157,9 +158,8 @@ def shards_of(given: argparse.Namespace, llm: LLM) -> tuple[list[States], list[S
 
 def settings_of(given: argparse.Namespace, name: str) -> Any:
     """Options of a run: sizes and bits of the shipped head, and what `TRAINED_ON_GPU` says."""
-    folder = "draft" if name == "draft_model" else f"heads/{name}"
     asked = {**TRAINED_ON_GPU["all"], **SIZES.get(name, {}), **TRAINED_ON_GPU.get(name, {})}
-    asked |= {"data": ["-"], "out": str(given.work / "out" / name), "init": str(SHIPPED / folder)}
+    asked |= {"data": ["-"], "out": str(given.work / "out" / name), "init": shipped(name)}
     asked |= {"length": LENGTH, "answer_tokens": ANSWER, "temperatures": TEMPERATURES, "seed": SEED}
     left = given.seconds - given.reserve - (time.time() - given.began)
     asked |= {"schedule": "minutes", "minutes": max(left, 1.0) / 60}
@@ -167,13 +167,29 @@ def settings_of(given: argparse.Namespace, name: str) -> Any:
     return options(method(name).Options, asked, "training option")
 
 
+def shipped(name: str) -> str:
+    return str(SHIPPED / ("draft" if name == "draft_model" else f"heads/{name}"))
+
+
+def evaluator(given: argparse.Namespace, llm: LLM, name: str) -> LLM:
+    """The engine of evaluations, with its kernels compiled: another on the CPU if drafting fails on the
+    device, for that must not end the training.
+    """
+    config = {"model": shipped(name), "num_speculative_tokens": 2, **method(name).drafts}
+    try:
+        drafted(llm, [[1, 40 + i, 50] for i in range(HELD)], 8, config)
+    except Exception:
+        traceback.print_exc()
+        given = argparse.Namespace(**{**vars(given), "device": "cpu"})
+        llm = engine(given, HELD, HELD << 22)
+    told(given, f"evaluations on {llm.engine.decoder.backend.name}")
+    return llm
+
+
 def train(given: argparse.Namespace, name: str) -> None:
     llm = engine(given, HELD, HELD << 22)
     told(given, f"engine: {llm.engine.decoder.backend.name}")
-    shipped = method(name).drafts, str(SHIPPED / ("draft" if name == "draft_model" else f"heads/{name}"))
-    compiled = {"model": shipped[1], "num_speculative_tokens": 2, **shipped[0]}
-    drafted(llm, [[1, 40 + i, 50] for i in range(HELD)], 8, compiled)  # compiles the kernels of evaluations
-    told(given, "kernels are compiled")
+    evaluating = evaluator(given, llm, name)
     states, sources = shards_of(given, llm)
     every = [text for shard in states for text in shard.texts]
     order = list(range(len(every)))
@@ -188,5 +204,5 @@ def train(given: argparse.Namespace, name: str) -> None:
     kept = needed_states(made.wanted, made.logits)
     features = Features(model, every, made.logits, Shards(states, kept, model.spec.hidden))
     deadline = time.perf_counter() + 60 * asked.minutes
-    fit(llm, name, texts, made, features, Report(Console(width=160)), deadline)
+    fit(evaluating, name, texts, made, features, Report(Console(width=160)), deadline)
     told(given, "done")

@@ -29,7 +29,7 @@ TRAINED_ON_GPU: dict[str, dict[str, Any]] = {
         "optimizer": "muon", "rate": 0.002, "dtype": "bfloat16", "quantization": "int8",
         "evaluate_every": 1_000_000, "evaluate_prompts": 64,
     },
-    "eagle3": {"test_steps": 7},
+    "eagle3": {"test_steps": 6},
     "dflash": {"taps": (2, 4, 5)},
     "draft_model": {"layers": 2, "rate": 0.001},
 }  # fmt: skip
