@@ -31,7 +31,7 @@ TRAINED_ON_GPU: dict[str, dict[str, Any]] = {
     },
     "eagle3": {"test_steps": 6},
     "dflash": {"taps": (2, 4, 5)},
-    "draft_model": {"layers": 2, "rate": 0.001},
+    "draft_model": {"layers": 2, "rate": 0.0005},
 }  # fmt: skip
 
 
