@@ -1,14 +1,17 @@
 #!/usr/bin/env python
 """Tests, certificate and figures of the Triton kernels on a CUDA device, as one dated JSON file.
 
-scripts/gpu.py [--shape 1b|8b] [--out FILE]  under ten minutes with 1b; models are random
-scripts/gpu.py --shape tiny                  tries the script itself, in Triton's interpreter; no figures
+scripts/gpu.py [--out FILE]              all parts; under ten minutes.  Models are random or the built-in pair
+scripts/gpu.py --parts decoder pair      some of them: tests, certificate, decoder, attention, pair
+scripts/gpu.py --shapes 1b               sizes of the decoder and the attention; default: 1b 8b
+scripts/gpu.py --shapes tiny             tries the script itself, in Triton's interpreter; no figures
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import statistics
@@ -17,7 +20,8 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,49 +40,78 @@ TESTS = ["tests/backends/test_triton_attention.py", "tests/backends/test_triton_
          "tests/backends/test_triton_ops.py", "tests/backends/test_triton_verifier.py",
          "tests/exact/test_triton.py", "tests/heads/test_device_trees.py",
          "tests/models/test_draft_chains.py"]  # fmt: skip
+PARTS = ("decoder", "attention", "pair", "certificate", "tests")
+NODES, CONTEXTS = (0, 4, 16, 64), (1024, 8192, 32768)
+GROWN = (32, 32768)  # layers and MLP of the built-in target in `pair`: 1.2 B weights
+BATCHES = (1, 8, 32, 128)
+METHODS: dict[str, Any] = {
+    "draft model": {"model": "builtin-draft", "num_speculative_tokens": 5},
+    "EAGLE-3 chain": {"model": "builtin-eagle3", "tree": "chain", "num_speculative_tokens": 4},
+    "EAGLE-3 tree": {"model": "builtin-eagle3", "num_speculative_tokens": 4, "nodes": 24},
+    "n-gram": {"method": "ngram", "num_speculative_tokens": 5},
+    "auto": {"method": "auto", "drafters": [{"model": "builtin-draft"}, {"model": "builtin-eagle3"}]},
+}
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--shape", choices=SHAPES, default="1b")
+    options.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1b", "8b"])
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    options.add_argument("--rounds", type=int, default=2, help="of every figure of the pair")
     options.add_argument("--out", type=Path)
     given = options.parse_args()
-    tiny = given.shape == "tiny"
+    tiny = given.shapes == ["tiny"]
     if not tiny and not torch.cuda.is_available():
-        sys.exit("There is no CUDA device here; --shape tiny tries the script in the interpreter.")
+        sys.exit("There is no CUDA device here; --shapes tiny tries the script in the interpreter.")
     os.environ["OUTRIDER_KERNELS"] = "triton"
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    began = time.time()
-    found = {"date": datetime.date.today().isoformat(), **machine(device), "shape": given.shape}
-    if not tiny:
-        found["tests"] = run_tests()
-    with tempfile.TemporaryDirectory() as folder:
-        found["certificate"] = certificate(random_model(Path(folder), given.shape), device)
-        found["decoder"] = decoder_figures(folder, device, 40 if tiny else 1024, 1 if tiny else 20)
-    found["attention"] = attention_figures(SHAPES[given.shape], device, [40] if tiny else [1024, 8192, 32768])
-    found["seconds"] = round(time.time() - began)
-    text = json.dumps(found, indent=2)
+    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), **machine(device)}
     out = given.out or Path(f"gpu-{found['date']}.json")
-    out.write_text(text + "\n")
-    print(text)
+    for part in PARTS:
+        if part in given.parts:
+            began = time.time()
+            found[part] = figures(part, given, device, tiny)
+            found[f"seconds of {part}"] = round(time.time() - began)
+            out.write_text(json.dumps(found, indent=2) + "\n")
+            print(json.dumps({part: found[part]}, indent=1), flush=True)
+            gc.collect()
+
+
+def figures(part: str, given: argparse.Namespace, device: torch.device, tiny: bool) -> Any:
+    if part == "tests":
+        return None if tiny else run_tests()
+    if part == "pair":
+        return None if tiny else pair(given.rounds)
+    if part == "certificate":
+        with tempfile.TemporaryDirectory() as folder:
+            return certificate(random_model(Path(folder), given.shapes[0]), device)
+    if part == "decoder":
+        return {name: decoder_figures(name, device, 40 if tiny else 1024, tiny) for name in given.shapes}
+    contexts = (40,) if tiny else CONTEXTS
+    return {name: attention_figures(SHAPES[name], device, contexts) for name in given.shapes}
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     import triton
 
+    from outrider.bench.conditions import conditions
+
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "none: Triton's interpreter"
-    return {"device": name, "torch": torch.__version__, "triton": triton.__version__}
+    return {**conditions(), "device": name, "triton": triton.__version__}
 
 
 def run_tests() -> dict[str, Any]:
+    several = ["-n", "8"] if find_spec("xdist") else []
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *several, *TESTS],
         cwd=ROOT, capture_output=True, text=True,
+        env={name: value for name, value in os.environ.items() if name != "OUTRIDER_KERNELS"},
     )  # fmt: skip
     lines = done.stdout.strip().splitlines()
-    return {"passed": done.returncode == 0, "last_lines": lines[-12:]}
+    failed = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
+    return {"passed": done.returncode == 0, "last_lines": [*failed[:60], *lines[-3:]]}
 
 
 def random_model(folder: Path, shape: str) -> str:
@@ -94,13 +127,12 @@ def certificate(model: str, device: torch.device) -> dict[str, Any]:
     from outrider import LLM, SamplingParams
     from outrider.testing import KnownTexts, Scripts, random_prompts
 
-    llm = LLM(
-        model, speculative_config=None, device=device.type, dtype="auto",
-        max_model_len=1024 if device.type == "cuda" else 64,
-    )  # fmt: skip
-    tokens, longest = (64, 200) if device.type == "cuda" else (6, 12)
+    cuda = device.type == "cuda"
+    llm = LLM(model, speculative_config=None, device=device.type, dtype="auto",
+              max_model_len=1024 if cuda else 64)  # fmt: skip
+    tokens, longest = (64, 200) if cuda else (6, 12)
     truth, same, accepted = KnownTexts(), 0, 0
-    prompts = [{"prompt_token_ids": ids} for ids in random_prompts(2 if longest == 12 else 8, 0, longest)]
+    prompts = [{"prompt_token_ids": ids} for ids in random_prompts(8 if cuda else 2, 0, longest)]
     params = [SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=i, temperature=i % 2)
               for i in range(len(prompts))]  # fmt: skip
     plain = [llm.generate(prompt, p)[0] for prompt, p in zip(prompts, params)]
@@ -114,53 +146,92 @@ def certificate(model: str, device: torch.device) -> dict[str, Any]:
             "same_texts": same, "accepted_nodes": accepted}  # fmt: skip
 
 
-def milliseconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Median of `rounds` calls, each until the device is idle, after three to warm up."""
+def milliseconds(call: Callable[[], object], device: torch.device, rounds: int, warm: int = 3) -> float:
+    """Median of `rounds` calls, each until the device is idle."""
     taken = []
-    for _ in range(rounds + 3):
+    for _ in range(rounds + warm):
         began = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
         taken.append((time.perf_counter() - began) * 1000)
-    return round(statistics.median(taken[3:]), 4)
+    return round(statistics.median(taken[warm:]), 4)
 
 
-def decoder_figures(model: str, device: torch.device, context: int, rounds: int) -> dict[str, Any]:
-    """A forward of 1 + n rows, a chain of n nodes behind `context` tokens, with all logits."""
-    from outrider.checkpoints.hub import Checkpoint
-    from outrider.core.step_input import StepInput
+def decoder_figures(shape: str, device: torch.device, context: int, tiny: bool) -> dict[str, Any]:
+    """A step of 1 + n rows, a chain of n nodes behind `context` tokens, with all logits; and a prefill."""
     from outrider.models.decoder import Decoder
     from outrider.models.placement import Precision
 
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    decoder = Decoder(Checkpoint.open(model), Precision(dtype), device, 4096)
-    pool, table = decoder.pool(context + 80), array("i", range(context + 80))
+    decoder = Decoder(random_checkpoint(SHAPES[shape]),
+                      Precision(torch.float32 if tiny else torch.bfloat16), device, 4096)  # fmt: skip
+    pool, table, rounds = decoder.pool(context + 2100), array("i", range(context + 2100)), 1 if tiny else 20
 
-    def forward(nodes: int) -> None:
+    def forward(nodes: int, start: int, wanted: int) -> None:
+        from outrider.core.step_input import StepInput
+
         step = StepInput()
-        step.chain(table, context - 1, [1])
-        if nodes:
-            paths = [table[context : context + i + 1].tolist() for i in range(nodes)]
-            step.nodes(table, context, paths, [1] * nodes)
-        step.logits_rows = [*range(nodes + 1)]
+        step.chain(table, start, [1] * (nodes + 1))
+        step.logits_rows = [*range(nodes + 1 - wanted, nodes + 1)]
         decoder.forward_step(step.build(), pool, {})
 
-    source = torch.empty(1 << (30 if device.type == "cuda" else 16), dtype=torch.uint8, device=device)
-    copy = milliseconds(lambda: source.clone(), device, rounds)
-    weights = sum(p.numel() for p in _weights(decoder)) * dtype.itemsize
-    took = {nodes: milliseconds(lambda n=nodes: forward(n), device, rounds) for nodes in (0, 16, 64)}
+    copied = copy_rate(device, rounds)
+    weights = sum(p.numel() * p.element_size() for p in _weights(decoder))
+    took = {n: milliseconds(lambda n=n: forward(n, context - 1, n + 1), device, rounds) for n in NODES}
+    prefill = None if tiny else milliseconds(lambda: forward(2047, 0, 1), device, 5)
     graphs, decoder.backend.graphs = decoder.backend.graphs, None
-    launched = {nodes: milliseconds(lambda n=nodes: forward(n), device, rounds) for nodes in (0, 16, 64)}
+    launched = milliseconds(lambda: forward(0, context - 1, 1), device, rounds)
     return {
         "context": context,
-        "copy_gb_per_second": round(2 * source.numel() / copy / 1e6, 1),
+        "copy_gb_per_second": round(copied, 1),
         "weight_bytes": weights,
-        "forward_ms_by_nodes": took,
-        "forward_ms_by_nodes_without_graphs": launched,
+        "step_ms_by_nodes": took,
+        "step_of_one_row_without_graphs_ms": launched,
+        "share_of_copy_bandwidth_of_one_row": round(weights / took[0] / 1e6 / copied, 3),
+        "cost_of_nodes": {n: round(took[n] / took[0], 3) for n in NODES[1:]},
+        "prefill_of_2048_ms": prefill,
         "graph_bytes": graphs and graphs.bytes,
-        "weights_gb_per_second_of_one_row": round(weights / took[0] / 1e6, 1),
     }
+
+
+def copy_rate(device: torch.device, rounds: int) -> float:
+    """GB/s of a copy on the device, bytes read and written."""
+    source = torch.empty(1 << (31 if device.type == "cuda" else 16), dtype=torch.uint8, device=device)
+    return 2 * source.numel() / milliseconds(source.clone, device, rounds) / 1e6
+
+
+def random_checkpoint(sizes: Mapping[str, int]) -> Any:
+    """A Llama of these sizes without a file of weights: they are drawn on the device when asked for."""
+    from dataclasses import fields
+
+    from transformers import LlamaConfig
+
+    from outrider.checkpoints.hub import Checkpoint
+
+    class Random(Checkpoint):
+        def tensors(self) -> Any:
+            return RandomTensors()
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = LlamaConfig(**sizes, max_position_embeddings=4096, tie_word_embeddings=False)
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(folder)
+        made = Checkpoint.open(folder)
+    return Random(**{field.name: getattr(made, field.name) for field in fields(made)})
+
+
+class RandomTensors:
+    """`Source` of random weights."""
+
+    def __contains__(self, name: str) -> bool:
+        return not name.endswith("bias")
+
+    def get(self, name: str, *shape: int) -> torch.Tensor:
+        return torch.ones(shape)
+
+    def linear(self, name: str, outputs: int, inputs: int) -> torch.Tensor:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
 
 
 def _weights(decoder: Any) -> list[torch.Tensor]:
@@ -169,20 +240,21 @@ def _weights(decoder: Any) -> list[torch.Tensor]:
     return [*layers, decoder.lm_head.values]
 
 
-def attention_figures(sizes: dict[str, int], device: torch.device, contexts: list[int]) -> list[Any]:
+def attention_figures(sizes: dict[str, int], device: torch.device, contexts: tuple[int, ...]) -> list[Any]:
     many = (1, 16, 64) if device.type == "cuda" else (1, 3)
     return [attention(sizes, device, context, nodes) for context in contexts for nodes in many]
 
 
 def attention(sizes: dict[str, int], device: torch.device, context: int, nodes: int) -> dict[str, Any]:
-    """One layer, one request with a chain of n nodes, beside SDPA on contiguous K and V."""
+    """One layer, one request with a tree of n nodes, beside SDPA with a mask on contiguous K and V."""
     from outrider.backends.base import LayerKV, Scores
     from outrider.backends.select import backend_for
     from outrider.cache.pool import Pool
     from outrider.core.step_input import StepInput
 
     heads, kv_heads, d = (sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
     spec: Any = argparse.Namespace(heads=heads, kv_heads=kv_heads, head_dim=d)
     backend, table = backend_for(device, dtype), array("i", range(context + nodes))
     pool = Pool(1, kv_heads, d, context + nodes, dtype, device)
@@ -193,15 +265,71 @@ def attention(sizes: dict[str, int], device: torch.device, context: int, nodes: 
     k, v = (torch.randn(1, kv_heads, context + nodes, d, device=device, dtype=dtype) for _ in "kv")
     mask = torch.ones(nodes, context + nodes, dtype=torch.bool, device=device).tril(context)
     rows, sdpa = q.transpose(0, 1)[None], torch.nn.functional.scaled_dot_product_attention
-    rounds = 20 if device.type == "cuda" else 1
-    return {
-        "context": context,
-        "nodes": nodes,
-        "tree_attention_ms": milliseconds(
-            lambda: backend.attend(q, spec, LayerKV(step, pool, 0), Scores(d**-0.5, 0)), device, rounds
-        ),
-        "sdpa_ms": milliseconds(lambda: sdpa(rows, k, v, attn_mask=mask, enable_gqa=True), device, rounds),
+    kv, scores = LayerKV(step, pool, 0), Scores(d**-0.5, 0)
+    calls: dict[str, Callable[[], object]] = {
+        "tree_attention_us": lambda: backend.attend(q, spec, kv, scores),
+        "sdpa_us": lambda: sdpa(rows, k, v, attn_mask=mask, enable_gqa=True),
     }
+    read = 2 * kv_heads * (context + nodes) * d * dtype.itemsize
+    timed = {name: device_microseconds(call) for name, call in calls.items()} if cuda else {}
+    return {"context": context, "nodes": nodes, "kv_bytes": read, **timed}
+
+
+def device_microseconds(call: Callable[[], object]) -> float:
+    """Time of a call on the device, without launches from Python: the median of replays of a graph."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    graph, repeats = torch.cuda.CUDAGraph(), 20
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    taken = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(begin.elapsed_time(end) * 1000 / repeats)
+    return round(statistics.median(taken), 2)
+
+
+def pair(rounds: int) -> dict[str, Any]:
+    """Tokens/s of the grown built-in target, prompts included, and whether texts are those of plain."""
+    from outrider import LLM, SamplingParams
+    from outrider.bench.prompts import TASKS, rendered
+    from outrider.checkpoints import hub
+
+    hub.LAYERS, hub.INNER = GROWN
+    llm = LLM(hub.GROWN, speculative_config=None, device="cuda", max_model_len=512, max_num_seqs=max(BATCHES))
+    prompts = [rendered(TASKS[i % len(TASKS)], llm.tokenizer) for i in range(max(BATCHES))]
+    table: dict[str, Any] = {}
+    for batch in BATCHES:
+        for temperature in (0.0, 0.8):
+            params = [SamplingParams(max_tokens=96, temperature=temperature, seed=i, detokenize=False)
+                      for i in range(batch)]  # fmt: skip
+            cell: dict[str, Any] = {}
+            texts: dict[str, Any] = {}
+            for name, config in [("plain", None), *METHODS.items()]:
+                llm.use(config)
+                for i in range(rounds + 1):
+                    if not i:
+                        llm.generate(prompts[:batch], params, use_tqdm=False)  # records graphs
+                        continue
+                    began = time.perf_counter()
+                    outputs = llm.generate(prompts[:batch], params, use_tqdm=False)
+                    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                    cell.setdefault(name, []).append(round(tokens / (time.perf_counter() - began)))
+                texts[name] = [output.outputs[0].token_ids for output in outputs]
+            best = {name: statistics.median(rates) for name, rates in cell.items()}
+            table[f"batch {batch}, T = {temperature}"] = {
+                name: {"tokens_per_second": rate, "gain": round(rate / best["plain"], 2),
+                       "same_texts": texts[name] == texts["plain"]}
+                for name, rate in best.items()
+            }  # fmt: skip
+            print(batch, temperature, best, flush=True)
+    return table
 
 
 if __name__ == "__main__":

@@ -6,26 +6,32 @@ import gc
 import random
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from interpreted import DEVICE, Rerun
-from kernel_cases import ragged
+from kernel_cases import heads_of, ragged, sampled_row
 from torch import Tensor
 
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
+from outrider.core.params import DistributionParams
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
+from outrider.core.tree import DraftTree
 from outrider.models.decoder import Decoder
 from outrider.models.placement import Precision
+from outrider.sampling.sampler import Sampler
 from outrider.testing import tiny_checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from outrider.backends.triton import attention, graphs
+from outrider.backends.triton import attention, graphs, jobs
 from outrider.backends.triton.graphs import Graphs
-from outrider.backends.triton.plan import Plan, Sizes, numbers_of, plan_of, total
+from outrider.backends.triton.plan import PIECE, Plan, Sizes, numbers_of, plan_of, total
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of masked lanes
 SLOTS = 256
@@ -35,11 +41,10 @@ SLOTS = 256
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_KERNELS", "triton")
-        if DEVICE.type == "cpu":
-            patch.setattr(attention, "BLOCK", 16)
-            patch.setattr(attention, "SPLIT", 32)
-            patch.setattr(graphs, "ROWS", (1, 2, 4, 8))
-            patch.setattr(graphs, "LEAST_KEYS", 32)
+        patch.setattr(attention, "BLOCK", 16)
+        patch.setattr(attention, "SPLIT", 32)
+        patch.setattr(jobs, "ROWS", (1, 2, 4, 8))
+        patch.setattr(jobs, "LEAST_KEYS", 32)
         sizes = {
             "hidden_size": 32,
             "intermediate_size": 32,
@@ -128,7 +133,7 @@ def test_a_recording_that_fails_leaves_its_sizes_without_a_graph(
     record = own.recorder.record
     short: list[object] = []
 
-    def fail(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def fail(run: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
         if len(short) < 2:
             short.append(run)
             raise torch.OutOfMemoryError("out of memory")
@@ -145,6 +150,40 @@ def test_a_recording_that_fails_leaves_its_sizes_without_a_graph(
     assert own.failed == 2 and len([each for each in caplog.records if each.levelname == "WARNING"]) == 1
 
 
+def answered(decoder: Decoder, step: StepInput, tree: DraftTree, pool: Pool) -> tuple[list[Tensor], Any]:
+    """Logits and hidden states of a step, and the verified path of the tree after its first row."""
+    verifier, states = decoder.backend.verifier, {0: Tensor(), 1: Tensor(), FINAL: Tensor()}
+    assert verifier is not None
+    queries = verifier.queries("match")
+    Sampler(decoder.backend).add_query(
+        queries, 7, sampled_row([1], DistributionParams(0.8, top_k=30)), tree, 0
+    )
+    logits = decoder.forward_step(step, pool, states, queries).clone()
+    return [logits, *states.values()], dict(queries.read())
+
+
+def test_steps_of_a_whole_model_have_the_bits_and_the_answers_of_launched_ones(
+    decoder: Decoder, own: Graphs
+) -> None:
+    """Logits of some rows, states between the layers and after the last norm, and verified trees."""
+    torch.manual_seed(0)
+    ours, theirs = pair(decoder)
+    for seed in range(8):
+        step, rng = StepInput(), random.Random(seed)
+        table, length = array("i", range(60)), rng.choice((20, 21, 50))
+        step.chain(table, length - 2, [rng.randrange(50), rng.randrange(50)])
+        tree = DraftTree([rng.randrange(3) for _ in range(3)], [-1, 0, -1], [0.5] * 3)
+        step.nodes(table, length, [[length], [length, length + 1], [length + 2]], tree.tokens)
+        step.logits_rows = [1, 2, 3, 4]
+        found, paths = answered(decoder, step.build(), tree, ours)
+        kept, decoder.backend.graphs = own, None  # type: ignore[attr-defined]
+        expected, their_paths = answered(decoder, step.build(), tree, theirs)
+        decoder.backend.graphs = kept  # type: ignore[attr-defined]
+        assert all(map(torch.equal, found, expected)) and paths == their_paths
+        assert torch.equal(ours.data, theirs.data)
+    assert own.recorded < 4 and own.replayed > 3
+
+
 def test_results_of_earlier_steps_stay(decoder: Decoder, own: Graphs) -> None:
     rng, (pool, _) = random.Random(2), pair(decoder)
     results = [decoder.forward(step_of(rng, [5], 0), pool) for _ in range(4)]
@@ -158,7 +197,7 @@ def test_a_shape_that_comes_once_and_a_long_step_have_no_graph(decoder: Decoder,
     rng, (pool, _) = random.Random(3), pair(decoder)
     decoder.forward(step_of(rng, [5], 0), pool)
     for _ in range(2):
-        decoder.forward(step_of(rng, [3] * (graphs.ROWS[-1] + 1), 0), pool)
+        decoder.forward(step_of(rng, [3] * (jobs.ROWS[-1] + 1), 0), pool)
     assert not own.graphs and not own.recorded
 
 
@@ -176,7 +215,7 @@ def test_each_pool_and_each_choice_of_layers_has_its_own_graph(decoder: Decoder,
 
 def test_graphs_go_with_their_pool(decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, pools = random.Random(5), pair(decoder)
-    monkeypatch.setattr(own.recorder, "record", lambda run: lambda: torch.zeros(1, 32))  # keeps nothing
+    monkeypatch.setattr(own.recorder, "record", lambda run: lambda: (torch.zeros(1, 32),))  # keeps nothing
     for pool in pools * 2:
         decoder.forward(step_of(rng, [5], 0), pool)
     assert len(own.graphs) == 2
@@ -188,7 +227,7 @@ def test_graphs_go_with_their_pool(decoder: Decoder, own: Graphs, monkeypatch: p
 def test_graphs_go_with_their_layers(decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only with the pool: heads take new weights while their pool stays."""
     rng, (pool, _) = random.Random(9), pair(decoder)
-    monkeypatch.setattr(own.recorder, "record", lambda run: lambda: torch.zeros(1, 32))  # keeps nothing
+    monkeypatch.setattr(own.recorder, "record", lambda run: lambda: (torch.zeros(1, 32),))  # keeps nothing
     blocks = [decoder.parts, decoder.skip_sublayers([0], [1])]
     for used in blocks * 2:
         decoder.forward(step_of(rng, [5], 0), pool, used)
@@ -226,10 +265,11 @@ def test_shapes_in_turn_do_not_drop_each_others_graphs(
 
 
 def test_a_padded_plan_holds_the_numbers_of_the_plan() -> None:
-    rng = random.Random(7)
+    rng, spec = random.Random(7), heads_of(2, 1, 16, False)
     for _ in range(20):
         step = step_of(rng, [rng.randint(1, 30) for _ in range(rng.randint(1, 2))], 3)
-        sizes, exact = graphs.padded(Sizes.of(step)), plan_of(step, torch.device("cpu"))
+        sizes, exact = jobs.padded(Sizes.of(step), spec), plan_of(step, torch.device("cpu"))
+        assert sizes is not None
         flat = torch.zeros(total(sizes), dtype=torch.int32)
         numbers = torch.tensor(numbers_of(step, sizes), dtype=torch.int32)
         flat[: len(numbers)] = numbers
@@ -239,7 +279,9 @@ def test_a_padded_plan_holds_the_numbers_of_the_plan() -> None:
             assert not getattr(wide, name)[n:].any()
         assert torch.equal(wide.slots[:n], exact.slots) and (wide.slots[n:] == -1).all()
         assert torch.equal(wide.table_slots[: len(exact.table_slots)], exact.table_slots)
-        assert not wide.pieces[len(exact.pieces) :].any()
+        pieces = sum(-(-(end - first) // PIECE) for first, end in pairwise(step.query_start))
+        assert torch.equal(wide.pieces[: 3 * pieces], exact.pieces[: 3 * pieces])
+        assert not wide.pieces[3 * pieces :].any()
         if step.max_path_len:
             paths = wide.path_slots.view(-1, sizes.path)[:n, : step.max_path_len]
             assert torch.equal(paths, exact.path_slots.view(n, -1))

@@ -64,12 +64,11 @@ def plain(llm: LLM) -> list[Any]:
 
 def graphs_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Any:
     """New graphs of small sizes for the target, of every shape."""
-    from outrider.backends.triton import graphs
+    from outrider.backends.triton import graphs, jobs
 
     monkeypatch.setattr(graphs.Graphs, "_comes_again", lambda graphs, key: True)
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(graphs, "ROWS", (20,))
-        monkeypatch.setattr(graphs, "LEAST_KEYS", 32)
+    monkeypatch.setattr(jobs, "ROWS", (20,))
+    monkeypatch.setattr(jobs, "LEAST_KEYS", 32)
     made = graphs.graphs_for(DEVICE) or graphs.Graphs(Rerun())
     monkeypatch.setattr(llm.engine.decoder.backend, "graphs", made)
     return made

@@ -77,10 +77,17 @@ def grown_by_host(tree: LevelTree, choose: Chooser, seed: int) -> DraftTree:
         at = [tuple(tokens) for tokens, _ in tree.frontier_paths]
 
 
-def grow_on_device(growth: DeviceGrowth, seeds: Sequence[int], look: Callable[[Any, Any], None]) -> None:
+def grow_on_device(
+    growth: DeviceGrowth, choose: Chooser, seeds: Sequence[int], look: Callable[[Any, Any], None]
+) -> None:
     """seeds: of each tree.  look: at the forward of a level, and the token paths of its rows."""
     at = [(seed, ()) for seed in seeds]
-    while (step := growth.add(torch.stack([logits_of(*one) for one in at]))) is not None:
+
+    def found() -> tuple[Tensor, Tensor]:
+        rows, logits = growth.begin_level(), torch.stack([logits_of(*one) for one in at])
+        return choose.next_tokens(rows, [growth.level] * len(rows), logits, growth.k)
+
+    while (step := growth.add(*found())) is not None:
         assert step.device_ids is not None
         before, tokens = [at[i] for i in growth.sources.tolist()], step.device_ids.tolist()
         at = [(seed, (*path, token)) for (seed, path), token in zip(before, tokens)]
@@ -116,7 +123,7 @@ def test_dynamic_trees_are_those_of_the_host(
 
     growth = on_device(trees, choose)
     assert growth is not None
-    grow_on_device(growth, [seed + i for i in range(len(trees))], look)
+    grow_on_device(growth, choose, [seed + i for i in range(len(trees))], look)
     for tree, known in zip(trees, expected):
         check_tree(tree.draft_tree, tree.budget)
         assert tree.draft_tree[:2] == known[:2]
@@ -139,7 +146,7 @@ def test_trees_of_ranks_are_those_of_the_host(
     trees = made()
     growth = on_device(trees, choose)
     assert growth is not None
-    grow_on_device(growth, [seed + i for i in range(len(trees))], lambda step, at: None)
+    grow_on_device(growth, choose, [seed + i for i in range(len(trees))], lambda step, at: None)
     for tree, known in zip(trees, expected):
         assert tree.draft_tree[:2] == known[:2]
         assert tree.draft_tree.confidence == pytest.approx(known.confidence, rel=1e-6)
@@ -152,12 +159,13 @@ def test_many_rows_are_ranked_part_by_part(own: bool, monkeypatch: pytest.Monkey
     given = rows, [0, 1, 2, 0, 1], torch.stack([logits_of(i, ()) for i in range(5)]), 3
     expected, sizes, top_next = choose.next_tokens(*given), list[int](), choose.backend.top_next
 
-    def noting(logits: Tensor, *rest: Any) -> Any:
-        sizes.append(len(logits))
-        return top_next(logits, *rest)  # type: ignore[misc]
+    class Noting(type(top_next)):  # type: ignore[misc]
+        def __call__(self, logits: Tensor, *rest: Any) -> Any:
+            sizes.append(len(logits))
+            return super().__call__(logits, *rest)
 
     monkeypatch.setattr("outrider.heads.choose.AT_ONCE", 2 * V)
-    monkeypatch.setattr(choose.backend, "top_next", noting)
+    monkeypatch.setattr(choose.backend, "top_next", Noting())
     assert all(map(torch.equal, choose.next_tokens(*given), expected)) and sizes == [2, 2, 1]
 
 
@@ -168,7 +176,7 @@ def test_a_tree_without_paths_is_empty_beside_others() -> None:
         trees = [RankTree(row_at(0.0), shape, BASE, table) for shape in shapes]
         growth = on_device(trees, choose)
         assert growth is not None
-        grow_on_device(growth, [*range(len(trees))], lambda step, at: None)
+        grow_on_device(growth, choose, [*range(len(trees))], lambda step, at: None)
         assert [len(tree.draft_tree.tokens) for tree in trees] == [*map(len, shapes)]
 
 

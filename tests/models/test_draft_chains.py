@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from interpreted import DEVICE, needs_triton
+from interpreted import DEVICE, Rerun, needs_triton
 from syncs import Syncs
 
 from outrider.backends.base import Chain, Chains
@@ -92,7 +93,7 @@ def test_a_chain_reads_once_and_is_that_of_single_picks(
     kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chains of several lengths and distributions; the tokens and their features."""
-    if kernels == "triton" and DEVICE.type == "cpu":
+    if kernels == "triton":
         monkeypatch.setattr("outrider.backends.triton.attention.BLOCK", 16)
         monkeypatch.setattr("outrider.backends.triton.attention.SPLIT", 16)
     decoder = made(kernels, tmp_path)
@@ -109,6 +110,32 @@ def test_a_chain_reads_once_and_is_that_of_single_picks(
         tokens,
         [],
     )
+
+
+@needs_triton
+def test_recorded_chains_have_the_tokens_of_launched_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text before them grows, so that one graph serves steps of several lengths; states, too."""
+    from outrider.backends.triton import graphs, jobs
+
+    monkeypatch.setattr("outrider.backends.triton.attention.BLOCK", 16)
+    monkeypatch.setattr("outrider.backends.triton.attention.SPLIT", 16)
+    monkeypatch.setattr(jobs, "LEAST_KEYS", 32)
+    monkeypatch.setattr(jobs, "ROWS", (8,))
+    decoder = made("triton", tmp_path)
+    own, pools = graphs.graphs_for(DEVICE) or graphs.Graphs(Rerun()), [decoder.pool(80) for _ in range(2)]
+    wanted = Chains(chains_of(no_probs()), VOCABULARY, StopRule())
+    for last in range(4):
+        step, found = first_step((STARTS[0], [7], [8, last])), list[Any]()
+        for pool, decoder.backend.graphs in zip(pools, (own, None)):  # type: ignore[attr-defined]
+            states = torch.zeros(3, max(LEVELS), 32, device=DEVICE)
+            found.append((decoder.draft_chain(step, pool, wanted._replace(states=states)), states))
+        (ours, our_states), (theirs, their_states) = found
+        assert ours == theirs
+        for i, levels in enumerate(LEVELS):
+            assert torch.equal(our_states[i, :levels], their_states[i, :levels])
+    assert (own.recorded, own.replayed) == (1, 2)
 
 
 def test_sampled_chains_return_what_their_tokens_were_sampled_from(decoder: Decoder) -> None:

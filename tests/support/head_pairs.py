@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class Net:
     """Returns the state itself.  K of a pair is its position and token, V the first numbers of the state."""
 
     taps, ids, slot_bytes = (FINAL,), None, Pool.bytes_per_slot(1, 1, WIDE, torch.float32)
+
+    divided, model = None, SimpleNamespace(embedding=None)
 
     @property
     def stack(self) -> Net:

@@ -23,7 +23,7 @@ class Rerun:
     It sees what a graph keeps: its own tensors, and numbers as they were when it was recorded.
     """
 
-    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(self, run: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
         return run
 
     def reserved(self) -> int:

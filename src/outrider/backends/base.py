@@ -160,19 +160,36 @@ PickNext = Callable[[Tensor, Sequence[DistributionParams], Sequence[int]], Tenso
 class TopNext(Protocol):
     """`Backend.pick_rows` for rows of several requests; the host reads nothing."""
 
+    def asked(self, distributions: Sequence[DistributionParams], keys: Sequence[int], vocabulary: int) -> Any:
+        """The distribution and the key of each row [n], for `__call__`.  May be sliced by rows."""
+
     def __call__(
-        self,
-        logits: Tensor,
-        distributions: Sequence[DistributionParams],
-        keys: Sequence[int],
-        k: int,
-        ids: Tensor | None,
-        probs: bool,
+        self, logits: Tensor, asked: Any, k: int, ids: Tensor | None, probs: bool
     ) -> tuple[Tensor, Tensor]:
         """Entries int64 and shares float32, [n, min(k, V)], on the device of the logits.
 
         Padded with -1 and 0.
         """
+
+
+class ForwardShape(NamedTuple):
+    """A forward that `Backend.launch` is for: its step, its pool, and the attention of its layers."""
+
+    step_input: StepInput
+    pool: Pool
+    attention: AttentionShape
+
+
+# A method of (step_input, pool, *rows, *fixed) that computes on the device alone; see `Backend.launch`.
+Launched = Callable[..., tuple[Tensor, ...]]
+
+
+def launched(
+    method: Launched, shape: ForwardShape | None, rows: Sequence[Any], fixed: Sequence[Any]
+) -> tuple[Tensor, ...]:
+    """`Backend.launch` without a record."""
+    step_input, pool = (None, None) if shape is None else (shape.step_input, shape.pool)
+    return method(step_input, pool, *rows, *fixed)
 
 
 class FusedModel(Protocol):
@@ -192,6 +209,9 @@ class FusedModel(Protocol):
         states:  see `Model.forward_step`
         queries: trees from `Backend.verifier`, answered by this call; None for none
         """
+
+    def extends(self, chains: Chains) -> bool:
+        """Whether `draft_chain` takes these chains."""
 
     def draft_chain(self, stack: Any, ends: Any, kv: LayerKV, chains: Chains) -> Chained:
         """Run the blocks over the step, then extend the chains."""
@@ -223,6 +243,15 @@ class Backend(Protocol):
 
     def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
         """Product x [n, K] -> [n, O].  With `add` [n, O], accumulates into `add` and returns it."""
+
+    def launch(
+        self, method: Launched, shape: ForwardShape | None, rows: Sequence[Any], *fixed: Any
+    ) -> tuple[Tensor, ...]:
+        """method(step_input, pool, *rows, *fixed), a bound method, whose launches may be recorded.
+
+        rows, results: [n, …] each; n are the rows of the step if there is one.  `rows` may hold what
+        `TopNext.asked` returns.  fixed: values of any kind; others are another computation.
+        """
 
     def embed(self, weight: Any, step_input: StepInput) -> Tensor:
         """Embeddings [N, h] of the step's ids."""

@@ -17,6 +17,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has computed all that was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class HostCopy:
     """A copy to the host under way: asked for now, waited for when it is read."""
 

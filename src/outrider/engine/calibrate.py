@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from outrider.control.cost import ForwardCost
+from outrider.core.device import wait_for
 from outrider.core.step_input import StepInput
 from outrider.engine.stored import StoredJson
 from outrider.models.base import Model
 
-SECONDS, ROUNDS = 0.8, 9
+SECONDS, ROUNDS, WARM = 0.8, 9, 2
 ROWS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)  # the most important first, where time is short
 NEAR, FAR = 32, 480  # positions before the rows
 
@@ -43,10 +44,10 @@ class Measured:
 def forward_cost(decoder: Model, max_len: int, *about: Any) -> ForwardCost:
     """Costs from disk, or measured.  Those of few rounds are measured further at the next start.
 
-    about: what they depend on beside machine, threads, version and shape.  Devices other than a CPU learn
-    while they serve.
+    about: what they depend on beside machine, threads, version and shape.  Devices other than a CPU or CUDA
+    learn while they serve.
     """
-    if decoder.device.type != "cpu" or max_len < NEAR + max(ROWS):
+    if decoder.device.type not in ("cpu", "cuda") or max_len < NEAR + max(ROWS):
         return ForwardCost()
     stored = StoredJson("costs", decoder.backend.name, decoder.spec, *about)
     found = _read(stored)
@@ -72,8 +73,13 @@ def measure(
         step_input.logits_rows = list(range(rows))
         built, began = step_input.build(), clock()
         decoder.forward_step(built, pool, {})
+        wait_for(decoder.device)
         return clock() - began
 
+    if decoder.device.type == "cuda":  # the first forwards compile kernels and record graphs
+        for rows in ROWS * WARM:
+            seconds(rows, NEAR)
+        seconds(1, far)
     least = found or Measured({}, math.inf, far)
     began = clock()
     while least.rounds < ROUNDS:

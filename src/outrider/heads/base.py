@@ -33,7 +33,7 @@ from outrider.core.validate import Checked, Count, Kind, Text, is_whole
 from outrider.drafting.base import DEPTHS, Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
-from outrider.heads.device_trees import on_device
+from outrider.heads.device_trees import DeviceGrowth, on_device
 from outrider.heads.layouts import HeadFormat
 from outrider.heads.outer import Ids
 from outrider.heads.reader import Reader
@@ -293,7 +293,7 @@ class StateDrafter(HeadDrafter):
     def _grow(self, trees: Sequence[LevelTree], state: State) -> None:
         state, logits = self.advance(0, state, frontier_tokens(trees))
         if (device := on_device(trees, self.choose)) and self.target.decoder.embedding is not None:
-            while (step_input := device.add(logits)) is not None:
+            while (step_input := device.add(*self._next_tokens(device, logits))) is not None:
                 parents = tuple(part.index_select(0, device.sources) for part in state)
                 assert step_input.device_ids is not None
                 state, logits = self.advance(device.level, parents, step_input.device_ids)
@@ -303,6 +303,10 @@ class StateDrafter(HeadDrafter):
         while growth.add(logits):
             parents = tuple(part[growth.sources] for part in state)
             state, logits = self.advance(growth.level, parents, frontier_tokens(growth.trees))
+
+    def _next_tokens(self, growth: DeviceGrowth, logits: Tensor) -> tuple[Tensor, Tensor]:
+        rows = growth.begin_level()
+        return self.choose.next_tokens(rows, [growth.level] * len(rows), logits, growth.k)
 
     def observe(self, commit: Commit) -> None:
         for r, step in enumerate(commit.batch):

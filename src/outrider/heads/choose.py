@@ -9,6 +9,7 @@ the target then proposes the target's token (arXiv 2408.07978).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,17 @@ from outrider.drafting.trees.builder import RANK_CONFIDENCE
 AT_ONCE = 1 << 24  # logits that `next_tokens` ranks in one call; ranking takes some ten times their memory
 
 
+class Asked(NamedTuple):
+    """Paths as a backend takes them: words of `TopNext.asked`, and bool [n]: whose tokens have noise.
+
+    probs: whether any token has none.
+    """
+
+    words: Any
+    noised: Tensor
+    probs: bool
+
+
 class Chooser:
     """ids: int32 [Vd], the target's token of each of the head's; None where they are the same."""
 
@@ -32,6 +44,7 @@ class Chooser:
         self.ids = None if ids is None else ids.to(torch.int32).contiguous()
         self.ids_on_device = None if self.ids is None else self.ids.to(self.backend.device)
         self.rank_confidence = torch.tensor(RANK_CONFIDENCE)
+        self.ranks_on_device = self.rank_confidence.to(self.backend.device)
 
     def best(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k <= 64 best tokens after each path, best first, and their probabilities.
@@ -73,22 +86,30 @@ class Chooser:
         rows, depths: of every path, and its length.
         Returns int64 and float32 [n, min(k, Vd)] on the device of the logits.
         """
-        top_next, logits, device = self.backend.top_next, self._cut(logits), logits.device
+        asked = self.asked(rows, depths)
+        return self.top(logits, asked.words, asked.noised, k, asked.probs)
+
+    def asked(self, rows: Sequence[Row], depths: Sequence[int]) -> Asked:
+        """What `top` has to know of paths: their requests and lengths."""
+        top_next = self.backend.top_next
         assert top_next is not None, "`stays_on_device` says whether it is supported"
-        noised = [row.distribution.temperature > 0 for row in rows]
-        keys = [self._key(row, depth) if hot else 0 for row, depth, hot in zip(rows, depths, noised)]
-        asked, some = [row.distribution for row in rows], max(1, AT_ONCE // logits.shape[1])
-        parts = [slice(first, first + some) for first in range(0, len(rows), some)]
-        rest = k, self.ids_on_device, not all(noised)
-        found = [top_next(logits[part], asked[part], keys[part], *rest) for part in parts]
+        hot = [row.distribution.temperature > 0 for row in rows]
+        keys = [self._key(row, depth) if noised else 0 for row, depth, noised in zip(rows, depths, hot)]
+        words = top_next.asked([row.distribution for row in rows], keys, self.vocabulary)
+        return Asked(words, to_device(torch.tensor(hot), self.backend.device), not all(hot))
+
+    def top(self, logits: Tensor, words: Any, noised: Tensor, k: int, probs: bool) -> tuple[Tensor, Tensor]:
+        """`next_tokens` for what `asked` returned."""
+        top_next, logits = self.backend.top_next, self._cut(logits)
+        assert top_next is not None
+        some, rest = max(1, AT_ONCE // logits.shape[1]), (k, self.ids_on_device, probs)
+        parts = [slice(first, first + some) for first in range(0, len(logits), some)]
+        found = [top_next(logits[part], words[part], *rest) for part in parts]
         tokens, shares = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
         none = tokens < 0
         if self.ids_on_device is not None:
             tokens = self.ids_on_device[tokens.clamp_min(0)].long()
-        if any(noised):
-            ranked = to_device(self.rank_confidence[: tokens.shape[1]], device).expand_as(shares)
-            by_rank = to_device(torch.tensor(noised), device)
-            shares = torch.where(by_rank[:, None], ranked, shares)
+        shares = torch.where(noised[:, None], self.ranks_on_device[: tokens.shape[1]], shares)
         return tokens.masked_fill(none, -1), shares.masked_fill(none, 0.0)
 
     def stays_on_device(self, rows: Iterable[Row]) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.backends.candidates import TINY
@@ -30,20 +31,27 @@ from outrider.heads.choose import Chooser
 from outrider.heads.trees import BlockTree, DynamicTree, LevelTree, RankTree
 
 LOWEST = -math.inf
+NO_LOGITS = torch.empty(0)  # of trees that are laid out
 
 
 class DeviceGrowth(Protocol):
     """Trees that grow together.
 
     level: of the next logits.  sources: int64, for every row of the next forward, the row of its parent in
-    the last logits.
+    the last logits.  k: how many tokens `add` takes for each row of the logits.
     """
 
     level: int
     sources: Tensor
 
-    def add(self, logits: Tensor) -> StepInput | None:
-        """Add a level to every tree, from float32 [rows of the last forward, Vd].
+    @property
+    def k(self) -> int: ...
+
+    def begin_level(self) -> list[Row]:
+        """The request of each row of the last forward, before `add` is given their next tokens."""
+
+    def add(self, tokens: Tensor, shares: Tensor) -> StepInput | None:
+        """Add a level to every tree, from `Chooser.next_tokens` of the last forward's rows.
 
         Returns the next forward, of the nodes to expand; None once all trees are complete.
         """
@@ -85,7 +93,7 @@ class DynamicGrowth:
     """
 
     def __init__(self, trees: Sequence[DynamicTree], choose: Chooser) -> None:
-        self.choose, self.device, self.level = choose, choose.backend.device, 0
+        self.device, self.level = choose.backend.device, 0
         self.order = sorted(range(len(trees)), key=lambda i: -trees[i].budget.depth)
         self.trees = [trees[i] for i in self.order]
         self.k, self.width = max(tree.k for tree in trees), max(tree.width for tree in trees)
@@ -96,10 +104,15 @@ class DynamicGrowth:
         self.joint = torch.zeros(len(trees), 1, dtype=torch.float64, device=self.device)
         self.paths = torch.zeros(len(trees), 0, dtype=torch.int32, device=self.device)
 
-    def add(self, logits: Tensor) -> StepInput | None:
-        trees = [tree for tree in self.trees if tree.budget.depth > self.level]
-        rows = self._owners(trees)
-        tokens, shares = self.choose.next_tokens(rows, [self.level] * len(rows), logits, self.k)
+    def begin_level(self) -> list[Row]:
+        return self._owners(self._growing)
+
+    @property
+    def _growing(self) -> list[DynamicTree]:
+        return [tree for tree in self.trees if tree.budget.depth > self.level]
+
+    def add(self, tokens: Tensor, shares: Tensor) -> StepInput | None:
+        trees = self._growing
         places = self._places(trees)
         tokens, shares = tokens[places], shares[places]
         scores = shares.double().clamp_min(TINY).log() + self.joint[: len(trees), :, None]
@@ -204,49 +217,75 @@ class _RankChooser:
         return [[(rank, 1.0) for rank in range(min(k, self.vocabulary))] for _ in paths]
 
 
+class _Laid:
+    """A level of trees of ranks, of `rows` parents in all.
+
+    new:     (tree, node), by number, of each new node
+    picks:   (row of the logits, rank) of its token
+    inputs, sources: of each row of the next forward, the new node and the row of its parent in the last one
+    """
+
+    def __init__(self) -> None:
+        self.new, self.picks = list[tuple[int, int]](), list[tuple[int, int]]()
+        self.inputs, self.sources, self.rows, self.step_input = list[int](), list[int](), 0, StepInput()
+
+    def add(self, i: int, tree: RankTree, ranks: Any) -> bool:
+        """Add a level to tree i.  Returns whether it goes on."""
+        parents, before = tree.frontier, len(tree.tokens)
+        tree.add_level(ranks, NO_LOGITS)
+        place = {node: self.rows + at for at, node in enumerate(parents)}
+        self.inputs += [len(self.new) + node - before for node in tree.frontier]
+        for node in range(before, len(tree.tokens)):
+            self.new.append((i, node))
+            self.picks.append((place[tree.parents[node]], tree.tokens[node]))
+        self.sources += [self.rows + source for source in tree.sources]
+        self.rows += len(parents)
+        if tree.sources and tree.table:
+            tree.add_to(self.step_input)
+        return bool(tree.sources)
+
+
 class RankGrowth:
     """`DeviceGrowth` of trees of ranks, which the host lays out with ranks in place of tokens.
 
     levels: tokens and confidences [new nodes, 2] of each, float64, tree after tree.  nodes: of each level,
-    the tree and the number of every new node.
+    the tree and the number of every new node.  laid: the level whose tokens are missing.
     """
 
     def __init__(self, trees: Sequence[RankTree], choose: Chooser) -> None:
-        self.trees, self.growing, self.choose, self.level = trees, [*enumerate(trees)], choose, 0
+        self.trees, self.growing, self.level = trees, [*enumerate(trees)], 0
+        self.ranks: Any = _RankChooser(choose.vocabulary)
         self.sources = torch.empty(0, dtype=torch.int64)
         self.levels, self.nodes = list[Tensor](), list[list[tuple[int, int]]]()
+        self.laid = _Laid()
 
-    def add(self, logits: Tensor) -> StepInput | None:
+    @property
+    def k(self) -> int:
+        return 1 + max((rank for _, rank in self.laid.picks), default=0)
+
+    def begin_level(self) -> list[Row]:
         rows = [tree.row for _, tree in self.growing for _ in tree.frontier]
-        new, picks, step_input = list[tuple[int, int]](), list[tuple[int, int]](), StepInput()
-        inputs, sources, first, growing = list[int](), list[int](), 0, list[tuple[int, RankTree]]()
-        ranks: Any = _RankChooser(min(logits.shape[1], self.choose.vocabulary))
+        laid, growing = _Laid(), list[tuple[int, RankTree]]()
         for i, tree in self.growing:
-            parents, before = tree.frontier, len(tree.tokens)
-            tree.add_level(ranks, logits)
-            place = {node: first + at for at, node in enumerate(parents)}
-            inputs += [len(new) + node - before for node in tree.frontier]
-            for node in range(before, len(tree.tokens)):
-                new.append((i, node))
-                picks.append((place[tree.parents[node]], tree.tokens[node]))
-            sources += [first + source for source in tree.sources]
-            first += len(parents)
-            if tree.sources:
+            if laid.add(i, tree, self.ranks):
                 growing.append((i, tree))
-                if tree.table:
-                    tree.add_to(step_input)
-        k = 1 + max((rank for _, rank in picks), default=0)
-        tokens, shares = self.choose.next_tokens(rows, [self.level] * len(rows), logits, k)
-        at, rank = to_device(torch.tensor(picks, dtype=torch.int64).view(-1, 2).T, logits.device)
+        self.laid, self.growing = laid, growing
+        return rows
+
+    def add(self, tokens: Tensor, shares: Tensor) -> StepInput | None:
+        laid, device, missing = self.laid, tokens.device, self.k - tokens.shape[1]
+        if missing > 0:  # the head has fewer tokens than ranks
+            tokens, shares = F.pad(tokens, (0, missing), value=-1), F.pad(shares, (0, missing))
+        at, rank = to_device(torch.tensor(laid.picks, dtype=torch.int64).view(-1, 2).T, device)
         tokens = tokens[at, rank]
         self.levels.append(torch.stack([tokens.double(), shares[at, rank].double()], 1))
-        self.nodes.append(new)
-        self.growing, self.level = growing, self.level + 1
-        if not growing:
+        self.nodes.append(laid.new)
+        self.level += 1
+        if not self.growing:
             return None
-        self.sources = to_device(torch.tensor(sources), logits.device)
-        step_input.device_ids = take(tokens, inputs).clamp_min(0)
-        return step_input.build()
+        self.sources = to_device(torch.tensor(laid.sources), device)
+        laid.step_input.device_ids = take(tokens, laid.inputs).clamp_min(0)
+        return laid.step_input.build()
 
     def read(self) -> None:
         found: list[dict[int, tuple[int, float]]] = [{ROOT: (0, 1.0)} for _ in self.trees]

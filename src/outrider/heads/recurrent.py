@@ -28,6 +28,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
+from outrider.backends.base import ForwardShape, Launched
 from outrider.cache.catch_up import MAX_PENDING, CatchUp, Cursor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
@@ -41,7 +42,7 @@ from outrider.drafting.base import DEPTHS, Target
 from outrider.drafting.options import refuse_idle
 from outrider.heads.base import HeadDrafter, LayerOptions
 from outrider.heads.choose import Chooser
-from outrider.heads.device_trees import on_device
+from outrider.heads.device_trees import DeviceGrowth, on_device
 from outrider.heads.layer import Stack
 from outrider.heads.outer import lm_logits
 from outrider.heads.ranks import EAGLE, Path, paths, prior_paths
@@ -80,6 +81,28 @@ class Net:
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
         """o for the pairs of g and the ids of `step_input`; K/V goes to the pool."""
         raise NotImplementedError
+
+    def begun(self, step_input: StepInput, pool: Pool, states: Tensor) -> tuple[Tensor]:
+        """`Launched`: o for the pairs of the target's states and the ids of `step_input`."""
+        return (self.forward(step_input, pool, self.from_states(states)),)
+
+    def ranked(
+        self, step_input: None, pool: None, o: Tensor, words: Any, noised: Tensor, choose: Chooser, k: int,
+        probs: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`Launched`: o itself, and the best tokens after it with their confidence, [n, k] each.
+
+        words, noised, probs: of `Chooser.asked`
+        """
+        return o, *choose.top(self.logits(o), words, noised, k, probs)
+
+    def followed(
+        self, step_input: StepInput, pool: Pool, o: Tensor, words: Any, noised: Tensor, choose: Chooser,
+        k: int, probs: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`Launched`: as `ranked`, for nodes whose parents' o is given."""
+        o = self.forward(step_input, pool, self.from_output(o))
+        return o, *choose.top(self.logits(o), words, noised, k, probs)
 
     def logits(self, o: Tensor) -> Tensor:
         """float32 [n, Vd]."""
@@ -137,8 +160,7 @@ class Forwards:
             step_input.chain(reading.table[1:], first, reading.row.tokens[first + 1 : end + 1])
             if reading.tree is not None:
                 last.append(step_input.length - 1)
-        o = self.net.forward(step_input.build(), self.pool, self.net.from_states(self.states))
-        return take(o, last)
+        return take(self.read_pairs(step_input.build()), last)
 
     def logits(self, level: int, o: Tensor) -> Tensor:
         """float32 [n, Vd] for the drafts of a level, the first of which is 0."""
@@ -155,9 +177,17 @@ class Forwards:
         """o [n, width] of nodes whose parents' o is given."""
         return self.net.forward(step_input, self.pool, self.net.from_output(o))
 
+    def read_pairs(self, step_input: StepInput) -> Tensor:
+        """o [n, width] of the pending pairs."""
+        if not self.on_device:
+            return self.net.forward(step_input, self.pool, self.net.from_states(self.states))
+        shape = ForwardShape(step_input, self.pool, self.net.stack.layers[0])
+        (o,) = self.net.backend.launch(self.net.begun, shape, (self.states,))
+        return o
+
     @property
     def on_device(self) -> bool:
-        """Whether `follow` is all of `deepen`, and no operation reads tokens on the host."""
+        """Whether `Net.followed` is all of `deepen`, and no operation reads tokens on the host."""
         return self.net.stack.divided is None and self.net.model.embedding is not None
 
 
@@ -221,13 +251,25 @@ class Recurrent(HeadDrafter):
         """Catch up, then grow all trees, one forward a level."""
         o = self._catch_up(forwards)
         if (device := on_device(trees, self.choose)) is not None and forwards.on_device:
-            while (step_input := device.add(forwards.logits(device.level, o))) is not None:
-                o = forwards.follow(step_input, o.index_select(0, device.sources))
-            device.read()
+            self._grow_on_device(forwards, device, o)
             return
         growth = Growth(trees, self.choose)
         while trees and growth.add(forwards.logits(growth.level, o)):
             o = forwards.deepen(growth.level, growth.trees, o[growth.sources])
+
+    def _grow_on_device(self, forwards: Forwards, growth: DeviceGrowth, o: Tensor) -> None:
+        """A launch a level: the forward of its nodes, and the best tokens after them."""
+        method: Launched = self.net.ranked
+        shape: ForwardShape | None = None
+        while True:
+            rows = growth.begin_level()
+            asked = self.choose.asked(rows, [growth.level] * len(rows))
+            given, fixed = (o, asked.words, asked.noised), (self.choose, growth.k, asked.probs)
+            o, tokens, shares = self.backend.launch(method, shape, given, *fixed)
+            if (step_input := growth.add(tokens, shares)) is None:
+                return growth.read()
+            o, method = o.index_select(0, growth.sources), self.net.followed
+            shape = ForwardShape(step_input, forwards.pool, self.net.stack.layers[0])
 
     def _catch_up(self, forwards: Forwards) -> Tensor:
         o = forwards.catch_up()

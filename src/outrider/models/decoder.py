@@ -186,7 +186,7 @@ class Decoder(Model):
         return self.fused is not None or self.backend.pick_next is not None
 
     def draft_chain(self, step_input: StepInput, pool: Pool, chains: Chains, blocks: Any = None) -> Chained:
-        if self.fused is None:
+        if self.fused is None or not self.fused.extends(chains):
             return draft_chain(self, step_input, pool, chains, blocks)
         stack = (blocks or self.parts)[0].stack
         return self.fused.draft_chain(stack, self.ends, LayerKV(step_input, pool), chains)

@@ -14,11 +14,14 @@ from torch import Tensor
 from outrider.backends.base import (
     AttentionShape,
     DecoderLayer,
+    ForwardShape,
+    Launched,
     LayerKV,
     ModelShape,
     Norms,
     ScoreModifier,
     Scores,
+    launched,
 )
 from outrider.backends.cpu import build, candidates, lora, structs, threads
 from outrider.backends.cpu.bindings import STRUCTS, declare
@@ -70,6 +73,11 @@ class CpuBackend(Picking):
         y = torch.empty(n, o) if add is None else add
         self.lib.linear(weight.c, x.data_ptr(), n, k, y.data_ptr(), o, add is not None)
         return y
+
+    def launch(
+        self, method: Launched, shape: ForwardShape | None, rows: Sequence[Any], *fixed: Any
+    ) -> tuple[Tensor, ...]:
+        return launched(method, shape, rows, fixed)
 
     def embed(self, weight: Packed, step_input: StepInput) -> Tensor:
         n, h = step_input.length, weight.inputs

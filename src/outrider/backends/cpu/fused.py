@@ -80,6 +80,9 @@ class CpuFusedModel:
         self._logits, self._shape = self._buffer[:rows], (rows, outputs)
         return self._logits
 
+    def extends(self, chains: Chains) -> bool:
+        return True
+
     def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
         threads.adopt(self.lib)
         several, vocabulary, stop_rule, states = chains

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +21,15 @@ from outrider.backends.base import (
     AttentionShape,
     Backend,
     DecoderLayer,
+    ForwardShape,
+    FusedModel,
+    Launched,
     LayerKV,
     ModelShape,
     Norms,
     Scores,
     TopNext,
+    launched,
 )
 from outrider.backends.torch import attention, sampling
 from outrider.backends.torch.attention import Group
@@ -67,7 +72,7 @@ Adapter = list[dict[str, list[tuple[slice, Tensor, Tensor]]]]
 class TorchBackend:
     """`Backend` without its optional parts."""
 
-    fused = None
+    fused: FusedModel | None = None
     distributions = None
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -82,7 +87,7 @@ class TorchBackend:
         self.linear_dtype = dtype if self.onednn and _onednn_has_bfloat16() else torch.float32
         mps = device.type == "mps"  # has no float64
         self.pick_next = None if mps else self._pick_next
-        self.top_next: TopNext | None = None if mps else sampling.top_next
+        self.top_next: TopNext | None = None if mps else sampling.TopNext()
         self.wide = torch.float64 if device.type == "cpu" else torch.float32
         self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"
 
@@ -116,6 +121,11 @@ class TorchBackend:
             y = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "").to(self.dtype)
             y = y[:1] if alone else y
         return y if add is None else add.add_(y)
+
+    def launch(
+        self, method: Launched, shape: ForwardShape | None, rows: Sequence[Any], *fixed: Any
+    ) -> tuple[Tensor, ...]:
+        return launched(method, shape, rows, fixed)
 
     def embed(self, weight: TorchWeight, step_input: StepInput) -> Tensor:
         ids = step_input.on(self.device).input_ids

@@ -106,26 +106,34 @@ def _noisy(low: Tensor, distribution: DistributionParams, key: int, ids: Tensor 
     return low + gumbel_of(key, ids.long().to(low.device))
 
 
-def top_next(
-    logits: Tensor,
-    distributions: Sequence[DistributionParams],
-    keys: Sequence[int],
-    k: int,
-    ids: Tensor | None,
-    probs: bool,
-) -> tuple[Tensor, Tensor]:
+class TopNext:
     """`Backend.top_next`."""
-    noised, lows = list[Tensor](), list[Tensor]()
-    for row, distribution, key in zip(logits, distributions, keys):
-        lows.append(below(row, distribution) if distribution.temperature > 0 else row.float())
-        noised.append(_noisy(lows[-1], distribution, key, ids))
-    values, order = (part[:, :k] for part in torch.stack(noised).sort(dim=-1, descending=True, stable=True))
-    missing = ~(values > float("-inf")) | ~logits.amax(-1, keepdim=True).isfinite()
-    entries = order.masked_fill(missing, -1)
-    if not probs:
-        return entries, torch.zeros_like(values)
-    shares = torch.stack(lows).double().softmax(-1).gather(1, order)
-    return entries, shares.masked_fill(missing, 0.0).float()
+
+    def asked(
+        self, distributions: Sequence[DistributionParams], keys: Sequence[int], vocabulary: int
+    ) -> list[tuple[DistributionParams, int]]:
+        return [*zip(distributions, keys)]
+
+    def __call__(
+        self,
+        logits: Tensor,
+        asked: Sequence[tuple[DistributionParams, int]],
+        k: int,
+        ids: Tensor | None,
+        probs: bool,
+    ) -> tuple[Tensor, Tensor]:
+        noised, lows = list[Tensor](), list[Tensor]()
+        for row, (distribution, key) in zip(logits, asked):
+            lows.append(below(row, distribution) if distribution.temperature > 0 else row.float())
+            noised.append(_noisy(lows[-1], distribution, key, ids))
+        ordered = torch.stack(noised).sort(dim=-1, descending=True, stable=True)
+        values, order = (part[:, :k] for part in ordered)
+        missing = ~(values > float("-inf")) | ~logits.amax(-1, keepdim=True).isfinite()
+        entries = order.masked_fill(missing, -1)
+        if not probs:
+            return entries, torch.zeros_like(values)
+        shares = torch.stack(lows).double().softmax(-1).gather(1, order)
+        return entries, shares.masked_fill(missing, 0.0).float()
 
 
 def pick(

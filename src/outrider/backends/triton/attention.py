@@ -10,9 +10,10 @@ other rows, on their number, or on whether a key is in the slot table or in the 
         node 0                                │       ■             4 and 5 are of the same number:
         node 2                                │       ■ ■           each row has its own slot there
 
-A program computes the rows of one piece (`plan.py`) for the query heads of one K/V head, and one split.
-A block of keys that all rows have in the table is one product.  For a block with nodes, every row takes the
-product of the same shape with its own keys, and keeps its own part.
+Splits whose keys all rows of a piece (`plan.py`) have in the table are computed for the whole piece, for the
+query heads of one K/V head.  The others, at the end, are computed for each row by itself, which has slots of
+its own there.  Both take the same products of the same blocks.  The compiler may fuse multiplications and
+additions in one of the two and not in the other, so the kernels are launched without that.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.base import AttentionShape, LayerKV, ScoreModifier, Scores
-from outrider.backends.triton.dot import dot
+from outrider.backends.triton.dot import dot, rounded
 from outrider.backends.triton.elementwise import Planes
 from outrider.backends.triton.plan import PIECE, Plan
 
 BLOCK, SPLIT = 64, 256  # keys
 TILE = 64  # query heads of all rows that a program computes, unless one row has more
+LEAST_LANES = 16  # rows of a matrix instruction
+TOGETHER = 16  # splits that the second pass adds at once
 PARTIAL_BYTES = 1 << 26  # of sums between the passes; more rows are computed one part after another
 
 
@@ -67,7 +70,7 @@ def _add_block(
     at = kv_head.to(tl.int64) * kv.head_stride + slots.to(tl.int64) * kv.slot_stride
     scale_at = (at + (D + 31) // 32 * 32) // 4
     k = tl.load(kv.k + at[None, :] + d[:, None], mask=exists[None, :] & (d < D)[:, None], other=0.0)
-    scores = dot(q, k) * scale
+    scores = dot(q, rounded(k, q), tl.zeros((q.shape[0], k.shape[1]), tl.float32)) * scale
     if INT8:
         scores *= tl.load(kv.k_scales + scale_at, mask=exists, other=0.0)[None, :]
     if CAP:
@@ -82,30 +85,7 @@ def _add_block(
     if INT8:
         weights *= tl.load(kv.v_scales + scale_at, mask=exists, other=0.0)[None, :]
     v = tl.load(kv.v + at[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
-    return highest, mass, total * shrunk[:, None] + dot(weights.to(q.dtype), v)
-
-
-@triton.jit
-def _add_own_block(
-    state, plan, first, count, in_tile, table, max_path, j, q, kv, kv_head, seen, ahead, scale, cap, slope,
-    D: tl.constexpr, WIDTH: tl.constexpr, CAP: tl.constexpr, SLOPES: tl.constexpr, INT8: tl.constexpr,
-):  # fmt: skip
-    """`_add_block` with keys that every row has in slots of its own."""
-    best, mass, total = state
-    for i in range(count):
-        context = tl.load(plan.contexts + first + i)
-        exists = j < tl.load(plan.num_keys + first + i)
-        path = plan.path_slots + (first + i) * max_path - context
-        in_table = tl.load(table + j, mask=exists & (j < context), other=0)
-        slots = tl.load(path + j, mask=exists & (j >= context), other=in_table)
-        new_best, new_mass, new_total = _add_block(
-            (best, mass, total), q, kv, kv_head, slots, exists, seen, ahead, scale, cap, slope,
-            D, WIDTH, CAP, SLOPES, INT8,
-        )  # fmt: skip
-        own = in_tile == i
-        best, mass = tl.where(own, new_best, best), tl.where(own, new_mass, mass)
-        total = tl.where(own[:, None], new_total, total)
-    return best, mass, total
+    return highest, mass, dot(weights.to(q.dtype), rounded(v, q), total * shrunk[:, None])
 
 
 CHANGING = ["first_piece", "first_row", "num_splits", "pinned", "max_path"]  # with the step
@@ -116,14 +96,29 @@ def _sum_split(
     q, kv, plan, slopes, sums, ends, first_piece, first_row, num_splits, scale, cap, pinned, max_path,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SLOPES: tl.constexpr,
-    INT8: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    INT8: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """First pass: sums [N, H, splits, WIDTH] of weights times V; their highest score and mass in `ends`."""
-    piece = plan.pieces + (first_piece + tl.program_id(0) // PIECES) * 3
-    skipped = tl.program_id(0) % PIECES * ROWS
-    count = tl.minimum(tl.load(piece + 1) - skipped, ROWS)
-    first, shared = tl.load(piece) + skipped, tl.load(piece + 2)
-    lane, kv_head, split = tl.arange(0, ROWS * LANES), tl.program_id(1), tl.program_id(2)
+    """First pass: sums [N, H, splits, WIDTH] of weights times V; their highest score and mass in `ends`.
+
+    OWN: for one row, and the splits that its piece does not share.
+    """
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    if OWN:
+        first, count = first_row + tl.program_id(0), 1
+        shared = tl.load(plan.shared + first)
+        if shared == 2147483647:
+            return
+        split += shared // SPLIT
+        if split >= num_splits:
+            return
+    else:
+        piece = plan.pieces + (first_piece + tl.program_id(0) // PIECES) * 3
+        skipped = tl.program_id(0) % PIECES * ROWS
+        count = tl.minimum(tl.load(piece + 1) - skipped, ROWS)
+        first, shared = tl.load(piece) + skipped, tl.load(piece + 2)
+        if (split + 1) * SPLIT > shared:
+            return
+    lane = tl.arange(0, ROWS * LANES)
     in_tile, head, row = lane // LANES, kv_head * GROUP + lane % LANES, first + lane // LANES
     real = (in_tile < count) & (lane % LANES < GROUP)
     num_keys = tl.load(plan.num_keys + row, mask=real, other=0)
@@ -141,20 +136,21 @@ def _sum_split(
     best = tl.full((ROWS * LANES,), float("-inf"), tl.float32)
     mass, total = tl.zeros((ROWS * LANES,), tl.float32), tl.zeros((ROWS * LANES, WIDTH), tl.float32)
     table = plan.table_slots + tl.load(plan.tables + first)
+    if OWN:
+        context = tl.load(plan.contexts + first)
+        path = plan.path_slots + first * max_path - context
     for start in range(begin, end, BLOCK):
         j = start + tl.arange(0, BLOCK)
         seen, ahead = _seen(j, num_keys, position, shift, pinned, WINDOW)
-        if tl.minimum(start + BLOCK, most) <= shared:
-            slots = tl.load(table + j, mask=j < most, other=0)
-            best, mass, total = _add_block(
-                (best, mass, total), heads, kv, kv_head, slots, j < most, seen, ahead, scale, cap, slope,
-                D, WIDTH, CAP, SLOPES, INT8,
-            )  # fmt: skip
+        if OWN:
+            slots = tl.load(table + j, mask=(j < most) & (j < context), other=0)
+            slots = tl.load(path + j, mask=(j < most) & (j >= context), other=slots)
         else:
-            best, mass, total = _add_own_block(
-                (best, mass, total), plan, first, count, in_tile, table, max_path, j, heads, kv, kv_head,
-                seen, ahead, scale, cap, slope, D, WIDTH, CAP, SLOPES, INT8,
-            )  # fmt: skip
+            slots = tl.load(table + j, mask=j < most, other=0)
+        best, mass, total = _add_block(
+            (best, mass, total), heads, kv, kv_head, slots, j < most, seen, ahead, scale, cap, slope, D,
+            WIDTH, CAP, SLOPES, INT8,
+        )  # fmt: skip
     at = ((row - first_row).to(tl.int64) * HEADS + head) * num_splits + split
     tl.store(sums + at[:, None] * WIDTH + d[None, :], total, mask=real[:, None])
     tl.store(ends + at * 2, best, mask=real)
@@ -165,23 +161,34 @@ def _sum_split(
 def _add_splits(
     sums, ends, out, plan, sinks, first_row, num_splits, pinned, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Second pass, for one head of one row."""
+    """Second pass, for one head of one row: TOGETHER splits at once, at multiples of TOGETHER."""
     row, head, d = first_row + tl.program_id(0), tl.program_id(1), tl.arange(0, WIDTH)
     position, shift = tl.load(plan.positions + row), tl.load(plan.shifts + row)
     first = _first_key(position, shift, pinned, WINDOW) // SPLIT
+    end = tl.cdiv(tl.load(plan.num_keys + row), SPLIT)
+    begin = first // TOGETHER * TOGETHER
+    at = (tl.program_id(0).to(tl.int64) * HEADS + head) * num_splits
     best, mass, total = float("-inf"), 0.0, tl.zeros((WIDTH,), tl.float32)
     if SINKS:
-        best, mass = tl.load(sinks + head), 1.0
-    at = (tl.program_id(0).to(tl.int64) * HEADS + head) * num_splits
-    for split in range(first, tl.cdiv(tl.load(plan.num_keys + row), SPLIT)):
-        split_best = tl.load(ends + (at + split) * 2)
-        highest = tl.maximum(best, split_best)
-        finite = tl.where(highest == float("-inf"), 0.0, highest)
-        shrunk, share = tl.exp(best - finite), tl.exp(split_best - finite)
-        mass = mass * shrunk + tl.load(ends + (at + split) * 2 + 1) * share
-        total = total * shrunk + tl.load(sums + (at + split) * WIDTH + d) * share
-        best = highest
+        best = tl.load(sinks + head)
+    for start in range(begin, end, TOGETHER):
+        split = start + tl.arange(0, TOGETHER)
+        mask = (split >= first) & (split < end)
+        found = tl.load(ends + (at + split) * 2, mask=mask, other=float("-inf"))
+        best = tl.maximum(best, tl.max(found, 0))
+    finite = tl.where(best == float("-inf"), 0.0, best)
+    if SINKS:
+        mass = tl.exp(tl.load(sinks + head) - finite)
+    for start in range(begin, end, TOGETHER):
+        split = start + tl.arange(0, TOGETHER)
+        mask = (split >= first) & (split < end)
+        found = tl.load(ends + (at + split) * 2, mask=mask, other=float("-inf"))
+        share = tl.exp(found - finite)
+        mass += tl.sum(tl.load(ends + (at + split) * 2 + 1, mask=mask, other=0.0) * share, 0)
+        part = tl.load(sums + (at + split)[:, None] * WIDTH + d[None, :], mask=mask[:, None], other=0.0)
+        total += tl.sum(part * share[:, None], 0)
     to = out + (row.to(tl.int64) * HEADS + head) * D + d
     tl.store(to, (total / mass).to(out.dtype.element_ty), mask=d < D)
 
@@ -233,17 +240,24 @@ def attend(q: Tensor, spec: AttentionShape, plan: Plan, kv: LayerKV, scores: Sco
     out = torch.empty_like(q)
     planes = Planes.of(pool, layer)
     slopes, sinks = (sums if x is None else x.to(sums) for x in (modifier.slopes, modifier.sinks))
+    lanes_of_one = max(lanes, LEAST_LANES)
+    own_splits = min(splits, triton.cdiv(step.max_path_len, SPLIT) + 1)
     for part in parts:
-        _sum_split[(part.pieces * (PIECE // rows), spec.kv_heads, splits)](
-            q, planes, plan, slopes, sums, ends, part.first_piece, part.first_row, splits, scores.scale,
-            modifier.cap, step.pinned, step.max_path_len,
-            HEADS=heads, GROUP=group, LANES=max(lanes, 16 // rows), ROWS=rows, PIECES=PIECE // rows, D=d,
-            WIDTH=width, WINDOW=scores.window, CAP=modifier.cap > 0, SLOPES=modifier.slopes is not None,
-            INT8=pool.dtype == torch.int8, BLOCK=BLOCK, SPLIT=SPLIT,
-        )  # fmt: skip
+        kinds = [(False, part.pieces * (PIECE // rows), splits, max(lanes, LEAST_LANES // rows), rows)]
+        if step.max_path_len:
+            kinds.append((True, part.rows, own_splits, lanes_of_one, 1))
+        for own, programs, deep, wide, high in kinds:
+            _sum_split[(programs, spec.kv_heads, deep)](
+                q, planes, plan, slopes, sums, ends, part.first_piece, part.first_row, splits, scores.scale,
+                modifier.cap, step.pinned, step.max_path_len, HEADS=heads, GROUP=group, LANES=wide, ROWS=high,
+                PIECES=PIECE // rows, D=d, WIDTH=width, WINDOW=scores.window, CAP=modifier.cap > 0,
+                SLOPES=modifier.slopes is not None, INT8=pool.dtype == torch.int8, OWN=own, BLOCK=BLOCK,
+                SPLIT=SPLIT, enable_fp_fusion=False,
+            )  # fmt: skip
         _add_splits[(part.rows, heads)](
             sums, ends, out, plan, sinks, part.first_row, splits, step.pinned, HEADS=heads, D=d,
             WIDTH=width, WINDOW=scores.window, SINKS=modifier.sinks is not None, SPLIT=SPLIT,
+            TOGETHER=TOGETHER, enable_fp_fusion=False,
         )  # fmt: skip
     return out.view(n, heads * d)
 

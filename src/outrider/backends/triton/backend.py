@@ -1,8 +1,8 @@
 """The torch backend with Triton kernels in place of its linears, norms, attention and verification.
 
 Every kernel computes a row by a fixed sequence of operations on that row's own data, for any number of rows.
-So the backend is row-invariant, as far as a device's matrix instruction computes every row of a tile
-alike.  `models/selftest.py` tries that at start-up.
+So the backend is row-invariant, as far as a device's matrix instructions compute every row of a tile alike,
+and in tiles of every shape.  The backend and `models/selftest.py` try that at start-up.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.base import AttentionShape, LayerKV, Scores
+from outrider.backends.base import AttentionShape, ForwardShape, Launched, LayerKV, Scores
 from outrider.backends.torch.backend import Stack, TorchBackend
-from outrider.backends.triton import attention, elementwise, graphs, linear, picking
+from outrider.backends.triton import attention, elementwise, graphs, jobs, linear, picking
+from outrider.backends.triton.fused import TritonFusedModel
 from outrider.backends.triton.linear import TritonWeight
 from outrider.backends.triton.plan import Plan, plan_of
 from outrider.backends.triton.verifier import TreeVerifier
@@ -34,9 +35,10 @@ class TritonBackend(TorchBackend):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         device = torch.empty(0, device=device).device  # with its number, as in the tensors of graphs
         super().__init__(device, dtype)
-        self.exact, self.verifier = True, TreeVerifier()
-        self.pick_next, self.top_next = picking.pick_next, picking.top_next
-        self.graphs = graphs.graphs_for(device)
+        self.exact = device.type != "cuda" or linear.same_in_all_tiles(device, dtype)
+        self.verifier = TreeVerifier()
+        self.pick_next, self.top_next = picking.pick_next, picking.TopNext(device)
+        self.graphs, self.fused = graphs.graphs_for(device), TritonFusedModel(self)
         self.name = f"Triton on {device} ({str(dtype).removeprefix('torch.')})"
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Any:
@@ -70,7 +72,19 @@ class TritonBackend(TorchBackend):
     ) -> Tensor:
         if self.graphs is None or runs:
             return super().run_layers(stack, x, kv, runs, u)
-        return self.graphs.run(super().run_layers, graphs.Call(stack, x, kv, u))
+        return jobs.run_layers(self.graphs, super().run_layers, jobs.Call(stack, x, kv, u))
+
+    def launch_layers(self, stack: Stack, x: Tensor, kv: LayerKV, runs: Runs = ()) -> Tensor:
+        return super().run_layers(stack, x, kv, runs)
+
+    def launch(
+        self, method: Launched, shape: ForwardShape | None, rows: Sequence[Any], *fixed: Any
+    ) -> tuple[Tensor, ...]:
+        sizes = jobs.method_sizes(shape, rows) if self.graphs is not None else None
+        if self.graphs is None or sizes is None:
+            return super().launch(method, shape, rows, *fixed)
+        results = self.graphs.run(jobs.Method(method, shape, rows, fixed, sizes))
+        return tuple(result[: len(rows[0])].clone() for result in results)
 
     def pick(
         self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0

@@ -9,14 +9,19 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def dot(a, b):
-    """Product float32 of a [M, K] and b [K, N], which is rounded to the dtype of a.
+def dot(a, b, total):
+    """total + a [M, K] · b [K, N], in float32.
 
-    A device computes an entry from its row and its column alone, wherever they are in the tile.  The
-    interpreter calls BLAS, which does not, and which misreads bfloat16.  There the sum is taken in order.
+    A device computes an entry from its row and its column alone, wherever they are in the tile, and begins
+    with its total.  The interpreter calls BLAS, which does neither, and which misreads bfloat16.  There the
+    sum is taken in order.
     """
     if INTERPRETED:
-        if b.dtype.is_floating():
-            b = b.to(a.dtype)
-        return tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
-    return tl.dot(a, b.to(a.dtype), input_precision="ieee")
+        return total + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, like):
+    """x in the dtype of another tensor.  The interpreter has no cast from integers to bfloat16."""
+    return x.to(tl.float32).to(like.dtype) if x.dtype.is_int() else x.to(like.dtype)

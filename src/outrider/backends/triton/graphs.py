@@ -1,12 +1,12 @@
-"""Graphs of decoder blocks: their launches, recorded once and replayed for steps of the same padded sizes.
+"""Graphs of a device: the launches of a computation, recorded once and replayed for the same padded sizes.
 
 A launch from Python takes longer than most kernels of a small step, and a step has some ten launches a layer.
-Steps are padded to a menu of sizes (`padded`), so that few graphs serve them all.  A graph reads its own
+Steps are padded to a menu of sizes (`jobs.py`), so that few graphs serve them all.  A graph reads its own
 tensors, which a step is copied into before the replay.  Rows that pad a step store nothing, and their results
 are not read.  Kernels compute a row alike in any company, so padding does not change a bit.
 
-The first step of some sizes is computed without a graph, for shapes that come once are not worth one.  The
-second is, too, in the graph's own tensors, which compiles all its kernels; then the graph is recorded.
+What comes once is computed without a graph.  The second time it is, too, in the graph's own tensors, which
+compiles all its kernels; then the graph is recorded.
 """
 
 from __future__ import annotations
@@ -18,41 +18,48 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.backends.base import LayerKV
-from outrider.backends.torch.backend import Stack
-from outrider.backends.triton.attention import in_one_part
-from outrider.backends.triton.plan import Plan, Sizes, load_paths, numbers_of, plan_of, total
-from outrider.cache.pool import Pool
-from outrider.core.step_input import StepInput
+from outrider.backends.triton.plan import Sizes
 
-ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of a graph; longer steps have none
-LEAST_KEYS, LEAST_PATH, LEAST_TABLE = 256, 4, 4096
-MOST_GRAPHS, IDLE_CALLS = 64, 4096  # a graph makes room for another if it was not used in so many calls
+MOST_GRAPHS, IDLE_CALLS = 128, 4096  # a graph makes room for another if it was not used in so many calls
 MOST_COUNTED = 4096  # sizes that are counted before they get a graph
 RECORDING = threading.Lock()  # torch allows one recording at a time in a process
 log = logging.getLogger("outrider")
 
-
-class Call(NamedTuple):
-    """Arguments of `Backend.run_layers`, without adapters."""
-
-    stack: Stack
-    x: Tensor
-    kv: LayerKV
-    u: Tensor | None
+Results = tuple[Tensor, ...]
+Replay = Callable[[], Results]  # returns the results, always in the same memory
 
 
-Run = Callable[[Stack, Tensor, LayerKV, tuple[()], Tensor | None], Tensor]
-Replay = Callable[[], Tensor]  # returns the result, always in the same memory
+class Job(Protocol):
+    """A computation whose launches may be recorded.
+
+    sizes: padded; what the computation looks like for people.
+    uses:  objects whose memory it reads and writes; a graph goes with them
+    rest:  what its launches depend on besides
+    """
+
+    @property
+    def sizes(self) -> Sizes: ...
+    @property
+    def uses(self) -> tuple[Any, ...]: ...
+    @property
+    def rest(self) -> tuple[Any, ...]: ...
+
+    def inputs(self) -> Any:
+        """New tensors with what `compute` reads, of the padded sizes."""
+
+    def load(self, inputs: Any) -> None:
+        """Replace what they hold."""
+
+    def compute(self, inputs: Any) -> Results: ...
 
 
 class Recorder(Protocol):
-    def record(self, run: Callable[[], Tensor]) -> Replay:
+    def record(self, run: Callable[[], Results]) -> Replay:
         """What does again what `run` does, on the same memory.  Nothing is computed now.
 
         Raises RuntimeError if memory is short or an operation cannot be recorded.
@@ -68,17 +75,17 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self.device, self.memory = device, torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], Tensor]) -> Replay:
+    def record(self, run: Callable[[], Results]) -> Replay:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
             with RECORDING, torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
-                result = run()
+                results = run()
         finally:
             torch.cuda.set_stream(stream)  # a recording that fails leaves its own
 
-        def replay() -> Tensor:
+        def replay() -> Results:
             graph.replay()
-            return result
+            return results
 
         return replay
 
@@ -94,68 +101,20 @@ def graphs_for(device: torch.device) -> Graphs | None:
     return Graphs(CudaRecorder(device))
 
 
-def padded(sizes: Sizes) -> Sizes:
-    """Sizes of the menu that a step of these sizes fits in."""
-    rows = next(rows for rows in ROWS if rows >= sizes.rows)
-    path = max(LEAST_PATH, _power_of_two(sizes.path)) if sizes.path else 0
-    keys, table = max(LEAST_KEYS, _power_of_two(sizes.keys)), max(LEAST_TABLE, _power_of_two(sizes.table))
-    return Sizes(rows, rows, keys, path, table, sizes.pinned)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-@dataclass
-class Inputs:
-    """The tensors that a graph reads: the numbers of a plan of some sizes, and x and u as in `Call`."""
-
-    sizes: Sizes
-    flat: Tensor
-    x: Tensor
-    u: Tensor | None
-
-    @staticmethod
-    def of(call: Call, sizes: Sizes) -> Inputs:
-        """Tensors with the step of `call`."""
-        x, u = call.x.new_zeros(sizes.rows, call.x.shape[1]), call.u
-        if u is not None:
-            u = x if u is call.x else u.new_zeros(sizes.rows, u.shape[1])
-        inputs = Inputs(sizes, torch.zeros(total(sizes), dtype=torch.int32, device=x.device), x, u)
-        inputs.load(call)
-        return inputs
-
-    def load(self, call: Call) -> None:
-        """Copy a step into the tensors."""
-        numbers = torch.frombuffer(numbers_of(call.kv.step_input, self.sizes), dtype=torch.int32)
-        self.flat[: len(numbers)].copy_(numbers, non_blocking=True)
-        load_paths(Plan.of(self.flat, self.sizes), call.kv.step_input, self.sizes)
-        self.x[: len(call.x)].copy_(call.x)
-        if self.u is not None and call.u is not None:
-            self.u[: len(call.u)].copy_(call.u)
-
-    def frame(self) -> StepInput:
-        """A step that has the plan, for the kernels: of requests of one row each."""
-        sizes, frame = self.sizes, StepInput(self.sizes.pinned)
-        frame.length, frame.max_seq_len, frame.max_path_len = sizes.rows, sizes.keys, sizes.path
-        frame.query_start = [*range(sizes.rows + 1)]
-        frame.derived((plan_of, self.x.device), lambda _: Plan.of(self.flat, sizes))
-        return frame
-
-
 @dataclass
 class Graph:
     """used: its last call, by number"""
 
-    inputs: Inputs
+    inputs: Any
     replay: Replay
     used: int
 
 
 class Graphs:
-    """Graphs of one backend, by stack, pool and padded sizes.
+    """Graphs of one backend, by what they use, padded sizes and the rest of their jobs.
 
     recorded, replayed, failed: how often.  bytes: memory that the recordings took.
+    running: a job is being computed, whose layers are a part of its own graph.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -163,34 +122,42 @@ class Graphs:
         self.graphs: dict[tuple[Any, ...], Graph] = {}  # the one used last is at the end
         self.seen = Counter[tuple[Any, ...]]()
         self.watched: set[int] = set()
+        self.running = False
         self.calls = self.recorded = self.replayed = self.failed = self.bytes = 0
 
-    def run(self, run: Run, call: Call) -> Tensor:
-        """The result of `run`, by a graph if it is worth one."""
-        stack, x, kv, u = call
-        if kv.step_input.length > ROWS[-1] or not stack.layers:
-            return run(stack, x, kv, (), u)
-        sizes = padded(Sizes.of(kv.step_input))
-        key = id(stack), id(kv.pool), kv.layer, sizes, u is None, u is x
+    def run(self, job: Job) -> Results:
+        """The results of a job, valid until the next call: of a graph if it is worth one."""
+        key = (*map(id, job.uses), type(job), job.sizes, *job.rest)
         self.calls += 1
         if key in self.graphs:
             graph = self.graphs[key] = self.graphs.pop(key)
             graph.used, self.replayed = self.calls, self.replayed + 1
-            graph.inputs.load(call)
-            return graph.replay()[: len(x)].clone()
-        whole = in_one_part(stack.layers[0], sizes.rows, sizes.keys)
-        if whole and self._comes_again(key) and self._make_room():
-            try:
-                return self._recorded(key, run, call, sizes)
-            except RuntimeError as error:
-                self._refuse(key, error)
-        return run(stack, x, kv, (), u)
+            job.load(graph.inputs)
+            return self._alone(graph.replay)
+        inputs = job.inputs()
+        results = self._alone(lambda: job.compute(inputs))
+        if self._comes_again(key) and self._make_room():
+            self._try_to_record(key, job, inputs)
+        return results
 
-    def _refuse(self, key: tuple[Any, ...], error: RuntimeError) -> None:
-        """Leave sizes without a graph for IDLE_CALLS of their calls."""
+    def _alone(self, run: Callable[[], Results]) -> Results:
+        self.running = True
+        try:
+            return run()
+        finally:
+            self.running = False
+
+    def _try_to_record(self, key: tuple[Any, ...], job: Job, inputs: Any) -> None:
+        try:
+            self._record(key, job, inputs)
+        except RuntimeError as error:
+            self._refuse(key, job.sizes, error)
+
+    def _refuse(self, key: tuple[Any, ...], sizes: Sizes, error: RuntimeError) -> None:
+        """Leave a job without a graph for IDLE_CALLS of its calls."""
         self.seen[key] = -IDLE_CALLS
         level = logging.DEBUG if self.failed else logging.WARNING
-        log.log(level, "no CUDA graph of %s, whose steps are launched one by one: %s", key[3], error)
+        log.log(level, "no CUDA graph of %s, whose steps are launched one by one: %s", sizes, error)
         self.failed += 1
 
     def _comes_again(self, key: tuple[Any, ...]) -> bool:
@@ -212,20 +179,16 @@ class Graphs:
             del self.graphs[oldest]
         return idle
 
-    def _recorded(self, key: tuple[Any, ...], run: Run, call: Call, sizes: Sizes) -> Tensor:
-        """Record a graph.  Computes the step of `call` in its tensors before."""
-        inputs, before = Inputs.of(call, sizes), self.recorder.reserved()
-        stack, kv = call.stack, call.kv._replace(step_input=inputs.frame())
-        result = run(stack, inputs.x, kv, (), inputs.u)[: len(call.x)].clone()
-        replay = self.recorder.record(lambda: run(stack, inputs.x, kv, (), inputs.u))
-        self._watch(kv.pool)
-        self._watch(stack)
+    def _record(self, key: tuple[Any, ...], job: Job, inputs: Any) -> None:
+        before = self.recorder.reserved()
+        replay = self.recorder.record(lambda: self._alone(lambda: job.compute(inputs)))
+        for used in job.uses:
+            self._watch(used)
         self.graphs[key] = Graph(inputs, replay, self.calls)
         self.recorded, self.bytes = self.recorded + 1, self.bytes + self.recorder.reserved() - before
-        log.debug("graph %d: %s, %d bytes for all", self.recorded, sizes, self.bytes)
-        return result
+        log.debug("graph %d: %s, %d bytes for all", self.recorded, job.sizes, self.bytes)
 
-    def _watch(self, used: Pool | Stack) -> None:
+    def _watch(self, used: Any) -> None:
         """Drop the graphs of a pool or a stack with it: they use its memory."""
         if id(used) not in self.watched:
             self.watched.add(id(used))

@@ -1,18 +1,19 @@
-"""Linear layers with one tile shape for every number of rows: a row's result depends on that row alone."""
+"""Linear layers: a row's result depends on that row alone, bit for bit, in tiles of any shape."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from outrider.backends.triton.dot import dot
+from outrider.backends.triton.dot import INTERPRETED, dot
 from outrider.core.quantized import QuantizedWeight
-
-ROWS, OUTPUTS, INPUTS = 64, 32, 64  # of a tile
 
 
 @dataclass
@@ -29,6 +30,11 @@ class TritonWeight:
     inputs: int
     outputs: int
     packed: bool = False
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.inputs if self.scales is None else self.inputs // self.scales.shape[1]
 
     @staticmethod
     def of(
@@ -48,32 +54,37 @@ class TritonWeight:
 
     def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows `ids` [n] of the weight, [n, K]."""
+        values = self.values.index_select(0, ids)
         if self.scales is None:
-            return torch.nn.functional.embedding(ids, self.values)
-        offsets = None if self.offsets is None else self.offsets[ids]
-        values, group = self.values[ids], self.inputs // self.scales.shape[1]
+            return values
+        offsets = None if self.offsets is None else self.offsets.index_select(0, ids)
         if self.packed:
             values = torch.stack([values << 4 >> 4, values >> 4], -1).flatten(1)
-        return QuantizedWeight(values, self.scales[ids], offsets, 8, group).dense().to(dtype)
+        scales = self.scales.index_select(0, ids)
+        return QuantizedWeight(values, scales, offsets, 8, self.group).dense().to(dtype)
 
 
 @triton.jit
 def _weights(
-    weight, scales, offsets, at, group, mask, QUANTIZED: tl.constexpr, OFFSET: tl.constexpr,
-    PACKED: tl.constexpr,
+    weight, scales, offsets, at, group, mask, in_group, QUANTIZED: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A tile of the weight, float32 if it is quantized.
 
-    at: number of each weight.  group: index into `scales`.
+    at: number of each weight.  group: index into `scales`, of each weight or of each output.
+    EVEN: the mask is true everywhere.
     """
-    values = tl.load(weight + (at // 2 if PACKED else at), mask=mask, other=0.0)
+    if EVEN:
+        values = tl.load(weight + (at // 2 if PACKED else at))
+    else:
+        values = tl.load(weight + (at // 2 if PACKED else at), mask=mask, other=0.0)
     if PACKED:
         values = values.to(tl.int32)
         values = tl.where(at % 2 == 1, values, values << 4) << 24 >> 28
     if QUANTIZED:
-        values = values.to(tl.float32) * tl.load(scales + group, mask=mask, other=0.0)
+        values = values.to(tl.float32) * tl.load(scales + group, mask=in_group, other=0.0)
         if OFFSET:
-            values += tl.load(offsets + group, mask=mask, other=0.0)
+            values += tl.load(offsets + group, mask=in_group, other=0.0)
     return values
 
 
@@ -81,44 +92,120 @@ def _weights(
 def _linear(
     x, weight, scales, offsets, bias, y, num_rows, num_outputs, num_inputs, group_size,
     QUANTIZED: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr,
-    ADD: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    ADD: tl.constexpr, EVEN: tl.constexpr, ONE_GROUP: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """y [n, O] (+)= x [n, K] · weight^T, summed over the inputs in order, INPUTS at a time."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    """y [n, O] (+)= x [n, K] · weight^T, summed over the inputs in order.
+
+    A tile is computed transposed, [OUTPUTS, ROWS]: matrix instructions take at least 64 outputs well, but
+    only 16 rows.  Tiles of the same outputs follow one another, so that a weight is read from memory once.
+    ONE_GROUP: the inputs of a tile have one scale.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     in_rows, in_outputs = row < num_rows, output < num_outputs
     x_row, w_row = row.to(tl.int64) * num_inputs, output.to(tl.int64) * num_inputs
     groups = num_inputs // group_size
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for first in range(0, num_inputs, INPUTS):
         k = first + tl.arange(0, INPUTS)
-        in_inputs = k < num_inputs
-        a = tl.load(x + x_row[:, None] + k[None, :], mask=in_rows[:, None] & in_inputs[None, :], other=0.0)
-        group = output.to(tl.int64)[None, :] * groups + (k // group_size)[:, None]
-        mask = in_outputs[None, :] & in_inputs[:, None]
-        at = w_row[None, :] + k[:, None]
-        b = _weights(weight, scales, offsets, at, group, mask, QUANTIZED, OFFSET, PACKED)
-        total += dot(a, b)
+        in_inputs = (k < num_inputs) | EVEN
+        b = tl.load(x + x_row[None, :] + k[:, None], mask=in_rows[None, :] & in_inputs[:, None], other=0.0)
+        mask, at = in_outputs[:, None] & in_inputs[None, :], w_row[:, None] + k[None, :]
+        if ONE_GROUP:
+            group, in_group = output.to(tl.int64)[:, None] * groups + first // group_size, in_outputs[:, None]
+        else:
+            group, in_group = output.to(tl.int64)[:, None] * groups + (k // group_size)[None, :], mask
+        a = _weights(weight, scales, offsets, at, group, mask, in_group, QUANTIZED, OFFSET, PACKED, EVEN)
+        total = dot(a.to(x.dtype.element_ty), b, total)
     if BIAS:
-        total += tl.load(bias + output, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
-    to = y + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
-    mask = in_rows[:, None] & in_outputs[None, :]
+        total += tl.load(bias + output, mask=in_outputs, other=0.0).to(tl.float32)[:, None]
+    to = y + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
+    mask = in_rows[None, :] & in_outputs[:, None]
     if ADD:
         total += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     tl.store(to, total.to(y.dtype.element_ty), mask=mask)
+
+
+class Tile(NamedTuple):
+    """Of one program.  stages: tiles of the inputs that are loaded ahead, if they fit into shared memory."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+FEW, SOME = Tile(16, 64, 128, 4, 6), Tile(32, 64, 128, 4, 5)
+MANY, MORE = Tile(64, 64, 128, 4, 5), Tile(128, 64, 128, 4, 4)
+MOST = Tile(256, 128, 64, 8, 3)
+LEAST_INPUTS = 16  # of a tile
+
+
+def tile_of(rows: int, weight: TritonWeight, processors: int) -> Tile:
+    """The fastest of the tiles that were tried on an H200 (docs/log.md), for so many rows.
+
+    A sum is the same bits in all: a matrix instruction adds 16 inputs at a time, in order.  In the
+    interpreter a tile's inputs are summed first, so there all tiles have as many.
+    """
+    outputs = weight.outputs
+    tile = next((tile for tile in (FEW, SOME, MANY, MORE) if rows <= tile.rows), MOST)
+    if tile is MOST and triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs) < processors:
+        tile = MORE  # large tiles would leave processors idle
+    inputs, stages = tile.inputs, tile.stages
+    if tile is MANY and outputs >= 2 * tile.outputs * processors:
+        inputs, stages = 64, 3  # leaves room for several programs a processor
+    if INTERPRETED:
+        inputs = 64
+    while weight.scales is not None and weight.group % inputs and inputs > LEAST_INPUTS:
+        inputs //= 2
+    return tile._replace(inputs=inputs, stages=stages)
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def linear(x: Tensor, weight: TritonWeight, add: Tensor | None = None) -> Tensor:
     """`Backend.linear`; accumulates into `add` in place."""
     x, n = x.contiguous(), x.shape[0]
     y = x.new_empty(n, weight.outputs) if add is None else add
-    grid = triton.cdiv(weight.outputs, OUTPUTS), triton.cdiv(n, ROWS)
     values, scales, k = weight.values, weight.scales, weight.inputs
-    _linear[grid](
+    tile = tile_of(n, weight, _processors(x.device))
+    grid = triton.cdiv(n, tile.rows), triton.cdiv(weight.outputs, tile.outputs)
+    flags = {
+        "QUANTIZED": scales is not None, "OFFSET": weight.offsets is not None, "PACKED": weight.packed,
+        "BIAS": weight.bias is not None, "ADD": add is not None,
+        "EVEN": k % tile.inputs == 0 and weight.outputs % tile.outputs == 0,
+        "ONE_GROUP": scales is None or weight.group % tile.inputs == 0,
+    }  # fmt: skip
+    arguments = (
         x, values, values if scales is None else scales,
         values if weight.offsets is None else weight.offsets, values if weight.bias is None else weight.bias,
-        y, n, weight.outputs, k, k if scales is None else k // scales.shape[1],
-        QUANTIZED=scales is not None, OFFSET=weight.offsets is not None, PACKED=weight.packed,
-        BIAS=weight.bias is not None, ADD=add is not None, ROWS=ROWS, OUTPUTS=OUTPUTS, INPUTS=INPUTS,
+        y, n, weight.outputs, k, weight.group,
     )  # fmt: skip
+    sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "INPUTS": tile.inputs, "num_warps": tile.warps}
+    kind = x.device, x.dtype, tile, *flags.values()
+    for stages in range(_FITTING.get(kind, tile.stages), 0, -1):
+        try:
+            _linear[grid](*arguments, **flags, **sizes, num_stages=stages)
+        except OutOfResources:
+            if stages == 1:
+                raise
+        else:
+            _FITTING[kind] = stages
+            break
     return y
+
+
+_FITTING: dict[tuple[Any, ...], int] = {}  # kind of a launch -> stages that fit into shared memory
+
+
+def same_in_all_tiles(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device gives a row the same bits in every tile."""
+    x = torch.linspace(-1, 1, 300 * 256, device=device).sin().view(300, 256).to(dtype)
+    weight = TritonWeight.of(x[:128].flip(0, 1), None, device, dtype)
+    whole = linear(x, weight)
+    return all(torch.equal(linear(x[:n], weight), whole[:n]) for n in (1, 20, 50, 100))

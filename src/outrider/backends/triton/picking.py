@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -26,17 +27,36 @@ from outrider.core.device import to_device
 from outrider.core.params import DistributionParams
 
 
-def _rows(logits: Tensor, distributions: Sequence[DistributionParams], keys: Sequence[int]) -> Rows:
-    """distributions: one for each row, or one for all"""
-    owners = torch.tensor([[i % len(distributions), signed(key)] for i, key in enumerate(keys)])
-    numbers = [params_of(each, logits.shape[1]) for each in distributions]
-    params = torch.tensor(numbers, dtype=torch.float64)
-    return Rows(logits, logits.amax(-1), *(to_device(part, logits.device) for part in (owners, params)))
+def asked(
+    distributions: Sequence[DistributionParams], keys: Sequence[int], vocabulary: int, device: torch.device
+) -> Tensor:
+    """int64 [n, 1 + PARAMS]: the key of the noise of each row, and the bits of its parameters."""
+    words = array("q")
+    for distribution, key in zip(distributions, keys):
+        words.append(signed(key))
+        words.extend(array("q", array("d", params_of(distribution, vocabulary)).tobytes()))
+    return to_device(torch.frombuffer(words, dtype=torch.int64).view(-1, 1 + PARAMS), device)
+
+
+def _rows(logits: Tensor, words: Tensor) -> Rows:
+    """words: of `asked`, one for each row"""
+    owners = torch.stack([torch.arange(len(words), device=words.device), words[:, 0]], 1)
+    params = words[:, 1:].contiguous().view(torch.float64)
+    return Rows(logits, logits.amax(-1), owners, params)
 
 
 def pick_next(logits: Tensor, distributions: Sequence[DistributionParams], keys: Sequence[int]) -> Tensor:
-    """`Backend.pick_next`."""
-    rows = _rows(logits, distributions, keys)
+    """`Backend.pick_next`; `distributions` may be one for all rows."""
+    several = [distributions[i % len(distributions)] for i in range(len(keys))]
+    return _best(_rows(logits, asked(several, keys, logits.shape[1], logits.device)))
+
+
+def next_tokens(logits: Tensor, owners: Tensor, params: Tensor) -> Tensor:
+    """`pick_next` for numbers that are on the device, as in `Rows`."""
+    return _best(Rows(logits, logits.amax(-1), owners, params))
+
+
+def _best(rows: Rows) -> Tensor:
     scores, tokens = best_of_parts(rows)
     tokens = tokens.masked_fill(scores < scores.amax(-1, keepdim=True), LATEST.value).amin(-1)
     return tokens.masked_fill(~rows.highest.isfinite(), -1).long()
@@ -63,29 +83,34 @@ def _score(
     tl.store(scores + at, tl.where(greedy, logit, low + noise), mask=mask)
 
 
-def top_next(
-    logits: Tensor,
-    distributions: Sequence[DistributionParams],
-    keys: Sequence[int],
-    k: int,
-    ids: Tensor | None,
-    probs: bool,
-) -> tuple[Tensor, Tensor]:
+class TopNext:
     """`Backend.top_next`."""
-    rows, (n, vocabulary) = _rows(logits, distributions, keys), logits.shape
-    low, scores = logits.new_empty(n, vocabulary), logits.new_empty(n, vocabulary)
-    columns = rows.owners if ids is None else ids.to(logits.device)
-    _score[(n, triton.cdiv(vocabulary, BLOCK))](
-        rows, cuts_of(rows), columns, low, scores, logits.stride(0), vocabulary, IDS=ids is not None,
-        PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False,
-    )  # fmt: skip
-    order = _first_of_best(scores, min(k, vocabulary))
-    missing = ~(scores.gather(1, order) > float("-inf")) | ~rows.highest.isfinite()[:, None]
-    entries = order.masked_fill(missing, -1)
-    if not probs:
-        return entries, scores.new_zeros(order.shape)
-    shares = low.double().softmax(-1).gather(1, order)
-    return entries, shares.masked_fill(missing, 0.0).float()
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def asked(
+        self, distributions: Sequence[DistributionParams], keys: Sequence[int], vocabulary: int
+    ) -> Tensor:
+        return asked(distributions, keys, vocabulary, self.device)
+
+    def __call__(
+        self, logits: Tensor, asked: Tensor, k: int, ids: Tensor | None, probs: bool
+    ) -> tuple[Tensor, Tensor]:
+        rows, (n, vocabulary) = _rows(logits, asked), logits.shape
+        low, scores = logits.new_empty(n, vocabulary), logits.new_empty(n, vocabulary)
+        columns = rows.owners if ids is None else ids.to(logits.device)
+        _score[(n, triton.cdiv(vocabulary, BLOCK))](
+            rows, cuts_of(rows), columns, low, scores, logits.stride(0), vocabulary, IDS=ids is not None,
+            PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
+        order = _first_of_best(scores, min(k, vocabulary))
+        missing = ~(scores.gather(1, order) > float("-inf")) | ~rows.highest.isfinite()[:, None]
+        entries = order.masked_fill(missing, -1)
+        if not probs:
+            return entries, scores.new_zeros(order.shape)
+        shares = low.double().softmax(-1).gather(1, order)
+        return entries, shares.masked_fill(missing, 0.0).float()
 
 
 def _first_of_best(scores: Tensor, k: int) -> Tensor:
@@ -105,7 +130,8 @@ def pick_rows(
     logits: Tensor, distribution: DistributionParams, keys: Sequence[int], k: int, ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`Backend.pick_rows` with probabilities, on the CPU."""
-    picked = top_next(logits, [distribution] * len(keys), keys, k, ids, True)
+    top_next = TopNext(logits.device)
+    picked = top_next(logits, top_next.asked([distribution] * len(keys), keys, logits.shape[1]), k, ids, True)
     both = torch.stack([part.double() for part in picked]).cpu()  # one read
     n, width = both.shape[1:]
     entries, found = torch.full((n, k), -1, dtype=torch.int32), torch.zeros(n, k)

@@ -1,10 +1,9 @@
-"""A step on the device, as the kernels read it: one transfer of int32 numbers, cut into arrays."""
+"""A step on the device, as the kernels read it: int32 numbers, cut into arrays."""
 
 from __future__ import annotations
 
-import operator
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,15 +34,16 @@ class Sizes(NamedTuple):
     pinned: int
 
     @staticmethod
-    def of(step: StepInput) -> Sizes:
+    def of(step: StepInput, more: int = 0) -> Sizes:
+        """more: keys that later steps add to each table."""
         pieces = sum(-(-(end - first) // PIECE) for first, end in pairwise(step.query_start))
-        table = sum(_keys_in_table(step, request) for request in range(len(step.slot_tables)))
-        return Sizes(step.length, pieces, step.max_seq_len, step.max_path_len, table, step.pinned)
+        table = sum(map(len, tables_of(step, more)))
+        return Sizes(step.length, pieces, step.max_seq_len + more, step.max_path_len, table, step.pinned)
 
     @property
     def lengths(self) -> list[int]:
         """Of the arrays, in the order of `Plan`."""
-        return [self.rows] * 6 + [self.rows * self.path, 3 * self.pieces, self.table]
+        return [self.rows] * 7 + [self.rows * self.path, 3 * self.pieces, self.table]
 
 
 class Plan(NamedTuple):
@@ -52,10 +52,10 @@ class Plan(NamedTuple):
     positions, slots, contexts: [N], as in `StepInput`; K/V of a slot below 0 are not stored
     num_keys: [N], context and path
     shifts:   [N], text position minus number of the keys after the pinned ones
+    shared:   [N], keys that all rows of its piece have in the slot table, ALL if none has a path
     tables:   [N], where the slot table of the row's request begins in `table_slots`
     path_slots:  [N, longest path]
-    pieces:   [P, 3], neighbouring rows of one request: the first, how many, and the number of keys that all
-        of them have in the slot table, ALL if none has a path
+    pieces:   [P, 3], neighbouring rows of one request: the first, how many, and `shared`
     table_slots: the slot tables of all requests, one after another
     """
 
@@ -64,6 +64,7 @@ class Plan(NamedTuple):
     contexts: Tensor
     num_keys: Tensor
     shifts: Tensor
+    shared: Tensor
     tables: Tensor
     path_slots: Tensor
     pieces: Tensor
@@ -75,13 +76,18 @@ class Plan(NamedTuple):
         parts, start = [], 0
         for length in sizes.lengths:
             parts.append(flat[start : start + max(1, length)])
-            start += _aligned(length)
+            start += aligned(length)
         return Plan._make(parts)
 
 
 def plan_of(step_input: StepInput, device: torch.device) -> Plan:
     """The plan of a built step on a device, made once."""
     return step_input.derived((plan_of, device), lambda step: _make(step, device))
+
+
+def install(step_input: StepInput, device: torch.device, plan: Plan) -> None:
+    """Let `plan_of` of a step on a device be a plan that is there already."""
+    step_input.derived((plan_of, device), lambda _: plan)
 
 
 def _make(step: StepInput, device: torch.device) -> Plan:
@@ -101,50 +107,60 @@ def load_paths(plan: Plan, step: StepInput, sizes: Sizes) -> None:
 
 def total(sizes: Sizes) -> int:
     """Numbers of a plan."""
-    return sum(map(_aligned, sizes.lengths))
+    return sum(map(aligned, sizes.lengths))
 
 
-def numbers_of(step: StepInput, sizes: Sizes) -> array[int]:
+def aligned(length: int) -> int:
+    """Numbers from the begin of an array to that of the next."""
+    return length + ALIGNED + -length % ALIGNED  # none is empty
+
+
+def tables_of(step: StepInput, more: int = 0) -> list[array[int]]:
+    """The slot tables of a step as far as they are read, and `more` entries."""
+    tables = []
+    for table, (first, end) in zip(step.slot_tables, pairwise(step.query_start)):
+        tables.append(table[: max(step.context_lens[first:end]) + more])
+    return tables
+
+
+def numbers_of(step: StepInput, sizes: Sizes, more: int = 0) -> array[int]:
     """A plan's numbers, without the end of a longer `table_slots`.
 
     sizes: of the step, or larger ones.  Rows beyond those of the step have no keys and store no K/V, and
     pieces beyond its pieces have no rows.
     """
-    tables, table_slots = array("i"), array("i")
-    for request, table in enumerate(step.slot_tables):
-        first, end = step.query_start[request : request + 2]
-        tables.extend([len(table_slots)] * (end - first))
-        table_slots += table[: _keys_in_table(step, request)]
-    arrays = [
-        array("i", step.positions),
-        array("i", step.slot_mapping),
-        array("i", step.context_lens),
-        array("i", map(operator.add, step.context_lens, step.path_lens)),
-        array("i", map(step.key_shift, range(step.length))),
+    tables, table_slots = list[int](), array("i")
+    for table, (first, end) in zip(tables_of(step, more), pairwise(step.query_start)):
+        tables += [len(table_slots)] * (end - first)
+        table_slots += table
+    pieces = [*_pieces(step)]
+    shared = [least for _, count, least in pieces for _ in range(count)]
+    columns = zip(step.positions, step.context_lens, step.path_lens)
+    arrays: list[Sequence[int]] = [
+        step.positions,
+        [*step.slot_mapping, *[NOT_STORED] * (sizes.rows - step.length)],
+        step.context_lens,
+        [context + path for context, path in zip(step.context_lens, step.path_lens)],
+        [max(0, position + 1 - context - path) for position, context, path in columns],
+        [*shared, *[ALL] * (sizes.rows - step.length)],
         tables,
         _widened(step, sizes.path),
-        array("i", [number for piece in _pieces(step) for number in piece]),
+        [number for piece in pieces for number in piece],
     ]
-    flat = array("i")
-    for i, (numbers, length) in enumerate(zip(arrays, sizes.lengths)):
-        blank = NOT_STORED if i == Plan._fields.index("slots") else 0
-        flat += numbers
-        flat.extend([blank] * (_aligned(length) - len(numbers)))
+    *lengths, _ = sizes.lengths
+    flat, start = array("i", bytes(4 * sum(map(aligned, lengths)))), 0
+    for numbers, length in zip(arrays, lengths):
+        flat[start : start + len(numbers)] = array("i", numbers)
+        start += aligned(length)
     flat += table_slots
+    if len(table_slots) < ALIGNED:
+        flat.extend([0] * ALIGNED)  # none is empty
     return flat
 
 
-def _aligned(length: int) -> int:
-    return length + ALIGNED + -length % ALIGNED  # none is empty
-
-
-def _keys_in_table(step: StepInput, request: int) -> int:
-    return max(step.context_lens[step.query_start[request] : step.query_start[request + 1]])
-
-
-def _widened(step: StepInput, path: int) -> array[int]:
+def _widened(step: StepInput, path: int) -> Sequence[int]:
     """`path_slots` with so many slots a row."""
-    if path == step.max_path_len:
+    if path == step.max_path_len or not step.max_path_len:
         return step.path_slots
     wide, blank = array("i"), array("i", [0] * (path - step.max_path_len))
     for row in range(step.length):
@@ -156,5 +172,7 @@ def _pieces(step: StepInput) -> Iterator[tuple[int, int, int]]:
     for first, end in pairwise(step.query_start):
         for at in range(first, end, PIECE):
             rows = range(at, min(at + PIECE, end))
-            shared = min((step.context_lens[row] for row in rows if step.path_lens[row]), default=ALL)
+            shared = ALL
+            if step.max_path_len:
+                shared = min((step.context_lens[row] for row in rows if step.path_lens[row]), default=ALL)
             yield at, len(rows), shared

@@ -1,6 +1,6 @@
 """Verification of draft trees on the device: all nodes are picked, then one program walks each tree.
 
-Queries go to the device in one transfer, and answers come back in one: the only one of a step.
+Answers come back in one transfer: the only one of a step.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.rules import Answer, TreeQuery
-from outrider.backends.triton.sampling import LATEST, Rows, best_of_parts, params_of, signed
+from outrider.backends.triton.sampling import LATEST, PARAMS, Rows, best_of_parts, params_of, signed
 from outrider.core.device import HostCopy, to_device
 from outrider.core.params import DistributionParams
+
+WORDS = 2 + PARAMS + 2 + 3  # of 8 bytes for each row of logits: owner, parameters, node, tree
+NO_TREE = (-1, 0, 0)
 
 
 class TreeQueries:
@@ -42,21 +45,26 @@ class TreeQueries:
         self.distributions.append(query.distribution)
         self.sizes[query.key] = n
 
-    def arrays(self, num_rows: int, vocabulary: int, device: torch.device) -> list[Tensor]:
-        """`Rows.owners`, `Rows.params`, `trees` and `nodes` on the device."""
+    @property
+    def most(self) -> int:
+        """Nodes of the largest tree."""
+        return max(self.sizes.values(), default=0)
+
+    def words(self, rows: int, vocabulary: int) -> array[int]:
+        """What `answers_to` reads for so many rows of logits: owners, parameters, nodes and trees."""
         owners, params = array("q"), array("d")
-        for row in range(num_rows):
+        for row in range(rows):
             owners.extend(self.owners.get(row, (-1, 0)))
         for distribution in self.distributions:
             params.extend(params_of(distribution, vocabulary))
-        words = array("q", params.tobytes())
-        parts = [owners, words, self.trees, self.nodes]
-        for part in parts:
-            part.extend([0] * (len(part) % 2))  # every array begins at a multiple of 16 bytes
-        flat = to_device(torch.frombuffer(sum(parts, array("q")), dtype=torch.int64), device)
-        moved = list(flat.split([*map(len, parts)]))
-        moved[1] = moved[1].view(torch.float64)
-        return moved
+        params.extend([0.0] * (rows * PARAMS - len(params)))
+        blank_nodes = array("q", [0] * (2 * rows - len(self.nodes)))
+        blank_trees = array("q", NO_TREE * (rows - len(self.sizes)))
+        return owners + array("q", params.tobytes()) + self.nodes + blank_nodes + self.trees + blank_trees
+
+    def answered(self, answers: Tensor) -> None:
+        """Begin to copy the answers to the host."""
+        self.answers = HostCopy(answers)
 
     def read(self) -> Iterator[tuple[int, Answer | None]]:
         data, at = [] if self.answers is None else self.answers.tolist(), 0
@@ -74,6 +82,8 @@ def _walk(
     """`verify.match` of one tree, from the best score and token of every part of its rows."""
     tree = tl.program_id(0)
     root, first, n = tl.load(trees + tree * 3), tl.load(trees + tree * 3 + 1), tl.load(trees + tree * 3 + 2)
+    if root < 0:
+        return
     accepted = answers + 2 * first + 2 * tree
     part, node = tl.arange(0, PARTS), tl.arange(0, NODES)
     node_tokens = tl.load(nodes + (first + node) * 2, mask=node < n, other=-1)
@@ -95,6 +105,24 @@ def _walk(
     tl.store(accepted + 2 * n + 1, count)
 
 
+def answers_to(logits: Tensor, words: Tensor, most: int) -> Tensor:
+    """int32 [2 M], the answers to the trees of rows of logits [M, V].
+
+    words: int64, as `TreeQueries.words` for M rows.  most: nodes of a tree at most.
+    """
+    m = len(logits)
+    owners, params, nodes, trees = words.split([2 * m, PARAMS * m, 2 * m, 3 * m])
+    rows = Rows(logits, logits.amax(-1), owners, params.view(torch.float64))
+    scores, tokens = best_of_parts(rows)
+    parts = scores.shape[1]
+    answers = torch.empty(2 * m, dtype=torch.int32, device=logits.device)
+    _walk[(m,)](
+        rows.highest, scores, tokens, trees, nodes, answers, parts, PARTS=triton.next_power_of_2(parts),
+        NODES=triton.next_power_of_2(max(1, most)),
+    )  # fmt: skip
+    return answers
+
+
 class TreeVerifier:
     """Verification by match.  The other rules are computed on the host (`verify/`)."""
 
@@ -104,17 +132,6 @@ class TreeVerifier:
         return TreeQueries()
 
     def verify(self, logits: Tensor, queries: TreeQueries) -> None:
-        if not queries.sizes:
-            return
-        m, vocabulary = logits.shape
-        owners, params, trees, nodes = queries.arrays(m, vocabulary, logits.device)
-        rows = Rows(logits, logits.amax(-1), owners, params)
-        scores, tokens = best_of_parts(rows)
-        most, parts = max(queries.sizes.values()), scores.shape[1]
-        size = 2 * sum(queries.sizes.values()) + 2 * len(queries.sizes)
-        answers = torch.empty(size, dtype=torch.int32, device=logits.device)
-        _walk[(len(queries.sizes),)](
-            rows.highest, scores, tokens, trees, nodes, answers, parts,
-            PARTS=triton.next_power_of_2(parts), NODES=triton.next_power_of_2(max(1, most)),
-        )  # fmt: skip
-        queries.answers = HostCopy(answers)
+        if queries.sizes:
+            words = torch.frombuffer(queries.words(*logits.shape), dtype=torch.int64)
+            queries.answered(answers_to(logits, to_device(words, logits.device), queries.most))

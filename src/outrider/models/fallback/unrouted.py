@@ -1,13 +1,16 @@
 """Model families that do not use transformers' attention interface, patched to call our attention.
 
-In GPT-J, CodeGen and GPT-Neo a method is replaced.  In BLOOM, MPT and Falcon attention is part of `forward`,
-so the projections are repeated here.  The first argument of each function is the attention module.
+Later versions of transformers bring families to the interface, GPT-J and CodeGen in 5.24.  Those are left
+as they are.  In GPT-J, CodeGen and GPT-Neo a method is replaced.  In BLOOM, MPT and Falcon attention is part
+of `forward`, so the projections are repeated here.  The first argument of each function is the attention
+module.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -120,8 +123,14 @@ FAMILIES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 def route(model: nn.Module, attend: Attend) -> bool:
     """Patch a model of these families to use `attend`; returns False for all others."""
-    found = [module for module in model.modules() if type(module).__name__ in FAMILIES]
+    found = [module for module in model.modules() if _is_unrouted(module)]
     for module in found:
         name, function = FAMILIES[type(module).__name__]
         setattr(module, name, functools.partial(function, attend, module))
     return bool(found)
+
+
+def _is_unrouted(module: nn.Module) -> bool:
+    """Whether a module is of these families, in a transformers whose code does not know the interface yet."""
+    kind = type(module)
+    return kind.__name__ in FAMILIES and not hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")

@@ -1,0 +1,157 @@
+"""Numbers of chains of draft tokens on the device: a plan for the first forward, and one for each level."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.backends.base import Chain, Chains
+from outrider.backends.triton.plan import ALL, NOT_STORED, Plan, Sizes, aligned, numbers_of, tables_of, total
+from outrider.backends.triton.sampling import PARAMS, params_of, signed
+from outrider.core.noise import MASK, mix
+from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import Chained, NodeFeatures
+
+COLUMNS = 7  # of a plan of rows without paths
+
+
+class ChainInput(NamedTuple):
+    """What the forwards and picks of C chains read.
+
+    ids:          int32 [N], of the first forward
+    after:        int32 [C], the row of the first forward that a chain begins after
+    owners:       int64 [levels, C, 2], as in `sampling.Rows`
+    params:       float64 [C, PARAMS]
+    temperatures: float64 [C], 1 where tokens are greedy
+    plan:         of the first forward
+    levels:       the plan of each that follows, of one row for each chain
+    """
+
+    ids: Tensor
+    after: Tensor
+    owners: Tensor
+    params: Tensor
+    temperatures: Tensor
+    plan: Plan
+    levels: list[Plan]
+
+
+class ChainNumbers:
+    """int32 numbers of C chains of some levels, whose first forward has `sizes`.
+
+    total: how many.  level_sizes: of the forwards that follow.
+    """
+
+    def __init__(self, sizes: Sizes, levels: int, count: int) -> None:
+        self.sizes, self.levels, self.count = sizes, levels, count
+        self.level_sizes = Sizes(count, count, sizes.keys, 0, sizes.table, sizes.pinned)
+        words = 2 * (levels * count * 2 + count * (PARAMS + 1))
+        level = COLUMNS * aligned(count) + aligned(3 * count)
+        self.parts = [aligned(sizes.rows), aligned(count), aligned(words), (levels - 1) * level, total(sizes)]
+        self.total = sum(self.parts)
+
+    def of(self, step: StepInput, chains: Chains) -> array[int]:
+        """The numbers, without the end of a longer table."""
+        starts = list(accumulate(self.parts, initial=0))
+        numbers = array("i", bytes(4 * starts[4]))
+        tips = [*_tips(step, chains.chains, self.levels - 1)]
+        words = array("i", self._words(tips, chains.chains, chains.vocabulary).tobytes())
+        places = array("i", [chain.at for chain in chains.chains])
+        parts = array("i", step.input_ids), places, words, self._level_numbers(tips)
+        for start, part in zip(starts, parts):
+            numbers[start : start + len(part)] = part
+        return numbers + numbers_of(step, self.sizes, self.levels - 1)
+
+    def split(self, flat: Tensor) -> ChainInput:
+        ids, after, words, levels, plan = flat.split(self.parts)
+        count = self.count
+        owners = self.levels * count * 2
+        wide = words[: 2 * (owners + count * (PARAMS + 1))].view(torch.int64)
+        numbers = wide[owners:].view(torch.float64)
+        first, plans = Plan.of(plan, self.sizes), []
+        for part in levels.split(len(levels) // (self.levels - 1)) if self.levels > 1 else ():
+            *columns, pieces = part.split([*[aligned(count)] * COLUMNS, aligned(3 * count)])
+            rest = first.path_slots, pieces[: 3 * count], first.table_slots  # no row has a path
+            plans.append(Plan._make([*(column[:count] for column in columns), *rest]))
+        return ChainInput(
+            ids[: self.sizes.rows], after[:count], wide[:owners].view(self.levels, count, 2),
+            numbers[: count * PARAMS].view(count, PARAMS), numbers[count * PARAMS :], first, plans,
+        )  # fmt: skip
+
+    def _words(self, tips: Sequence[_Tip], chains: Sequence[Chain], vocabulary: int) -> array[int]:
+        """owners, params and temperatures, 8 bytes each."""
+        owners, blank = array("q"), [0, 0] * (self.count - len(tips))
+        for level in range(self.levels):
+            for i, (tip, chain) in enumerate(zip(tips, chains)):
+                owners.extend((i, signed(mix(chain.stream + tip.position + level & MASK))))
+            owners.extend(blank)
+        params, temperatures = array("d"), array("d", [1.0] * self.count)
+        for i, chain in enumerate(chains):
+            params.extend(params_of(chain.distribution, vocabulary))
+            temperatures[i] = chain.distribution.temperature or 1.0
+        params.extend([0.0] * PARAMS * (self.count - len(tips)))
+        return owners + array("q", (params + temperatures).tobytes())
+
+    def _level_numbers(self, tips: Sequence[_Tip]) -> array[int]:
+        numbers, spare, pad = array("i"), self.count - len(tips), aligned(self.count) - self.count
+        for level in range(1, self.levels):
+            rows = [tip.row(level) if level < tip.levels else NO_ROW for tip in tips]
+            rows += [NO_ROW] * spare
+            for column in zip(*rows):
+                numbers.extend(column)
+                numbers.extend([0] * pad)
+            for i in range(self.count):
+                numbers.extend((i, int(i < len(tips)), ALL))
+            numbers.extend([0] * (aligned(3 * self.count) - 3 * self.count))
+        return numbers
+
+
+NO_ROW = (0, NOT_STORED, 0, 0, 0, ALL, 0)
+
+
+class _Tip(NamedTuple):
+    """Where a chain begins.  position: of its first token.  entry: of that token's slot in `table`.
+
+    place: of the table in `table_slots`.
+    """
+
+    table: array[int]
+    position: int
+    entry: int
+    place: int
+    levels: int
+
+    def row(self, level: int) -> tuple[int, ...]:
+        """The columns of a plan for the forward of the token before `level`."""
+        position, entry = self.position + level - 1, self.entry + level - 1
+        return position, self.table[entry], entry + 1, entry + 1, position - entry, ALL, self.place
+
+
+def _tips(step: StepInput, chains: Sequence[Chain], more: int) -> Iterator[_Tip]:
+    places = [0, *accumulate(map(len, tables_of(step, more)))]
+    bounds = list(pairwise(step.query_start))
+    for chain in chains:
+        request = next(i for i, (first, end) in enumerate(bounds) if first <= chain.at < end)
+        position, entry = step.positions[chain.at] + 1, step.context_lens[chain.at]
+        yield _Tip(step.slot_tables[request], position, entry, places[request], chain.levels)
+
+
+def read(found: Sequence[Sequence[Sequence[float]]], chains: Chains) -> Chained:
+    """Tokens and features of each chain up to a missing token, from [levels, chains, 1 + features]."""
+    tokens_of, features_of = list[list[int]](), list[list[NodeFeatures]]()
+    for i, chain in enumerate(chains.chains):
+        tokens, features = list[int](), list[NodeFeatures]()
+        for level in range(chain.levels):
+            token, *measured = found[level][i]
+            if token < 0:
+                break
+            tokens.append(int(token))
+            features.append(measured)
+        tokens_of.append(tokens)
+        features_of.append(features)
+    return tokens_of, features_of if chains.stop_rule is not None else []

@@ -1,0 +1,233 @@
+"""A step of a whole model, and a chain of draft tokens, as one job each: one transfer, one graph, one read.
+
+Everything that the host knows of a step goes to the device in one array of numbers: ids, plan, the rows with
+logits and the trees to verify.  What follows is launches alone, so a graph can hold all of them
+(`graphs.py`).  Positions and slots of a chain are known before its tokens are, so the graph of a chain has
+all its levels.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.backends.base import Backend, Chains, LayerKV
+from outrider.backends.torch.backend import Stack
+from outrider.backends.triton import chain_numbers
+from outrider.backends.triton.chain_numbers import ChainInput, ChainNumbers
+from outrider.backends.triton.graphs import Graphs, Results
+from outrider.backends.triton.jobs import frame, padded, padded_rows
+from outrider.backends.triton.linear import TritonWeight
+from outrider.backends.triton.picking import next_tokens
+from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_paths, numbers_of, total
+from outrider.backends.triton.verifier import WORDS, TreeQueries, answers_to
+from outrider.core.lora import Runs
+from outrider.core.step import FINAL
+from outrider.core.step_input import StepInput
+from outrider.core.stop_rule import Chained, features_of
+
+
+@dataclass
+class Ends:
+    embedding: TritonWeight
+    norm: Tensor
+    head: TritonWeight
+
+
+class Launching(Backend, Protocol):
+    """graphs: None where every kernel is launched from Python."""
+
+    graphs: Graphs | None
+
+    def launch_layers(self, stack: Stack, x: Tensor, kv: LayerKV, runs: Runs = ()) -> Tensor:
+        """`run_layers` without a graph of its own."""
+
+
+class TritonFusedModel:
+    """`FusedModel`."""
+
+    def __init__(self, backend: Launching) -> None:
+        self.backend = backend
+
+    def pack_ends(self, embedding: TritonWeight, norm: Tensor, head: TritonWeight) -> Ends:
+        return Ends(embedding, norm, head)
+
+    def forward(
+        self, stack: Stack, ends: Ends, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
+    ) -> Tensor:
+        model, graphs = _Model(self.backend, stack, ends, kv), self.backend.graphs
+        job = _Step(model, tuple(sorted(states)), queries, runs, graphs is not None)
+        logits, *found = _results(job, graphs)
+        if queries is not None:
+            queries.answered(found.pop())
+        n = kv.step_input.length
+        for layer, state in zip(job.states, found):
+            states[layer] = state[:n].clone() if job.graphed else state[:n]
+        return logits[: len(kv.step_input.logits_rows)]
+
+    def extends(self, chains: Chains) -> bool:
+        """Not chains that are read after every token, or whose tokens are sampled from what is returned."""
+        if any(chain.probs is not None for chain in chains.chains):
+            return False
+        rule = chains.stop_rule
+        if rule is None:
+            return True
+        return not rule.judges and not any(chain.floor or chain.joint_floor for chain in chains.chains)
+
+    def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
+        model, graphs = _Model(self.backend, stack, ends, kv), self.backend.graphs
+        job = _Chain(model, chains, graphs is not None)
+        found, *states = _results(job, graphs)
+        if chains.states is not None:
+            levels = len(found)
+            chains.states[:, :levels].copy_(states[0][:, : len(chains.chains)].transpose(0, 1))
+        return chain_numbers.read(found.tolist(), chains)
+
+
+def _results(job: _Step | _Chain, graphs: Graphs | None) -> Results:
+    return job.compute(job.inputs()) if graphs is None or not job.graphed else graphs.run(job)
+
+
+class _Model:
+    """The parts of a model that a job computes with, and the step and the pool that it is for."""
+
+    def __init__(self, backend: Launching, stack: Stack, ends: Ends, kv: LayerKV) -> None:
+        self.backend, self.stack, self.ends, self.kv = backend, stack, ends, kv
+        self.layers = stack.layers
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.ends.embedding.embed(ids, self.backend.activations)
+
+    def run(self, x: Tensor, step: StepInput, runs: Runs = (), layers: slice = slice(None)) -> Tensor:
+        """Some of the blocks.  The kernels of a block are launched one by one."""
+        part = Stack(self.layers[layers], self.stack.rotations, self.stack.skips[layers])
+        kv = LayerKV(step, self.kv.pool, self.kv.layer + (layers.start or 0))
+        return self.backend.launch_layers(part, x, kv, runs)
+
+    def final(self, x: Tensor) -> Tensor:
+        return self.backend.rms_norm(x, self.ends.norm, self.layers[0].eps)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.backend.linear(x, self.ends.head).float()
+
+
+class _Step:
+    """`Job` of a step.
+
+    Its inputs are int32 numbers: ids [N], rows with logits [M], `verifier.WORDS` words of 8 bytes of each of
+    these for the trees, and the plan.  Its results: logits [M, V], states [N, h], and answers if asked for.
+    """
+
+    def __init__(
+        self, model: _Model, states: tuple[int, ...], queries: TreeQueries | None, runs: Runs, graphed: bool
+    ) -> None:
+        self.model, self.step, self.states = model, model.kv.step_input, states
+        self.queries, self.runs = queries, runs
+        exact = Sizes.of(self.step)
+        fits = padded(exact, model.layers[0]) if graphed and not runs else None
+        self.graphed, self.sizes = fits is not None, fits or exact
+        wanted = len(self.step.logits_rows)
+        self.wanted = padded_rows(wanted) if self.graphed else wanted
+        self.uses = model.stack, model.kv.pool
+        self.rest = model.kv.layer, self.wanted, states, queries is None
+        words = 0 if queries is None else 2 * WORDS * self.wanted
+        self.parts = [aligned(self.sizes.rows), aligned(self.wanted), aligned(words), total(self.sizes)]
+
+    def inputs(self) -> Tensor:
+        flat = torch.zeros(sum(self.parts), dtype=torch.int32, device=self.model.backend.device)
+        self.load(flat)
+        return flat
+
+    def load(self, flat: Tensor) -> None:
+        ids, rows, words, _ = self.parts
+        numbers = array("i", bytes(4 * (ids + rows + words)))
+        numbers[: self.step.length] = array("i", self.step.input_ids)
+        numbers[ids : ids + len(self.step.logits_rows)] = array("i", self.step.logits_rows)
+        if self.queries is not None:
+            trees = array("i", self.queries.words(self.wanted, self.model.ends.head.outputs).tobytes())
+            numbers[ids + rows : ids + rows + len(trees)] = trees
+        numbers += numbers_of(self.step, self.sizes)
+        flat[: len(numbers)].copy_(torch.frombuffer(numbers, dtype=torch.int32), non_blocking=True)
+        load_paths(Plan.of(flat[ids + rows + words :], self.sizes), self.step, self.sizes)
+        if self.step.device_ids is not None:
+            flat[: self.step.length].copy_(self.step.device_ids)
+
+    def compute(self, flat: Tensor) -> Results:
+        model = self.model
+        ids, rows, words, numbers = flat.split(self.parts)
+        plan = Plan.of(numbers, self.sizes)
+        step = frame(self.sizes, plan) if self.graphed else self.step
+        install(step, flat.device, plan)
+        x, taps = self._run(model.embed(ids[: self.sizes.rows]), step)
+        wanted = x.index_select(0, rows[: self.wanted])
+        logits = model.logits(model.final(wanted))
+        found = [model.final(x) if layer == FINAL else taps[layer] for layer in self.states]
+        if self.queries is not None:
+            most = self.wanted if self.graphed else self.queries.most
+            found.append(answers_to(logits, words[: 2 * WORDS * self.wanted].view(torch.int64), most))
+        return logits, *found
+
+    def _run(self, x: Tensor, step: StepInput) -> tuple[Tensor, dict[int, Tensor]]:
+        """The stream after the last layer, and copies of it before the layers of `states`."""
+        taps, at = dict[int, Tensor](), 0
+        for layer in [layer for layer in self.states if layer != FINAL]:
+            x = self.model.run(x, step, self.runs, slice(at, layer))
+            taps[layer], at = x.clone(), layer  # x is changed in place
+        return self.model.run(x, step, self.runs, slice(at, len(self.model.layers))), taps
+
+
+class _Chain:
+    """`Job` of chains of draft tokens.  Its inputs are the numbers of `ChainNumbers`.
+
+    Its results: tokens and features of each level, float64 [levels, chains, 1 + features], and, if asked for,
+    states [levels, chains, h].
+    """
+
+    def __init__(self, model: _Model, chains: Chains, graphed: bool) -> None:
+        self.model, self.chains, self.step = model, chains, model.kv.step_input
+        self.levels = max(chain.levels for chain in chains.chains)
+        exact = Sizes.of(self.step, self.levels - 1)
+        fits = padded(exact, model.layers[0]) if graphed and not self.step.adapters else None
+        self.graphed, self.sizes = fits is not None, fits or exact
+        count = len(chains.chains)
+        self.count = padded_rows(count) if self.graphed else count
+        self.uses = model.stack, model.kv.pool
+        asked = chains.stop_rule is None, chains.states is None
+        self.rest = model.kv.layer, self.levels, self.count, chains.vocabulary, *asked
+        self.numbers = ChainNumbers(self.sizes, self.levels, self.count)
+
+    def inputs(self) -> Tensor:
+        flat = torch.zeros(self.numbers.total, dtype=torch.int32, device=self.model.backend.device)
+        self.load(flat)
+        return flat
+
+    def load(self, flat: Tensor) -> None:
+        numbers = self.numbers.of(self.step, self.chains)
+        flat[: len(numbers)].copy_(torch.frombuffer(numbers, dtype=torch.int32), non_blocking=True)
+
+    def compute(self, flat: Tensor) -> Results:
+        model, given = self.model, self.numbers.split(flat)
+        step = frame(self.sizes, given.plan) if self.graphed else self.step
+        install(step, flat.device, given.plan)
+        x = model.run(model.embed(given.ids), step).index_select(0, given.after)
+        found, states = [self._picked(x, given, 0)], [x]
+        for level, plan in enumerate(given.levels, 1):
+            tokens = found[-1][:, 0].long().clamp_min(0)
+            x = model.run(model.embed(tokens), frame(self.numbers.level_sizes, plan))
+            found.append(self._picked(x, given, level))
+            states.append(x)
+        results = torch.stack(found)
+        return (results,) if self.chains.states is None else (results, torch.stack(states))
+
+    def _picked(self, x: Tensor, given: ChainInput, level: int) -> Tensor:
+        """Tokens and features of a level, picked from the stream x [C, h]."""
+        logits = self.model.logits(self.model.final(x))[:, : self.chains.vocabulary]
+        tokens = next_tokens(logits, given.owners[level], given.params)
+        parts = [tokens[:, None].double()]
+        if self.chains.stop_rule is not None:
+            parts.append(features_of(logits, given.temperatures, tokens.clamp_min(0)))
+        return torch.cat(parts, 1)
