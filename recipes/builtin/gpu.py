@@ -33,6 +33,7 @@ from recipes.builtin.heads import SIZES  # noqa: E402 - behind the path
 DRAFT = "draft_model"
 EARLY = 15.0  # seconds that a training process needs before it can read answers
 TAR_EVERY = 10.0
+ROOM = 4e10  # bytes: 120,000 texts take 34 GB
 FILES = ("config.json", "model.safetensors", "training.json", "work/log.jsonl")
 
 
@@ -56,7 +57,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--began", type=float, default=time.time(), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work is None:
-        given.work = Path("/dev/shm" if _free("/dev/shm") > 4e10 else "/tmp") / "heads"
+        memory = _free("/dev/shm") > ROOM
+        given.work = Path("/dev/shm" if memory else max(("/dev/shm", "/tmp"), key=_free)) / "heads"
     return given
 
 
@@ -147,6 +149,7 @@ def summarize(given: argparse.Namespace) -> None:
 def main(given: argparse.Namespace) -> None:
     for folder in (given.out, given.work):
         folder.mkdir(parents=True, exist_ok=True)
+    say(given, f"{given.work}: {_free(str(given.work)) / 1e9:.0f} GB free")
     children, now = Children(given), lambda: time.time() - given.began
     for part in range(given.answering):
         children.start(f"answer:{part}")
