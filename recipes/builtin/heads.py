@@ -23,6 +23,17 @@ SIZES: dict[str, dict[str, Any]] = {  # of a method's network, small enough to b
 }
 SHARED = {"length": LENGTH, "answer_tokens": 96, "batch": 8, "quantization": "int8"}
 
+# Further training of the shipped heads by gpu.py, from the shipped weights: options of all, and of some.
+TRAINED_ON_GPU: dict[str, dict[str, Any]] = {
+    "all": {
+        "optimizer": "muon", "rate": 0.0015, "dtype": "bfloat16", "quantization": "int8",
+        "evaluate_every": 1_000_000, "evaluate_prompts": 64,
+    },
+    "eagle3": {"test_steps": 6, "rate": 0.001},
+    "dflash": {"taps": (2, 4, 5)},
+    "draft_model": {"layers": 2, "rate": 0.0005},
+}  # fmt: skip
+
 
 def write_prompts(path: Path, count: int) -> None:
     """Write prompts for the target; the file appears as a whole."""

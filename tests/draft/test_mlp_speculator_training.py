@@ -185,16 +185,17 @@ def states_are_of_the_last_computed_token(llm: LLM, speculation: dict[str, Any])
 
 
 def test_loss_sums_the_cross_entropy_of_every_step(lessons: tuple[list[Sample], TargetWeights]) -> None:
-    """Summed over the steps, each a mean over the same positions; by hand for one text."""
+    """Summed over the steps, each a mean over the places that have its token; by hand for one text."""
     network, sample, outer = NETWORKS["mlp, tied, scaled"](), lessons[0][0], lessons[1]
     tokens, total = sample.tokens.tolist(), 0.0
-    places = range(len(tokens) - network.n_predict - 1)
+    padded = torch.nn.functional.pad(sample.tokens, (0, network.n_predict))
     with torch.no_grad():
         for i in range(network.n_predict):
+            places = range(len(tokens) - i - 2)
             each = [
                 network.head[i](
                     network.outputs(
-                        sample.states[FINAL][t : t + 1], sample.tokens[t + 1 : t + 1 + network.n_predict]
+                        sample.states[FINAL][t : t + 1], padded[t + 1 : t + 1 + network.n_predict]
                     )[i][0]
                 )
                 for t in places

@@ -38,7 +38,7 @@ def toy_target(folder: Path, **config: Any) -> str:
 
 def read(model: Model, tokens: Sequence[int], wanted: Sequence[int]) -> Sample:
     """The sample of one text.  wanted: the states, as in `Needs.states`."""
-    states = read_states(model, tokens, {*wanted, FINAL})
+    states = read_states(model, [tokens], {*wanted, FINAL})
     logits = target_logits(model, states[FINAL])
     return Sample(torch.tensor(tokens), {which: states[which] for which in wanted}, logits)
 

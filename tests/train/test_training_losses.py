@@ -18,6 +18,8 @@ from outrider.draft.dspark import Network as Block
 from outrider.draft.eagle import Network as Eagle
 from outrider.draft.hydra import Network as Hydra
 from outrider.draft.medusa import Network as Medusa
+from outrider.draft.mlp_speculator import Network as Speculator
+from outrider.draft.mtp import Network as Mtp
 from outrider.draft.redrafter import Network as Redrafter
 from outrider.heads.layer import Sizes
 from outrider.heads.parts import acceptance_loss
@@ -144,13 +146,71 @@ def test_texts_behind_one_another_have_the_loss_of_each(counted: tuple[int, ...]
     ]
     eagle3 = random_network(SIZES, V, TAPS)
     eagle3.steps = 3
-    for network in (eagle3, Medusa(H, V, 3), Hydra(H, V, 2), Redrafter(H, V, 2, H)):
+    networks = (
+        eagle3, Medusa(H, V, 3), Hydra(H, V, 2), Redrafter(H, V, 2, H), Eagle(SIZES, V).eval(),
+        Mtp(SIZES, V, 4, steps=2), Speculator(H, 24, V), Block(SIZES, V, TAPS, V - 1, layers=2, block=2),
+    )  # fmt: skip
+    for network in networks:
         for parameter in network.parameters():
             nn.init.normal_(parameter, std=0.1)
         first, second = (network.loss(part, outer) for part in parts)
         joined = network.loss(replace(sample, mask=mask, lengths=sizes), outer)
         expected = share * first + (1 - share) * second
         torch.testing.assert_close(joined, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(), (7, 9)])
+def test_losses_need_no_value_from_a_device(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device has none, as a GPU that is still computing; and it refuses operands of two devices."""
+    monkeypatch.setattr(Sample, "uniforms", lambda self, width: torch.rand(T, width, device="meta"))
+    sample, outer = batch(True)
+    mask = sample.mask
+    moved = replace(
+        sample,
+        tokens=sample.tokens.to("meta"),
+        states={which: state.to("meta") for which, state in sample.states.items()},
+        logits=sample.logits.to("meta"),
+        mask=mask,
+        lengths=lengths,
+    )
+    outer = TargetWeights(outer.embedding.to("meta"), outer.lm_head.to("meta"))
+    networks = (
+        random_network(SIZES, V, TAPS, tuple(range(0, V, 3))), Medusa(H, V, 3), Hydra(H, V, 2, prefix=None),
+        Redrafter(H, V, 2, H), Eagle(SIZES, V), Mtp(SIZES, V, 4, steps=2), Speculator(H, 24, V),
+        Block(SIZES, V, TAPS, V - 1, layers=1, block=2),
+    )  # fmt: skip
+    for network in networks:
+        loss = network.to("meta").loss(moved, outer)
+        loss.backward()
+        assert loss.device.type == "meta" and all(p.grad is not None for p in network.parameters())
+
+
+def test_random_numbers_of_a_text_do_not_depend_on_the_texts_beside_it() -> None:
+    """EAGLE's noise and DFlash's anchors."""
+    torch.manual_seed(6)
+    (sample, outer), sizes, seeds = batch(True), [7, 9], [3, 8]
+    mask = torch.ones(T, dtype=torch.bool)
+    mask[[6, 15]] = False
+    eagle = Eagle(SIZES, V).train()
+    dflash = Block(SIZES, V, TAPS, V - 1, layers=1, block=2)
+    for network, count in ((eagle, lambda size: size - 1), (dflash, lambda size: 3)):
+        joined = replace(sample, mask=mask, lengths=sizes, seeds=seeds)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("outrider.heads.block_parts.ANCHORS", 3)
+            expected, total = torch.zeros(()), 0
+            for i, size in enumerate(sizes):
+                part = Sample(
+                    sample.tokens.split(sizes)[i],
+                    {which: state.split(sizes)[i] for which, state in sample.states.items()},
+                    sample.logits.split(sizes)[i],
+                    mask.split(sizes)[i],
+                    seeds=seeds[i : i + 1],
+                )
+                weight = count(size - (network is eagle))
+                expected, total = expected + weight * network.loss(part, outer), total + weight
+            torch.testing.assert_close(network.loss(joined, outer), expected / total, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_outside_answers_are_not_computed() -> None:
@@ -160,12 +220,11 @@ def test_rows_outside_answers_are_not_computed() -> None:
     network = random_network(SIZES, V, TAPS)
     whole = network.outputs(states, sample.tokens, outer.embedding, 3)
     some = torch.tensor([2, 5, 6])
-    part = network.outputs(states, sample.tokens, outer.embedding, 3, Rows.of(some, [T - 3]))
+    part = network.outputs(
+        states, sample.tokens, outer.embedding, 3, Rows.of(some, [T - 3], torch.device("cpu"))
+    )
     for one, other in zip(whole, part, strict=True):
         torch.testing.assert_close(one[some], other)
-    layer = Eagle(SIZES, V)
-    embedded = outer.embedding[sample.tokens]
-    torch.testing.assert_close(layer(embedded, states[:, :H])[-4:], layer(embedded, states[:, :H], 4))
 
 
 @torch.no_grad()

@@ -17,11 +17,13 @@ from safetensors.torch import load_file
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import Head
+from outrider.core.step import FINAL
 from outrider.errors import ConfigError
 from outrider.heads.base import FINGERPRINT
+from outrider.heads.sample import read_states
 from outrider.train import answers, features, run
 from outrider.train.data import Item
-from outrider.train.loop import Trainer, rate_factor
+from outrider.train.loop import Trainer
 from outrider.train.methods import method, methods
 from outrider.train.processes import Processes
 from outrider.train.report import Report
@@ -180,6 +182,19 @@ def test_answers_and_features_are_computed_once(
     assert len({result.losses[0] for result in made}) == 1
 
 
+def test_states_of_texts_read_together_are_those_of_each(
+    target: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 16 tokens end within texts."""
+    monkeypatch.setattr("outrider.heads.sample.HOST_CHUNK", 16)
+    model = target.engine.decoder
+    texts = [[(7 * i + j) % 90 + 5 for j in range(n)] for i, n in enumerate((9, 30, 1, 16))]
+    together = read_states(model, texts, (1, FINAL))
+    for which, states in together.items():
+        each = [read_states(model, [text], (which,))[which] for text in texts]
+        assert torch.equal(states, torch.cat(each))
+
+
 def test_failed_answers_are_asked_for_again(target: LLM, run_options: Any, tmp_path: Path) -> None:
     options, path = run_options("medusa", tmp_path), tmp_path / "answers.jsonl"
     items = [Item([5, 6, 7], []), Item([10**6], [])]  # the second is no token of the target
@@ -297,10 +312,3 @@ def test_what_does_not_fit_the_target_is_refused_before_its_answers(
     monkeypatch.setattr(run, "collect", lambda *_: pytest.fail("the data is read"))
     with pytest.raises(ConfigError, match=r"taps|mask_token|layout"):
         train(target, name, run_options(name, tmp_path, **wrong), Report())
-
-
-def test_the_rate_warms_up_and_falls_to_zero() -> None:
-    factors = [rate_factor(step, 100, 0.1) for step in range(100)]
-    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert factors[10] == 1 and factors[55] == pytest.approx(0.5) and factors[99] < 1e-3
-    assert factors[10:] == sorted(factors[10:], reverse=True)

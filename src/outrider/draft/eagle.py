@@ -32,6 +32,8 @@ from torch import Tensor, nn
 
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
+from outrider.core.device import to_device
+from outrider.core.ragged import Ragged
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.drafting.base import Drafter, Target
@@ -121,12 +123,12 @@ class Network(nn.Module):
             "bias": self.fc.bias is not None,
         }
 
-    def forward(self, tokens: Tensor, states: Tensor, last: int | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, states: Tensor, texts: Ragged | None = None) -> Tensor:
         """Predicted states f_1 … f_T of the embeddings e(x_1) … e(x_T) and the states f_0 … f_T-1, each
-        [T, hidden].  last: so many last ones only."""
+        [T, hidden].  texts: where there are several."""
         (layer,) = self.layers
         assert isinstance(layer, Layer)
-        return layer.over_text(self.fc(torch.cat([tokens, states], dim=-1)), last)
+        return layer.over_texts(self.fc(torch.cat([tokens, states], dim=-1)), texts)
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Smooth L1 of the states plus a tenth of the cross entropy with the target's distribution.
@@ -134,16 +136,24 @@ class Network(nn.Module):
         tokens    x_0   x_1   x_2 … x_T            pair t is (f_t, x_t+1); its output o_t approximates f_t+1
         states    f_0   f_1   f_2 … f_T
         pair            0     1   … T-1
+
+        The pair of a text's last place has a token of the next text, or 0, and does not count.
         """
         states, count = sample.states[FINAL], len(sample.tokens) - 1
-        width = NOISE * min(1.0, NOISE_LENGTH / count) * self.training
-        noise = (torch.rand_like(states[:count]) - 0.5) * width
+        given = states + self._noise(sample) if self.training else states
         rows = sample.places(1, count)
-        start = int(rows[0]) if len(rows) else 0
-        out = self(outer.embedding[sample.tokens[1:]], states[:count] + noise, count - start)[rows - start]
+        embedded = outer.embedding[F.pad(sample.tokens[1:], (0, 1))]
+        out = self(embedded, given, sample.texts).index_select(0, rows)
         tokens = soft_cross_entropy(outer.logits(out), sample.logits[1 + rows])
         features = F.smooth_l1_loss(out.float(), states[1 + rows], reduction="none").mean(-1)
         return mean_loss(features + TOKEN_WEIGHT * tokens)
+
+    def _noise(self, sample: Sample) -> Tensor:
+        """[T, hidden]."""
+        lengths = torch.tensor(sample.lengths or [len(sample.tokens)])
+        widths = NOISE * (NOISE_LENGTH / (lengths - 1)).clamp(max=1.0).repeat_interleave(lengths)
+        centred: Tensor = sample.uniforms(self.sizes.hidden) - 0.5
+        return centred * to_device(widths, centred.device)[:, None]
 
 
 class Packed(Net):

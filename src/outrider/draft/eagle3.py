@@ -24,12 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
+from outrider.core.device import to_device
 from outrider.drafting.base import Drafter, Target
 from outrider.heads.base import random_head
 from outrider.heads.layouts import UNCHANGED, HeadFormat, Layout
 from outrider.heads.parts import acceptance_loss, soft_cross_entropy
 from outrider.heads.recurrent import Recurrent, RecurrentOptions
-from outrider.heads.sample import Sample, TargetWeights, mean_loss
+from outrider.heads.sample import Sample, TargetWeights
 from outrider.heads.tapped import TAPS, TapNet, TapOptions, is_parallel
 from outrider.heads.tapped_parts import Keys, PathLayer, Rows, TapNetwork
 
@@ -121,10 +122,9 @@ class Network(TapNetwork):
         Place t of n = len(tokens) - steps reads states[t] and tokens[t + 1 + step].
         """
         own, n, keys = self.embed_tokens, len(tokens) - steps, Keys()
-        every = torch.arange(n, device=tokens.device)
-        rows, o = rows or Rows.of(every, [n]), self.fc(states[:n])
+        rows, o = rows or Rows.of(torch.arange(n), [n], tokens.device), self.fc(states[:n])
         for step in range(steps):
-            ids = tokens[1 + step + (rows.places if step else every)]
+            ids = tokens[1 + step + rows.places] if step else tokens[1 : 1 + n]
             o = self.midlayer.step(o, embedding[ids] if own is None else own(ids), keys, rows)
             yield o
 
@@ -135,20 +135,22 @@ class Network(TapNetwork):
         fewer steps, and its first ones are predicted by fewer.
         """
         states, tokens = torch.cat([sample.states[tap] for tap in self.taps], -1), sample.tokens
-        counted = sample.places(0, len(states))
-        theirs = sample.logits[counted, : self.vocabulary]
-        known = self.known(theirs)
-        counted, theirs = counted[known], theirs[known][:, self.ids]
-        within = [sample.offsets[counted] > step for step in range(self.steps)]
-        used = torch.zeros_like(tokens, dtype=torch.bool)
+        counted, device = sample.host_places(0, len(states)), tokens.device
+        theirs = sample.logits[to_device(counted, device), : self.vocabulary]
+        known, theirs = self.known(theirs), theirs[:, self.ids]
+        within = [(sample.offsets[counted] > step).nonzero().flatten() for step in range(self.steps)]
+        used = torch.zeros(len(tokens), dtype=torch.bool)
+        used[0] = True  # so that there is a row
         for step, found in enumerate(within):
             used[counted[found] - step - 1] = True
-        rows = Rows.of(used.nonzero().flatten(), sample.lengths or [len(states)])
+        rows = Rows.of(used.nonzero().flatten(), sample.lengths or [len(states)], device)
         total, number = states.new_zeros(()), used.cumsum(0) - 1
         outputs = self.outputs(states, F.pad(tokens, (0, self.steps)), outer.embedding, self.steps, rows)
         for step, (o, found) in enumerate(zip(outputs, within)):
-            losses = self.row_loss(self.logits(o[number[counted[found] - step - 1]]), theirs[found])
-            total = total + self.decay**step * mean_loss(losses)
+            at, found = (to_device(index, device) for index in (number[counted[found] - step - 1], found))
+            losses = self.row_loss(self.logits(o.index_select(0, at)), theirs[found])
+            weights = known[found].to(losses.dtype)
+            total = total + self.decay**step * (losses * weights).sum() / weights.sum().clamp_min(1)
         return total
 
 

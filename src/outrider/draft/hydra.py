@@ -145,7 +145,7 @@ class Network(nn.Module):
         if self.prefix is None:
             return states
         parts: Any = self.prefix_embeding_layer
-        return parts["norm"](parts["layers"][0].over_text(states))  # type: ignore[no-any-return]
+        return parts["norm"](parts["layers"][0].over_texts(states))  # type: ignore[no-any-return]
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Teacher loss: each head's cross entropy with the target's distribution of its predicted token.
@@ -157,7 +157,7 @@ class Network(nn.Module):
         for i, mlp in enumerate(self.hydra_mlp):
             z = torch.cat([z[:-1], embedded[i + 1 :]], dim=-1)
             rows = sample.places(i + 1, len(z))
-            x = mlp(z[rows])
+            x = mlp(z.index_select(0, rows))
             logits = self.hydra_lm_head[i](x) if self.own else outer.logits(x)
             total = total + sample.target_loss(logits, i + 1 + rows)
         return total

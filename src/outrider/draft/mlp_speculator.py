@@ -141,10 +141,10 @@ class Network(nn.Module):
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Cross entropy with the text, summed over the steps: step i reads x_t+i+1, predicts x_t+i+2."""
         tokens, total = sample.tokens, outer.embedding.new_zeros(())
-        count = max(0, len(tokens) - self.n_predict - 1)  # none for a text of too few tokens
-        for i, s in enumerate(self.outputs(sample.states[FINAL][:count], tokens[1:])):
-            rows = sample.places(i + 1, count)
-            total = total + sample.text_loss(self.head[i](s[rows]), i + 2 + rows)
+        following = F.pad(tokens[1:], (0, self.n_predict))
+        for i, s in enumerate(self.outputs(sample.states[FINAL], following)):
+            rows = sample.places(i + 1, max(0, len(tokens) - i - 2))
+            total = total + sample.text_loss(self.head[i](s.index_select(0, rows)), i + 2 + rows)
         return total
 
     def config(self) -> dict[str, Any]:

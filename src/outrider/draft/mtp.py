@@ -31,9 +31,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
+from outrider.core.ragged import Ragged
 from outrider.core.step import FINAL
 from outrider.core.validate import Flag
 from outrider.drafting.base import Drafter, Target
@@ -199,12 +201,14 @@ class Network(nn.Module):
             "prenorm": self.prenorm,
         }
 
-    def forward(self, tokens: Tensor, states: Tensor, depth: int = 0) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, states: Tensor, depth: int = 0, texts: Ragged | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(states for the next depth, input of the lm_head) of the embeddings and states of one depth, [T,
-        hidden] each."""
+        hidden] each.  texts: where there are several."""
         layer = self.layers[min(depth, len(self.layers) - 1)]
         x = layer.eh_proj(torch.cat([layer.enorm(tokens), layer.hnorm(states)], dim=-1))
-        x = layer.over_text(x)
+        x = layer.over_texts(x, texts)
         normed = layer.shared_head["norm"](x)
         return (x if self.prenorm else normed), normed
 
@@ -215,14 +219,18 @@ class Network(nn.Module):
         states      f_0   f_1   f_2   f_3 … f_T
         depth 0   (f_0    x_1)→ p_1
         depth 1   (h_0          x_2)→ p_2               h_t: output of depth 0 at t
+
+        Pairs of a text's last places have tokens of the next text, or 0: none of them counts, and only such
+        pairs attend to them.
         """
         states, total, weights = sample.states[self.taps[0]], outer.embedding.new_zeros(()), 0.0
+        count, tokens = len(sample.tokens), F.pad(sample.tokens, (0, self.steps))
         for depth in range(self.steps):
-            tokens = outer.embedding[sample.tokens[depth + 1 :]]
-            states, out = self(tokens, states[: len(tokens)], depth)
+            embedded = outer.embedding[tokens[depth + 1 : depth + 1 + count]]
+            states, out = self(embedded, states, depth, sample.texts)
             weight = DECAY ** max(0, depth - len(self.layers) + 1)
-            rows = sample.places(depth + 1, len(tokens))
-            loss = sample.target_loss(outer.logits(out[rows]), depth + 1 + rows)
+            rows = sample.places(depth + 1, count - depth - 1)
+            loss = sample.target_loss(outer.logits(out.index_select(0, rows)), depth + 1 + rows)
             total, weights = total + weight * loss, weights + weight
         return total / weights
 

@@ -118,7 +118,9 @@ class Network(TapNetwork):
         anchors, depth = self.rows(sample)
         logits = self(states, sample.tokens, outer.embedding, anchors, depth)
         places = anchors + depth + 1
-        counted = torch.ones_like(places, dtype=torch.bool) if sample.mask is None else sample.mask[places]
+        counted = torch.ones_like(places, dtype=torch.bool)
+        if sample.mask is not None:
+            counted = sample.mask.to(places.device)[places]
         theirs = sample.logits[places, : self.vocabulary]
         counted = counted & self.known(theirs)
         return mean_loss(soft_cross_entropy(logits[counted], theirs[counted][:, self.ids]))

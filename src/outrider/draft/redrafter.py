@@ -158,7 +158,7 @@ class Network(nn.Module):
             count = len(tokens) - step - 1  # positions t with a token at t + step + 1
             s = self.step(s[:count], embedded[step : step + count])
             rows = sample.places(step, count)
-            total = total + sample.text_loss(self(f[rows], s[rows]), step + 1 + rows)
+            total = total + sample.text_loss(self(f[rows], s.index_select(0, rows)), step + 1 + rows)
         return total
 
 

@@ -13,12 +13,15 @@ Every row of the block attends to g_0 … g_a-1 and to the whole block; no row a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.core.device import to_device
+from outrider.core.ragged import Ragged
 from outrider.drafting.base import Target
 from outrider.heads.block_layouts import DEFAULT_THETA, TAPS
 from outrider.heads.layer import Sizes
@@ -30,20 +33,57 @@ ANCHORS = 64  # of a text, at most, in one loss
 DECAY = 4.0  # of the weights of a block's tokens, in tokens: a wrong one makes all after it worthless
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks behind A anchors in texts that follow one another.
+
+    offsets: int64 [T], the number of every place within its text.  positions: int64 [A * block], of the
+    rows.  texts, rows: the places and the rows of the texts.  seen: bool [B, 1, M, L + M], what a row attends
+    to: places of its text, then rows of its text.
+    """
+
+    offsets: Tensor
+    positions: Tensor
+    texts: Ragged
+    rows: Ragged
+    seen: Tensor
+
+    @staticmethod
+    def of(anchors: Tensor, lengths: Sequence[int], block: int, device: torch.device) -> Blocks:
+        """anchors: places [A] on the host, ascending by text; the last may be behind the last text.
+        lengths: places of each text.
+        """
+        sizes = torch.tensor(lengths)
+        ends = sizes.cumsum(0)
+        text = torch.searchsorted(ends, anchors, right=True).clamp_max(len(lengths) - 1)
+        counts, begins = torch.bincount(text, minlength=len(lengths)), anchors - (ends - sizes)[text]
+        offsets = torch.cat([torch.arange(length) for length in lengths])
+        positions = (begins[:, None] + torch.arange(block)).flatten()
+        owners = torch.arange(len(anchors)).repeat_interleave(block)
+        offsets, positions, owners, starts = (
+            to_device(each, device) for each in (offsets, positions, owners, begins.repeat_interleave(block))
+        )
+        texts, rows = Ragged.of(lengths, device), Ragged.of((block * counts).tolist(), device)
+        owner = rows.entries(owners).masked_fill(~rows.valid, -1)
+        before = torch.arange(max(lengths), device=device) < rows.entries(starts)[..., None]
+        seen = torch.cat([before, owner[:, :, None] == owner[:, None]], dim=-1)[:, None]
+        return Blocks(offsets, positions, texts, rows, seen)
+
+
 class BlockLayer(Layer):
     """A layer whose rows attend to the context before their block, and to their block."""
 
-    def read(self, x: Tensor, context: Tensor, anchors: Tensor) -> Tensor:
-        """x [A * block, hidden] of all blocks, context [T, hidden], anchors [A] -> [A * block, hidden]."""
-        attention, u, block = self.self_attn, self.input_layernorm(x), len(x) // len(anchors)
-        before = torch.arange(len(context), device=x.device)
-        positions = (anchors[:, None] + torch.arange(block, device=x.device)).flatten()
-        known, own = (rotary_angles(at, attention.head_dim, DEFAULT_THETA) for at in (before, positions))
-        k = torch.cat([attention.keys(context, known), attention.keys(u, own)], dim=1)
-        v = torch.cat([attention.values(context), attention.values(u)], dim=1)
-        owner = torch.arange(len(anchors), device=x.device).repeat_interleave(block)
-        mask = torch.cat([before < anchors[owner, None], owner == owner[:, None]], dim=-1)
-        return self.feed_forward(x + attention.attend(attention.queries(u, own), k, v, mask))
+    def read(self, x: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
+        """x [A * block, hidden] of all blocks, context [T, hidden] -> [A * block, hidden]."""
+        attention, u, pad, own = self.self_attn, self.input_layernorm(x), blocks.texts.pad, blocks.rows.pad
+        before, within = (
+            rotary_angles(at, attention.head_dim, DEFAULT_THETA) for at in (blocks.offsets, blocks.positions)
+        )
+        k = torch.cat([pad(attention.keys(context, before)), own(attention.keys(u, within))], dim=-2)
+        v = torch.cat([pad(attention.values(context)), own(attention.values(u))], dim=-2)
+        q = own(attention.queries(u, within))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=blocks.seen, enable_gqa=True)
+        return self.feed_forward(x + attention.o_proj(blocks.rows.join(out)))
 
 
 class BlockNetwork(nn.Module):
@@ -131,23 +171,31 @@ class BlockNetwork(nn.Module):
         }
 
     def forward(
-        self, taps: Tensor, tokens: Tensor, anchors: Tensor, outer: TargetWeights
+        self,
+        taps: Tensor,
+        tokens: Tensor,
+        anchors: Tensor,
+        outer: TargetWeights,
+        lengths: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [A, block, Vd] of each row, given the text before it, and the logit of its acceptance,
         [A, block], if the network predicts it.
 
-        taps [T, len(taps) * hidden], tokens [T], anchors [A]: positions in the text.
+        taps [T, len(taps) * hidden], tokens [T], anchors [A]: places on the host, ascending by text.
+        lengths: of the texts, where there are several.
         """
-        context, device = self.hidden_norm(self.fc(taps)), anchors.device
+        context, device = self.hidden_norm(self.fc(taps)), tokens.device
+        blocks = Blocks.of(anchors, lengths or [len(taps)], self.block, device)
+        anchors = to_device(anchors, device)
         ids = torch.full((len(anchors), self.block), self.mask, device=device)
         ids[:, 0] = tokens[anchors]
         x = outer.embedding[ids.flatten()]
         for layer in self.layers:
             assert isinstance(layer, BlockLayer)
-            x = layer.read(x, context, anchors)
+            x = layer.read(x, context, blocks)
         x = self.norm(x)
-        logits = (self.lm_head(x) if self.ids else outer.logits(x)).view(*ids.shape, -1)
-        x = x.view(*ids.shape, -1)
+        logits = (self.lm_head(x) if self.ids else outer.logits(x)).unflatten(0, ids.shape)
+        x = x.unflatten(0, ids.shape)
         place = anchors[:, None] + (torch.arange(self.block, device=device) - 1).clamp_min(0)
         before = tokens[place.clamp_max(len(tokens) - 1)]  # of the anchor's row, the anchor itself
         return self.correct(logits, x, before, outer.embedding)
@@ -156,16 +204,18 @@ class BlockNetwork(nn.Module):
         """Cross entropy with the text over the rows that predict, weighted by exp(-depth / DECAY), plus that
         of the predicted acceptance with sum(min(p, q)).
         """
-        tokens, last = sample.tokens, len(sample.tokens) - 1
-        mask = torch.ones_like(tokens, dtype=torch.bool) if sample.mask is None else sample.mask
-        places = mask[:-1].nonzero().flatten()
-        anchors = places[torch.randperm(len(places), device=places.device)[:ANCHORS]]
+        tokens, last, device = sample.tokens, len(sample.tokens) - 1, sample.tokens.device
+        mask = torch.ones(len(tokens), dtype=torch.bool) if sample.mask is None else sample.mask
+        anchors = self._anchors(sample, mask)
         taps = torch.cat([sample.states[tap] for tap in self.taps], dim=-1)
-        logits, confidence = self(taps, tokens, anchors, outer)
-        depth = torch.arange(self.block, device=tokens.device) - 1  # -1 for the anchor's row
+        logits, confidence = self(taps, tokens, anchors, outer, sample.lengths)
+        depth = torch.arange(self.block) - 1  # -1 for the anchor's row
         at = anchors[:, None] + 1 + depth
+        before = (at - 1).clamp_max(last)
+        same = sample.offsets[before] - sample.offsets[anchors][:, None] == depth  # of the same text
+        counted = to_device((at <= last) & (depth >= 0) & mask[before] & same, device)
+        at, depth = to_device(at, device), to_device(depth, device)
         following = tokens[at.clamp_max(last)]
-        counted = (at <= last) & (depth >= 0) & mask[(at - 1).clamp_max(last)]
         if self.ids:
             counted = counted & self.t2d[following]
             known = self.t2d.nonzero().flatten()
@@ -179,3 +229,14 @@ class BlockNetwork(nn.Module):
             overlap = torch.minimum(theirs, logits.detach().float().softmax(-1)).sum(-1)
             losses = losses + F.binary_cross_entropy_with_logits(confidence, overlap, reduction="none")
         return (losses * weight).sum() / weight.sum().clamp_min(1e-6)
+
+    def _anchors(self, sample: Sample, mask: Tensor) -> Tensor:
+        """int64, on the host: places that count, at most ANCHORS of each text, chosen at random."""
+        lengths = sample.lengths or [len(mask)]
+        chosen, first = list[Tensor](), 0
+        for i, length in enumerate(lengths):
+            places = first + mask[first : first + length - 1].nonzero().flatten()
+            generator = torch.Generator().manual_seed(sample.seeds[i]) if sample.seeds else None
+            chosen.append(places[torch.randperm(len(places), generator=generator)[:ANCHORS]])
+            first += length
+        return torch.cat(chosen)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.checkpoints.spec import Facts
+from outrider.core.ragged import Ragged
 from outrider.heads.layer import Sizes
 
 THETA = 10000.0  # of rotations
@@ -111,14 +112,18 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
         return self.feed_forward(x + self.self_attn(self.input_layernorm(x), angles, mask))
 
-    def over_text(self, x: Tensor, last: int | None = None) -> Tensor:
-        """x [T, hidden] of the positions 0 … T - 1 through the layer.  last: so many last rows only."""
-        attention, u, rows = self.self_attn, self.input_layernorm(x), slice(-(last or len(x)), None)
-        places = torch.arange(len(x), device=x.device)
-        angles = rotary_angles(places, attention.head_dim)
-        q, k = attention.queries(u[rows], angles[rows]), attention.keys(u, angles)
-        mask = places <= places[rows, None]
-        return self.feed_forward(x[rows] + attention.attend(q, k, attention.values(u), mask))
+    def over_texts(self, x: Tensor, texts: Ragged | None = None) -> Tensor:
+        """x [T, hidden] of one text, or of several, through the layer; positions of a text begin at 0."""
+        attention, u = self.self_attn, self.input_layernorm(x)
+        texts = texts or Ragged.of([len(x)], x.device)
+        positions = torch.arange(texts.valid.shape[1], device=x.device).expand_as(texts.valid)
+        angles = rotary_angles(texts.rows(positions), attention.head_dim)
+        q, k, v = (
+            texts.pad(each)
+            for each in (attention.queries(u, angles), attention.keys(u, angles), attention.values(u))
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.feed_forward(x + attention.o_proj(texts.join(out)))
 
     def feed_forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))

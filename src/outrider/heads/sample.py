@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.core.device import to_device
+from outrider.core.ragged import Ragged
 from outrider.core.step_input import StepInput
 from outrider.heads.parts import soft_cross_entropy
 from outrider.models.base import Model
 
-CHUNK = 256  # tokens in one forward
+HOST_CHUNK, CHUNK = 256, 8192  # tokens in one forward, on a CPU and on another device
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,12 @@ class Sample:
     states: FINAL or a layer -> float32 [T, hidden], as `Needs.states` names them.
     logits: float32 [T, V] of the target; logits[t] are for the token after tokens[t].  Empty for losses
         that do not read them.
-    mask: bool [T], whether what place t predicts, the token at t + 1, counts.  None: all places count.
+    mask: bool [T], on the host, whether what place t predicts, the token at t + 1, counts.  None: all places
+        count.
     lengths: tokens of each text, where there are several.
+    seeds: of the random numbers of each text.  Empty: those of the default generator.
+
+    Places are chosen on the host: a device would have to be waited for.
     """
 
     tokens: Tensor
@@ -34,21 +41,39 @@ class Sample:
     logits: Tensor
     mask: Tensor | None = None
     lengths: Sequence[int] = ()
+    seeds: Sequence[int] = ()
 
-    @property
+    @cached_property
     def offsets(self) -> Tensor:
-        """int64 [T]: the number of every place within its text."""
-        lengths = self.lengths or [len(self.tokens)]
-        return torch.cat([torch.arange(length, device=self.tokens.device) for length in lengths])
+        """int64 [T], on the host: the number of every place within its text."""
+        return torch.cat([torch.arange(length) for length in self.lengths or [len(self.tokens)]])
 
-    def places(self, first: int, count: int) -> Tensor:
-        """int64, ascending: the i < count for which place first + i counts and is of the same text."""
+    @cached_property
+    def texts(self) -> Ragged:
+        """The places as rows of their texts."""
+        return Ragged.of(self.lengths or [len(self.tokens)], self.tokens.device)
+
+    def host_places(self, first: int, count: int) -> Tensor:
+        """`places`, on the host."""
         if self.mask is None:
-            return torch.arange(count, device=self.tokens.device)
+            return torch.arange(count)
         counted = self.mask[first : first + count]
         if len(self.lengths) > 1:
             counted = counted & (self.offsets[first : first + count] >= first)
         return counted.nonzero().flatten()
+
+    def places(self, first: int, count: int) -> Tensor:
+        """int64, ascending: the i < count for which place first + i counts and is of the same text."""
+        return to_device(self.host_places(first, count), self.tokens.device)
+
+    def uniforms(self, width: int) -> Tensor:
+        """Random numbers in [0, 1), float32 [T, width].  Those of a text depend on its seed alone."""
+        device = self.tokens.device
+        if not self.seeds:
+            return torch.rand(len(self.tokens), width, device=device)
+        rows = zip(self.lengths or [len(self.tokens)], self.seeds)
+        generators = ((length, torch.Generator(device).manual_seed(seed)) for length, seed in rows)
+        return torch.cat([torch.rand(n, width, device=device, generator=each) for n, each in generators])
 
     def text_loss(self, logits: Tensor, places: Tensor) -> Tensor:
         """Mean cross entropy of logits [n, V] with the text's tokens at the places [n]."""
@@ -87,18 +112,39 @@ class TargetWeights:
         return F.linear(x, self.lm_head, self.bias)
 
 
-def read_states(model: Model, tokens: Sequence[int], wanted: Collection[int]) -> dict[int, Tensor]:
-    """States float32 [T, hidden] of one text, as `Needs.states` names them."""
-    pool, table = model.pool(len(tokens)), array("i", range(len(tokens)))
+def read_states(model: Model, texts: Sequence[Sequence[int]], wanted: Collection[int]) -> dict[int, Tensor]:
+    """States float32 [T, hidden] of texts, one behind the other, as `Needs.states` names them."""
     states: dict[int, list[Tensor]] = {which: [] for which in wanted}
-    for first in range(0, len(tokens), CHUNK):
-        step_input, found = StepInput(), dict.fromkeys(wanted, torch.empty(0))
-        step_input.chain(table, first, tokens[first : first + CHUNK])
-        step_input.logits_rows = [step_input.length - 1]
-        model.forward_step(step_input.build(), pool, found)
+    pool = model.pool(sum(map(len, texts)))
+    for step_input in _chunks(texts, HOST_CHUNK if model.device.type == "cpu" else CHUNK):
+        found = dict.fromkeys(wanted, torch.empty(0))
+        model.forward_step(step_input, pool, found)
         for which in wanted:
             states[which].append(found[which].float().clone())  # a backend may reuse its memory
     return {which: torch.cat(parts) for which, parts in states.items()}
+
+
+def _chunks(texts: Sequence[Sequence[int]], most: int) -> Iterator[StepInput]:
+    """Steps of at most so many tokens for all texts.  K/V of a text lies behind that of the text before."""
+    step_input, filled = StepInput(), 0
+    for tokens in texts:
+        table, first = array("i", range(filled, filled + len(tokens))), 0
+        filled += len(tokens)
+        while first < len(tokens):
+            part = tokens[first : first + most - step_input.length]
+            step_input.chain(table, first, part)
+            first += len(part)
+            if step_input.length == most:
+                yield _built(step_input)
+                step_input = StepInput()
+    if step_input.length:
+        yield _built(step_input)
+
+
+def _built(step_input: StepInput) -> StepInput:
+    """With the logits of one row, since there is no step without any."""
+    step_input.logits_rows = [step_input.length - 1]
+    return step_input.build()
 
 
 def target_logits(model: Model, states: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from outrider.core.device import to_device
+from outrider.core.ragged import Ragged
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
 from outrider.heads.parts import Layer, register_vocabulary, rotary_angles, sizes_config, small_sizes
@@ -21,36 +23,40 @@ Keys = list[tuple[Tensor, Tensor]]  # keys and values of the steps so far
 class Rows:
     """The places whose paths are computed, of texts that follow one another.
 
-    places: int64 [m], ascending.  texts: (rows, places, bool [rows, places]: what a row attends to) of each.
+    places: int64 [m], ascending.  offsets: int64 [n], the number of every place within its text.
+    rows, texts: the rows and the places of the texts.  seen: bool [B, 1, M, L], what a row attends to.
     """
 
     places: Tensor
-    texts: list[tuple[slice, slice, Tensor]]
+    offsets: Tensor
+    rows: Ragged
+    texts: Ragged
+    seen: Tensor
 
     @staticmethod
-    def of(places: Tensor, lengths: Sequence[int]) -> Rows:
-        """lengths: places of each text."""
-        texts, row, first = [], 0, 0
-        for length in lengths:
-            last = first + length
-            rows = slice(row, row + int(((places >= first) & (places < last)).sum()))
-            seen = torch.arange(first, last, device=places.device) <= places[rows, None]
-            texts.append((rows, slice(first, last), seen))
-            row, first = rows.stop, last
-        return Rows(places, texts)
+    def of(places: Tensor, lengths: Sequence[int], device: torch.device) -> Rows:
+        """places: on the host, one or more.  lengths: places of each text."""
+        offsets = torch.cat([torch.arange(length) for length in lengths])
+        ends = torch.tensor(lengths).cumsum(0)
+        counts = torch.searchsorted(places, ends).diff(prepend=torch.zeros(1, dtype=torch.int64))
+        rows, texts = Ragged.of(counts.tolist(), device), Ragged.of(lengths, device)
+        places, offsets = to_device(places, device), to_device(offsets, device)
+        number = rows.entries(offsets[places])[:, None, :, None]
+        seen = torch.arange(max(lengths), device=device) <= number
+        return Rows(places, offsets, rows, texts, seen)
 
 
 def attend_to_paths(q: Tensor, keys: Keys, seen: Tensor) -> Tensor:
-    """[heads, m, head_dim] of the queries q of m rows of a text.
+    """[…, heads, m, head_dim] of the queries q of m rows of a text.
 
-    Row i attends to the rows of step 0 in seen [m, n], whose keys are [kv_heads, n, head_dim], and to row i
-    of the later steps, which have m.  That is m · n scores once, and m for every later step.
+    Row i attends to the rows of step 0 in seen [m, n], whose keys are […, kv_heads, n, head_dim], and to row
+    i of the later steps, which have m.  That is m · n scores once, and m for every later step.
     """
-    groups, n = len(q) // len(keys[0][0]), seen.shape[1]
+    groups, n = q.shape[-3] // keys[0][0].shape[-3], seen.shape[-1]
     (k, v), *later = [
-        (k.repeat_interleave(groups, dim=0), v.repeat_interleave(groups, dim=0)) for k, v in keys
+        (k.repeat_interleave(groups, dim=-3), v.repeat_interleave(groups, dim=-3)) for k, v in keys
     ]
-    text = (q @ k.transpose(1, 2)).masked_fill(~seen, float("-inf"))
+    text = (q @ k.transpose(-1, -2)).masked_fill(~seen, float("-inf"))
     path = [(q * k_later).sum(-1, keepdim=True) for k_later, _ in later]
     scores = torch.cat([text, *path], dim=-1) * q.shape[-1] ** -0.5
     weights = scores.float().softmax(-1).to(q.dtype)
@@ -73,20 +79,17 @@ class PathLayer(Layer):
         In step 0 these are of all places.  Adds the step's keys and values to `keys`.
         """
         attention, first = self.self_attn, not keys
-        positions = torch.arange(len(g), device=g.device) if first else rows.places + len(keys)
+        positions = rows.offsets if first else rows.offsets[rows.places] + len(keys)
         angles = rotary_angles(positions, attention.head_dim)
         u = torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1)
         keys.append((attention.keys(u, angles), attention.values(u)))
         if first:
-            g, u, angles = (part[rows.places] for part in (g, u, angles))
-        q, ((k, v), *later) = attention.queries(u, angles), keys
-        attended = [
-            attend_to_paths(
-                q[:, own], [(k[:, text], v[:, text]), *((k[:, own], v[:, own]) for k, v in later)], seen
-            )
-            for own, text, seen in rows.texts
+            g, u, angles = (part.index_select(0, rows.places) for part in (g, u, angles))
+        padded = [
+            (of.pad(k), of.pad(v)) for of, (k, v) in zip((rows.texts, *[rows.rows] * (len(keys) - 1)), keys)
         ]
-        return self.feed_forward(g + attention.o_proj(torch.cat(attended, 1).transpose(0, 1).flatten(1)))
+        out = attend_to_paths(rows.rows.pad(attention.queries(u, angles)), padded, rows.seen)
+        return self.feed_forward(g + attention.o_proj(rows.rows.join(out)))
 
 
 class TapNetwork(nn.Module):

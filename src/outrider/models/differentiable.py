@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.quantized import QuantizedWeight
+from outrider.core.ragged import Ragged
 
 OF_FILES = ("quantization_config", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
 
@@ -47,7 +48,10 @@ def load_weights(
             own.data.copy_(source.get(name, *own.shape))
 
 
-def text_logits(module: Any, tokens: Tensor, places: Tensor) -> Tensor:
-    """float32 [n, V]: after the tokens at `places` [n] of one text [T]."""
-    logits: Tensor = module(tokens[None], use_cache=False, logits_to_keep=places).logits
-    return logits[0].float()
+def text_logits(module: Any, tokens: Tensor, places: Tensor, texts: Ragged | None = None) -> Tensor:
+    """float32 [n, V]: after the tokens at `places` [n] of one text [T], or of several."""
+    if texts is None or texts.count == 1:
+        logits: Tensor = module(tokens[None], use_cache=False, logits_to_keep=places).logits
+        return logits[0].float()
+    every = texts.rows(module(texts.entries(tokens), use_cache=False).logits)
+    return every.index_select(0, places).float()

@@ -41,7 +41,7 @@ class Estimate:
 
 def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Estimate:
     """Measure a few texts and two steps, and extrapolate.  Nothing is written."""
-    limit, options = options.cache_gb * 1e9, replace(options, cache_gb=0.0, minutes=None)
+    limit, options = options.cache_gb * 1e9, replace(options, cache_gb=0.0, minutes=None, schedule="steps")
     items, sources = data.read(llm, options)
     report.sources(sources)
     some = items[:MEASURED]
@@ -53,7 +53,7 @@ def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Esti
     texts = [text for text in texts if text.usable] or answers.given(some)
     share = len(items) / len(some)
     sample = Texts(texts, [0], list(range(len(texts))), sources, "")
-    steps = step_count(options, replace(sample, chosen=list(range(len(items)))))
+    steps = step_count(options, replace(sample, chosen=list(range(len(items))))) or 0
     method = new_method(llm, name, options, sample)
     features = new_features(llm, method, sample)
     spent = {"answers": seconds * share}
@@ -64,9 +64,9 @@ def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Esti
     for what in ("loss", "optimizer"):
         spent[what] = trainer.seconds[what] / STEPS * steps
     weights, bits = parameter_count(method.network), 2 if options.quantization is None else 1
-    places = features.starts[-1] * share
+    places = features.states.starts[-1] * share
     tokens = round(share * sum(len(text.ids) - text.prompt for text in texts))
-    size = round(2 * features.width * places)
+    size = round(2 * features.states.width * places)
     again = max(0.0, 1 - limit / size)  # share of the features that every step computes
     spent["features"] *= 1 - again
     spent["features"] += again * trainer.seconds["features"] / STEPS * steps

@@ -12,15 +12,17 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from outrider.core.device import to_device
 from outrider.core.step import FINAL
 from outrider.errors import ConfigError
-from outrider.heads.sample import Sample, read_states, target_logits
+from outrider.heads.sample import CHUNK, Sample, read_states, target_logits
 from outrider.models.base import Model
 from outrider.train.answers import OutOfTime, Text
 from outrider.train.base import replace_text
@@ -28,24 +30,17 @@ from outrider.train.base import replace_text
 SAVE_EVERY = 64  # texts
 
 
-class Features:
-    """Training samples of texts.
+class States:
+    """States of the target for texts, as far as the limit allows in a file.
 
-    wanted: states that the method reads, as in `Needs.states`.  logits: whether it reads the target's.
-    folder: of the file, None without one.  limit: most bytes of it.
+    kept: layers and FINAL, in the order of the file's columns.  folder: of the file, None without one.
+    limit: most bytes of it.
     """
 
     def __init__(
-        self,
-        model: Model,
-        texts: Sequence[Text],
-        wanted: Sequence[int],
-        logits: bool,
-        folder: Path | None,
-        limit: float,
+        self, model: Model, texts: Sequence[Text], kept: Sequence[int], folder: Path | None, limit: float
     ) -> None:
-        self.model, self.texts, self.wanted, self.logits, self.folder = model, texts, wanted, logits, folder
-        self.kept = tuple(sorted({*wanted, FINAL} if logits else {*wanted}))
+        self.model, self.texts, self.kept, self.folder = model, texts, tuple(kept), folder
         self.width = len(self.kept) * model.spec.hidden
         self.starts = [0]
         for text in texts:
@@ -69,46 +64,91 @@ class Features:
         self.folder.mkdir(parents=True, exist_ok=True)
         progress = self.folder / "done.json"
         stored = json.loads(progress.read_text(encoding="utf-8"))["texts"] if progress.exists() else 0
-        done = min(stored, self.cached)
+        done, saved = min(stored, self.cached), 0
         size = self.width * self.starts[self.cached]
         shape = (self.starts[self.cached], self.width)
         path = self.folder / "states.bin"
         _check_space(path, self.bytes)
         self.store = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16).view(shape)
         tick(done)
-        for i in range(done, self.cached):
-            self.store[self.starts[i] : self.starts[i + 1]] = self._states(i)
-            late = time.perf_counter() > deadline
-            if late or (i + 1) % SAVE_EVERY == 0 or i + 1 == self.cached:
-                replace_text(progress, json.dumps({"texts": i + 1}))
-                if late and i + 1 < self.cached:
+        for first, end in self._parts(done):
+            self.store[self.starts[first] : self.starts[end]] = self._computed(range(first, end))
+            late, saved = time.perf_counter() > deadline, saved + end - first
+            if late or saved >= SAVE_EVERY or end == self.cached:
+                replace_text(progress, json.dumps({"texts": end}))
+                saved = 0
+                if late and end < self.cached:
                     raise OutOfTime
-            tick(1)
+            tick(end - first)
 
-    def sample(self, *numbers: int) -> Sample:
+    def of(self, numbers: Sequence[int]) -> Tensor:
+        """bfloat16 [T, width] of these texts, one behind the other, on the host or on the target's device."""
+        if self.store is None or max(numbers) >= self.cached:
+            return self._computed(numbers)
+        return gathered([self.store[self.starts[i] : self.starts[i + 1]] for i in numbers], self.model.device)
+
+    def _parts(self, first: int) -> Iterator[tuple[int, int]]:
+        """Texts from `first` on that one forward computes: on a CPU each alone."""
+        most = 1 if self.model.device.type == "cpu" else CHUNK
+        while first < self.cached:
+            end = first + 1
+            while end < self.cached and self.starts[end + 1] - self.starts[first] <= most:
+                end += 1
+            yield first, end
+            first = end
+
+    def _computed(self, numbers: Sequence[int]) -> Tensor:
+        states = read_states(self.model, [self.texts[i].ids for i in numbers], self.kept)
+        return torch.cat([states[which] for which in self.kept], dim=-1).to(torch.bfloat16)
+
+
+class Stored(Protocol):
+    """States of texts by their numbers, as `States`."""
+
+    @property
+    def kept(self) -> tuple[int, ...]: ...
+    def of(self, numbers: Sequence[int]) -> Tensor: ...
+
+
+S = TypeVar("S", bound=Stored)
+
+
+class Features(Generic[S]):
+    """Training samples of texts.
+
+    logits: whether the method reads the target's.  states: `needed_states` of the texts.
+    """
+
+    def __init__(self, model: Model, texts: Sequence[Text], logits: bool, states: S) -> None:
+        self.model, self.texts, self.logits, self.states = model, texts, logits, states
+
+    def sample(self, *numbers: int, seeds: Sequence[int] = ()) -> Sample:
         """The sample of the texts of these numbers, one behind the other, on the target's device."""
         texts, device = [self.texts[i] for i in numbers], self.model.device
-        parts = torch.cat([self._kept(i) for i in numbers]).to(device).float().chunk(len(self.kept), dim=-1)
-        states = {which: part.contiguous() for which, part in zip(self.kept, parts)}
-        counted = [text.prompt <= t < len(text.ids) for text in texts for t in range(1, len(text.ids) + 1)]
-        mask = torch.tensor(counted, device=device)
+        parts = to_device(self.states.of(numbers), device).float().chunk(len(self.states.kept), dim=-1)
+        states = {which: part.contiguous() for which, part in zip(self.states.kept, parts)}
+        lengths = [len(text.ids) for text in texts]
+        mask = torch.cat([torch.arange(1, len(text.ids) + 1) >= text.prompt for text in texts])
+        mask[torch.tensor(lengths).cumsum(0) - 1] = False  # nothing follows the last token of a text
         logits = torch.empty(0, device=device)
         if self.logits:  # where they are read only
+            counted = to_device(mask.nonzero().flatten(), device)
             logits = torch.zeros(len(mask), self.model.spec.vocabulary, device=device)
-            logits[mask] = target_logits(self.model, states[FINAL][mask])
-        tokens = torch.tensor([token for text in texts for token in text.ids], device=device)
-        return Sample(tokens, states, logits, mask, [len(text.ids) for text in texts])
+            logits[counted] = target_logits(self.model, states[FINAL][counted])
+        tokens = to_device(torch.tensor([token for text in texts for token in text.ids]), device)
+        return Sample(tokens, states, logits, mask, lengths, seeds)
 
-    def _kept(self, i: int) -> Tensor:
-        """bfloat16 [T, width] of text i."""
-        if self.store is not None and i < self.cached:
-            return self.store[self.starts[i] : self.starts[i + 1]]
-        return self._states(i)
 
-    def _states(self, i: int) -> Tensor:
-        """bfloat16 [T, width]."""
-        states = read_states(self.model, self.texts[i].ids, self.kept)
-        return torch.cat([states[which] for which in self.kept], dim=-1).to(torch.bfloat16)
+def gathered(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Parts [n, width] of a file, one behind the other, in memory that a CUDA device reads by itself."""
+    count, pinned = sum(map(len, parts)), device.type == "cuda"
+    rows = torch.empty(count, parts[0].shape[1], dtype=parts[0].dtype, pin_memory=pinned)
+    return torch.cat(list(parts), out=rows)
+
+
+def needed_states(wanted: Sequence[int], logits: bool) -> tuple[int, ...]:
+    """The states to keep for a method that reads these, and the target's logits if `logits`."""
+    return tuple(sorted({*wanted, FINAL} if logits else {*wanted}))
 
 
 def _check_space(path: Path, size: int) -> None:

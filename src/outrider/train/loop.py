@@ -1,8 +1,8 @@
-"""The training loop: a cosine schedule, and checkpoints from which a run goes on bit for bit.
+"""The training loop, and checkpoints from which a run goes on bit for bit.
 
-A step depends on the saved state and the step's number alone: the order of the texts is a function of seed
-and epoch, and the random numbers of a loss are seeded by the place of the text.  So several processes take
-the steps of one, but for the order of sums.
+A step depends on the saved state and the step's number alone; where the rate follows the time, on that too.
+The order of the texts is a function of seed and epoch, and the random numbers of a loss are seeded by the
+place of the text.  So several processes take the steps of one, but for the order of sums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.errors import ConfigError
 from outrider.train.base import Method
@@ -25,16 +25,10 @@ from outrider.train.features import Features
 from outrider.train.optimizers import optimizers
 from outrider.train.options import TrainOptions, differences
 from outrider.train.processes import Processes
+from outrider.train.schedule import Schedule
 
-JOINED = 2048  # tokens of texts that one call of a loss takes together
-
-
-def rate_factor(step: int, steps: int, warmup: float) -> float:
-    """Learning rate relative to its peak: a linear warm-up, then a cosine to 0."""
-    rising = max(1, round(warmup * steps))
-    if step < rising:
-        return (step + 1) / rising
-    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+JOINED = {"cpu": 2048}  # tokens of padded texts that one call of a loss takes together, by device
+JOINED_ELSEWHERE = 16384
 
 
 class Trainer:
@@ -43,19 +37,21 @@ class Trainer:
     chosen: the texts to train on, by number.  data: hash of what the texts depend on.
     losses: of every step so far.  records: evaluations so far.
     seconds: by "features", "loss", "optimizer" and "evaluation", of this process.
-    tokens: answer tokens, of this process.
+    tokens: answer tokens of the steps of this process.  seen: of all steps so far.
     """
 
     def __init__(
         self,
         method: Method,
-        features: Features,
+        features: Features[Any],
         chosen: Sequence[int],
-        steps: int,
+        steps: int | None,
         data: str = "",
         processes: Processes = Processes(),  # noqa: B008 - it never changes
     ) -> None:
+        """steps: None if the rate follows the time."""
         self.method, self.features, self.chosen, self.steps = method, features, chosen, steps
+        self.schedule, self.order = Schedule(steps), (-1, list[int]())
         self.data, self.processes = data, processes
         self.options: TrainOptions = method.options
         self.parameters = [p for p in method.network.parameters() if p.requires_grad]
@@ -66,25 +62,36 @@ class Trainer:
         self.device = features.model.device
         self.step, self.losses = 0, list[float]()
         self.records: list[dict[str, Any]] = []
-        self.seconds, self.tokens = defaultdict[str, float](float), 0
+        self.seconds, self.tokens, self.seen = defaultdict[str, float](float), 0, 0
+
+    @property
+    def done(self) -> float:
+        """The share of the run that is done, the same in all processes: the first one's clock counts."""
+        done = self.schedule.done(self.step)
+        if self.steps is not None:
+            return done
+        return self.processes.total(done if self.processes.first else 0.0)
 
     def advance(self) -> float:
         """One optimizer step; returns the loss per counted place."""
         self.method.network.train()
+        rate = self.method.rate * self.schedule.factor(self.step, self.done, self.options.warmup)
         places = range(self.step * self.options.batch, (self.step + 1) * self.options.batch)
         texts = [self._text(place) for place in places]
         weights = [len(self.features.texts[i].ids) - self.features.texts[i].prompt for i in texts]
-        total = 0.0
+        losses = list[Tensor]()
         for several in self._groups(texts):
-            torch.manual_seed(1_000_003 * self.options.seed + places[several[0]])
+            seeds = [1_000_003 * self.options.seed + places[j] for j in several]
+            torch.manual_seed(seeds[0])
             with self._timed("features"):
-                sample = self.features.sample(*(texts[j] for j in several))
+                sample = self.features.sample(*(texts[j] for j in several), seeds=seeds)
             with self._timed("loss"):
                 with self._autocast():
                     loss = self.method.loss(sample) * (sum(weights[j] for j in several) / sum(weights))
                 loss.backward()  # type: ignore[no-untyped-call]
-                total += float(loss.detach())
-        total = self.processes.total(total)
+                losses.append(loss.detach())
+        with self._timed("loss"):  # the only wait for a device
+            total = self.processes.total(math.fsum(torch.stack(losses).tolist()) if losses else 0.0)
         self.processes.sum_gradients(self.parameters)
         if not math.isfinite(total):
             raise ConfigError(f"the loss is {total} at step {self.step + 1}: take a smaller rate.")
@@ -92,22 +99,25 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.parameters, self.options.clip)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = self.method.rate * rate_factor(self.step, self.steps, self.options.warmup)
+                    group["lr"] = rate
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-        self.step, self.tokens = self.step + 1, self.tokens + sum(weights)
+        self.step += 1
+        self.tokens, self.seen = self.tokens + sum(weights), self.seen + sum(weights)
         self.losses.append(total)
         return total
 
     def _groups(self, texts: Sequence[int]) -> list[list[int]]:
-        """This process's part of the batch: the places of the texts that one call of the loss takes."""
+        """This process's part of the batch: the places of the texts that one call of the loss takes.
+
+        Texts of like lengths are together, since attention pads them to the longest.
+        """
+        lengths = [len(self.features.texts[i].ids) for i in texts]
+        most = JOINED.get(self.device.type, JOINED_ELSEWHERE) if self.method.joins else 0
         groups: list[list[int]] = []
-        room = 0
-        for j in self.processes.part(range(len(texts))):
-            room -= len(self.features.texts[texts[j]].ids)
-            if room < 0 or not self.method.joins:
+        for j in sorted(self.processes.part(range(len(texts))), key=lambda j: -lengths[j]):
+            if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > most:
                 groups.append([])
-                room = JOINED - len(self.features.texts[texts[j]].ids)
             groups[-1].append(j)
         return groups
 
@@ -130,6 +140,8 @@ class Trainer:
             "step": self.step,
             "losses": self.losses,
             "records": self.records,
+            "done": self.schedule.done(self.step),
+            "seen": self.seen,
         }
         with path.with_suffix(".tmp").open("wb") as file:
             torch.save(state, file)
@@ -158,6 +170,7 @@ class Trainer:
         for optimizer, its in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(its)
         self.step, self.losses, self.records = state["step"], state["losses"], state["records"]
+        self.schedule.earlier, self.seen = state["done"], state["seen"]
         return True
 
     def _identity(self) -> dict[str, Any]:
@@ -169,9 +182,11 @@ class Trainer:
     def _text(self, place: int) -> int:
         """The text at a place of the endless sequence of epochs."""
         epoch, i = divmod(place, len(self.chosen))
-        order = list(self.chosen)
-        random.Random(f"{self.options.seed} {epoch}").shuffle(order)
-        return order[i]
+        if self.order[0] != epoch:
+            order = list(self.chosen)
+            random.Random(f"{self.options.seed} {epoch}").shuffle(order)
+            self.order = (epoch, order)
+        return self.order[1][i]
 
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.dtype == "bfloat16")

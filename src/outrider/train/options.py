@@ -61,6 +61,7 @@ class TrainOptions(Checked):
     evaluate_every, checkpoint_every   in steps
     evaluate_prompts, evaluate_tokens  held-out prompts, and tokens of their greedy answers
     minutes           start no answers, features or step after this time; the same command goes on later
+    schedule          what the rate follows: "steps", or "minutes", at whose end its cosine ends
     init              folder of a head in the layout of `out` to start from
     cache, cache_gb   folder of answers and features, by default in `out`; most gigabytes of features.  Texts
                       beyond are computed again in every pass.
@@ -93,6 +94,7 @@ class TrainOptions(Checked):
     evaluate_tokens: Annotated[int, whole(2)] = 64
     checkpoint_every: Count = 100
     minutes: Positive | None = None
+    schedule: Annotated[str, one_of("steps", "minutes")] = "steps"
     init: Text | None = None
     cache: Text | None = None
     cache_gb: Annotated[float, LEAST_0] = 8.0
@@ -105,6 +107,8 @@ class TrainOptions(Checked):
             raise ConfigError("training needs data: files with texts or conversations, .jsonl or .txt.")
         if not self.out:
             raise ConfigError("training needs out: the folder for the trained weights.")
+        if self.schedule == "minutes" and (self.minutes is None or self.steps is not None):
+            raise ConfigError('schedule "minutes" needs minutes, and no steps.')
 
     @property
     def engine(self) -> dict[str, Any]:

@@ -65,9 +65,10 @@ class Report:
     def start(self, trainer: Trainer, texts: Sequence[Text], weights: int, resumed: bool) -> None:
         tokens = sum(len(texts[i].ids) - texts[i].prompt for i in trainer.chosen)
         after = f", going on after step {trainer.step}" if resumed else ""
+        steps = "steps until the time is over" if trainer.steps is None else f"{trainer.steps} steps"
         self.say(
             f"{len(trainer.chosen)} texts with {tokens:,} answer tokens; {weights:,} weights; "
-            f"{trainer.steps} steps at a rate of {trainer.method.rate:.2g}{after}"
+            f"{steps} at a rate of {trainer.method.rate:.2g}{after}"
         )
 
     @contextmanager

@@ -25,7 +25,7 @@ from outrider.train.answers import OutOfTime, Text
 from outrider.train.base import Method, parameter_count, replace_text
 from outrider.train.data import Source
 from outrider.train.evaluate import Evaluation, write_log
-from outrider.train.features import Features
+from outrider.train.features import Features, States, needed_states
 from outrider.train.loop import Trainer
 from outrider.train.methods import method
 from outrider.train.options import TrainOptions, as_json
@@ -152,16 +152,20 @@ def new_method(llm: LLM, name: str, options: TrainOptions, texts: Texts) -> Meth
     return method(name)(options, llm.engine.target, texts.counts(llm.engine.target.vocabulary))
 
 
-def new_features(llm: LLM, made: Method, texts: Texts) -> Features:
+def new_features(llm: LLM, made: Method, texts: Texts) -> Features[States]:
     options: TrainOptions = made.options
-    states = "-".join(map(str, sorted(made.wanted)))
-    kind = f"{states}{'-logits' if made.logits else ''}"
+    which = "-".join(map(str, sorted(made.wanted)))
+    kind = f"{which}{'-logits' if made.logits else ''}"
     folder = cache_folder(options) / f"features-{texts.key}-{kind}" if options.cache_gb else None
-    limit = options.cache_gb * 1e9
-    return Features(llm.engine.decoder, texts.texts, made.wanted, made.logits, folder, limit)
+    kept, model = needed_states(made.wanted, made.logits), llm.engine.decoder
+    states = States(model, texts.texts, kept, folder, options.cache_gb * 1e9)
+    return Features(model, texts.texts, made.logits, states)
 
 
-def step_count(options: TrainOptions, texts: Texts) -> int:
+def step_count(options: TrainOptions, texts: Texts) -> int | None:
+    """None if the rate follows the time."""
+    if options.schedule == "minutes":
+        return None
     return options.steps or math.ceil(options.epochs * len(texts.chosen) / options.batch)
 
 
@@ -176,7 +180,21 @@ def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
     if (prepared := _prepare(llm, name, options, report, deadline, processes)) is None:
         report.say("Stopped before the first step: the same command goes on.")
         return Result(False, [], [])
-    texts, made, features = prepared
+    return fit(llm, name, *prepared, report, deadline, processes)
+
+
+def fit(
+    llm: LLM,
+    name: str,
+    texts: Texts,
+    made: Method,
+    features: Features[Any],
+    report: Report,
+    deadline: float = math.inf,
+    processes: Processes = Processes(),  # noqa: B008 - it never changes
+) -> Result:
+    """The steps of `train`, its evaluations and what it writes."""
+    options: TrainOptions = made.options
     steps = step_count(options, texts)
     trainer = Trainer(made, features, texts.chosen, steps, texts.key, processes)
     resumed = trainer.load()
@@ -199,16 +217,16 @@ def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
 
 def _prepare(
     llm: LLM, name: str, options: TrainOptions, report: Report, deadline: float, processes: Processes
-) -> tuple[Texts, Method, Features] | None:
+) -> tuple[Texts, Method, Features[States]] | None:
     """Texts, network and features; None if the time is over before.  The first process fills the cache."""
 
-    def prepared() -> tuple[Texts, Method, Features] | None:
+    def prepared() -> tuple[Texts, Method, Features[States]] | None:
         try:
             texts = collect(llm, options, report, deadline, processes.first)
             made = new_method(llm, name, options, texts)
             features = new_features(llm, made, texts)
-            with report.phase("Features of the target", features.cached) as tick:
-                features.fill(lambda done: tick(done, 0), deadline)
+            with report.phase("Features of the target", features.states.cached) as tick:
+                features.states.fill(lambda done: tick(done, 0), deadline)
         except OutOfTime:
             return None
         return texts, made, features
@@ -234,9 +252,10 @@ def _steps(trainer: Trainer, evaluate: Evaluation, report: Report, deadline: flo
     options, processes = trainer.options, trainer.processes
     if trainer.step == 0 and processes.first:
         evaluate()
+    trainer.schedule.begin(deadline)
     with report.steps(trainer) as tick:
-        while trainer.step < trainer.steps:
-            if processes.total(time.perf_counter() > deadline):
+        while trainer.done < 1:
+            if trainer.steps is not None and processes.total(time.perf_counter() > deadline):
                 return False
             tick(trainer.advance())
             if not processes.first:
@@ -245,6 +264,7 @@ def _steps(trainer: Trainer, evaluate: Evaluation, report: Report, deadline: flo
                 evaluate()
             if trainer.step % options.checkpoint_every == 0:
                 trainer.save()
+                trainer.method.save(Path(options.out).expanduser())
     return True
 
 
@@ -265,6 +285,7 @@ def _provenance(name: str, trainer: Trainer, texts: Texts) -> str:
         "weights": parameter_count(trainer.method.network),
         "steps": trainer.step,
         "of steps": trainer.steps,
+        "answer tokens seen": trainer.seen,
         "evaluations": trainer.records,
         "seconds of the last process": {what: round(spent, 2) for what, spent in trainer.seconds.items()},
     }

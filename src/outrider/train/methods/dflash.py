@@ -71,7 +71,7 @@ class DFlash(Method):
                 )
 
     base_rate = 6e-4
-    logits = False
+    logits, joins = False, True
     drafts: ClassVar = {}
 
     def build(self) -> BlockNetwork:

@@ -48,6 +48,7 @@ class DraftModel(Method):
 
     def build(self) -> Any:
         options, theirs = self.options, self.target.checkpoint.config
+        self.joins = self.target.decoder.device.type != "cpu"  # logits of padded texts take memory
         sizes = {
             "num_hidden_layers": min(options.layers, self.target.decoder.spec.layers),
             "hidden_size": options.hidden,
@@ -72,7 +73,7 @@ class DraftModel(Method):
 
     def loss(self, sample: Sample) -> Tensor:
         places = sample.places(0, len(sample.tokens))
-        logits = text_logits(self.network, sample.tokens, places)
+        logits = text_logits(self.network, sample.tokens, places, sample.texts)
         if self.options.divergence == "forward":
             return sample.target_loss(logits, places)
         theirs = sample.logits[places]

@@ -25,6 +25,7 @@ class Eagle(Method):
         bias: Flag = False
 
     base_rate = 3e-5
+    joins = True
 
     def build(self) -> Network:
         return Network(self.sizes, self.target.decoder.spec.vocabulary, bias=self.options.bias)

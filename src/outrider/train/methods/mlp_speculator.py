@@ -33,7 +33,7 @@ class MlpSpeculator(Method):
         scale_input: Flag = True
 
     base_rate = 1e-3
-    logits = False
+    logits, joins = False, True
     drafts: ClassVar = {}
 
     def build(self) -> Network:

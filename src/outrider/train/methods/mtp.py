@@ -30,6 +30,7 @@ class Mtp(Method):
         inner: Count | None = None
 
     base_rate = 1e-4
+    joins = True
 
     def build(self) -> Network:
         options, spec = self.options, self.target.decoder.spec
