@@ -189,3 +189,25 @@ def test_values_that_are_not_finite_stay_within_their_request() -> None:
 
 def test_the_interpreter_runs_where_there_is_no_device() -> None:
     assert torch.cuda.is_available() or interpreted.os.environ["TRITON_INTERPRET"] == "1"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 1, 16), (6, 2, 64), (8, 8, 24)])
+def test_keys_of_a_path_are_summed_as_those_of_a_table(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    assert attention.same_with_paths(heads_of(heads, kv_heads, head_dim, False), DEVICE, dtype)
+
+
+def test_sums_that_depend_on_the_slots_of_keys_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nodes of trees miss their last key."""
+    plan_of = attention.plan_of
+
+    def cut(step: StepInput, device: torch.device) -> Any:
+        plan = plan_of(step, device)
+        return plan._replace(num_keys=plan.num_keys - 1) if step.max_path_len else plan
+
+    monkeypatch.setattr(attention, "plan_of", cut)
+    attention._same_with_paths.cache_clear()
+    assert not attention.same_with_paths(heads_of(2, 1, 16, False), DEVICE, torch.float32)
+    attention._same_with_paths.cache_clear()

@@ -19,6 +19,7 @@ from outrider.core.quantized import QuantizedWeight
 pytest.importorskip("triton", reason="triton is not installed")
 
 from outrider.backends.triton.backend import TritonBackend
+from outrider.backends.triton.linear import same_in_all_tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of masked lanes
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -84,6 +85,7 @@ def test_a_row_of_a_linear_is_the_same_in_any_number_of_rows(bits: int, dtype: t
     y = backend.linear(x, weight)
     for rows in (slice(0, 1), slice(63, 66), slice(5, 70)):
         assert torch.equal(backend.linear(x[rows], weight), y[rows])
+    assert same_in_all_tiles(DEVICE, dtype)
 
 
 @each_dtype

@@ -18,8 +18,11 @@ additions in one of the two and not in the other, so the kernels are launched wi
 
 from __future__ import annotations
 
+from array import array
+from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,11 +32,13 @@ from torch import Tensor
 from outrider.backends.base import AttentionShape, LayerKV, ScoreModifier, Scores
 from outrider.backends.triton.dot import dot, rounded
 from outrider.backends.triton.elementwise import Planes
-from outrider.backends.triton.plan import PIECE, Plan
+from outrider.backends.triton.plan import PIECE, Plan, plan_of
+from outrider.cache.pool import Pool
+from outrider.core.step_input import StepInput
 
 BLOCK, SPLIT = 64, 256  # keys
 TILE = 64  # query heads of all rows that a program computes, unless one row has more
-LEAST_LANES = 16  # rows of a matrix instruction
+LEAST_ROWS = 16  # of a matrix instruction
 TOGETHER = 16  # splits that the second pass adds at once
 PARTIAL_BYTES = 1 << 26  # of sums between the passes; more rows are computed one part after another
 
@@ -232,45 +237,94 @@ def in_one_part(spec: AttentionShape, rows: int, keys: int) -> bool:
 
 
 def _row_bytes(spec: AttentionShape, keys: int) -> int:
-    return int(spec.heads * triton.cdiv(keys, SPLIT) * _width(spec.head_dim) * 4)
+    return spec.heads * _splits(keys) * _width(spec.head_dim) * 4
 
 
 def attend(q: Tensor, spec: AttentionShape, plan: Plan, kv: LayerKV, scores: Scores) -> Tensor:
     """`Backend.attend` of q [N, H, D]; [N, H·D]."""
-    step, pool, layer = kv
-    n, heads, d = len(q), spec.heads, spec.head_dim
-    q = q.reshape(n, heads, d).contiguous()
-    group, width, modifier = heads // spec.kv_heads, _width(d), scores.modifier or ScoreModifier()
-    lanes = triton.next_power_of_2(group)
-    rows = max(1, min(PIECE, TILE // lanes))
-    splits = triton.cdiv(step.max_seq_len, SPLIT)
-    parts = _parts(step.query_start, _row_bytes(spec, step.max_seq_len))
-    most = max(part.rows for part in parts)
-    sums = q.new_empty(most * heads * splits * width, dtype=torch.float32)
-    ends = q.new_empty(most * heads * splits * 2, dtype=torch.float32)
-    out = torch.empty_like(q)
-    planes = Planes.of(pool, layer)
-    slopes, sinks = (sums if x is None else x.to(sums) for x in (modifier.slopes, modifier.sinks))
-    lanes_of_one = max(lanes, LEAST_LANES)
-    own_splits = min(splits, triton.cdiv(step.max_path_len, SPLIT) + 1)
+    step, heads, d = kv.step_input, spec.heads, spec.head_dim
+    q = q.reshape(len(q), heads, d).contiguous()
+    parts, splits = _parts(step.query_start, _row_bytes(spec, step.max_seq_len)), _splits(step.max_seq_len)
+    partial = _partial(q, spec, max(part.rows for part in parts), splits)
+    out, modifier = torch.empty_like(q), scores.modifier or ScoreModifier()
+    sinks = partial.sums if modifier.sinks is None else modifier.sinks.to(partial.sums)
     for part in parts:
-        kinds = [(False, part.pieces * (PIECE // rows), splits, max(lanes, LEAST_LANES // rows), rows)]
-        if step.max_path_len:
-            kinds.append((True, part.rows, own_splits, lanes_of_one, 1))
-        for own, programs, deep, wide, high in kinds:
-            _sum_split[(programs, spec.kv_heads, deep)](
-                q, planes, plan, slopes, sums, ends, part.first_piece, part.first_row, splits, scores.scale,
-                modifier.cap, step.pinned, step.max_path_len, HEADS=heads, GROUP=group, LANES=wide, ROWS=high,
-                PIECES=PIECE // rows, D=d, WIDTH=width, WINDOW=scores.window, CAP=modifier.cap > 0,
-                SLOPES=modifier.slopes is not None, INT8=pool.dtype == torch.int8, OWN=own, BLOCK=BLOCK,
-                SPLIT=SPLIT, enable_fp_fusion=False,
-            )  # fmt: skip
+        _first_pass(q, spec, plan, kv, scores, part, partial)
         _add_splits[(part.rows, heads)](
-            sums, ends, out, plan, sinks, part.first_row, splits, step.pinned, HEADS=heads, D=d,
-            WIDTH=width, WINDOW=scores.window, SINKS=modifier.sinks is not None, SPLIT=SPLIT,
+            partial.sums, partial.ends, out, plan, sinks, part.first_row, splits, step.pinned, HEADS=heads,
+            D=d, WIDTH=_width(d), WINDOW=scores.window, SINKS=modifier.sinks is not None, SPLIT=SPLIT,
             TOGETHER=TOGETHER, enable_fp_fusion=False,
         )  # fmt: skip
-    return out.view(n, heads * d)
+    return out.view(len(q), heads * d)
+
+
+class _Partial(NamedTuple):
+    """Of the first pass.
+
+    sums: [rows, H, splits, WIDTH], weights times V.  ends: [rows, H, splits, 2], highest score and mass.
+    """
+
+    sums: Tensor
+    ends: Tensor
+
+
+def _partial(q: Tensor, spec: AttentionShape, rows: int, splits: int) -> _Partial:
+    sums = q.new_empty(rows, spec.heads, splits, _width(spec.head_dim), dtype=torch.float32)
+    return _Partial(sums, q.new_empty(*sums.shape[:3], 2, dtype=torch.float32))
+
+
+def _first_pass(
+    q: Tensor, spec: AttentionShape, plan: Plan, kv: LayerKV, scores: Scores, part: _Part, partial: _Partial
+) -> None:
+    """Both kinds of programs have tiles of one shape: a sum over a tile depends on how it is laid out."""
+    step, modifier = kv.step_input, scores.modifier or ScoreModifier()
+    slopes = partial.sums if modifier.slopes is None else modifier.slopes.to(partial.sums)
+    group, splits = spec.heads // spec.kv_heads, _splits(step.max_seq_len)
+    lanes = triton.next_power_of_2(group)
+    rows = max(1, min(PIECE, TILE // lanes))
+    grids = [(False, (part.pieces * (PIECE // rows), spec.kv_heads, splits))]
+    if step.max_path_len:
+        grids.append((True, (part.rows, spec.kv_heads, min(splits, _splits(step.max_path_len) + 1))))
+    for own, grid in grids:
+        _sum_split[grid](
+            q, Planes.of(kv.pool, kv.layer), plan, slopes, partial.sums, partial.ends, part.first_piece,
+            part.first_row, splits, scores.scale, modifier.cap, step.pinned, step.max_path_len,
+            HEADS=spec.heads, GROUP=group, LANES=max(lanes, LEAST_ROWS // rows), ROWS=rows,
+            PIECES=PIECE // rows, D=spec.head_dim, WIDTH=_width(spec.head_dim), WINDOW=scores.window,
+            CAP=modifier.cap > 0, SLOPES=modifier.slopes is not None, INT8=kv.pool.dtype == torch.int8,
+            OWN=own, BLOCK=BLOCK, SPLIT=SPLIT, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def same_with_paths(spec: AttentionShape, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device gives a row the same sums where its last keys are in a path and in its slot table.
+
+    Compared in float32: a result that is rounded to `dtype` rarely shows a difference.
+    """
+    return _same_with_paths(spec.heads, spec.kv_heads, spec.head_dim, device, dtype)
+
+
+@lru_cache
+def _same_with_paths(heads: int, kv_heads: int, d: int, device: torch.device, dtype: torch.dtype) -> bool:
+    spec: Any = SimpleNamespace(heads=heads, kv_heads=kv_heads, head_dim=d)
+    keys, own = SPLIT + SPLIT // 2, SPLIT // 2 - 1
+    pool, table = Pool(1, kv_heads, d, keys, dtype, device), array("i", range(keys))
+    pool.data.copy_(torch.linspace(0, 1e4, pool.data.numel()).sin().view_as(pool.data))
+    q = torch.linspace(0, 1e3, heads * d).cos().view(1, heads, d).to(device, dtype)
+    alone, node = StepInput(), StepInput()
+    alone.chain(table, keys - 1, [0])
+    node.node(table, keys - own, table[keys - own :].tolist(), 0)
+    found = []
+    for step in (alone.build(), node.build()):
+        partial = _partial(q, spec, 1, _splits(keys))
+        plan, kv = plan_of(step, device), LayerKV(step, pool)
+        _first_pass(q, spec, plan, kv, Scores(d**-0.5), _Part(0, 1, 0, 1), partial)
+        found.append(partial)
+    return all(map(torch.equal, *found))
+
+
+def _splits(keys: int) -> int:
+    return int(triton.cdiv(keys, SPLIT))
 
 
 def _width(head_dim: int) -> int:

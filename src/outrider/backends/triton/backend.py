@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.base import AttentionShape, ForwardShape, Launched, LayerKV, Scores
+from outrider.backends.base import (
+    AttentionShape,
+    DecoderLayer,
+    ForwardShape,
+    Launched,
+    LayerKV,
+    ModelShape,
+    Scores,
+)
 from outrider.backends.torch.backend import Stack, TorchBackend
 from outrider.backends.triton import attention, elementwise, graphs, jobs, linear, picking
 from outrider.backends.triton.fused import TritonFusedModel
@@ -56,6 +64,12 @@ class TritonBackend(TorchBackend):
 
     def silu_mul(self, x: Tensor) -> Tensor:
         return elementwise.silu_mul(x)
+
+    def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Stack:
+        if self.device.type == "cuda":
+            same = (attention.same_with_paths(layer, self.device, self.dtype) for layer in layers)
+            self.exact = self.exact and all(same)
+        return super().pack_layers(spec, layers, rotations)
 
     def prepare(self, step_input: StepInput) -> Any:
         return plan_of(step_input, self.device)
