@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
+from outrider.core.clock import working_time
 from outrider.core.params import DistributionParams
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
@@ -142,7 +144,7 @@ def test_a_recording_that_fails_leaves_its_sizes_without_a_graph(
     monkeypatch.setattr(own.recorder, "record", fail)
     monkeypatch.setattr(graphs, "IDLE_CALLS", 3)
     rng, (ours, theirs) = random.Random(10), pair(decoder)
-    for length, recorded in ((5, 0), (5, 0), (5, 0), (40, 0), (40, 0), (5, 0), (5, 0), (5, 0), (5, 1)):
+    for length, recorded in ((5, 0), (5, 0), (40, 0), (40, 0), (5, 0), (5, 0), (5, 1)):
         step = step_of(rng, [length], 0)
         assert torch.equal(decoder.forward(step, ours), eager(decoder, step, theirs))
         assert own.recorded == recorded
@@ -189,16 +191,31 @@ def test_results_of_earlier_steps_stay(decoder: Decoder, own: Graphs) -> None:
     results = [decoder.forward(step_of(rng, [5], 0), pool) for _ in range(4)]
     kept = [result.clone() for result in results]
     decoder.forward(step_of(rng, [6], 0), pool)
-    assert own.replayed == 3
+    assert own.replayed == 5
     assert all(map(torch.equal, results, kept))
 
 
-def test_a_shape_that_comes_once_and_a_long_step_have_no_graph(decoder: Decoder, own: Graphs) -> None:
+def test_a_long_step_has_no_graph(decoder: Decoder, own: Graphs) -> None:
     rng, (pool, _) = random.Random(3), pair(decoder)
-    decoder.forward(step_of(rng, [5], 0), pool)
     for _ in range(2):
         decoder.forward(step_of(rng, [3] * (jobs.ROWS[-1] + 1), 0), pool)
     assert not own.graphs and not own.recorded
+
+
+def test_recording_is_no_working_time(decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller sees what a step takes again."""
+    record = own.recorder.record
+
+    def slow(run: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
+        time.sleep(2)
+        return record(run)
+
+    monkeypatch.setattr(own.recorder, "record", slow)
+    rng, (pool, _) = random.Random(11), pair(decoder)
+    began, worked = time.perf_counter(), working_time()
+    decoder.forward(step_of(rng, [5], 0), pool)
+    assert time.perf_counter() - began > 2 > working_time() - worked
+    assert own.recorded == own.replayed == 1
 
 
 def test_each_pool_and_each_choice_of_layers_has_its_own_graph(decoder: Decoder, own: Graphs) -> None:
@@ -258,7 +275,7 @@ def test_shapes_in_turn_do_not_drop_each_others_graphs(
     rng, (pool, _) = random.Random(8), pair(decoder)
     for length in (5, 40) * 4:
         decoder.forward(step_of(rng, [length], 0), pool)
-    assert (own.recorded, own.replayed) == (1, 2)
+    assert (own.recorded, own.replayed) == (1, 4)
     for length in (40,) * 6:
         decoder.forward(step_of(rng, [length], 0), pool)
     assert own.recorded == 2 and [key[3].keys for key in own.graphs] == [64]

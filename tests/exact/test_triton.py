@@ -66,7 +66,6 @@ def graphs_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Any:
     """New graphs of small sizes for the target, of every shape."""
     from outrider.backends.triton import graphs, jobs
 
-    monkeypatch.setattr(graphs.Graphs, "_comes_again", lambda graphs, key: True)
     monkeypatch.setattr(jobs, "ROWS", (20,))
     monkeypatch.setattr(jobs, "LEAST_KEYS", 32)
     made = graphs.graphs_for(DEVICE) or graphs.Graphs(Rerun())

@@ -135,7 +135,7 @@ def test_recorded_chains_have_the_tokens_of_launched_ones(
         assert ours == theirs
         for i, levels in enumerate(LEVELS):
             assert torch.equal(our_states[i, :levels], their_states[i, :levels])
-    assert (own.recorded, own.replayed) == (1, 2)
+    assert (own.recorded, own.replayed) == (1, 4)
 
 
 def test_sampled_chains_return_what_their_tokens_were_sampled_from(decoder: Decoder) -> None:

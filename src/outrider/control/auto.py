@@ -17,7 +17,6 @@ does not repeat the text, because budgets depend on the clock.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ from outrider.control.plan import Arm, Load, Plan, StepRecord, Try, keep, note_d
 from outrider.control.planner import Planner
 from outrider.control.report import report
 from outrider.control.rest import Rest
-from outrider.core.clock import Times
+from outrider.core.clock import Times, working_time
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget, Draft
@@ -69,7 +68,7 @@ class AutoController:
         seed: int = 0,
         evidence: Evidence | None = None,
     ) -> None:
-        self.limits, self.arms, self.clock = limits, arms, clock or time.perf_counter
+        self.limits, self.arms, self.clock = limits, arms, clock or working_time
         self.prefills = any(arm.prefills for arm in arms)
         self.evidence = evidence or Evidence(arms, forward or ForwardCost(), memory, module)
         self.planner = Planner(limits, arms, self.evidence, grace, total_grace, least, seed)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +25,28 @@ class Times(NamedTuple):
 
 
 NO_TIMES = Times()
+
+
+class _OneTime(threading.local):
+    seconds = 0.0
+
+
+_ONE_TIME = _OneTime()
+
+
+@contextmanager
+def one_time_work() -> Iterator[None]:
+    """What is done in here is done once, as compiling kernels: `working_time` of this thread stands still."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _ONE_TIME.seconds += time.perf_counter() - began
+
+
+def working_time() -> float:
+    """`perf_counter` without one-time work: differences are seconds that the same work will take again."""
+    return time.perf_counter() - _ONE_TIME.seconds
 
 
 @dataclass(slots=True)

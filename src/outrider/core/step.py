@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from outrider.core.device import to_device
 from outrider.core.row import LastDraft, Row
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, Budget, Draft, DraftTree, Resume
 
@@ -161,7 +162,11 @@ class Needs(NamedTuple):
         return Needs(max(self.topk, other.topk), states, max(self.lookbehind, other.lookbehind))
 
 
-class States(NamedTuple):
+SEVERAL = 64  # positions of a row at most that are gathered with those of others
+
+
+@dataclass(slots=True)
+class States:
     """Hidden states of the target at known and accepted tokens.
 
     kept: entry of `Needs.states` -> [n, hidden] for the n rows of the forward.
@@ -171,14 +176,31 @@ class States(NamedTuple):
 
     kept: Mapping[int, Tensor]
     places: list[list[int]]
+    _gathered: dict[object, dict[int, Tensor]] = field(default_factory=dict)
 
     def of(self, r: int, wanted: Sequence[int], last: bool = False) -> Tensor:
         """Concatenate the wanted states of row r to [positions, len(wanted) * hidden].
 
         last: only the last position.
+        Rows of few positions are gathered together: on a device a call costs more than what it copies.
         """
-        places = self.places[r][-1:] if last else self.places[r]
-        return torch.cat([self.kept[which][places] for which in wanted], dim=-1)
+        if not last and len(self.places[r]) > SEVERAL:
+            return self._at(self.places[r], wanted)
+        key = tuple(wanted), last
+        if key not in self._gathered:
+            self._gathered[key] = self._gather(wanted, last)
+        return self._gathered[key][r]
+
+    def _gather(self, wanted: Sequence[int], last: bool) -> dict[int, Tensor]:
+        own = {r: places[-1:] if last else places for r, places in enumerate(self.places)}
+        own = {r: places for r, places in own.items() if len(places) <= SEVERAL}
+        flat = [place for places in own.values() for place in places]
+        parts = torch.split(self._at(flat, wanted), [*map(len, own.values())])
+        return dict(zip(own, parts))
+
+    def _at(self, places: Sequence[int], wanted: Sequence[int]) -> Tensor:
+        index = to_device(torch.tensor(places, dtype=torch.int64), self.kept[wanted[0]].device)
+        return torch.cat([self.kept[which].index_select(0, index) for which in wanted], dim=-1)
 
 
 NO_STATES = States({}, [])

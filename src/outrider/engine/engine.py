@@ -22,7 +22,7 @@ from outrider.control.fixed import FixedController
 from outrider.control.module import module_for
 from outrider.control.prefill import PrefillPacer
 from outrider.core.block_table import PAGE
-from outrider.core.clock import Times, Work
+from outrider.core.clock import Times, Work, working_time
 from outrider.core.row import Row
 from outrider.core.step import NO_STATES, Batch, Commit
 from outrider.draft import automatic, methods_of
@@ -211,7 +211,7 @@ class Engine:
         """Begin steps until `overlap` are in flight.  Returns the rows that failed."""
         failed: list[Row] = []
         while len(self.flights) < self.overlap:
-            began = time.perf_counter()
+            began = working_time()
             batch = self.scheduler.next(self.overlap)
             failed += batch.failed
             if not batch:
@@ -238,20 +238,20 @@ class Engine:
         if len(self.adaptive) > 1:
             controller = controller_of(batch, self.adaptive, self.flights)
         self.scheduler.reserve(batch, self.proposer.budgets(batch, controller))
-        propose = time.perf_counter()
+        propose = working_time()
         batch.take(self.proposer.propose(batch))
         controller.trim(batch)
-        forward = time.perf_counter()
+        forward = working_time()
         complete = self.runner.begin(batch, self.drafter.needs)
         drafting = forward - propose - self.proposer.taken()
-        times = Times(drafting, time.perf_counter() - forward, propose - began)
+        times = Times(drafting, working_time() - forward, propose - began)
         return Flight(batch, controller, complete, times)
 
     def _complete(self, flight: Flight) -> list[Row]:
         """Wait for the forward of a step, and verify and commit its drafts."""
-        batch, waiting = flight.batch, time.perf_counter()
+        batch, waiting = flight.batch, working_time()
         output = flight.complete()
-        after = time.perf_counter()
+        after = working_time()
         self.verify(batch, output)
         output.record_logprobs()
         self.scheduler.clip(batch)
@@ -260,7 +260,7 @@ class Engine:
         self.proposer.observe(commit)
         finished = self._finish(batch)
         drafting, forward, rest = flight.times
-        times = Times(drafting, forward + after - waiting, rest + time.perf_counter() - after)
+        times = Times(drafting, forward + after - waiting, rest + working_time() - after)
         times = self.proposer.charged(times)
         flight.controller.learn(commit, times)
         self.pacer.learn(batch, sum(times))

@@ -5,8 +5,9 @@ Steps are padded to a menu of sizes (`jobs.py`), so that few graphs serve them a
 tensors, which a step is copied into before the replay.  Rows that pad a step store nothing, and their results
 are not read.  Kernels compute a row alike in any company, so padding does not change a bit.
 
-What comes once is computed without a graph.  The second time it is, too, in the graph's own tensors, which
-compiles all its kernels; then the graph is recorded.
+A job that comes for the first time is computed without a graph, in the graph's own tensors, which compiles
+all its kernels.  Then the graph is recorded and replayed.  So a step takes its usual time from the first on,
+but for work that is done once (`core/clock.py`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import torch
 from torch import Tensor
 
 from outrider.backends.triton.plan import Sizes
+from outrider.core.clock import one_time_work
 
 MOST_GRAPHS, IDLE_CALLS = 128, 4096  # a graph makes room for another if it was not used in so many calls
-MOST_COUNTED = 4096  # sizes that are counted before they get a graph
 RECORDING = threading.Lock()  # torch allows one recording at a time in a process
 log = logging.getLogger("outrider")
 
@@ -120,7 +121,7 @@ class Graphs:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.graphs: dict[tuple[Any, ...], Graph] = {}  # the one used last is at the end
-        self.seen = Counter[tuple[Any, ...]]()
+        self.refused = Counter[tuple[Any, ...]]()  # calls until another attempt
         self.watched: set[int] = set()
         self.running = False
         self.calls = self.recorded = self.replayed = self.failed = self.bytes = 0
@@ -129,16 +130,13 @@ class Graphs:
         """The results of a job, valid until the next call: of a graph if it is worth one."""
         key = (*map(id, job.uses), type(job), job.sizes, *job.rest)
         self.calls += 1
-        if key in self.graphs:
-            graph = self.graphs[key] = self.graphs.pop(key)
-            graph.used, self.replayed = self.calls, self.replayed + 1
-            job.load(graph.inputs)
-            return self._alone(graph.replay)
-        inputs = job.inputs()
-        results = self._alone(lambda: job.compute(inputs))
-        if self._comes_again(key) and self._make_room():
-            self._try_to_record(key, job, inputs)
-        return results
+        if key not in self.graphs and not self._recorded(key, job):
+            inputs = job.inputs()
+            return self._alone(lambda: job.compute(inputs))
+        graph = self.graphs[key] = self.graphs.pop(key)
+        graph.used, self.replayed = self.calls, self.replayed + 1
+        job.load(graph.inputs)
+        return self._alone(graph.replay)
 
     def _alone(self, run: Callable[[], Results]) -> Results:
         self.running = True
@@ -147,24 +145,29 @@ class Graphs:
         finally:
             self.running = False
 
-    def _try_to_record(self, key: tuple[Any, ...], job: Job, inputs: Any) -> None:
-        try:
-            self._record(key, job, inputs)
-        except RuntimeError as error:
-            self._refuse(key, job.sizes, error)
+    def _recorded(self, key: tuple[Any, ...], job: Job) -> bool:
+        """Compute a job and record its graph, if there is room and it can be."""
+        if self.refused[key] > 0:
+            self.refused[key] -= 1
+            return False
+        if not self._make_room():
+            return False
+        with one_time_work():
+            inputs = job.inputs()
+            self._alone(lambda: job.compute(inputs))
+            try:
+                self._record(key, job, inputs)
+            except RuntimeError as error:
+                self._refuse(key, job.sizes, error)
+                return False
+        return True
 
     def _refuse(self, key: tuple[Any, ...], sizes: Sizes, error: RuntimeError) -> None:
         """Leave a job without a graph for IDLE_CALLS of its calls."""
-        self.seen[key] = -IDLE_CALLS
+        self.refused[key] = IDLE_CALLS
         level = logging.DEBUG if self.failed else logging.WARNING
         log.log(level, "no CUDA graph of %s, whose steps are launched one by one: %s", sizes, error)
         self.failed += 1
-
-    def _comes_again(self, key: tuple[Any, ...]) -> bool:
-        if len(self.seen) > MOST_COUNTED:
-            self.seen.clear()
-        self.seen[key] += 1
-        return self.seen[key] > 1
 
     def _make_room(self) -> bool:
         """Drop the graph that was used longest ago, if there are many.  Returns False if it is in use.
@@ -197,4 +200,4 @@ class Graphs:
     def _drop(self, used: int) -> None:
         self.watched.discard(used)
         self.graphs = {key: graph for key, graph in list(self.graphs.items()) if used not in key[:2]}
-        self.seen = Counter({key: count for key, count in self.seen.items() if used not in key[:2]})
+        self.refused = Counter({key: count for key, count in self.refused.items() if used not in key[:2]})
