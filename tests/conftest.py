@@ -15,11 +15,14 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from outrider import LLM, AsyncLLM
+from outrider.backends.torch.backend import leave_out_amx
 from outrider.testing import bare_checkpoint
 
 # Workers and the processes that tests start import the same files: without bytecode each compiles them again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+leave_out_amx()  # before a test uses oneDNN for anything else
 
 # Tests compare with plain decoding, so here a target decodes plainly unless a test says otherwise.
 for api in (LLM, AsyncLLM):

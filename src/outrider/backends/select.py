@@ -32,6 +32,7 @@ def backend_for(device: torch.device, dtype: torch.dtype, activations: str = "au
     """
     if device.type == "cpu":
         threads.limit()
+        reference.leave_out_amx()
     library = None if uses_triton(device) else compiled_library(device)
     if library is not None and dtype in (torch.float32, torch.bfloat16):
         if activations == "auto":

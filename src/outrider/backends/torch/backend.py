@@ -8,6 +8,7 @@ saves memory and is slow.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,14 @@ class Stack:
     layers: Sequence[DecoderLayer]
     rotations: Tensor
     skips: Sequence[int]  # of every layer: 1 the attention, 2 the MLP
+
+
+def leave_out_amx() -> None:
+    """Have oneDNN leave out AMX, with which a row's bits depend on the number of rows.
+
+    oneDNN reads this when it is first used in a process.  A value of the user's stays.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 def _onednn_has_bfloat16() -> bool:
