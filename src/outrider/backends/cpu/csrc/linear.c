@@ -300,9 +300,11 @@ int has_bfloat16_products(void) {
 #ifdef __AVX512BF16__
     return 1;
 #else
-    return 0;
+    return HAS_TILES;
 #endif
 }
+
+int has_bfloat16_tiles(void) { return HAS_TILES; }
 
 void embed(const Weight *weight, const int64_t *ids, int64_t rows, int64_t inputs, float *y) {
     if (weight->kind >= INT8) {

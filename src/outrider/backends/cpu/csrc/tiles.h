@@ -24,6 +24,9 @@ typedef struct {
     uint8_t rows[16];
 } TileConfig;
 
+/* Has the compiler write to memory what it will find there: gcc's intrinsics do not say what they read. */
+INLINE void write_back(const void *memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
+
 /* Gives the calling thread its tiles: 0-3 sums of `rows` rows and 16 outputs, 4 inputs of these rows, 5-7
  * weights. */
 INLINE void configure_tiles(int64_t rows) {
@@ -32,6 +35,7 @@ INLINE void configure_tiles(int64_t rows) {
         config.row_bytes[i] = 64;
         config.rows[i] = (uint8_t)(i < 5 ? rows : MOST_TILE_ROWS);
     }
+    write_back(&config);
     _tile_loadconfig(&config);
 }
 
@@ -56,6 +60,7 @@ INLINE void multiply_lines(const char *weights, const char *x, int64_t row_bytes
 static void multiply_tiles(TileTask t) {
     const int64_t whole = t.inputs / TILE_INPUTS, left = t.inputs % TILE_INPUTS;
     const int64_t sums_bytes = PANEL * 4;
+    write_back(t.sums);
     _tile_loadd(0, t.sums, sums_bytes);
     _tile_loadd(1, t.sums + 16, sums_bytes);
     _tile_loadd(2, t.sums + 32, sums_bytes);
@@ -69,6 +74,7 @@ static void multiply_tiles(TileTask t) {
     if (left) {
         char padded[TILE_LINES * LINE_BYTES] = {0};
         memcpy(padded, t.weights, (size_t)divide_up(left, 2) * LINE_BYTES);
+        write_back(padded);
         multiply_lines(padded, t.x, t.row_bytes);
     }
     _tile_stored(0, t.sums, sums_bytes);
