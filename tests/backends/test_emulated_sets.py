@@ -45,7 +45,9 @@ def test_byte_products_are_those_of_the_definition(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", [name for name in SETS if name != "avx2"])
 def test_linears_are_those_of_this_processor(name: str, tmp_path: Path) -> None:
     files = (build.FOLDER / f"{file}.c" for file in ("linear_int", "memory", "threads"))
-    library = ctypes.CDLL(str(compiled(SETS[name], tmp_path / "linear.so", "-O0", "-shared", "-fPIC", *files)))
+    library = ctypes.CDLL(
+        str(compiled(SETS[name], tmp_path / "linear.so", "-O0", "-shared", "-fPIC", *files))
+    )
     backend, x = c_backend(), torch.randn(7, 96)
     for bits, offsets in ((8, False), (8, True), (4, False), (4, True)):
         values = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (70, 96), dtype=torch.int8)
@@ -94,13 +96,27 @@ def test_tiles_sum_by_the_definition(amx: ctypes.CDLL, inputs: int, outputs: int
         assert torch.equal(linear(amx, x[-rows:].contiguous(), packed), expected[-rows:]), rows
 
 
+def around_the_border() -> tuple[Tensor, Tensor]:
+    """Sums from the smallest normal number down to 2**-150 less, in steps of 2**-157: half is rounded up."""
+    x, weight = torch.zeros(1, 4), torch.zeros(129, 4)
+    x[0, ::2], weight[:, 0] = torch.tensor([2.0**-63, 2.0**-75]), 2.0**-63
+    weight[:, 2] = torch.arange(129) * -(2.0**-82)
+    return x, weight
+
+
+def test_a_sum_is_flushed_if_it_is_subnormal_when_rounded_to_24_bits(amx: ctypes.CDLL) -> None:
+    x, weight = around_the_border()
+    got = linear(amx, x, pack(weight, None, torch.bfloat16, torch.bfloat16))
+    assert torch.equal(got, by_tiles(x, weight)) and (got[0] > 0).sum() == 65
+
+
 @pytest.mark.skipif("amx" not in build.available(), reason="no AMX here")
 def test_the_instruction_gives_the_bits_of_the_emulated_one(amx: ctypes.CDLL) -> None:
     real = build.load(build.recipe({**os.environ, "OUTRIDER_ISA": "amx"}), os.environ)
     assert real is not None and declare(real).has_bfloat16_tiles()
     for seed in range(40):
         torch.manual_seed(seed)
-        x, weight = hard_numbers(33, 96), hard_numbers(128, 96)
+        x, weight = (hard_numbers(33, 96), hard_numbers(128, 96)) if seed else around_the_border()
         packed = pack(weight, None, torch.bfloat16, torch.bfloat16)
         ours, theirs = linear(real, x, packed), linear(amx, x, packed)
         differs = (ours.view(torch.int32) != theirs.view(torch.int32)) & ~(ours.isnan() & theirs.isnan())
