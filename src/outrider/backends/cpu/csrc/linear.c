@@ -180,11 +180,10 @@ INLINE int64_t computed_rows(int form, int64_t rows) {
     return form == TILES && rows > MOST_TILE_ROWS ? divide_up(rows, MOST_TILE_ROWS) * MOST_TILE_ROWS : rows;
 }
 
-/* One chunk of k for all rows of a group, in AMX tiles. */
+/* One chunk of k for all rows of a group, in AMX tiles.  One of them waits for memory, more do not. */
 static void multiply_chunk_in_tiles(int64_t rows, TileTask t) {
     for (int64_t r = 0; r < rows; r += MOST_TILE_ROWS) {
-        t.fetches = r == 0;
-        multiply_tiles(t);
+        multiply_tiles(t, rows <= MOST_TILE_ROWS);
         t.x += MOST_TILE_ROWS * t.row_bytes;
         t.sums += MOST_TILE_ROWS * PANEL;
     }
@@ -233,7 +232,7 @@ static void multiply_panel(const LinearCall *l, int64_t panel) {
         const int64_t group = min64(rows - r, GROUP_ROWS);
         const int64_t computed = computed_rows(form, group);
         TileTask t = {(const char *)weight->data + panel * panel_bytes(weight, inputs), x + r * row_bytes,
-                      row_bytes, 0, sums, 0};
+                      row_bytes, 0, sums};
         memset(sums, 0, (size_t)computed * PANEL * 4);
         for (int64_t k = 0; k < inputs; k += t.inputs) {
             t.inputs = min64(most, inputs - k);

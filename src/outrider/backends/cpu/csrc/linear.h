@@ -19,7 +19,6 @@ typedef struct {
     int64_t row_bytes;   /* from one row of x to the next */
     int64_t inputs;      /* of the chunk */
     float *sums;         /* [rows,PANEL], of the first output */
-    int fetches;         /* AMX tiles: whether it fetches the weights further on */
 } TileTask;
 
 /* Writes `vectors` vectors of outputs: sums + bias (or null) + the former y if `add`.  `space`: floats that

@@ -56,8 +56,8 @@ INLINE void multiply_lines(const char *weights, const char *x, int64_t row_bytes
 }
 
 /* All outputs of a panel for the rows that the tiles are configured for.  Their inputs are rounded, and
- * padded with zeros to whole tiles. */
-static void multiply_tiles(TileTask t) {
+ * padded with zeros to whole tiles.  fetches: whether the weights AHEAD_BYTES further on are prefetched. */
+static void multiply_tiles(TileTask t, int fetches) {
     const int64_t whole = t.inputs / TILE_INPUTS, left = t.inputs % TILE_INPUTS;
     const int64_t sums_bytes = PANEL * 4;
     write_back(t.sums);
@@ -66,7 +66,7 @@ static void multiply_tiles(TileTask t) {
     _tile_loadd(2, t.sums + 32, sums_bytes);
     _tile_loadd(3, t.sums + 48, sums_bytes);
     for (int64_t k = 0; k < whole; k++, t.weights += TILE_LINES * LINE_BYTES, t.x += TILE_INPUTS * 2) {
-        if (t.fetches)
+        if (fetches)
             for (int i = 0; i < TILE_LINES * LINE_BYTES; i += 64)
                 __builtin_prefetch(t.weights + AHEAD_BYTES + i);
         multiply_lines(t.weights, t.x, t.row_bytes);
@@ -86,5 +86,5 @@ static void multiply_tiles(TileTask t) {
 enum { HAS_TILES = 0 };
 INLINE void configure_tiles(int64_t rows) { (void)rows; }
 INLINE void release_tiles(void) {}
-INLINE void multiply_tiles(TileTask t) { (void)t; }
+INLINE void multiply_tiles(TileTask t, int fetches) { (void)t, (void)fetches; }
 #endif
