@@ -98,6 +98,14 @@ def test_inputs_are_rounded_by_default_where_an_instruction_multiplies_them() ->
         assert isinstance(backend, CpuBackend) and backend.inputs_dtype == expected
 
 
+@needs_c
+def test_the_name_says_which_bits_come_out() -> None:
+    """Ranks compare it."""
+    in_tiles = bool(c_backend().lib.has_bfloat16_tiles())
+    assert ("AMX" in rounding_backend().name) == in_tiles
+    assert "AMX" not in c_backend(torch.bfloat16).name
+
+
 # ---- refused
 
 
