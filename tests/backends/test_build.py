@@ -297,7 +297,8 @@ def test_a_flag_that_the_compiler_does_not_know_is_left_out(
 def test_an_unknown_instruction_set_is_refused(name: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"unknown OUTRIDER_ISA .* Valid: amx, avx2, avx512, avx512_bf16, avx512_vnni, avx_vnni, portable",
+        match=r"unknown OUTRIDER_ISA .* "
+        "Valid: amx, avx2, avx512, avx512_bf16, avx512_vnni, avx_vnni, portable",
     ):
         build.recipe({"OUTRIDER_ISA": name})
 

@@ -38,7 +38,7 @@ def by_pairs(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def by_tiles(x: Tensor, weight: Tensor) -> Tensor:
-    """For every 32 inputs a sum of the even ones and one of the odd ones, which are added, then to the rest."""
+    """For every 32 inputs a sum of the even ones, one of the odd ones, and both added to the rest."""
     ours, theirs = rounded(x, TILE_INPUTS), rounded(weight, TILE_INPUTS)
     sums = np.zeros((len(ours), len(theirs)), np.float32)
     for first in range(0, ours.shape[1], TILE_INPUTS):
