@@ -99,7 +99,7 @@ def test_inputs_are_rounded_by_default_where_an_instruction_multiplies_them() ->
 
 
 @needs_c
-def test_the_name_says_which_bits_come_out() -> None:
+def test_the_name_tells_kernels_with_other_bits_apart() -> None:
     """Ranks compare it."""
     in_tiles = bool(c_backend().lib.has_bfloat16_tiles())
     assert ("AMX" in rounding_backend().name) == in_tiles

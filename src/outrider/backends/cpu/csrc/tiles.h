@@ -3,8 +3,8 @@
  * Computed: sum += even + odd for every TILE_INPUTS inputs, where `even` is the float32 sum of the products
  * of the even inputs, from zero, one after the other, and `odd` that of the odd ones.
  * Each product is fused with its addition, and all are rounded to nearest, ties to even.  Numbers below the
- * smallest normal float count as zeros with their sign, in inputs and in results, whatever the thread's
- * floating-point mode.
+ * smallest normal float count as zeros with their sign, in inputs and in results; the floating-point mode of
+ * the thread has no influence.
  * Exact: a tile has up to 16 rows, and computes each by itself.  So one row has the bits that it has among
  * others.  Inputs that a row lacks count as zeros.
  *
@@ -24,7 +24,8 @@ typedef struct {
     uint8_t rows[16];
 } TileConfig;
 
-/* Has the compiler write to memory what it will find there: gcc's intrinsics do not say what they read. */
+/* Keeps the compiler from leaving out or moving what is written to this memory: gcc does not know that its
+ * intrinsics read it. */
 INLINE void write_back(const void *memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
 /* Gives the calling thread its tiles: 0-3 sums of `rows` rows and 16 outputs, 4 inputs of these rows, 5-7
