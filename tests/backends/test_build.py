@@ -297,7 +297,8 @@ def test_a_flag_that_the_compiler_does_not_know_is_left_out(
 def test_an_unknown_instruction_set_is_refused(name: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"unknown OUTRIDER_ISA .* Valid: avx2, avx512, avx512_bf16, avx512_vnni, avx_vnni, portable",
+        match=r"unknown OUTRIDER_ISA .* "
+        "Valid: amx, avx2, avx512, avx512_bf16, avx512_vnni, avx_vnni, portable",
     ):
         build.recipe({"OUTRIDER_ISA": name})
 
@@ -325,10 +326,23 @@ def test_every_instruction_set_has_a_library_of_its_own(monkeypatch: pytest.Monk
     )
     keys = {build.recipe({"OUTRIDER_ISA": name}).key for name in build.TARGETS}
     assert len(keys) == len(build.TARGETS)
-    assert build.recipe({}) == build.recipe({"OUTRIDER_ISA": "avx512_bf16"})
-    assert "-mavx512bf16" in build.recipe({}).flags
+    assert build.recipe({}) == build.recipe({"OUTRIDER_ISA": "amx"})
+    assert {"-mavx512bf16", "-mamx-tile", "-mamx-bf16"} < set(build.recipe({}).flags)
     other = build.recipe({"OUTRIDER_CFLAGS": " -O1  -g"})
     assert other.flags[-2:] == ("-O1", "-g") and other.key not in keys
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_tiles_are_a_feature_if_the_system_gives_them(
+    allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    build.CPUINFO.write_text(f"flags : {' '.join(sorted(build.TARGETS['amx'].needs))}\n")
+    monkeypatch.setattr(build, "_allows_tiles", lambda: allowed)
+    assert build.available()[-1] == ("amx" if allowed else "avx512_bf16")
+    if not allowed:
+        with pytest.raises(ConfigError, match="OUTRIDER_ISA=amx needs a processor with amx_bf16, amx_tile"):
+            build.recipe({"OUTRIDER_ISA": "amx"})
 
 
 def test_own_flags_are_kept_apart_by_processor(monkeypatch: pytest.MonkeyPatch) -> None:

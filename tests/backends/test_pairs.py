@@ -1,42 +1,23 @@
-"""Linears that round their inputs to bfloat16 follow the definition in pairs.h, bit for bit."""
+"""Linears that round their inputs to bfloat16 follow the definition in pairs.h or tiles.h, bit for bit."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from bfloat16_sums import SMALLEST, by_definition
 from helpers import answer
 from kernel_cases import CPU, c_backend, near, needs_c, two_threads
-from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.backends.cpu.backend import CpuBackend
 from outrider.backends.select import backend_for
 from outrider.errors import ConfigError
 
-SMALLEST = float(np.finfo(np.float32).tiny)
-
 
 def rounding_backend() -> CpuBackend:
     return CpuBackend(c_backend().lib, torch.bfloat16, torch.bfloat16)
-
-
-def flushed(x: Tensor) -> np.ndarray:
-    numbers = x.float().numpy()
-    return np.where(np.abs(numbers) < SMALLEST, np.copysign(0, numbers), numbers).astype(np.float32)
-
-
-def by_definition(x: Tensor, weight: Tensor) -> Tensor:
-    """Sums in float32, inputs 1, 0, 3, 2 ...; float64 holds product and sum, so each addition rounds once."""
-    x, weight = (torch.nn.functional.pad(t.bfloat16(), (0, t.shape[1] % 2)) for t in (x, weight))
-    ours, theirs = flushed(x).astype(np.float64), flushed(weight).astype(np.float64)
-    sums = np.zeros((len(x), len(weight)), np.float32)
-    for k in (i ^ 1 for i in range(x.shape[1])):
-        exact = np.multiply.outer(ours[:, k], theirs[:, k]) + sums
-        sums = flushed(torch.from_numpy(exact.astype(np.float32)))
-    return torch.from_numpy(sums)
 
 
 @needs_c
@@ -115,6 +96,14 @@ def test_inputs_are_rounded_by_default_where_an_instruction_multiplies_them() ->
     for dtype, expected in ((torch.bfloat16, fast), (torch.float32, torch.float32)):
         backend = backend_for(CPU, dtype)
         assert isinstance(backend, CpuBackend) and backend.inputs_dtype == expected
+
+
+@needs_c
+def test_the_name_tells_kernels_with_other_bits_apart() -> None:
+    """Ranks compare it."""
+    in_tiles = bool(c_backend().lib.has_bfloat16_tiles())
+    assert ("AMX" in rounding_backend().name) == in_tiles
+    assert "AMX" not in c_backend(torch.bfloat16).name
 
 
 # ---- refused

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from outrider.backends.cpu.build import available
 from outrider.version import VERSION
 
 
@@ -32,6 +33,7 @@ def conditions() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "bf16 in hardware": "avx512_bf16" in info,
+        "instruction set": os.environ.get("OUTRIDER_ISA") or available()[-1],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

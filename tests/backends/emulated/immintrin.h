@@ -1,6 +1,7 @@
 /* Instructions beyond AVX2 in plain C, from Intel's definitions, for tests on processors without them:
  *   EMULATE_AVX512                  AVX-512 F and BW
  *   EMULATE_VNNI                    with EMULATE_AVX512: AVX512-VNNI, otherwise AVX-VNNI
+ *   EMULATE_AMX                     AMX tiles with products of bfloat16
  * Only what the kernels use.  Compile with -I of this folder and -march=x86-64-v3. */
 #pragma once
 #include_next <immintrin.h>
@@ -109,4 +110,80 @@ EMULATED __m256i emulated_dpbusd_256(__m256i sum, __m256i a, __m256i b) {
 }
 
 #define _mm256_dpbusd_avx_epi32 emulated_dpbusd_256
+#endif
+
+#ifdef EMULATE_AMX
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#define __AMX_TILE__ 1
+#define __AMX_BF16__ 1
+
+/* As in the file that ldtilecfg reads; no rows before it and after tilerelease. */
+static _Thread_local struct {
+    unsigned char palette, start_row, reserved[14];
+    unsigned short row_bytes[16];
+    unsigned char rows[16];
+    char data[8][16][64];
+} emulated_tiles;
+
+EMULATED void emulated_tile_release(void) { memset(&emulated_tiles, 0, sizeof emulated_tiles); }
+EMULATED void emulated_tile_loadconfig(const void *config) {
+    emulated_tile_release();
+    memcpy(&emulated_tiles, config, 64);
+    if (emulated_tiles.palette != 1) abort();
+}
+EMULATED void emulated_tile_loadd(int tile, const void *from, long long stride) {
+    if (!emulated_tiles.rows[tile]) abort();
+    memset(emulated_tiles.data[tile], 0, sizeof emulated_tiles.data[tile]);
+    for (int r = 0; r < emulated_tiles.rows[tile]; r++)
+        memcpy(emulated_tiles.data[tile][r], (const char *)from + r * stride, emulated_tiles.row_bytes[tile]);
+}
+EMULATED void emulated_tile_stored(int tile, void *to, long long stride) {
+    if (!emulated_tiles.rows[tile]) abort();
+    for (int r = 0; r < emulated_tiles.rows[tile]; r++)
+        memcpy((char *)to + r * stride, emulated_tiles.data[tile][r], emulated_tiles.row_bytes[tile]);
+}
+EMULATED float emulated_flush(float x) { return fabsf(x) < FLT_MIN ? copysignf(0, x) : x; }
+/* One bfloat16 of a row of a tile. */
+EMULATED float emulated_half(const char *row, int at) {
+    unsigned short half;
+    memcpy(&half, row + 2 * at, 2);
+    const unsigned bits = (unsigned)half << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return emulated_flush(x);
+}
+/* a * b + c, rounded once.  It is flushed to zero if it is below the smallest normal float when it is rounded
+ * to 24 bits, as if there were smaller exponents: so the exact result is compared where it is close. */
+EMULATED float emulated_fused(float a, float b, float c) {
+    const float result = fmaf(a, b, c);
+    if (!(fabsf(result) <= FLT_MIN)) return result;
+    const double product = (double)a * b, sum = product + c, part = sum - product;
+    const double rest = (product - (sum - part)) + (c - part); /* sum + rest is exact */
+    const double border = FLT_MIN * (1 - 0x1p-25), magnitude = fabs(sum);
+    const int is_tiny = magnitude < border || (magnitude == border && rest * sum < 0);
+    return is_tiny ? copysignf(0, result) : result;
+}
+EMULATED void emulated_tile_dpbf16ps(int sums, int a, int b) {
+    for (int m = 0; m < emulated_tiles.rows[sums]; m++)
+        for (int n = 0; n < emulated_tiles.row_bytes[sums] / 4; n++) {
+            float even = 0, odd = 0, *const sum = (float *)emulated_tiles.data[sums][m] + n;
+            for (int k = 0; k < emulated_tiles.row_bytes[a] / 4; k++) {
+                const char *x = emulated_tiles.data[a][m], *w = emulated_tiles.data[b][k];
+                even = emulated_fused(emulated_half(x, 2 * k), emulated_half(w, 2 * n), even);
+                odd = emulated_fused(emulated_half(x, 2 * k + 1), emulated_half(w, 2 * n + 1), odd);
+            }
+            *sum = emulated_fused(1, emulated_fused(1, even, odd), emulated_flush(*sum));
+        }
+}
+
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#define _tile_loadconfig emulated_tile_loadconfig
+#define _tile_release emulated_tile_release
+#define _tile_loadd emulated_tile_loadd
+#define _tile_stored emulated_tile_stored
+#define _tile_dpbf16ps emulated_tile_dpbf16ps
 #endif

@@ -61,6 +61,8 @@ class CpuBackend(Picking):
         super().__init__(lib)
         self.dtype, self.inputs_dtype = dtype, inputs_dtype
         inputs = "bfloat16 inputs, " if inputs_dtype == torch.bfloat16 else ""
+        if inputs and lib.has_bfloat16_tiles():  # other bits
+            inputs = "bfloat16 inputs in AMX tiles, "
         self.name = f"C ({str(dtype).removeprefix('torch.')} weights, {inputs}float32 sums)"
         self.fused, self.verifier = CpuFusedModel(lib), TreeVerifier(lib)
         self.distributions = Distributions(lib)

@@ -51,11 +51,12 @@ class Target(NamedTuple):
 
 
 def _x86_64(level: str, *features: str) -> Target:
-    """A level of x86-64, and features beyond it."""
-    beyond = tuple(f"-m{feature.replace('_', '')}" for feature in features)
+    """A level of x86-64, and features beyond it: -mavx512bf16, -mamx-bf16."""
+    beyond = tuple(f"-m{feature.replace('_', '-' if feature in AMX else '')}" for feature in features)
     return Target((f"-march=x86-64-{level}", *beyond), LEVELS[level] | set(features))
 
 
+AMX = frozenset(("amx_bf16", "amx_tile"))
 AVX2 = frozenset(("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"))
 LEVELS = {"v3": AVX2, "v4": AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}}
 X86_64 = {
@@ -64,6 +65,7 @@ X86_64 = {
     "avx512": _x86_64("v4"),
     "avx512_vnni": _x86_64("v4", "avx512_vnni"),
     "avx512_bf16": _x86_64("v4", "avx512_vnni", "avx512_bf16"),
+    "amx": _x86_64("v4", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
 }
 ARM64 = {"neon_dotprod": Target(("-march=armv8.2-a+dotprod",), frozenset(("asimddp",)))}
 TARGETS = {  # the best one last; `portable` has NEON on arm64, where every processor does
@@ -142,14 +144,26 @@ def available() -> list[str]:
 
 
 def processor() -> frozenset[str]:
-    """Features of this processor; none where the system does not list them."""
+    """Features of this processor that this process may use; none where the system does not list them."""
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return frozenset(("asimddp",))  # in every one of Apple's
     with suppress(OSError):
         for line in CPUINFO.read_text(encoding="utf-8").splitlines():
             if line.startswith(("flags", "Features")):  # of x86-64, of arm64
-                return frozenset(line.split())
+                features = frozenset(line.split())
+                return features if features.isdisjoint(AMX) or _allows_tiles() else features - AMX
     return frozenset()
+
+
+def _allows_tiles() -> bool:
+    """Ask Linux for AMX tiles, which it gives to a process and those that it forks.
+
+    It refuses where the signal stack of a thread is too small to save them, or by a filter of system calls.
+    """
+    arch_prctl, request_permission, tile_data = map(ctypes.c_long, (158, 0x1023, 18))
+    system = ctypes.CDLL(None).syscall
+    system.restype = ctypes.c_long
+    return bool(system(arch_prctl, request_permission, tile_data) == 0)
 
 
 def _hash(data: bytes, digits: int = 16) -> str:
@@ -203,14 +217,17 @@ def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
 
 
 def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
-    """Compile, without instructions that an older compiler does not know: same bits, slower."""
+    """Compile, without instructions that an older compiler does not know.
+
+    That is slower.  The bits are the same, but without AMX those of processors without it.
+    """
     flags, inputs = list(made.flags), [*map(str, made.sources), "-o", str(library), "-lm"]
     while True:
         try:
             _run([*compiler.command, *flags, *inputs])
             return
         except BuildError:
-            newest = next((flag for flag in reversed(flags) if flag.startswith("-mavx")), None)
+            newest = next((flag for flag in reversed(flags) if flag.startswith(("-mavx", "-mamx"))), None)
             if newest is None or _knows(compiler, newest):
                 raise
             flags.remove(newest)

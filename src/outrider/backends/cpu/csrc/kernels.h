@@ -50,8 +50,11 @@ void linear_with_maxima(const Weight *weight, const float *x, int64_t rows, int6
 /* y [rows,inputs] = the rows `ids` [rows] of the weight, widened to float. */
 void embed(const Weight *weight, const int64_t *ids, int64_t rows, int64_t inputs, float *y);
 
-/* Whether the processor has an instruction for products of bfloat16 pairs, as `rounds_inputs` takes them. */
+/* Whether the processor has instructions for products of bfloat16 pairs, as `rounds_inputs` takes them. */
 int has_bfloat16_products(void);
+
+/* Whether these are AMX tiles, which take products in another order: tiles.h instead of pairs.h. */
+int has_bfloat16_tiles(void);
 
 /* ---- small kernels: elementwise.c */
 

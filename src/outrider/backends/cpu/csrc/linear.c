@@ -2,7 +2,7 @@
  *
  * Computed: y[r][o] = sum over k of x[r][k] * w[o][k], in one float32 accumulator, k = 0, 1, 2 ...; then the
  * bias, then the old y.  With `rounds_inputs`, x is rounded to bfloat16 once a linear, for one row as for
- * many, and k runs over pairs in the order 1, 0, 3, 2 ... (pairs.h).
+ * many, and k runs over pairs in the order 1, 0, 3, 2 ... (pairs.h), or as AMX tiles take it (tiles.h).
  * Order: panels of 64 outputs (shared by threads) > groups of rows > chunks of k > tiles of up to TILE_ROWS
  * rows > register tiles of outputs > k within the chunk.  So memory is read in one stream, and a chunk is
  * used by all rows while it is in the first cache.
@@ -14,11 +14,10 @@
 #include "memory.h"
 #include "pairs.h"
 #include "threads.h"
+#include "tiles.h"
 
 _Static_assert((int)PANEL == (int)BLOCK, "a panel's maximum is the maximum of a block of logits");
 
-/* A line is what one step over k reads of a panel: 64 outputs of one input, or of a pair in bfloat16. */
-enum { LINE_BYTES = PANEL * 4, CHUNK_LINES = 32, AHEAD_BYTES = CHUNK_LINES * LINE_BYTES };
 /* Lines of a chunk for many rows: sums are loaded and stored once a chunk. */
 enum { MANY_ROWS = 24, LONG_CHUNK_LINES = LANES == 16 ? 128 : CHUNK_LINES };
 enum { GROUP_ROWS = 48 };               /* rows whose sums are kept together in the first cache */
@@ -33,15 +32,6 @@ INLINE void prefetch_weights(const int vectors, const void *weights) {
 }
 
 typedef vfloat Tile[TILE_ROWS][PANEL / LANES];
-
-/* One register tile: a few outputs of a few rows in one chunk. */
-typedef struct {
-    const char *weights; /* first output of the tile in the first line of the chunk */
-    const char *x;       /* first input of the chunk in the first row */
-    int64_t row_bytes;   /* from one row of x to the next */
-    int64_t inputs;      /* of the chunk */
-    float *sums;         /* [rows,PANEL], of the first output */
-} TileTask;
 
 /* sums += x [rows,inputs] * `vectors` vectors of outputs in a float32 panel. */
 INLINE void multiply_float32(const int rows, const int vectors, TileTask t, Tile sums) {
@@ -102,10 +92,12 @@ INLINE void multiply_pairs(const int rows, const int vectors, TileTask t, Tile s
     }
 }
 
-enum { WIDE, HALF, PAIRS }; /* float32; bfloat16 weights; bfloat16 weights and inputs */
+/* float32; bfloat16 weights; bfloat16 weights and inputs, the latter two ways */
+enum { WIDE, HALF, PAIRS, TILES };
 
 INLINE int form_of(const Weight *weight) {
-    return weight->kind == FLOAT32 ? WIDE : weight->rounds_inputs ? PAIRS : HALF;
+    if (weight->kind == FLOAT32) return WIDE;
+    return !weight->rounds_inputs ? HALF : HAS_TILES ? TILES : PAIRS;
 }
 
 /* All outputs of the panel for a few rows, `vectors` of them at a time: few rows have registers for many. */
@@ -147,7 +139,7 @@ typedef struct {
     const Weight *weight;
     const float *x;
     int64_t rows, inputs;
-    char *rounded; /* the rows of x in bfloat16, for the form PAIRS */
+    char *rounded; /* the rows of x in bfloat16, for the forms PAIRS and TILES */
     float *y;
     int64_t outputs;
     int add;
@@ -173,12 +165,36 @@ static int64_t panel_bytes(const Weight *weight, int64_t inputs) {
     return weight->kind == BFLOAT16 ? (inputs + 1) / 2 * PANEL * 4 : inputs * PANEL * 4;
 }
 
+/* Bytes from a row of inputs to the next.  Rows of an AMX tile are an odd number of cache lines apart, which
+ * spreads them over the first cache. */
 INLINE int64_t input_bytes(const Weight *weight, int64_t inputs) {
-    return form_of(weight) == PAIRS ? (inputs + 1) / 2 * 4 : inputs * 4;
+    switch (form_of(weight)) {
+        case PAIRS: return (inputs + 1) / 2 * 4;
+        case TILES: return (divide_up(inputs, TILE_INPUTS) | 1) * TILE_INPUTS * 2;
+        default: return inputs * 4;
+    }
+}
+
+/* Rows that are computed: more than one AMX tile of them are whole tiles. */
+INLINE int64_t computed_rows(int form, int64_t rows) {
+    return form == TILES && rows > MOST_TILE_ROWS ? divide_up(rows, MOST_TILE_ROWS) * MOST_TILE_ROWS : rows;
+}
+
+/* One chunk of k for all rows of a group, in AMX tiles.  One of them waits for memory, more do not. */
+static void multiply_chunk_in_tiles(int64_t rows, TileTask t) {
+    for (int64_t r = 0; r < rows; r += MOST_TILE_ROWS) {
+        multiply_tiles(t, rows <= MOST_TILE_ROWS);
+        t.x += MOST_TILE_ROWS * t.row_bytes;
+        t.sums += MOST_TILE_ROWS * PANEL;
+    }
 }
 
 /* One chunk of k for all rows of a group.  Tiles of rows have equal sizes: 8 rows are 4 + 4, not 6 + 2. */
 static void multiply_chunk(const int form, int64_t rows, TileTask t) {
+    if (form == TILES) {
+        multiply_chunk_in_tiles(rows, t);
+        return;
+    }
     const int64_t tiles = divide_up(rows, TILE_ROWS);
     for (int64_t i = 0; i < tiles; i++) {
         const int64_t r = i * rows / tiles, count = (i + 1) * rows / tiles - r;
@@ -194,6 +210,13 @@ static void multiply_chunk(const int form, int64_t rows, TileTask t) {
     }
 }
 
+INLINE int64_t chunk_lines(int64_t rows) { return rows < MANY_ROWS ? CHUNK_LINES : LONG_CHUNK_LINES; }
+
+/* Whether a chunk is all of k. */
+INLINE int is_streamed(int form, int64_t rows) {
+    return rows <= (form == TILES ? (int)MOST_TILE_ROWS : (int)STREAM_ROWS);
+}
+
 /* All rows of one panel. */
 static void multiply_panel(const LinearCall *l, int64_t panel) {
     const Weight *weight = l->weight;
@@ -201,18 +224,19 @@ static void multiply_panel(const LinearCall *l, int64_t panel) {
     const int form = form_of(weight);
     const int64_t rows = l->rows, inputs = l->inputs, outputs = l->outputs;
     const int64_t row_bytes = input_bytes(weight, inputs), first = panel * PANEL;
-    const int64_t lines = rows < MANY_ROWS ? CHUNK_LINES : LONG_CHUNK_LINES;
-    const int64_t most = rows <= STREAM_ROWS ? inputs : form == WIDE ? lines : 2 * lines;
+    const int64_t lines = chunk_lines(rows);
+    const int64_t most = is_streamed(form, rows) ? inputs : form == WIDE ? lines : 2 * lines;
     const float *bias = weight->bias ? weight->bias + first : 0;
-    float sums[GROUP_ROWS * PANEL];
+    _Alignas(64) float sums[GROUP_ROWS * PANEL];
     for (int64_t r = 0; r < rows; r += GROUP_ROWS) {
         const int64_t group = min64(rows - r, GROUP_ROWS);
+        const int64_t computed = computed_rows(form, group);
         TileTask t = {(const char *)weight->data + panel * panel_bytes(weight, inputs), x + r * row_bytes,
                       row_bytes, 0, sums};
-        memset(sums, 0, (size_t)group * PANEL * 4);
+        memset(sums, 0, (size_t)computed * PANEL * 4);
         for (int64_t k = 0; k < inputs; k += t.inputs) {
             t.inputs = min64(most, inputs - k);
-            multiply_chunk(form, group, t);
+            multiply_chunk(form, computed, t);
             t.weights += lines * LINE_BYTES;
             t.x += form == HALF ? t.inputs * 4 : lines * 4;
         }
@@ -225,16 +249,23 @@ static void multiply_panel(const LinearCall *l, int64_t panel) {
 static void round_rows(const void *loop, int64_t first, int64_t end) {
     const LinearCall *l = loop;
     const int64_t row_bytes = input_bytes(l->weight, l->inputs);
-    for (int64_t r = first; r < end; r++)
-        round_pairs(l->x + r * l->inputs, l->inputs, (bfloat16 *)(l->rounded + r * row_bytes));
+    for (int64_t r = first; r < end; r++) {
+        char *to = l->rounded + r * row_bytes;
+        const int64_t bytes = r < l->rows ? (l->inputs + 1) / 2 * 4 : 0;
+        if (bytes) round_pairs(l->x + r * l->inputs, l->inputs, (bfloat16 *)to);
+        memset(to + bytes, 0, (size_t)(row_bytes - bytes));
+    }
 }
 
 static void multiply_panels(const void *loop, int64_t first, int64_t end) {
     const LinearCall *l = loop;
+    const int in_tiles = form_of(l->weight) == TILES;
+    if (in_tiles) configure_tiles(min64(l->rows, MOST_TILE_ROWS));
     for (int64_t p = first; p < end; p++) {
         multiply_panel(l, p);
         if (l->block_max) panel_maxima(l, p); /* while the outputs are cached */
     }
+    if (in_tiles) release_tiles();
 }
 
 static void maxima_of_panels(const void *loop, int64_t first, int64_t end) {
@@ -250,9 +281,10 @@ void linear_with_maxima(const Weight *weight, const float *x, int64_t rows, int6
         if (block_max) parallel_for(panels, 16, maxima_of_panels, &call);
         return;
     }
-    if (form_of(weight) == PAIRS) {
-        call.rounded = scratch_acquire(SCRATCH_ACTIVATIONS, rows * input_bytes(weight, inputs));
-        parallel_for(rows, 4, round_rows, &call);
+    if (form_of(weight) >= PAIRS) {
+        const int64_t computed = computed_rows(form_of(weight), rows);
+        call.rounded = scratch_acquire(SCRATCH_ACTIVATIONS, computed * input_bytes(weight, inputs));
+        parallel_for(computed, 4, round_rows, &call);
     }
     parallel_for(panels, 1, multiply_panels, &call);
     if (call.rounded) scratch_release(SCRATCH_ACTIVATIONS);
@@ -267,9 +299,11 @@ int has_bfloat16_products(void) {
 #ifdef __AVX512BF16__
     return 1;
 #else
-    return 0;
+    return HAS_TILES;
 #endif
 }
+
+int has_bfloat16_tiles(void) { return HAS_TILES; }
 
 void embed(const Weight *weight, const int64_t *ids, int64_t rows, int64_t inputs, float *y) {
     if (weight->kind >= INT8) {

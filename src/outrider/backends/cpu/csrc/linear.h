@@ -9,6 +9,18 @@ enum { TILE_VECTORS = 2, TILE_ROWS = 5 };
 #endif
 enum { PANEL = 64 }; /* outputs of a packed weight panel */
 
+/* A line is what one step over k reads of a panel: 64 outputs of one input, or of a pair in bfloat16. */
+enum { LINE_BYTES = PANEL * 4, CHUNK_LINES = 32, AHEAD_BYTES = CHUNK_LINES * LINE_BYTES };
+
+/* One register tile: a few outputs of a few rows in one chunk. */
+typedef struct {
+    const char *weights; /* first output of the tile in the first line of the chunk */
+    const char *x;       /* first input of the chunk in the first row */
+    int64_t row_bytes;   /* from one row of x to the next */
+    int64_t inputs;      /* of the chunk */
+    float *sums;         /* [rows,PANEL], of the first output */
+} TileTask;
+
 /* Writes `vectors` vectors of outputs: sums + bias (or null) + the former y if `add`.  `space`: floats that
  * y has left. */
 INLINE void store_outputs(const vfloat *sums, const int vectors, const float *bias, float *y, int64_t space,

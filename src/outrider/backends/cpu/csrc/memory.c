@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <stdio.h>
 
-enum { KEPT_BYTES = 16 << 20 };
+enum { KEPT_BYTES = 16 << 20, CACHE_LINE = 64 };
 
 typedef struct {
     void *data;
@@ -15,8 +15,8 @@ static pthread_key_t key;
 static pthread_once_t key_once = PTHREAD_ONCE_INIT;
 
 void *allocate(int64_t bytes) {
-    void *data = malloc(bytes > 0 ? (size_t)bytes : 1);
-    if (!data) {
+    void *data;
+    if (posix_memalign(&data, CACHE_LINE, bytes > 0 ? (size_t)bytes : 1)) {
         fprintf(stderr, "outrider: the CPU kernels cannot allocate %lld bytes\n", (long long)bytes);
         abort();
     }

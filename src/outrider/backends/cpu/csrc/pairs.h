@@ -3,8 +3,9 @@
  * Computed: sum + a.odd * b.odd, then + a.even * b.even, in float32.  Each addition is fused with its
  * product and rounded to nearest, ties to even.
  * Numbers below the smallest normal float, about 1e-38, count as zeros with their sign, in a, b and sums.
- * Exact: processors without the instruction follow the same definition.  Its product is exact in float32,
- * so it does not matter whether a compiler fuses it, unless |sum| < 2^-102. */
+ * Exact: processors without the instruction follow the same definition; those with AMX that of tiles.h.
+ * Its product is exact in float32, so it does not matter whether a compiler fuses it, unless
+ * |sum| < 2^-102. */
 #pragma once
 #include "simd.h"
 #ifdef __AVX512BF16__
