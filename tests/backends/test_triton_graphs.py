@@ -1,4 +1,4 @@
-"""Graphs of decoder blocks: padded steps that are replayed give the bits of steps that are launched."""
+"""Graphs of jobs: padded steps that are replayed give the bits of steps that are launched."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.clock import working_time
+from outrider.core.lora import Low
 from outrider.core.params import DistributionParams
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
@@ -184,6 +185,28 @@ def test_steps_of_a_whole_model_have_the_bits_and_the_answers_of_launched_ones(
         assert all(map(torch.equal, found, expected)) and paths == their_paths
         assert torch.equal(ours.data, theirs.data)
     assert own.recorded < 4 and own.replayed > 3
+
+
+def test_steps_with_adapters_and_states_have_the_updates_of_each_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the same step by the operations of a model one after another."""
+    monkeypatch.setenv("OUTRIDER_KERNELS", "triton")
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(attention, "SPLIT", 32)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    path = tiny_checkpoint(tmp_path / "llama", num_hidden_layers=3, **sizes)
+    model = Decoder(Checkpoint.open(path), Precision(torch.float32), DEVICE, 64)
+    torch.manual_seed(0)
+    adapter = model.pack_adapter([{"o": Low(torch.randn(2, 32), torch.randn(32, 2), 0.5)} for _ in range(3)])
+    step, found = step_of(random.Random(12), [9, 5], 2), list[list[Tensor]]()
+    step.adapt(0, adapter)
+    step.logits_rows = [*range(step.length)]
+    for forward in (model.forward_step, super(Decoder, model).forward_step):
+        states = {1: Tensor(), 2: Tensor(), FINAL: Tensor()}
+        logits = forward(step, model.pool(SLOTS), states)
+        found.append([logits, *states.values()])
+    assert all(map(torch.equal, *found))
 
 
 def test_results_of_earlier_steps_stay(decoder: Decoder, own: Graphs) -> None:

@@ -20,11 +20,29 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class Rerun:
     """Recorder of graphs without a device: a replay calls the recorded function again.
 
-    It sees what a graph keeps: its own tensors, and numbers as they were when it was recorded.
+    It sees what a graph keeps: its own tensors, and numbers as they were when it was recorded.  Results of a
+    graph are lost as soon as another is replayed, for they share memory.
     """
 
+    def __init__(self) -> None:
+        self.results: list[list[Tensor]] = []
+
     def record(self, run: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
-        return run
+        own: list[Tensor] = []
+        self.results.append(own)
+
+        def replay() -> tuple[Tensor, ...]:
+            for other in self.results:
+                for lost in other if other is not own else ():
+                    lost.fill_(float("nan") if lost.is_floating_point() else 0)
+            new = run()
+            if not own:
+                own.extend(part.clone() for part in new)
+            for to, part in zip(own, new):
+                to.copy_(part)
+            return tuple(own)
+
+        return replay
 
     def reserved(self) -> int:
         return 0

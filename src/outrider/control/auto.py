@@ -17,6 +17,7 @@ does not repeat the text, because budgets depend on the clock.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -287,7 +288,7 @@ class AutoController:
                 self._take_in(self.rest)
             for row in ended:
                 self.evidence.close(row, self.load)
-            self.evidence.save(self.clock())
+            self.evidence.save(time.perf_counter())
             self.rows, self.plans, self.tries, self.stale = [], {}, {}, True
             if self.rest is not None:
                 self.rest.rows = [row for row in self.rest.rows if row.finish_reason is None]

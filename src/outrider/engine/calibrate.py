@@ -21,7 +21,7 @@ from outrider.core.step_input import StepInput
 from outrider.engine.stored import StoredJson
 from outrider.models.base import Model
 
-SECONDS, ROUNDS, WARM = 0.8, 9, 2
+SECONDS, ROUNDS = 0.8, 9
 ROWS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)  # the most important first, where time is short
 NEAR, FAR = 32, 480  # positions before the rows
 
@@ -77,7 +77,7 @@ def measure(
         return clock() - began
 
     if decoder.device.type == "cuda":  # the first forwards compile kernels and record graphs
-        for rows in ROWS * WARM:
+        for rows in ROWS:
             seconds(rows, NEAR)
         seconds(1, far)
     least = found or Measured({}, math.inf, far)

@@ -271,7 +271,7 @@ class Recurrent(HeadDrafter):
             rows = growth.begin_level()
             asked = self.choose.asked(rows, [growth.level] * len(rows))
             given, fixed = (o, asked.words, asked.noised), (self.choose, growth.k, asked.probs)
-            o, tokens, shares = self.backend.launch(method, shape, given, *fixed)
+            o, tokens, shares = self.net.backend.launch(method, shape, given, *fixed)
             if (step_input := growth.add(tokens, shares)) is None:
                 return growth.read()
             o, method = o.index_select(0, growth.sources), self.net.followed

@@ -284,7 +284,9 @@ def _first_pass(
     rows = max(1, min(PIECE, TILE // lanes))
     grids = [(False, (part.pieces * (PIECE // rows), spec.kv_heads, splits))]
     if step.max_path_len:
-        grids.append((True, (part.rows, spec.kv_heads, min(splits, _splits(step.max_path_len) + 1))))
+        # of the rows of a piece, one may have the path of another in its table, and one of its own
+        most = _splits(2 * step.max_path_len) + 1
+        grids.append((True, (part.rows, spec.kv_heads, min(splits, most))))
     for own, grid in grids:
         _sum_split[grid](
             q, Planes.of(kv.pool, kv.layer), plan, slopes, partial.sums, partial.ends, part.first_piece,
@@ -310,16 +312,17 @@ def _same_with_paths(heads: int, kv_heads: int, d: int, device: torch.device, dt
     keys, own = SPLIT + SPLIT // 2, SPLIT // 2 - 1
     pool, table = Pool(1, kv_heads, d, keys, dtype, device), array("i", range(keys))
     pool.data.copy_(torch.linspace(0, 1e4, pool.data.numel()).sin().view_as(pool.data))
-    q = torch.linspace(0, 1e3, heads * d).cos().view(1, heads, d).to(device, dtype)
-    alone, node = StepInput(), StepInput()
-    alone.chain(table, keys - 1, [0])
+    q = torch.linspace(0, 1e3, PIECE * heads * d).cos().view(PIECE, heads, d).to(device, dtype)
+    chain, node = StepInput(), StepInput()
+    chain.chain(table, keys - PIECE, [0] * PIECE)
     node.node(table, keys - own, table[keys - own :].tolist(), 0)
     found = []
-    for step in (alone.build(), node.build()):
-        partial = _partial(q, spec, 1, _splits(keys))
-        plan, kv = plan_of(step, device), LayerKV(step, pool)
-        _first_pass(q, spec, plan, kv, Scores(d**-0.5), _Part(0, 1, 0, 1), partial)
-        found.append(partial)
+    for step in (chain.build(), node.build()):
+        n = step.length  # the last row is the same in both
+        partial = _partial(q, spec, n, _splits(keys))
+        kv, part = LayerKV(step, pool), _Part(0, 1, 0, n)
+        _first_pass(q[PIECE - n :], spec, plan_of(step, device), kv, Scores(d**-0.5), part, partial)
+        found.append((partial.sums[-1], partial.ends[-1]))
     return all(map(torch.equal, *found))
 
 

@@ -37,7 +37,7 @@ from outrider.core.step_input import StepInput
 class TritonBackend(TorchBackend):
     """`Backend` for CUDA devices, and for the CPU in Triton's interpreter.
 
-    graphs: of decoder blocks; None where every kernel is launched from Python.
+    graphs: of jobs (`fused.py`, `jobs.py`); None where every kernel is launched from Python.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

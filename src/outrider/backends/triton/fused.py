@@ -67,7 +67,8 @@ class TritonFusedModel:
         n = kv.step_input.length
         for layer, state in zip(job.states, found):
             states[layer] = state[:n].clone() if job.graphed else state[:n]
-        return logits[: len(kv.step_input.logits_rows)]
+        logits = logits[: len(kv.step_input.logits_rows)]
+        return logits.clone() if job.graphed else logits  # any graph's next replay may use this memory
 
     def extends(self, chains: Chains) -> bool:
         """Not chains that are read after every token, or whose tokens are sampled from what is returned."""
@@ -106,13 +107,20 @@ class _Model:
         """Some of the blocks.  The kernels of a block are launched one by one."""
         part = Stack(self.layers[layers], self.stack.rotations, self.stack.skips[layers])
         kv = LayerKV(step, self.kv.pool, self.kv.layer + (layers.start or 0))
-        return self.backend.launch_layers(part, x, kv, runs)
+        own = [(first, count, adapter[layers]) for first, count, adapter in runs]  # updates of each layer
+        return self.backend.launch_layers(part, x, kv, own)
 
     def final(self, x: Tensor) -> Tensor:
         return self.backend.rms_norm(x, self.ends.norm, self.layers[0].eps)
 
     def logits(self, x: Tensor) -> Tensor:
         return self.backend.linear(x, self.ends.head).float()
+
+
+def _fitted(exact: Sizes, model: _Model, possible: bool) -> tuple[bool, Sizes]:
+    """Whether a graph is possible, and its padded sizes, or the exact ones."""
+    fits = padded(exact, model.layers[0]) if possible else None
+    return fits is not None, fits or exact
 
 
 class _Step:
@@ -127,9 +135,7 @@ class _Step:
     ) -> None:
         self.model, self.step, self.states = model, model.kv.step_input, states
         self.queries, self.runs = queries, runs
-        exact = Sizes.of(self.step)
-        fits = padded(exact, model.layers[0]) if graphed and not runs else None
-        self.graphed, self.sizes = fits is not None, fits or exact
+        self.graphed, self.sizes = _fitted(Sizes.of(self.step), model, graphed and not runs)
         wanted = len(self.step.logits_rows)
         self.wanted = padded_rows(wanted) if self.graphed else wanted
         self.uses = model.stack, model.kv.pool
@@ -160,8 +166,11 @@ class _Step:
         model = self.model
         ids, rows, words, numbers = flat.split(self.parts)
         plan = Plan.of(numbers, self.sizes)
-        step = frame(self.sizes, plan) if self.graphed else self.step
-        install(step, flat.device, plan)
+        step = self.step
+        if self.graphed:
+            step = frame(self.sizes, plan)
+        else:
+            install(step, flat.device, plan)
         x, taps = self._run(model.embed(ids[: self.sizes.rows]), step)
         wanted = x.index_select(0, rows[: self.wanted])
         logits = model.logits(model.final(wanted))
@@ -191,8 +200,7 @@ class _Chain:
         self.model, self.chains, self.step = model, chains, model.kv.step_input
         self.levels = max(chain.levels for chain in chains.chains)
         exact = Sizes.of(self.step, self.levels - 1)
-        fits = padded(exact, model.layers[0]) if graphed and not self.step.adapters else None
-        self.graphed, self.sizes = fits is not None, fits or exact
+        self.graphed, self.sizes = _fitted(exact, model, graphed and not self.step.adapters)
         count = len(chains.chains)
         self.count = padded_rows(count) if self.graphed else count
         self.uses = model.stack, model.kv.pool
@@ -211,8 +219,11 @@ class _Chain:
 
     def compute(self, flat: Tensor) -> Results:
         model, given = self.model, self.numbers.split(flat)
-        step = frame(self.sizes, given.plan) if self.graphed else self.step
-        install(step, flat.device, given.plan)
+        step = self.step
+        if self.graphed:
+            step = frame(self.sizes, given.plan)
+        else:
+            install(step, flat.device, given.plan)
         x = model.run(model.embed(given.ids), step).index_select(0, given.after)
         found, states = [self._picked(x, given, 0)], [x]
         for level, plan in enumerate(given.levels, 1):

@@ -27,7 +27,8 @@ from torch import Tensor
 from outrider.backends.triton.plan import Sizes
 from outrider.core.clock import one_time_work
 
-MOST_GRAPHS, IDLE_CALLS = 128, 4096  # a graph makes room for another if it was not used in so many calls
+MOST_GRAPHS, MOST_BYTES = 128, 4 << 30
+IDLE_CALLS = 4096  # a graph makes room for another if it was not used in so many calls
 RECORDING = threading.Lock()  # torch allows one recording at a time in a process
 log = logging.getLogger("outrider")
 
@@ -104,17 +105,18 @@ def graphs_for(device: torch.device) -> Graphs | None:
 
 @dataclass
 class Graph:
-    """used: its last call, by number"""
+    """used: its last call, by number.  bytes: memory that its recording took."""
 
     inputs: Any
     replay: Replay
     used: int
+    bytes: int
 
 
 class Graphs:
     """Graphs of one backend, by what they use, padded sizes and the rest of their jobs.
 
-    recorded, replayed, failed: how often.  bytes: memory that the recordings took.
+    recorded, replayed, failed: how often.
     running: a job is being computed, whose layers are a part of its own graph.
     """
 
@@ -124,10 +126,16 @@ class Graphs:
         self.refused = Counter[tuple[Any, ...]]()  # calls until another attempt
         self.watched: set[int] = set()
         self.running = False
-        self.calls = self.recorded = self.replayed = self.failed = self.bytes = 0
+        self.calls = self.recorded = self.replayed = self.failed = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the recordings of all graphs took."""
+        return sum(graph.bytes for graph in self.graphs.values())
 
     def run(self, job: Job) -> Results:
-        """The results of a job, valid until the next call: of a graph if it is worth one."""
+        """The results of a job, valid until the next call."""
+        assert not self.running, "a job does not run another"
         key = (*map(id, job.uses), type(job), job.sizes, *job.rest)
         self.calls += 1
         if key not in self.graphs and not self._recorded(key, job):
@@ -170,11 +178,11 @@ class Graphs:
         self.failed += 1
 
     def _make_room(self) -> bool:
-        """Drop the graph that was used longest ago, if there are many.  Returns False if it is in use.
+        """Drop the graph that was used longest ago, if they are many or large.  Returns False if it is in use.
 
-        Shapes in turn, more than MOST_GRAPHS, would otherwise be recorded anew at every call.
+        Sizes in turn, more than there is room for, would otherwise be recorded anew at every call.
         """
-        if len(self.graphs) < MOST_GRAPHS:
+        if len(self.graphs) < MOST_GRAPHS and self.bytes < MOST_BYTES:
             return True
         oldest = next(iter(self.graphs))
         idle = self.calls - self.graphs[oldest].used > IDLE_CALLS
@@ -183,12 +191,12 @@ class Graphs:
         return idle
 
     def _record(self, key: tuple[Any, ...], job: Job, inputs: Any) -> None:
-        before = self.recorder.reserved()
-        replay = self.recorder.record(lambda: self._alone(lambda: job.compute(inputs)))
         for used in job.uses:
             self._watch(used)
-        self.graphs[key] = Graph(inputs, replay, self.calls)
-        self.recorded, self.bytes = self.recorded + 1, self.bytes + self.recorder.reserved() - before
+        before = self.recorder.reserved()
+        replay = self.recorder.record(lambda: self._alone(lambda: job.compute(inputs)))
+        self.graphs[key] = Graph(inputs, replay, self.calls, self.recorder.reserved() - before)
+        self.recorded += 1
         log.debug("graph %d: %s, %d bytes for all", self.recorded, job.sizes, self.bytes)
 
     def _watch(self, used: Any) -> None:

@@ -77,7 +77,8 @@ class Layers:
     def __init__(self, run: Run, call: Call, sizes: Sizes) -> None:
         self.run, self.call, self.sizes = run, call, sizes
         self.uses = call.stack, call.kv.pool
-        self.rest = call.kv.layer, call.u is None, call.u is call.x
+        u = None if call.u is None else (call.u.dtype, call.u.shape[1])
+        self.rest = call.kv.layer, call.x.dtype, u, call.u is call.x
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
         x, u = self.call.x.new_zeros(self.sizes.rows, self.call.x.shape[1]), self.call.u

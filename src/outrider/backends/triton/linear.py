@@ -140,14 +140,16 @@ class Tile(NamedTuple):
 FEW, SOME = Tile(16, 64, 128, 4, 6), Tile(32, 64, 128, 4, 5)
 MANY, MORE = Tile(64, 64, 128, 4, 5), Tile(128, 64, 128, 4, 4)
 WIDE, MOST = Tile(128, 128, 64, 8, 4), Tile(256, 128, 64, 8, 3)
+CROWDED = MANY._replace(inputs=64, stages=3)  # leaves room for several programs a processor
+TILES = FEW, SOME, MANY, CROWDED, MORE, WIDE, MOST
 LEAST_INPUTS = 16  # of a tile
 
 
 def tile_of(rows: int, weight: TritonWeight, processors: int) -> Tile:
     """The fastest of the tiles that were tried on an H200 (docs/log.md), for so many rows.
 
-    A sum is the same bits in all: a matrix instruction adds 16 inputs at a time, in order.  In the
-    interpreter a tile's inputs are summed first, so there all tiles have as many.
+    A sum is the same bits in all: a matrix instruction adds 16 inputs at a time, in order.  (In the
+    interpreter a tile's inputs are summed first.  There all tiles have as many.)
     """
     outputs = weight.outputs
     tile = next((tile for tile in (FEW, SOME, MANY, MORE) if rows <= tile.rows), MOST)
@@ -155,14 +157,17 @@ def tile_of(rows: int, weight: TritonWeight, processors: int) -> Tile:
         tile = MORE  # large tiles would leave processors idle
     if tile is MORE and outputs >= WIDE.outputs * processors:
         tile = WIDE  # reads the rows half as often
-    inputs, stages = tile.inputs, tile.stages
     if tile is MANY and outputs >= 2 * tile.outputs * processors:
-        inputs, stages = 64, 3  # leaves room for several programs a processor
-    if INTERPRETED:
-        inputs = 32
+        tile = CROWDED
+    return tile
+
+
+def _fit(tile: Tile, weight: TritonWeight) -> Tile:
+    """A tile whose inputs share a scale, if the groups are not too small."""
+    inputs = 32 if INTERPRETED else tile.inputs
     while weight.scales is not None and weight.group % inputs and inputs > LEAST_INPUTS:
         inputs //= 2
-    return tile._replace(inputs=inputs, stages=stages)
+    return tile._replace(inputs=inputs)
 
 
 @lru_cache
@@ -170,12 +175,12 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def linear(x: Tensor, weight: TritonWeight, add: Tensor | None = None) -> Tensor:
-    """`Backend.linear`; accumulates into `add` in place."""
+def linear(x: Tensor, weight: TritonWeight, add: Tensor | None = None, tile: Tile | None = None) -> Tensor:
+    """`Backend.linear`; accumulates into `add` in place.  tile: another than the fastest."""
     x, n = x.contiguous(), x.shape[0]
     y = x.new_empty(n, weight.outputs) if add is None else add
     values, scales, k = weight.values, weight.scales, weight.inputs
-    tile = tile_of(n, weight, _processors(x.device))
+    tile = _fit(tile or tile_of(n, weight, _processors(x.device)), weight)
     grid = triton.cdiv(n, tile.rows), triton.cdiv(weight.outputs, tile.outputs)
     flags = {
         "QUANTIZED": scales is not None, "OFFSET": weight.offsets is not None, "PACKED": weight.packed,
@@ -206,15 +211,13 @@ _FITTING: dict[tuple[Any, ...], int] = {}  # kind of a launch -> stages that fit
 
 
 def same_in_all_tiles(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device gives a row the same sums in every tile.
+    """Whether a device gives a row the same sums in every tile, and in every place of it.
 
     Compared in float32: a result that is rounded to `dtype` rarely shows a difference.
     """
-    x = torch.linspace(-1, 1, 300 * 256, device=device).sin().view(300, 256).to(dtype)
-    weight = TritonWeight.of(x[:128].flip(0, 1), None, device, dtype)
-
-    def sums(rows: int) -> Tensor:
-        return linear(x[:rows], weight, torch.zeros(rows, 128, device=device))
-
-    whole = sums(300)
-    return all(torch.equal(sums(rows), whole[:rows]) for rows in (1, 20, 50, 100))
+    rows, outputs = 2 * MOST.rows, MOST.outputs
+    x = torch.linspace(-1, 1, 256 * rows, device=device).sin().view(rows, 256).to(dtype)
+    x[1::2] = x[::2].clone()  # every row twice, in places of both parities
+    weight = TritonWeight.of(x[:outputs].flip(0, 1), None, device, dtype)
+    first, *others = (linear(x, weight, torch.zeros(rows, outputs, device=device), tile) for tile in TILES)
+    return torch.equal(first[1::2], first[::2]) and all(torch.equal(first, other) for other in others)
