@@ -178,7 +178,7 @@ class Graphs:
         self.failed += 1
 
     def _make_room(self) -> bool:
-        """Drop the graph that was used longest ago, if they are many or large.  Returns False if it is in use.
+        """Drop the graph used longest ago, if there are many or large ones.  Returns False if it is in use.
 
         Sizes in turn, more than there is room for, would otherwise be recorded anew at every call.
         """
