@@ -154,11 +154,11 @@ def test_a_copy_of_the_weights_drafts_the_same(builtin: LLM, tmp_path: Path, hea
 
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     builtin.use({"model": head, "adaptive": False})
-    fixed = run()
+    fixed, again = run(), run()  # trees of Medusa follow the ranks that were right before
     builtin.use({"model": head, "adaptive": False, "online": {"path": str(tmp_path / "learned")}})
     learner = builtin.engine.proposer.learner
     assert isinstance(learner, Learner)
     learner.earned = -1e9
     assert run() == fixed
     learner._swap(learner._copy())
-    assert run() == fixed and learner.swaps == 1
+    assert run() == again and learner.swaps == 1
