@@ -18,9 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -56,9 +58,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, default=time.time(), help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.work is None:
+    given.own = given.work is None
+    if given.own:
         memory = _free("/dev/shm") > ROOM
-        given.work = Path("/dev/shm" if memory else max(("/dev/shm", "/tmp"), key=_free)) / "heads"
+        folder = "/dev/shm" if memory else max(("/dev/shm", "/tmp"), key=_free)
+        given.work = Path(tempfile.mkdtemp(prefix="heads-", dir=folder))
     return given
 
 
@@ -102,6 +106,7 @@ class Children:
         for worker, process in self.running.items():
             say(self.given, f"{worker} is stopped")
             process.kill()
+            process.wait()
 
 
 def say(given: argparse.Namespace, text: str) -> None:
@@ -149,8 +154,28 @@ def summarize(given: argparse.Namespace) -> None:
 def main(given: argparse.Namespace) -> None:
     for folder in (given.out, given.work):
         folder.mkdir(parents=True, exist_ok=True)
+    if any(given.work.iterdir()):
+        raise SystemExit(
+            f"{given.work} is not empty: states of other texts would be taken for those of new ones"
+        )
     say(given, f"{given.work}: {_free(str(given.work)) / 1e9:.0f} GB free")
-    children, now = Children(given), lambda: time.time() - given.began
+    children = Children(given)
+    try:
+        run(given, children)
+    finally:
+        children.stop()
+        pack(given)
+        summarize(given)
+        if given.own:
+            shutil.rmtree(given.work, ignore_errors=True)
+
+
+def run(given: argparse.Namespace, children: Children) -> None:
+    """Start the processes, and archive what they make until all have ended or the time is over."""
+
+    def now() -> float:
+        return time.time() - given.began
+
     for part in range(given.answering):
         children.start(f"answer:{part}")
     training, packed = False, 0.0
@@ -164,9 +189,6 @@ def main(given: argparse.Namespace) -> None:
         if training and now() - packed > TAR_EVERY:
             packed = now()
             pack(given)
-    children.stop()
-    pack(given)
-    summarize(given)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 from outrider import LLM
 from outrider.errors import ConfigError
 from outrider.train import run
+from outrider.train.features import Features
 from outrider.train.loop import Trainer
 from outrider.train.report import Report
 from outrider.train.run import train
@@ -50,6 +51,53 @@ def test_the_rate_may_follow_the_time(
     assert rates[-1] < 1e-3 and rates[5:] == sorted(rates[5:], reverse=True)
     with pytest.raises(ConfigError, match="needs minutes"):
         run_options("medusa", tmp_path, schedule="minutes", minutes=1.0)
+
+
+def test_a_run_without_time_for_a_step_goes_on_later(
+    target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation before the first step takes longer than the minutes."""
+    clock, evaluate, advance = SimpleNamespace(now=100.0), run.Evaluation.__call__, Trainer.advance
+    monkeypatch.setattr("outrider.train.schedule.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(run.time, "perf_counter", lambda: clock.now)
+
+    def slow(self: Any) -> None:
+        evaluate(self)
+        clock.now += 100
+
+    def second(self: Trainer) -> float:
+        clock.now += 1
+        return advance(self)
+
+    monkeypatch.setattr(run.Evaluation, "__call__", slow)
+    monkeypatch.setattr(Trainer, "advance", second)
+    given = {"steps": None, "schedule": "minutes", "minutes": 1.0}
+    result = train(target, "medusa", run_options("medusa", tmp_path, **given), Report())
+    assert not result.finished and not result.losses
+    clock.now = 1000.0
+    monkeypatch.setattr(run.Evaluation, "__call__", evaluate)
+    result = train(target, "medusa", run_options("medusa", tmp_path, **given), Report())
+    assert result.finished and len(result.losses) == 60
+
+
+def test_fewer_texts_are_joined_if_their_logits_are_large(
+    target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list[int]()
+    sample = Features.sample
+
+    def noting(self: Any, *numbers: int, **options: Any) -> Any:
+        sizes.append(sum(len(self.texts[i].ids) for i in numbers) if len(numbers) > 1 else 0)
+        return sample(self, *numbers, **options)
+
+    monkeypatch.setattr(Features, "sample", noting)
+    train(target, "medusa", run_options("medusa", tmp_path / "many", steps=2, batch=4), Report())
+    most = max(sizes)
+    assert most > 40
+    monkeypatch.setattr("outrider.train.loop.LOGIT_BYTES", 4 * target.engine.target.vocabulary * 40)
+    sizes.clear()
+    train(target, "medusa", run_options("medusa", tmp_path / "few", steps=2, batch=4), Report())
+    assert sizes and max(sizes) <= 40
 
 
 def test_the_rate_warms_up_and_falls_to_zero() -> None:

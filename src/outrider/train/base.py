@@ -34,7 +34,8 @@ class Method:
 
     wanted: the target's states that it reads.  logits: whether the loss reads the target's logits.
     most: draft tokens of the network in one step, at most.
-    joins: whether the loss may take several texts at once, one behind the other, without random numbers.
+    joins: whether the loss may take several texts at once, one behind the other; its random numbers, if any,
+        are then of `Sample.seeds`.
     base_rate: peak learning rate for a hidden size of `WIDTH`, that of the publication if it names one.
     drafts: speculative_config of evaluations, besides the model and its depth.
     variants: other method that drafts with such a network -> the option that makes one for it.
@@ -48,6 +49,10 @@ class Method:
     wanted: tuple[int, ...] = (FINAL,)
     most: int = MOST_DEPTH
     joins: bool = False
+
+    def logit_rows(self, tokens: int) -> int:
+        """Rows of logits at most that the loss of a text of so many tokens computes."""
+        return tokens
 
     def __init__(self, options: Any, target: Target, counts: Tensor) -> None:
         """counts: int64 [V], how often the answers have each token."""

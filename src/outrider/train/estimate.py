@@ -53,7 +53,8 @@ def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Esti
     texts = [text for text in texts if text.usable] or answers.given(some)
     share = len(items) / len(some)
     sample = Texts(texts, [0], list(range(len(texts))), sources, "")
-    steps = step_count(options, replace(sample, chosen=list(range(len(items))))) or 0
+    steps = step_count(options, replace(sample, chosen=list(range(len(items)))))
+    assert steps is not None, "the schedule is one of steps"
     method = new_method(llm, name, options, sample)
     features = new_features(llm, method, sample)
     spent = {"answers": seconds * share}

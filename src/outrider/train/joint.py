@@ -81,7 +81,8 @@ class Joint(nn.Module):
         """Write the updates in PEFT's format."""
         folder.mkdir(parents=True, exist_ok=True)
         stored = {_published(name): tensor.cpu() for name, tensor in self.updates.state_dict().items()}
-        save_file(stored, folder / WEIGHTS, {"format": "pt"})
+        save_file(stored, folder / f"{WEIGHTS}.tmp", {"format": "pt"})
+        (folder / f"{WEIGHTS}.tmp").replace(folder / WEIGHTS)
         modules = sorted({name.rpartition("/")[2] for name in self.updates})
         config = {"peft_type": "LORA", "r": self.rank, "lora_alpha": SCALE * self.rank, "bias": "none"}
         replace_text(folder / "adapter_config.json", json.dumps({**config, "target_modules": modules}) + "\n")

@@ -27,8 +27,8 @@ from outrider.train.options import TrainOptions, differences
 from outrider.train.processes import Processes
 from outrider.train.schedule import Schedule
 
-JOINED = {"cpu": 2048}  # tokens of padded texts that one call of a loss takes together, by device
-JOINED_ELSEWHERE = 16384
+HOST_JOINED, JOINED = 2048, 16384  # tokens of padded texts that one call of a loss takes together
+LOGIT_BYTES = 1 << 30  # of their logits in float32; a loss holds several times as much
 
 
 class Trainer:
@@ -113,10 +113,14 @@ class Trainer:
         Texts of like lengths are together, since attention pads them to the longest.
         """
         lengths = [len(self.features.texts[i].ids) for i in texts]
-        most = JOINED.get(self.device.type, JOINED_ELSEWHERE) if self.method.joins else 0
+        most = HOST_JOINED if self.device.type == "cpu" else JOINED
+        rows = LOGIT_BYTES // (4 * self.method.target.vocabulary)
         groups: list[list[int]] = []
         for j in sorted(self.processes.part(range(len(texts))), key=lambda j: -lengths[j]):
-            if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > most:
+            longest = lengths[groups[-1][0]] if groups else 0
+            count = len(groups[-1]) + 1 if groups else 0
+            full = count * longest > most or count * self.method.logit_rows(longest) > rows
+            if not groups or full or not self.method.joins:
                 groups.append([])
             groups[-1].append(j)
         return groups
@@ -155,16 +159,17 @@ class Trainer:
         if not path.exists():
             return False
         state = torch.load(path, map_location=self.device, weights_only=True)
+        # the states of optimizers are in this order
+        same = list(state["network"]) == list(self.method.network.state_dict())
+        if not same or not {"optimizers", "done", "seen"} <= state.keys():
+            raise ConfigError(
+                f"{self.options.out!r} holds a run of another version of this method: give another folder as "
+                "out."
+            )
         if changed := differences(state["run"], self._identity()):
             raise ConfigError(
                 f"{self.options.out!r} holds a run with other values of {', '.join(changed)}: give the same, "
                 "or another folder as out."
-            )
-        # the states of optimizers are in this order
-        if "optimizers" not in state or list(state["network"]) != list(self.method.network.state_dict()):
-            raise ConfigError(
-                f"{self.options.out!r} holds a run of another version of this method: give another folder as "
-                "out."
             )
         self.method.network.load_state_dict(state["network"])
         for optimizer, its in zip(self.optimizers, state["optimizers"]):

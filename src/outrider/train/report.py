@@ -97,7 +97,8 @@ class Report:
             busy = total - parts["evaluation"]
             self.say(f"{trainer.tokens / busy:,.0f} answer tokens/s in training; time: {shares}")
         if not finished:
-            self.say(f"Stopped after step {trainer.step} of {trainer.steps}: the same command goes on.")
+            all_steps = "" if trainer.steps is None else f" of {trainer.steps}"
+            self.say(f"Stopped after step {trainer.step}{all_steps}: the same command goes on.")
         config = json.dumps(trainer.method.speculation(Path(out), trainer.options.depth))
         self.say(f"{out}: evaluated with --speculative-config '{config}'")
         if (adapter := trainer.method.adapter(Path(out))) is not None:

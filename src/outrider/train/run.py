@@ -196,6 +196,8 @@ def fit(
     """The steps of `train`, its evaluations and what it writes."""
     options: TrainOptions = made.options
     steps = step_count(options, texts)
+    if steps is None and deadline == math.inf:
+        deadline = time.perf_counter() + 60 * (options.minutes or 0)
     trainer = Trainer(made, features, texts.chosen, steps, texts.key, processes)
     resumed = trainer.load()
     _check_same(processes, str(trainer.step))
@@ -252,6 +254,8 @@ def _steps(trainer: Trainer, evaluate: Evaluation, report: Report, deadline: flo
     options, processes = trainer.options, trainer.processes
     if trainer.step == 0 and processes.first:
         evaluate()
+    if processes.total(time.perf_counter() > deadline):  # no time for a step
+        return trainer.done == 1
     trainer.schedule.begin(deadline)
     with report.steps(trainer) as tick:
         while trainer.done < 1:

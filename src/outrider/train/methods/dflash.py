@@ -18,7 +18,7 @@ from outrider.draft.dspark import Network as DSparkNetwork
 from outrider.errors import ConfigError
 from outrider.heads.block_layouts import ARCHITECTURE, SLIDING
 from outrider.heads.block_layouts import TAPS as KEYS
-from outrider.heads.block_parts import BlockNetwork
+from outrider.heads.block_parts import ANCHORS, BlockNetwork
 from outrider.heads.blocks import BlockDrafter
 from outrider.heads.layouts import speculators
 from outrider.train.base import Files, Method
@@ -73,6 +73,9 @@ class DFlash(Method):
     base_rate = 6e-4
     logits, joins = False, True
     drafts: ClassVar = {}
+
+    def logit_rows(self, tokens: int) -> int:
+        return min(ANCHORS, tokens) * int(self.options.block)
 
     def build(self) -> BlockNetwork:
         options, target = self.options, self.target

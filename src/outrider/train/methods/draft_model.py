@@ -95,7 +95,7 @@ class DraftModel(Method):
     def save(self, folder: Path) -> None:
         super().save(folder)
         checkpoint = self.target.checkpoint
-        if checkpoint.tokenizer is not None:
+        if checkpoint.tokenizer is not None and not (folder / "tokenizer.json").exists():
             checkpoint.tokenizer.save_pretrained(folder)
         ending = {"eos_token_id": sorted(checkpoint.ending)}
         replace_text(folder / "generation_config.json", json.dumps(ending) + "\n")

@@ -274,6 +274,7 @@ static void maxima_of_panels(const void *loop, int64_t first, int64_t end) {
 
 void linear_with_maxima(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y,
                         int64_t outputs, int add, float *block_max, int64_t block_max_stride) {
+    if (rows == 0) return; /* tiles have a row at least */
     const int64_t panels = divide_up(outputs, PANEL);
     LinearCall call = {weight, x, rows, inputs, 0, y, outputs, add, block_max, block_max_stride};
     if (weight->kind >= INT8) {
