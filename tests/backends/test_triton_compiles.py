@@ -13,15 +13,27 @@ from interpreted import needs_triton
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
+def printed(script: str, capability: int, cache: Path) -> str:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(SUPPORT / script), str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_keys_of_paths_and_of_tables_are_summed_in_one_layout(capability: int, tmp_path: Path) -> None:
+    lines = printed("triton_layouts.py", capability, tmp_path).splitlines()
+    assert len(lines) == 6 and all(line.endswith(" same") for line in lines), lines
+
+
 @needs_triton
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, str(SUPPORT / "compile_triton.py"), str(capability)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = printed("compile_triton.py", capability, tmp_path)
     kernels = {
         "_linear",
         "_rms_norm",
@@ -32,4 +44,4 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
         "_cut",
         "_best",
     }
-    assert {*done.stdout.split()} == {*kernels, "_score", "_walk"}
+    assert {*done.split()} == {*kernels, "_score", "_walk"}
