@@ -1,7 +1,7 @@
 """Compiles both kinds of programs of the attention for a CUDA device, and compares how they are laid out.
 
-`python triton_layouts.py 90`.  A sum over a tile is rounded as its layout has it, so where layouts differ a key
-has other bits in the path of a node than in a table.  Prints "same" or the first difference of each shape.
+`python triton_layouts.py 90`.  The order of a sum over a tile is that of its layout.  Where layouts differ, a
+key adds other bits in the path of a node than in a table.  Prints "same" or the first difference of a shape.
 """
 
 from __future__ import annotations
