@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from types import SimpleNamespace
 
 import pytest
 from helpers import answer
@@ -22,7 +21,7 @@ def test_a_long_prompt_beside_decoding_rows(
 ) -> None:
     """By a clock on which all steps take equally long, so that the machine's load changes nothing."""
     clock = itertools.count(time.perf_counter(), 1e-3)
-    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(engine, "working_time", lambda: next(clock))
     llm = LLM(
         llama, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=32, max_decode_slowdown=slowdown
     )
