@@ -103,7 +103,7 @@ class Net:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`Launched`: as `ranked`, for nodes whose parents' o is given."""
         o = self.forward(step_input, pool, self.from_output(o))
-        return o, *choose.top(self.logits(o), words, noised, k, probs)
+        return self.ranked(None, None, o, words, noised, choose, k, probs)
 
     def logits(self, o: Tensor) -> Tensor:
         """float32 [n, Vd]."""

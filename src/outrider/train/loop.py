@@ -110,7 +110,7 @@ class Trainer:
     def _groups(self, texts: Sequence[int]) -> list[list[int]]:
         """This process's part of the batch: the places of the texts that one call of the loss takes.
 
-        Texts of like lengths are together, since attention pads them to the longest.
+        Texts of similar lengths are together, since attention pads them to the longest.
         """
         lengths = [len(self.features.texts[i].ids) for i in texts]
         most = HOST_JOINED if self.device.type == "cpu" else JOINED

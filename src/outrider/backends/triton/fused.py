@@ -23,7 +23,7 @@ from outrider.backends.triton.graphs import Graphs, Results
 from outrider.backends.triton.jobs import frame, padded, padded_rows
 from outrider.backends.triton.linear import TritonWeight
 from outrider.backends.triton.picking import next_tokens
-from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_paths, numbers_of, total
+from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
 from outrider.backends.triton.verifier import WORDS, TreeQueries, answers_to
 from outrider.core.lora import Runs
 from outrider.core.step import FINAL
@@ -123,6 +123,14 @@ def _fitted(exact: Sizes, model: _Model, possible: bool) -> tuple[bool, Sizes]:
     return fits is not None, fits or exact
 
 
+def _with_plan(job: _Step | _Chain, plan: Plan) -> StepInput:
+    """The step of a job for the kernels: itself, or padded."""
+    if job.graphed:
+        return frame(job.sizes, plan)
+    install(job.step, plan.slots.device, plan)
+    return job.step
+
+
 class _Step:
     """`Job` of a step.
 
@@ -156,21 +164,12 @@ class _Step:
         if self.queries is not None:
             trees = array("i", self.queries.words(self.wanted, self.model.ends.head.outputs).tobytes())
             numbers[ids + rows : ids + rows + len(trees)] = trees
-        numbers += numbers_of(self.step, self.sizes)
-        flat[: len(numbers)].copy_(torch.frombuffer(numbers, dtype=torch.int32), non_blocking=True)
-        load_paths(Plan.of(flat[ids + rows + words :], self.sizes), self.step, self.sizes)
-        if self.step.device_ids is not None:
-            flat[: self.step.length].copy_(self.step.device_ids)
+        load_step(flat, numbers, self.step, self.sizes)
 
     def compute(self, flat: Tensor) -> Results:
         model = self.model
         ids, rows, words, numbers = flat.split(self.parts)
-        plan = Plan.of(numbers, self.sizes)
-        step = self.step
-        if self.graphed:
-            step = frame(self.sizes, plan)
-        else:
-            install(step, flat.device, plan)
+        step = _with_plan(self, Plan.of(numbers, self.sizes))
         x, taps = self._run(model.embed(ids[: self.sizes.rows]), step)
         wanted = x.index_select(0, rows[: self.wanted])
         logits = model.logits(model.final(wanted))
@@ -219,11 +218,7 @@ class _Chain:
 
     def compute(self, flat: Tensor) -> Results:
         model, given = self.model, self.numbers.split(flat)
-        step = self.step
-        if self.graphed:
-            step = frame(self.sizes, given.plan)
-        else:
-            install(step, flat.device, given.plan)
+        step = _with_plan(self, given.plan)
         x = model.run(model.embed(given.ids), step).index_select(0, given.after)
         found, states = [self._picked(x, given, 0)], [x]
         for level, plan in enumerate(given.levels, 1):

@@ -39,7 +39,7 @@ Replay = Callable[[], Results]  # returns the results, always in the same memory
 class Job(Protocol):
     """A computation whose launches may be recorded.
 
-    sizes: padded; what the computation looks like for people.
+    sizes: padded; named in messages.
     uses:  objects whose memory it reads and writes; a graph goes with them
     rest:  what its launches depend on besides
     """

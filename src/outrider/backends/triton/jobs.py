@@ -13,7 +13,7 @@ from outrider.backends.base import AttentionShape, ForwardShape, Launched, Layer
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton.attention import in_one_part
 from outrider.backends.triton.graphs import Graphs, Results
-from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_paths, numbers_of, total
+from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
 from outrider.core.step_input import StepInput, StepTensors
 
 # Rows of a graph; longer steps have none.
@@ -90,9 +90,7 @@ class Layers:
 
     def load(self, inputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
         (flat, x, u), step = inputs, self.call.kv.step_input
-        numbers = torch.frombuffer(numbers_of(step, self.sizes), dtype=torch.int32)
-        flat[: len(numbers)].copy_(numbers, non_blocking=True)
-        load_paths(Plan.of(flat, self.sizes), step, self.sizes)
+        load_step(flat, array("i"), step, self.sizes)
         x[: len(self.call.x)].copy_(self.call.x)
         if u is not None and self.call.u is not None:
             u[: len(self.call.u)].copy_(self.call.u)
@@ -142,13 +140,9 @@ class Method:
         if self.shape is None:
             return
         step = self.shape.step_input
-        numbers = array("i", step.input_ids)
-        numbers.extend([0] * (self.ids - len(numbers)))
-        numbers += numbers_of(step, self.sizes)
-        flat[: len(numbers)].copy_(torch.frombuffer(numbers, dtype=torch.int32), non_blocking=True)
-        load_paths(Plan.of(flat[self.ids :], self.sizes), step, self.sizes)
-        if step.device_ids is not None:
-            flat[: step.length].copy_(step.device_ids)
+        ids = array("i", step.input_ids)
+        ids.extend([0] * (self.ids - len(ids)))
+        load_step(flat, ids, step, self.sizes)
 
     def compute(self, inputs: tuple[Tensor, list[Tensor]]) -> Results:
         flat, rows = inputs

@@ -98,6 +98,18 @@ def _make(step: StepInput, device: torch.device) -> Plan:
     return plan
 
 
+def load_step(flat: Tensor, before: array[int], step: StepInput, sizes: Sizes) -> None:
+    """Fill a tensor with other numbers and the plan of a step behind them, in one transfer.
+
+    Ids that only the device knows come to the begin of the tensor, if there are other numbers.
+    """
+    first, numbers = len(before), before + numbers_of(step, sizes)
+    flat[: len(numbers)].copy_(torch.frombuffer(numbers, dtype=torch.int32), non_blocking=True)
+    load_paths(Plan.of(flat[first:], sizes), step, sizes)
+    if first and step.device_ids is not None:
+        flat[: step.length].copy_(step.device_ids)
+
+
 def load_paths(plan: Plan, step: StepInput, sizes: Sizes) -> None:
     """Copy the paths that only a device knows into the plan of a step."""
     if step.device_paths is not None:
