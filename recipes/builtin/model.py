@@ -33,8 +33,8 @@ class Shape:
     context: int = 1024
 
 
-TARGET = Shape(hidden=384, layers=12, heads=6, kv_heads=2, mlp=768)
-DRAFT = Shape(hidden=256, layers=2, heads=4, kv_heads=2, mlp=512)
+TARGET = Shape(hidden=384, layers=8, heads=6, kv_heads=2, mlp=1024)
+DRAFT = Shape(hidden=384, layers=2, heads=6, kv_heads=2, mlp=1024)
 
 
 def build(shape: Shape, seed: int) -> LlamaForCausalLM:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
+import json
+import keyword
 import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 SPLITS = ("train", "values", "wordings")
@@ -13,6 +18,8 @@ HELD_KEYS = 12  # one key in twelve is held out
 OPENINGS = ("Hello! ", "Hi, can you help me? ", "One question: ", "Please help me. ", "Next one: ")
 OPENING_SHARE = 0.1  # of all tasks
 HELD_WORDS = 6  # every sixth word of an open class is held out
+# Shares of a training task's words that are any words of `words.json`: copying is learned from many words.
+FRESH_SHARES = (0.0, 0.0, 0.3, 0.9)
 
 T = TypeVar("T")
 
@@ -23,10 +30,14 @@ class OtherSplit(Exception):
 
 @dataclass(frozen=True)
 class Words:
-    """An open word class, divided into training words and held-out words."""
+    """An open word class, divided into training words and held-out words.
+
+    open: any word may stand in for one of them in training
+    """
 
     train: tuple[str, ...]
     held: tuple[str, ...]
+    open: bool = True
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -43,11 +54,36 @@ def pairs(text: str) -> dict[str, str]:
     return dict(item.split(":", 1) for item in listed(text))
 
 
-def words(text: str) -> Words:
+_HELD: set[str] = set()  # held-out words of all classes, in lower case
+
+
+def words(text: str, open: bool = True) -> Words:
     """Divide the items of a list; every sixth one is held out."""
     items = listed(text)
     held = items[HELD_WORDS - 1 :: HELD_WORDS]
-    return Words(tuple(w for w in items if w not in held), held)
+    _HELD.update(word.lower() for word in held)
+    return Words(tuple(w for w in items if w not in held), held, open)
+
+
+@cache
+def _any_words() -> tuple[list[str], list[str]]:
+    """Capitalized and other words that are held out of no class and name nothing in Python."""
+    found = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf8"))
+    left_out = _HELD | {*keyword.kwlist, *dir(builtins)}
+
+    def free(word: str) -> bool:
+        return not {word.lower(), f"{word}s".lower(), word.lower().removesuffix("s")} & left_out
+
+    return [w for w in found["names"] if free(w)], [w for w in found["words"] if free(w)]
+
+
+@cache
+def _more_wordings() -> dict[str, list[str]]:
+    """Training wordings by one of the templates of a `say`."""
+    folder, found = Path(__file__).with_name("wordings"), dict[str, list[str]]()
+    for path in sorted(folder.glob("*.json")):
+        found.update(json.loads(path.read_text(encoding="utf8")))
+    return found
 
 
 @dataclass(frozen=True)
@@ -83,6 +119,8 @@ class Draw:
         self.split = split
         self.keys: list[str] = []
         self.wordings: list[str] = []
+        self.class_of: dict[str, Words] = {}  # of the words that were drawn
+        self.fresh_share = rng.choice(FRESH_SHARES) if split == "train" else 0.0
 
     def int(self, low: int, high: int) -> int:
         return self.rng.randint(low, high)
@@ -99,16 +137,29 @@ class Draw:
 
     def word(self, group: Words) -> str:
         """Choose from an open class: held-out words only in split `values`."""
-        return self.rng.choice(group.held if self.split == "values" else group.train)
+        return self.words(group, 1)[0]
 
     def words(self, group: Words, count: int) -> list[str]:
         """Choose distinct words; split `values` takes held-out ones first, then training words."""
-        if self.split != "values":
-            return self.rng.sample(group.train, count)
-        held = self.rng.sample(group.held, min(count, len(group.held)))
+        held = self.rng.sample(group.held, min(count, len(group.held))) if self.split == "values" else []
         chosen = held + self.rng.sample(group.train, count - len(held))
+        if self.fresh_share and group.open:
+            chosen = self._some_fresh(group, chosen)
         self.rng.shuffle(chosen)
+        self.class_of.update(dict.fromkeys(chosen, group))
         return chosen
+
+    def _some_fresh(self, group: Words, chosen: list[str]) -> list[str]:
+        """Some of the words replaced by any, which are capitalized or end like the words of the class."""
+        names, others = _any_words()
+        source = names if group.train[0][0].isupper() else others
+        end = "s" if all(word.endswith("s") for word in group.train) else ""
+        found: list[str] = []
+        for word in chosen:
+            while word in found or (word in chosen and self.chance(self.fresh_share)):
+                word = self.rng.choice(source).removesuffix(end) + end
+            found.append(word)
+        return found
 
     def hold(self, *key: object) -> None:
         """Assign the values in `key` to a split; raise OtherSplit if it is not this draw's."""
@@ -118,11 +169,16 @@ class Draw:
         self.keys.append(text)
 
     def say(self, *templates: str, **values: object) -> str:
-        """Fill one of the templates; the last fifth of them (at least one) is held out."""
+        """Fill one of the templates; the last fifth of them (at least one) is held out.
+
+        The files in `wordings` hold more templates for training.
+        """
         if len(templates) < 3:
             raise ValueError(f"a wording needs three templates or more, got {len(templates)}")
         cut = len(templates) - max(1, len(templates) // 5)
-        chosen = self.rng.choice(templates[cut:] if self.split == "wordings" else templates[:cut])
+        more = _more_wordings()
+        known = [*templates[:cut], *(extra for each in templates for extra in more.get(each, ()))]
+        chosen = self.rng.choice(templates[cut:] if self.split == "wordings" else known)
         self.wordings.append(chosen)
         return chosen.format(**values)
 

@@ -70,7 +70,7 @@ def replace(d: Draw) -> list[Turn]:
 
 def _same_class(d: Draw, word: str) -> str:
     for group in (NAMES, CITIES, THINGS, PLACES):
-        if word in group.all:
+        if d.class_of.get(word) is group:
             return d.word(group)
     return d.pick(next(g for g in (COLORS, DAYS, WEATHER) if word in g))
 

@@ -66,12 +66,17 @@ def in_words(number: int) -> str:
     return f"{NUMBERS[number // 100]} hundred{rest}"
 
 
+def female(name: str) -> bool:
+    """Whether a story says "she"; of a name that is in no list by its end."""
+    return name in FEMALE or (name not in NAMES.all and name.endswith("a"))
+
+
 def they(name: str) -> str:
-    return "She" if name in FEMALE else "He"
+    return "She" if female(name) else "He"
 
 
 def their(name: str) -> str:
-    return "her" if name in FEMALE else "his"
+    return "her" if female(name) else "his"
 
 
 def an(word: str) -> str:

@@ -8,13 +8,13 @@ from .lexicon import (
     CITIES,
     COLORS,
     DAYS,
-    FEMALE,
     JOBS,
     NAMES,
     PLACES,
     THINGS,
     WEATHER,
     an,
+    female,
     joined,
     their,
     they,
@@ -199,7 +199,7 @@ def third_person(d: Draw) -> list[Turn]:
     chosen = d.picks(parts, d.int(1, 3))
     source = " ".join(p[0] for p in chosen)
     target = " ".join(p[1] if i == 0 else p[2] for i, p in enumerate(chosen))
-    gender = "woman" if name in FEMALE else "man"
+    gender = "woman" if female(name) else "man"
     prompt = d.say(
         "Rewrite about {n} (a {g}) instead of me: {s}",
         "Put this in the third person. The name is {n} (a {g}). {s}",

@@ -1,0 +1,297 @@
+"""Train the target on one GPU in a few minutes, in the time that is given.
+
+    python recipes/builtin/gpu_target.py --corpus CORPUS --out OUT [--seconds 300] [--init src/outrider/builtin/target]
+
+CORPUS holds tokenizer.json, prose.npy and val-*.npy (stages `tokenizer` and `corpus` of make.py).  Processes
+generate task rows ahead (`corpus.build_shard`) while the model is trained; the same shards, losses and
+optimizers as in train.py, but with compiled blocks, and a rate that ends with the time.
+
+    OUT/model/       the newest weights in bfloat16, in files of at most 14 MB, for `model.export`
+    OUT/log.jsonl    loss, rate and tokens per second
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from outrider.checkpoints.hub import Checkpoint  # noqa: E402 - behind the path
+from outrider.core.quantized import QuantizedWeight  # noqa: E402
+from recipes.builtin.corpus import SHARD_ROWS, Stream, build_shard, shard_path  # noqa: E402
+from recipes.builtin.model import TARGET, build  # noqa: E402
+from recipes.builtin.train import Settings, loss_weights, mean_loss, optimizers  # noqa: E402
+
+WARM, STEADY = 0.01, 0.35  # shares of the time: until the rate is whole, and until it begins to fall
+SAVED_EVERY = 60.0  # seconds
+FILE_SIZE = "14MB"
+AHEAD = 4  # batches
+VALIDATED = 16  # rows of a source
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--init", help="model folder to begin from; otherwise seeded weights")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of the whole run")
+    parser.add_argument("--rows", type=int, default=256, help="rows of 1,024 tokens of a step")
+    parser.add_argument("--micro", type=int, default=64, help="rows of one forward")
+    parser.add_argument("--matrix-rate", type=float, default=0.02)
+    parser.add_argument("--other-rate", type=float, default=4e-3)
+    parser.add_argument("--prose-share", type=float, default=0.2, help="of the rows")
+    parser.add_argument("--generators", type=int, default=8, help="processes that write task rows")
+    parser.add_argument("--first-shard", type=int, default=0)
+    parser.add_argument("--shard-rows", type=int, default=SHARD_ROWS)
+    parser.add_argument("--began", type=float, default=time.time(), help=argparse.SUPPRESS)
+    parser.add_argument("--generator", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def generate(given: argparse.Namespace) -> None:
+    """Write every n-th shard until the time is over."""
+    torch.set_num_threads(1)
+    shard = given.first_shard + given.generator
+    while time.time() - given.began < given.seconds:
+        build_shard(given.corpus, shard, Settings.length, given.shard_rows)
+        shard += given.generators
+
+
+class Batches:
+    """Token ids and loss weights of steps, made ahead by a thread."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.queue = given, queue.Queue[tuple[Tensor, Tensor]](AHEAD)
+        self.stream = Stream(given.corpus, Settings.length, given.shard_rows)
+        threading.Thread(target=self._fill, daemon=True).start()
+
+    def _fill(self) -> None:
+        given = self.given
+        prose_count, prompt_weight = round(given.rows * given.prose_share), Settings.prompt_weight
+        task_count, at = given.rows - prose_count, given.first_shard * given.shard_rows
+        for step in range(1 << 62):
+            first = at + step * task_count
+            self._await((first + task_count - 1) // given.shard_rows)
+            task = self.stream.task_rows(first, task_count)
+            prose = self.stream.prose_rows(step * prose_count, prose_count)
+            weights = np.concatenate([loss_weights(task, prompt_weight), loss_weights(prose, 1.0)])
+            ids = np.concatenate([task, prose]).astype(np.int32)
+            order = np.random.RandomState(step).permutation(len(ids))
+            self.queue.put((torch.from_numpy(ids[order]), torch.from_numpy(weights[order])))
+
+    def _await(self, shard: int) -> None:
+        while not shard_path(self.given.corpus, shard).exists():
+            time.sleep(0.02)
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The next step, `micro` rows at a time, on the device."""
+        ids, weights = self.queue.get()
+        total = weights[:, 1:].sum()
+        for first in range(0, len(ids), self.given.micro):
+            some = slice(first, first + self.given.micro)
+            yield (
+                ids[some].to(self.given.device, non_blocking=True).long(),
+                (weights[some] / total).to(self.given.device, non_blocking=True),
+            )
+
+
+def block(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """One layer of a Llama, x [rows, length, h] in bfloat16."""
+    attention, mlp = layer.self_attn, layer.mlp
+    rows, length, hidden = x.shape
+
+    def heads(weight: Tensor, y: Tensor) -> Tensor:
+        return _linear(y, weight).view(rows, length, -1, cos.shape[-1]).transpose(1, 2)
+
+    y = F.rms_norm(x, (hidden,), layer.input_layernorm.weight.bfloat16(), eps)
+    q, k, v = (heads(part.weight, y) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+    q, k = q * cos + _turned(q) * sin, k * cos + _turned(k) * sin
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, -1)
+    x = x + _linear(y, attention.o_proj.weight)
+    y = F.rms_norm(x, (hidden,), layer.post_attention_layernorm.weight.bfloat16(), eps)
+    inner = F.silu(_linear(y, mlp.gate_proj.weight)) * _linear(y, mlp.up_proj.weight)
+    return x + _linear(inner, mlp.down_proj.weight)
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.bfloat16())
+
+
+def _turned(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat([-x[..., half:], x[..., :half]], -1)
+
+
+def end(x: Tensor, norm: Tensor, embedding: Tensor, targets: Tensor, weights: Tensor, eps: float) -> Tensor:
+    """The weighted sum of cross-entropies of x [rows, length, h]."""
+    x = F.rms_norm(x, (x.shape[-1],), norm.bfloat16(), eps)
+    logits = _linear(x[:, :-1].flatten(0, 1), embedding)
+    losses = F.cross_entropy(logits.float(), targets.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum()
+
+
+class Loss:
+    """Of a `LlamaForCausalLM` whose weights are float32, computed in bfloat16."""
+
+    def __init__(self, model: Any, length: int, device: str) -> None:
+        self.model, self.eps = model.model, model.config.rms_norm_eps
+        head_size, theta = model.config.head_dim, 10000.0
+        inverse = theta ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+        angles = torch.arange(length)[:, None] * inverse[None, :]
+        both = torch.cat([angles, angles], -1).to(device)
+        self.cos, self.sin = both.cos().bfloat16(), both.sin().bfloat16()
+        compiled = device == "cuda"
+        self.block = torch.compile(block, dynamic=False) if compiled else block
+        self.end = torch.compile(end, dynamic=False) if compiled else end
+
+    def __call__(self, ids: Tensor, weights: Tensor) -> Tensor:
+        embedding = self.model.embed_tokens.weight
+        x = F.embedding(ids, embedding).bfloat16()
+        for layer in self.model.layers:
+            x = self.block(x, layer, self.cos, self.sin, self.eps)
+        return self.end(x, self.model.norm.weight, embedding, ids[:, 1:], weights[:, 1:], self.eps)
+
+
+def rate_at(share: float) -> float:
+    """The rate, relative to its highest, after a share of the time."""
+    if share < WARM:
+        return max(share / WARM, 0.05)
+    return 1.0 if share < STEADY else max(0.0, (1 - share) / (1 - STEADY))
+
+
+def started(init: str | None) -> nn.Module:
+    """A target with seeded weights, or with those of a checkpoint, which may be quantized."""
+    model = build(TARGET, Settings.seed)
+    if init is not None:
+        weights = Checkpoint.open(init).tensors()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1:
+                    found = weights.get(name, *parameter.shape)
+                else:
+                    found = weights.linear(name.removesuffix(".weight"), *parameter.shape)
+                parameter.copy_(found.dense() if isinstance(found, QuantizedWeight) else found)
+    return model
+
+
+def save(model: Any, out: Path) -> None:
+    """Replace OUT/model."""
+    temporary = out / "model.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    copy = type(model)(model.config)
+    copy.load_state_dict(model.state_dict())
+    copy.bfloat16().save_pretrained(temporary, max_shard_size=FILE_SIZE)
+    shutil.rmtree(out / "model", ignore_errors=True)
+    os.replace(temporary, out / "model")
+
+
+class Run:
+    def __init__(self, given: argparse.Namespace) -> None:
+        torch.set_float32_matmul_precision("high")
+        self.given, self.model = given, started(given.init).to(given.device).train()
+        rates = Settings(matrix_rate=given.matrix_rate, other_rate=given.other_rate)
+        self.optimizers = optimizers(self.model, rates)
+        self.highest = [[group["lr"] for group in each.param_groups] for each in self.optimizers]
+        self.loss_of = Loss(self.model, Settings.length, given.device)
+        self.log: list[dict[str, Any]] = []
+
+    def train(self) -> None:
+        """Steps until the time is over.  The time of the rate begins with the first batch."""
+        given, batches = self.given, Batches(self.given)
+        end, began, saved, tokens = given.began + given.seconds, time.time(), time.time(), 0
+        for step in range(1 << 62):
+            now = time.time()
+            if step and now >= end:
+                break
+            share = (now - began) / (end - began)
+            loss = self._step(batches, rate_at(share))
+            tokens += given.rows * Settings.length
+            if step % 20 == 0:
+                speed = round(tokens / (time.time() - began))
+                self._say(seconds=round(now - given.began, 1), step=step, tokens=tokens, loss=round(loss.item(), 4),
+                          rate=round(rate_at(share), 4), tokens_per_second=speed)  # fmt: skip
+            if time.time() - saved > SAVED_EVERY:
+                save(self.model, given.out)
+                saved = time.time()
+        save(self.model, given.out)
+
+    def _step(self, batches: Batches, factor: float) -> Tensor:
+        for optimizer, rates in zip(self.optimizers, self.highest):
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * factor
+        total = torch.zeros((), device=self.given.device)
+        for ids, weights in batches.parts():
+            loss = self.loss_of(ids, weights)
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def validate(self) -> None:
+        """Mean loss of the first rows of every source."""
+        self.model.eval()
+        found = {}
+        for file in sorted(self.given.corpus.glob("val-*.npy")):
+            rows = np.load(file)[:VALIDATED]
+            found[file.stem.removeprefix("val-")] = mean_loss(self.model, rows, self.given.device)
+        self._say(validation=found)
+
+    def _say(self, **values: Any) -> None:
+        self.log.append(values)
+        print(values, flush=True)
+        lines = "".join(json.dumps(each) + "\n" for each in self.log)
+        (self.given.out / "log.jsonl").write_text(lines)
+
+
+def main(given: argparse.Namespace) -> None:
+    """Begin with the generators; the shards go to memory, beside a link to the rest of the corpus."""
+    given.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for path in given.corpus.iterdir():
+            (Path(folder) / path.name).symlink_to(path.resolve())
+        given.corpus = Path(folder)
+        command = [sys.executable, *sys.argv, "--corpus", folder, "--began", str(given.began)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        running = [
+            subprocess.Popen([*command, "--generator", str(part)], env=environment)
+            for part in range(given.generators)
+        ]
+        try:
+            run = Run(given)
+            run.train()
+            run.validate()
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+
+
+if __name__ == "__main__":
+    asked = parse()
+    main(asked) if asked.generator is None else generate(asked)

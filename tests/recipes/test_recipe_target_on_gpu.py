@@ -1,0 +1,79 @@
+"""The target's run on one GPU: its loss is that of the other trainer, its rate ends with the time."""
+
+import argparse
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.builtin import corpus, gpu_target
+from recipes.builtin.model import Shape, build
+from recipes.builtin.train import Trainer, loss_weights
+
+SHAPE = Shape(hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, vocabulary=300, head_size=16, context=64)
+
+
+def small_model():
+    model = build(SHAPE, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def test_loss_and_gradients_are_those_of_the_other_trainer():
+    model, rows = small_model(), np.random.RandomState(0).randint(6, 300, (3, 64))
+    ids, weights = torch.from_numpy(rows), torch.from_numpy(loss_weights(rows, 0.1))
+    other = Trainer.__new__(Trainer)
+    other.model, other.device, other.teacher = model, "cpu", None
+    found = []
+    for loss_of in (gpu_target.Loss(model, 64, "cpu"), other._loss):
+        model.zero_grad()
+        loss = loss_of(ids, weights)
+        loss.backward()
+        found.append((loss.item(), [parameter.grad.clone() for parameter in model.parameters()]))
+    (mine, gradients), (wanted, expected) = found
+    assert mine == pytest.approx(wanted, rel=2e-3)
+    for gradient, wished in zip(gradients, expected):
+        assert (gradient - wished).norm() < 0.05 * wished.norm()
+
+
+def test_rate_rises_stays_and_ends_with_the_time():
+    rates = [gpu_target.rate_at(share / 1000) for share in range(1001)]
+    assert 0 < rates[0] < rates[5] < 1 and max(rates) == 1 and rates[-1] == 0
+    assert rates[20] == rates[300] == 1 > rates[600] > rates[900]
+
+
+def test_training_begins_with_the_shipped_weights():
+    shipped = gpu_target.started("builtin").state_dict()
+    fresh = gpu_target.started(None).state_dict()
+    assert shipped.keys() == fresh.keys()
+    assert all(not torch.equal(shipped[name], fresh[name]) for name in shipped if "proj" in name)
+
+
+def test_batches_take_rows_of_both_sources_in_order(tmp_path):
+    rows = np.full((8, 1024), 7, np.uint16)
+    np.save(tmp_path / "prose.npy", rows)
+    for shard in range(3):
+        np.save(corpus.shard_path(tmp_path, shard), rows + 1 + shard)
+    given = argparse.Namespace(
+        corpus=tmp_path, rows=5, micro=2, prose_share=0.2, first_shard=0, shard_rows=8, device="cpu"
+    )
+    batches = gpu_target.Batches(given)
+    for step in range(3):
+        parts = list(batches.parts())
+        assert [len(ids) for ids, _ in parts] == [2, 2, 1]
+        seen = sorted(int(row[0]) for ids, _ in parts for row in ids)
+        assert seen == sorted([7, *(8 + (4 * step + i) // 8 for i in range(4))])
+        assert sum(float(weights[:, 1:].sum()) for _, weights in parts) == pytest.approx(1)
+
+
+def test_saved_weights_load_with_transformers(tmp_path):
+    from transformers import LlamaForCausalLM
+
+    model = small_model()
+    for _ in range(2):  # the second replaces the first
+        gpu_target.save(model, tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(loaded.parameters(), model.parameters()))
+    assert not (tmp_path / "model.tmp").exists()
