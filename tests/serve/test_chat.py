@@ -131,7 +131,8 @@ def test_forced_tool_calls_are_constrained_to_their_schemas(client: OpenAI) -> N
     note = {"type": "string", "minLength": 100, "maxLength": 200}
     schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "note": note}, "required": ["a", "note"]}
     tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
-    given: Any = {"model": "builtin", "messages": MESSAGES, "seed": 1, "tools": [tool]}
+    given: Any = {"model": "builtin", "messages": MESSAGES, "seed": 1, "tools": [tool],
+                  "parallel_tool_calls": False}  # fmt: skip
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         got = client.chat.completions.create(**given, tool_choice=choice).choices[0]
         calls: Any = got.message.tool_calls
