@@ -11,7 +11,7 @@ import pytest
 from outrider import LLM
 from outrider.control.auto import AutoController
 from outrider.engine import calibrate
-from outrider.engine.calibrate import ROUNDS, ROWS, forward_cost, measure
+from outrider.engine.calibrate import NEAR, ROUNDS, ROWS, Measured, forward_cost, measure
 from outrider.engine.stored import StoredJson
 
 
@@ -67,6 +67,12 @@ def test_one_slow_round_changes_nothing(tiny: Path) -> None:
 
     found = measure(LLM(str(tiny)).engine.decoder, 512, clock=clock)
     assert found.rounds > 2 and max(found.rows.values()) < 2e-3
+
+
+def test_the_cost_of_context_is_that_of_draft_tokens_which_share_it() -> None:
+    found = Measured({1: 1.0, 8: 1.7}, distant=2.1, far=NEAR + 100)
+    assert found.cost().per_context == pytest.approx(0.4 / 800)
+    assert Measured({1: 1.0}, distant=2.1, far=NEAR + 100).cost().per_context == 0
 
 
 def test_where_time_runs_out_the_next_start_goes_on(

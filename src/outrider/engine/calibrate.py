@@ -24,11 +24,15 @@ from outrider.models.base import Model
 SECONDS, ROUNDS = 0.8, 9
 ROWS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)  # the most important first, where time is short
 NEAR, FAR = 32, 480  # positions before the rows
+FAR_ROWS = 8  # rows behind `FAR`: one alone reads its context in less time than the noise of its forward
 
 
 @dataclass
 class Measured:
-    """Least seconds so far: of forwards by their rows, behind `NEAR` positions; of one row behind `far`."""
+    """Least seconds so far: of forwards by their rows, behind `NEAR` positions.
+
+    distant: of `FAR_ROWS` rows behind `far` positions.
+    """
 
     rows: dict[int, float]
     distant: float
@@ -36,7 +40,8 @@ class Measured:
     rounds: int = 0
 
     def cost(self) -> ForwardCost:
-        each = max(0.0, self.distant - self.rows[1]) / (self.far - NEAR)
+        near = self.rows.get(FAR_ROWS, math.inf)
+        each = max(0.0, self.distant - near) / FAR_ROWS / (self.far - NEAR)
         alone = {rows: max(t - rows * NEAR * each, t / 2) for rows, t in sorted(self.rows.items())}
         return ForwardCost(alone, each)
 
@@ -49,7 +54,7 @@ def forward_cost(decoder: Model, max_len: int, *about: Any) -> ForwardCost:
     """
     if decoder.device.type not in ("cpu", "cuda") or max_len < NEAR + max(ROWS):
         return ForwardCost()
-    stored = StoredJson("costs", decoder.backend.name, decoder.spec, *about)
+    stored = StoredJson("costs", FAR_ROWS, decoder.backend.name, decoder.spec, *about)
     found = _read(stored)
     if found is None or found.rounds < ROUNDS:
         found = measure(decoder, max_len, found)
@@ -64,7 +69,7 @@ def measure(
     clock: Callable[[], float] | None = None,
 ) -> Measured:
     """Time the forwards, beginning with those that were `found`."""
-    far, clock = min(FAR, max_len - 1), clock or time.perf_counter
+    far, clock = min(FAR, max_len - FAR_ROWS), clock or time.perf_counter
     pool, table = decoder.pool(far + max(ROWS)), array("i", range(far + max(ROWS)))
 
     def seconds(rows: int, start: int) -> float:
@@ -79,11 +84,11 @@ def measure(
     if decoder.device.type == "cuda":  # the first forwards compile kernels and record graphs
         for rows in ROWS:
             seconds(rows, NEAR)
-        seconds(1, far)
+        seconds(FAR_ROWS, far)
     least = found or Measured({}, math.inf, far)
     began = clock()
     while least.rounds < ROUNDS:
-        least.distant = min(least.distant, seconds(1, far))
+        least.distant = min(least.distant, seconds(FAR_ROWS, far))
         for rows in ROWS:
             if least.rows and clock() - began > SECONDS:
                 return least
