@@ -1,6 +1,9 @@
 """Write prompts to train heads on: tasks of all kinds, and the documents of the public data sets.
 
 python recipes/builtin/prompts.py --out prompts.jsonl --tasks 10000 [--data DATA --documents 10000]
+python recipes/builtin/prompts.py --out questions.jsonl --held-out 1
+
+The second form writes so many tasks of each kind with held-out wordings, as questions for benchmarks.
 """
 
 from __future__ import annotations
@@ -46,6 +49,14 @@ def records(count: int, documents: int, data: Path | None, seed: int) -> Iterato
                 yield made
 
 
+def held_out(each: int, seed: int) -> Iterator[dict[str, Any]]:
+    """The first turns of tasks, in the form of Spec-Bench's questions."""
+    for kind in tasks.KINDS:
+        rng = random.Random(f"held out {kind} {seed}")
+        for _ in range(each):
+            yield {"category": kind, "turns": [tasks.make(kind, rng, "wordings").turns[0].prompt]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -54,9 +65,13 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=10_000)
     parser.add_argument("--data", type=Path, help="folder of the public data sets")
     parser.add_argument("--documents", type=int, default=10_000)
+    parser.add_argument("--held-out", type=int, default=0, help="questions of each kind")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    made = list(records(given.tasks, given.documents, given.data, given.seed))
+    if given.held_out:
+        made = list(held_out(given.held_out, given.seed))
+    else:
+        made = list(records(given.tasks, given.documents, given.data, given.seed))
     random.Random(given.seed).shuffle(made)
     with given.out.open("w", encoding="utf8") as file:
         file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in made)
