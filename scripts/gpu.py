@@ -2,7 +2,7 @@
 """Tests, certificate and figures of the Triton kernels on a CUDA device, as one dated JSON file.
 
 scripts/gpu.py [--out FILE]              all parts; under ten minutes.  Models are random or the built-in pair
-scripts/gpu.py --parts decoder pair      some of them: tests, certificate, decoder, attention, pair
+scripts/gpu.py --parts decoder pair      some of them: tests, certificate, decoder, overlap, attention, pair
 scripts/gpu.py --shapes 1b               sizes of the decoder and the attention; default: 1b 8b
 scripts/gpu.py --shapes tiny             tries the script itself, in Triton's interpreter; no figures
 """
@@ -40,7 +40,8 @@ TESTS = ["tests/backends/test_triton_attention.py", "tests/backends/test_triton_
          "tests/backends/test_triton_ops.py", "tests/backends/test_triton_verifier.py",
          "tests/exact/test_triton.py", "tests/heads/test_device_trees.py",
          "tests/models/test_draft_chains.py"]  # fmt: skip
-PARTS = ("decoder", "attention", "pair", "certificate", "tests")
+PARTS = ("decoder", "overlap", "attention", "pair", "certificate", "tests")
+OVERLAPS = (("0", "0"), ("1", "0"), ("1", "8"), ("1", "16"), ("1", "16b"))  # OUTRIDER_OVERLAP, _PREFETCH
 NODES, CONTEXTS = (0, 4, 16, 64), (1024, 8192, 32768)
 GROWN = (32, 32768)  # layers and MLP of the built-in target in `pair`: 1.2 B weights
 BATCHES = (1, 8, 32, 128)
@@ -80,17 +81,22 @@ def main() -> None:
 
 
 def figures(part: str, given: argparse.Namespace, device: torch.device, tiny: bool) -> Any:
+    if part in ("tests", "overlap", "pair") and tiny:
+        return None
     if part == "tests":
-        return None if tiny else run_tests()
+        return run_tests()
+    if part == "overlap":
+        return overlaps(given.shapes)
     if part == "pair":
-        return None if tiny else pair(given.rounds)
+        return pair(given.rounds)
     if part == "certificate":
         with tempfile.TemporaryDirectory() as folder:
             return certificate(random_model(Path(folder), given.shapes[0]), device)
     if part == "decoder":
         return {name: decoder_figures(name, device, 40 if tiny else 1024, tiny) for name in given.shapes}
-    contexts = (40,) if tiny else CONTEXTS
-    return {name: attention_figures(SHAPES[name], device, contexts) for name in given.shapes}
+    contexts, many = ((40,), (1, 3)) if tiny else (CONTEXTS, (1, 16, 64))
+    cases = [(context, nodes) for context in contexts for nodes in many]
+    return {name: [attention(SHAPES[name], device, *case) for case in cases] for name in given.shapes}
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -112,6 +118,20 @@ def run_tests() -> dict[str, Any]:
     lines = done.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
     return {"passed": done.returncode == 0, "last_lines": [*failed[:60], *lines[-3:]]}
+
+
+def overlaps(shapes: list[str]) -> dict[str, Any]:
+    """The figures of the decoder where kernels begin before the one before has ended."""
+    found: dict[str, Any] = {}
+    for overlap, lines in OVERLAPS:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "out.json")
+            command = [sys.executable, __file__, "--parts", "decoder", "--shapes", *shapes, "--out", out]
+            settings = os.environ | {"OUTRIDER_OVERLAP": overlap, "OUTRIDER_PREFETCH": lines}
+            done = subprocess.run(command, env=settings, capture_output=True, text=True)
+            figures = json.loads(out.read_text())["decoder"] if out.exists() else done.stderr[-500:]
+            found[f"overlap {overlap}, {lines} lines"] = figures
+    return found
 
 
 def random_model(folder: Path, shape: str) -> str:
@@ -235,14 +255,8 @@ class RandomTensors:
 
 
 def _weights(decoder: Any) -> list[torch.Tensor]:
-    names = ("qkv", "o", "gate_up", "down")
-    layers = [getattr(layer, name).values for layer in decoder.layers for name in names]
-    return [*layers, decoder.lm_head.values]
-
-
-def attention_figures(sizes: dict[str, int], device: torch.device, contexts: tuple[int, ...]) -> list[Any]:
-    many = (1, 16, 64) if device.type == "cuda" else (1, 3)
-    return [attention(sizes, device, context, nodes) for context in contexts for nodes in many]
+    parts = [part for layer in decoder.layers for part in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    return [part.values for part in (*parts, decoder.lm_head)]
 
 
 def attention(sizes: dict[str, int], device: torch.device, context: int, nodes: int) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
-from triton.runtime import jit
+from triton.runtime import driver, jit
 
 from outrider.backends.triton import attention
 
@@ -47,6 +48,7 @@ def laid_out(code: str) -> list[str]:
 
 def main() -> None:
     jit.JITFunction.run = compiled
+    driver.set_active(SimpleNamespace(get_current_target=lambda: TARGET))  # asked while a kernel compiles
     for dtype in (torch.bfloat16, torch.float32):
         for heads, kv_heads, head_dim in SHAPES:
             attention._same_with_paths(heads, kv_heads, head_dim, torch.device("cpu"), dtype)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.backends.triton.overlap import launch_options, overlap
 from outrider.core.params import DistributionParams
 
 PART, BLOCK = 8192, 1024  # logits of a program of `_best`, and at once
@@ -95,6 +96,7 @@ def _lowest(
 @triton.jit
 def _cut(rows, cuts, stride, vocabulary, PARAMS: tl.constexpr, BLOCK: tl.constexpr):
     """The distance from which on min_p, top_k and top_p leave the tokens of one row."""
+    overlap()
     row = tl.program_id(0)
     tree = tl.load(rows.owners + row * 2)
     if tree < 0:
@@ -154,6 +156,7 @@ def _best(
 
     Noise and its float64 logarithms are computed only for blocks in which its bound could win.
     """
+    overlap()
     row, part = tl.program_id(0), tl.program_id(1)
     tree = tl.load(rows.owners + row * 2)
     if tree < 0:
@@ -182,7 +185,10 @@ def cuts_of(rows: Rows) -> Tensor:
     """The cut of each row, float32 [M]; unset for a row without a tree."""
     m, vocabulary = rows.logits.shape
     cuts, stride = torch.empty_like(rows.highest), rows.logits.stride(0)
-    _cut[(m,)](rows, cuts, stride, vocabulary, PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False)
+    _cut[(m,)](
+        rows, cuts, stride, vocabulary, PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False,
+        **launch_options(cuts.device),
+    )  # fmt: skip
     return cuts
 
 
@@ -194,7 +200,7 @@ def best_of_parts(rows: Rows) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(m, parts, dtype=torch.int32, device=scores.device)
     _best[(m, parts)](
         rows, cuts_of(rows), scores, tokens, rows.logits.stride(0), vocabulary, PARAMS=PARAMS, PART=PART,
-        BLOCK=BLOCK, enable_fp_fusion=False,
+        BLOCK=BLOCK, enable_fp_fusion=False, **launch_options(scores.device),
     )  # fmt: skip
     return scores, tokens
 
