@@ -253,3 +253,41 @@ def test_a_plan_that_was_interrupted_does_not_lengthen_the_rests() -> None:
     auto.clock = lambda: next(ticks, 0.02)
     auto.budget(Batch([RowStep(row, PROMPT - 1, 1)]))
     assert 0 < auto.look_seconds < 1e-4
+
+
+def crowd(node: float, rows: int = 16) -> tuple[AutoController, Batch]:
+    """Requests that decode together, and a drafter of which nothing is known.  node: plain steps of one row
+    that a draft node takes.
+    """
+    limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
+    arm = Arm(("ngram",), DEPTH, lambda depth: depth)
+    costs = ForwardCost({1: PLAIN, rows: 2 * PLAIN, 2 * rows: (2 + rows * node) * PLAIN})
+    auto = AutoController(limits, [arm], costs, clock=lambda: 0.0, least=0.0)
+    return auto, Batch([RowStep(make_row([1] * 8, id=str(i), limit=100), 7, 1) for i in range(rows)])
+
+
+@pytest.mark.parametrize("node, tried", [(0.05, True), (0.5, False)])
+def test_a_drafter_that_could_not_pay_with_every_token_accepted_is_not_tried(
+    node: float, tried: bool
+) -> None:
+    """A token of a row is worth an eighth of a plain step of one row."""
+    auto, batch = crowd(node)
+    assert bool(auto.planner.plans(batch, Load.of(batch, auto.evidence.forward))) == tried
+
+
+def test_all_requests_together_may_lose_some_plain_steps_of_one() -> None:
+    auto, batch = crowd(0.05)
+    auto.planner.total_grace = 100.0
+    ledger = auto.evidence.ledger
+    for cost, grace in ((PLAIN, 0.02), (10 * PLAIN, 0.04)):
+        auto.evidence.forward.pace = lambda _, cost=cost: cost / PLAIN  # type: ignore[method-assign]
+        auto.planner.plans(batch, Load.of(batch, auto.evidence.forward))
+        assert ledger.grace == pytest.approx(grace)
+
+
+def test_plans_that_take_long_hold_for_several_steps_while_drafters_are_new() -> None:
+    auto, batch = crowd(0.05)
+    now = iter(range(100))
+    auto.clock = lambda: 1e-4 * next(now)  # a plan takes 0.1 ms, and a step 2
+    auto.budget(batch)
+    assert auto.plans and auto.interval == 3

@@ -17,7 +17,9 @@ SHARE = 0.01  # of the time of plain decoding
 # plain steps that a request, and all together, may lose beyond that; a request also `SPARE` (planner.py)
 GRACE, TOTAL_GRACE = 2.0, 8.0
 KNOWN_GRACE = 4.0  # for all together, where every drafter is known from an earlier start
-MOST_GRACE = 0.02  # seconds for all together, or KNOWN_GRACE plain steps, if these take longer
+# Seconds for all together, or KNOWN_GRACE plain steps of one request, if these take longer: in a large batch
+# drafts gain less, and a step takes longer.
+MOST_GRACE = 0.02
 LEAST_STEP = 0.0015  # seconds of such a step at least: deciding takes time, however fast a model is
 USED = 0.9  # part of the grace that may be planned with: a step may take longer than expected
 MOST_KEPT = 4.0  # plain steps that drafts saved before this start and that may be spent in it

@@ -33,6 +33,7 @@ FLOOR_NODES = 4  # of a row: what one of them costs sets its floor
 MOST_FLOOR = 0.9
 SPARE = 0.1  # part of what drafts have saved that one request may lose again
 HOPE = 1.0  # standard deviations above the estimates for a drafter whose prefill has to pay
+DOUBT = 1.25  # costs may be overestimated by so much where a drafter is not tried that no acceptance would pay
 
 
 class Planner:
@@ -67,6 +68,7 @@ class Planner:
         self.trials: Sequence[Trials] = ()  # what the plans have left
         self.zs = [0.0] * len(arms)  # standard deviations
         self.of_new: dict[tuple[Reach, int], Option] = {}  # of rows that never asked
+        self.hopes: dict[int, bool] = {}  # drafter -> `_hopeful`
         self.exponents: dict[int, float] = {}  # of drafters that stop by themselves (`Calibration.exponent`)
 
     def plans(self, batch: Batch, load: Load) -> dict[int, Plan]:
@@ -76,13 +78,15 @@ class Planner:
         decode = load.decode or load.pace * load.forward.base(1)  # a chunk of a prompt emits nothing
         plain = max(decode, self.least)
         self.row_grace = self.grace * plain + SPARE * max(0.0, -ledger.loss)
-        ledger.grace = min(self.total_grace * plain, max(MOST_GRACE, KNOWN_GRACE * plain))
+        alone = max(load.pace * load.forward.base(1), self.least)
+        ledger.grace = min(self.total_grace * plain, max(MOST_GRACE, KNOWN_GRACE * alone))
         self.room, self.wait = ledger.room, LONGEST_PAUSE
         self.trials = [replace(trials) for trials in evidence.trials]
         most = self.limits.depth_for(len(batch))
         # one draw for all rows, since they share what an ask costs
         self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
         self.of_new.clear()
+        self.hopes.clear()
         self.exponents.clear()
         plans: dict[int, Plan] = {}
         for r, step in enumerate(batch):
@@ -137,11 +141,13 @@ class Planner:
             gains = reach.gains(HOPE, self._depth(k, reach, most))
             best = choose.best_option(k, gains, self._price(k, reach, load), running, load.decode)
             saved = (best.gain * load.token - best.cost) / (1 + best.gain)  # by each token of the output
+            self.hopes.clear()  # the load is another one
+            hopeless = not self._hopeful(k, load, most)
             for row in rows:
                 cost = self.evidence.prefill_cost[k] * (len(row.tokens) - row.computed)
                 lost = self.random.random() * cost > EXPLORE * row.remaining * load.token
-                most_lost = MOST_LOST * (cost + load.token)
-                if lost and (saved * row.remaining < cost or self.evidence.worth[k] < -most_lost):
+                unworthy = self.evidence.worth[k] < -MOST_LOST * (cost + load.token)
+                if hopeless or (lost and (saved * row.remaining < cost or unworthy)):
                     row.left_out |= frozenset(self.arms[k].sources)
                     self.evidence.prefill_cost[k] *= FORGET  # it is not measured any more, and may be wrong
 
@@ -205,6 +211,8 @@ class Planner:
             late, need = self.evidence.prefill_cost[k] * self._lacks(k, row), MARGIN * best.cost
             pays = self._pays(best) and (not late or late < self._saved(best) * row.remaining)
             if not pays:
+                if not self._hopeful(k, load, most):
+                    continue
                 need *= 2
                 again = 0 if state is None else state.retry[k] - row.steps
                 pause = max(again, self.trials[k].wait(best.cost + late, load.decode))
@@ -240,6 +248,15 @@ class Planner:
 
     def _pays(self, option: Option) -> bool:
         return option.gain * self.load.token > option.cost
+
+    def _hopeful(self, k: int, load: Load, most: int) -> bool:
+        """Whether a drafter would pay if all its tokens were accepted."""
+        if k not in self.hopes:
+            price, deepest = self._price(k, self.evidence.reach[k], load), min(most, self.arms[k].depth)
+            gains = range(1, deepest + 1)
+            best = choose.best_option(k, gains, price, load.batch, load.decode)
+            self.hopes[k] = math.isinf(best.cost) or DOUBT * best.gain * load.token > best.cost
+        return self.hopes[k]
 
     def _saved(self, option: Option) -> float:
         """Seconds that a drafter saves for each token of the output."""
