@@ -33,7 +33,7 @@ FLOOR_NODES = 4  # of a row: what one of them costs sets its floor
 MOST_FLOOR = 0.9
 SPARE = 0.1  # part of what drafts have saved that one request may lose again
 HOPE = 1.0  # standard deviations above the estimates for a drafter whose prefill has to pay
-DOUBT = 1.25  # costs may be overestimated by so much where a drafter is not tried that no acceptance would pay
+DOUBT = 1.25  # costs may be overestimated so much where no acceptance seems to pay
 
 
 class Planner:
