@@ -46,6 +46,7 @@ OPEN = ("random ids", "trap")  # kinds of token ids
 KINDS = (
     "translation", "summary", "question", "arithmetic", "retrieval", "chat", "code", "German", *OPEN,
 )  # fmt: skip
+LENGTH, MEMORY = 1024, 1 << 29  # of each setting, which are in memory together
 TEMPERATURES, BATCHES = (0.0, 0.8, 1.0), (1, 4, 8, 16, 32)
 
 
@@ -177,7 +178,13 @@ def main() -> None:
     random.Random(0).shuffle(grid)
     console, began, cells = Console(), time.monotonic(), []
     llms = {
-        name: LLM(path, max_num_seqs=max(given.batches), speculative_config=None)
+        name: LLM(
+            path,
+            max_num_seqs=max(given.batches),
+            speculative_config=None,
+            max_model_len=LENGTH,
+            kv_cache_memory_bytes=MEMORY,
+        )
         for name, path in models.items()
     }
     for cell in grid:

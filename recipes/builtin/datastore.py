@@ -3,8 +3,8 @@
     python recipes/builtin/datastore.py [--answers 2800] [--out FILE]
 
 The prompts are tasks of all kinds (`prompts.py`), none of which is one of the demo's.  Answers are sampled at
-temperature 0.8.  Those that repeat themselves are left out.  A document is an answer behind the last tokens of
-its prompt.
+temperature 0.8.  Those that repeat themselves are left out.  A document is an answer behind the last tokens
+of its prompt.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Train the target on one GPU in a few minutes, in the time that is given.
 
-    python recipes/builtin/gpu_target.py --corpus CORPUS --out OUT [--seconds 300] [--init src/outrider/builtin/target]
+    python recipes/builtin/gpu_target.py --corpus CORPUS --out OUT [--seconds 300] [--init builtin]
 
 CORPUS holds tokenizer.json, prose.npy and val-*.npy (stages `tokenizer` and `corpus` of make.py).  Processes
 generate task rows ahead (`corpus.build_shard`) while the model is trained; the same shards, losses and
-optimizers as in train.py, but with compiled blocks, and a rate that ends with the time.
+optimizers as in train.py, but with compiled layers, and a rate that ends with the time.  Validation follows.
 
     OUT/model/       the newest weights in bfloat16, in files of at most 14 MB, for `model.export`
     OUT/log.jsonl    loss, rate and tokens per second
@@ -13,6 +13,7 @@ optimizers as in train.py, but with compiled blocks, and a rate that ends with t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import queue
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,11 @@ from recipes.builtin.corpus import SHARD_ROWS, Stream, build_shard, shard_path  
 from recipes.builtin.model import TARGET, build  # noqa: E402
 from recipes.builtin.train import Settings, loss_weights, mean_loss, optimizers  # noqa: E402
 
-WARM, STEADY = 0.01, 0.35  # shares of the time: until the rate is whole, and until it begins to fall
+WARM, STEADY = 0.01, 0.35  # shares of the time until the full rate, and until the rate begins to fall
 SAVED_EVERY = 60.0  # seconds
 FILE_SIZE = "14MB"
 AHEAD = 4  # batches
+CHECKED_EVERY = 2.0  # seconds without a batch
 VALIDATED = 16  # rows of a source
 
 
@@ -55,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--init", help="model folder to begin from; otherwise seeded weights")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of the whole run")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of the run, without validation")
     parser.add_argument("--rows", type=int, default=256, help="rows of 1,024 tokens of a step")
     parser.add_argument("--micro", type=int, default=64, help="rows of one forward")
     parser.add_argument("--matrix-rate", type=float, default=0.02)
@@ -79,20 +81,27 @@ def generate(given: argparse.Namespace) -> None:
 
 
 class Batches:
-    """Token ids and loss weights of steps, made ahead by a thread."""
+    """Token ids and loss weights of steps, made ahead by a thread.
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.queue = given, queue.Queue[tuple[Tensor, Tensor]](AHEAD)
+    running: processes that write the shards; if one ends before its time, or the thread fails, `parts` raises
+    RuntimeError.
+    """
+
+    def __init__(self, given: argparse.Namespace, running: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+        self.given, self.running, self.queue = given, running, queue.Queue[tuple[Tensor, Tensor]](AHEAD)
         self.stream = Stream(given.corpus, Settings.length, given.shard_rows)
-        threading.Thread(target=self._fill, daemon=True).start()
+        self.thread = threading.Thread(target=self._fill, daemon=True)
+        self.thread.start()
 
     def _fill(self) -> None:
         given = self.given
         prose_count, prompt_weight = round(given.rows * given.prose_share), Settings.prompt_weight
         task_count, at = given.rows - prose_count, given.first_shard * given.shard_rows
-        for step in range(1 << 62):
+        for step in itertools.count():
             first = at + step * task_count
-            self._await((first + task_count - 1) // given.shard_rows)
+            for shard in (first // given.shard_rows, (first + task_count - 1) // given.shard_rows):
+                while not shard_path(given.corpus, shard).exists():
+                    time.sleep(0.02)
             task = self.stream.task_rows(first, task_count)
             prose = self.stream.prose_rows(step * prose_count, prose_count)
             weights = np.concatenate([loss_weights(task, prompt_weight), loss_weights(prose, 1.0)])
@@ -100,13 +109,20 @@ class Batches:
             order = np.random.RandomState(step).permutation(len(ids))
             self.queue.put((torch.from_numpy(ids[order]), torch.from_numpy(weights[order])))
 
-    def _await(self, shard: int) -> None:
-        while not shard_path(self.given.corpus, shard).exists():
-            time.sleep(0.02)
+    def _next(self) -> tuple[Tensor, Tensor]:
+        while True:
+            try:
+                return self.queue.get(timeout=CHECKED_EVERY)
+            except queue.Empty:
+                ended = [process.args for process in self.running if process.poll() is not None]
+                if ended or not self.thread.is_alive():
+                    raise RuntimeError(
+                        f"no more task rows: {ended or 'the rows could not be read'}"
+                    ) from None
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The next step, `micro` rows at a time, on the device."""
-        ids, weights = self.queue.get()
+        ids, weights = self._next()
         total = weights[:, 1:].sum()
         for first in range(0, len(ids), self.given.micro):
             some = slice(first, first + self.given.micro)
@@ -116,7 +132,7 @@ class Batches:
             )
 
 
-def block(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+def layer_forward(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """One layer of a Llama, x [rows, length, h] in bfloat16."""
     attention, mlp = layer.self_attn, layer.mlp
     rows, length, hidden = x.shape
@@ -126,7 +142,7 @@ def block(x: Tensor, layer: Any, cos: Tensor, sin: Tensor, eps: float) -> Tensor
 
     y = F.rms_norm(x, (hidden,), layer.input_layernorm.weight.bfloat16(), eps)
     q, k, v = (heads(part.weight, y) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
-    q, k = q * cos + _turned(q) * sin, k * cos + _turned(k) * sin
+    q, k = q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, -1)
@@ -140,12 +156,14 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.bfloat16())
 
 
-def _turned(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     return torch.cat([-x[..., half:], x[..., :half]], -1)
 
 
-def end(x: Tensor, norm: Tensor, embedding: Tensor, targets: Tensor, weights: Tensor, eps: float) -> Tensor:
+def output_loss(
+    x: Tensor, norm: Tensor, embedding: Tensor, targets: Tensor, weights: Tensor, eps: float
+) -> Tensor:
     """The weighted sum of cross-entropies of x [rows, length, h]."""
     x = F.rms_norm(x, (x.shape[-1],), norm.bfloat16(), eps)
     logits = _linear(x[:, :-1].flatten(0, 1), embedding)
@@ -154,7 +172,7 @@ def end(x: Tensor, norm: Tensor, embedding: Tensor, targets: Tensor, weights: Te
 
 
 class Loss:
-    """Of a `LlamaForCausalLM` whose weights are float32, computed in bfloat16."""
+    """The loss of a `LlamaForCausalLM` whose weights are float32, computed in bfloat16."""
 
     def __init__(self, model: Any, length: int, device: str) -> None:
         self.model, self.eps = model.model, model.config.rms_norm_eps
@@ -164,15 +182,15 @@ class Loss:
         both = torch.cat([angles, angles], -1).to(device)
         self.cos, self.sin = both.cos().bfloat16(), both.sin().bfloat16()
         compiled = device == "cuda"
-        self.block = torch.compile(block, dynamic=False) if compiled else block
-        self.end = torch.compile(end, dynamic=False) if compiled else end
+        self.layer = torch.compile(layer_forward, dynamic=False) if compiled else layer_forward
+        self.output = torch.compile(output_loss, dynamic=False) if compiled else output_loss
 
     def __call__(self, ids: Tensor, weights: Tensor) -> Tensor:
         embedding = self.model.embed_tokens.weight
         x = F.embedding(ids, embedding).bfloat16()
         for layer in self.model.layers:
-            x = self.block(x, layer, self.cos, self.sin, self.eps)
-        return self.end(x, self.model.norm.weight, embedding, ids[:, 1:], weights[:, 1:], self.eps)
+            x = self.layer(x, layer, self.cos, self.sin, self.eps)
+        return self.output(x, self.model.norm.weight, embedding, ids[:, 1:], weights[:, 1:], self.eps)
 
 
 def rate_at(share: float) -> float:
@@ -182,7 +200,7 @@ def rate_at(share: float) -> float:
     return 1.0 if share < STEADY else max(0.0, (1 - share) / (1 - STEADY))
 
 
-def started(init: str | None) -> nn.Module:
+def initial_model(init: str | None) -> nn.Module:
     """A target with seeded weights, or with those of a checkpoint, which may be quantized."""
     model = build(TARGET, Settings.seed)
     if init is not None:
@@ -209,9 +227,12 @@ def save(model: Any, out: Path) -> None:
 
 
 class Run:
-    def __init__(self, given: argparse.Namespace) -> None:
+    """One training run with its model, optimizers and log."""
+
+    def __init__(self, given: argparse.Namespace, running: Sequence[subprocess.Popen[bytes]] = ()) -> None:
         torch.set_float32_matmul_precision("high")
-        self.given, self.model = given, started(given.init).to(given.device).train()
+        self.given, self.model = given, initial_model(given.init).to(given.device).train()
+        self.batches = Batches(given, running)
         rates = Settings(matrix_rate=given.matrix_rate, other_rate=given.other_rate)
         self.optimizers = optimizers(self.model, rates)
         self.highest = [[group["lr"] for group in each.param_groups] for each in self.optimizers]
@@ -219,31 +240,34 @@ class Run:
         self.log: list[dict[str, Any]] = []
 
     def train(self) -> None:
-        """Steps until the time is over.  The time of the rate begins with the first batch."""
-        given, batches = self.given, Batches(self.given)
-        end, began, saved, tokens = given.began + given.seconds, time.time(), time.time(), 0
-        for step in range(1 << 62):
+        """Steps until the time is over.  The rate's time begins after the first step, which compiles."""
+        given = self.given
+        end = given.began + given.seconds
+        self._step(rate_at(0.0))
+        began = saved = time.time()
+        for step in itertools.count(1):
             now = time.time()
-            if step and now >= end:
+            if now >= end:
                 break
-            share = (now - began) / (end - began)
-            loss = self._step(batches, rate_at(share))
-            tokens += given.rows * Settings.length
+            rate = rate_at((now - began) / (end - began))
+            loss = self._step(rate)
             if step % 20 == 0:
-                speed = round(tokens / (time.time() - began))
-                self._say(seconds=round(now - given.began, 1), step=step, tokens=tokens, loss=round(loss.item(), 4),
-                          rate=round(rate_at(share), 4), tokens_per_second=speed)  # fmt: skip
-            if time.time() - saved > SAVED_EVERY:
+                tokens, seconds = step * given.rows * Settings.length, time.time() - began
+                self._log_line(
+                    seconds=round(now - given.began, 1), step=step, tokens=tokens, loss=round(loss.item(), 4),
+                    rate=round(rate, 4), tokens_per_second=round(tokens / seconds),
+                )  # fmt: skip
+            if now - saved > SAVED_EVERY:
                 save(self.model, given.out)
-                saved = time.time()
+                saved = now
         save(self.model, given.out)
 
-    def _step(self, batches: Batches, factor: float) -> Tensor:
+    def _step(self, factor: float) -> Tensor:
         for optimizer, rates in zip(self.optimizers, self.highest):
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate * factor
         total = torch.zeros((), device=self.given.device)
-        for ids, weights in batches.parts():
+        for ids, weights in self.batches.parts():
             loss = self.loss_of(ids, weights)
             loss.backward()
             total += loss.detach()
@@ -260,9 +284,9 @@ class Run:
         for file in sorted(self.given.corpus.glob("val-*.npy")):
             rows = np.load(file)[:VALIDATED]
             found[file.stem.removeprefix("val-")] = mean_loss(self.model, rows, self.given.device)
-        self._say(validation=found)
+        self._log_line(validation=found)
 
-    def _say(self, **values: Any) -> None:
+    def _log_line(self, **values: Any) -> None:
         self.log.append(values)
         print(values, flush=True)
         lines = "".join(json.dumps(each) + "\n" for each in self.log)
@@ -270,10 +294,11 @@ class Run:
 
 
 def main(given: argparse.Namespace) -> None:
-    """Begin with the generators; the shards go to memory, beside a link to the rest of the corpus."""
+    """Begin with the generators.  Their shards go to memory, beside links to the rest of the corpus."""
     given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        for path in given.corpus.iterdir():
+        used = [given.corpus / name for name in ("tokenizer.json", "prose.npy")]
+        for path in (*used, *given.corpus.glob("val-*.npy")):
             (Path(folder) / path.name).symlink_to(path.resolve())
         given.corpus = Path(folder)
         command = [sys.executable, *sys.argv, "--corpus", folder, "--began", str(given.began)]
@@ -283,7 +308,7 @@ def main(given: argparse.Namespace) -> None:
             for part in range(given.generators)
         ]
         try:
-            run = Run(given)
+            run = Run(given, running)
             run.train()
             run.validate()
         finally:

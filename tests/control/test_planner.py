@@ -11,6 +11,7 @@ from outrider import LLM, SamplingParams
 from outrider.control.acceptance import Outcome
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
+from outrider.control.evidence import LONGEST_PAUSE
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm, Load
 from outrider.core.clock import Times
@@ -272,7 +273,17 @@ def test_a_drafter_that_could_not_pay_with_every_token_accepted_is_not_tried(
 ) -> None:
     """A token of a row is worth an eighth of a plain step of one row."""
     auto, batch = crowd(node)
-    assert bool(auto.planner.plans(batch, Load.of(batch, auto.evidence.forward))) == tried
+    load = Load.of(batch, auto.evidence.forward)
+    assert bool(auto.planner.plans(batch, load)) == tried
+    assert (auto.planner.closed() == LONGEST_PAUSE) == (not tried)
+
+
+def test_a_row_that_ends_soon_does_not_tell_whether_drafts_of_others_could_pay() -> None:
+    auto, batch = crowd(0.05)
+    auto.evidence.overhead = 3.2 * PLAIN  # one token a draft cannot pay, four can
+    load = Load.of(batch, auto.evidence.forward)
+    auto.planner.plans(batch, load)
+    assert not auto.planner._hopeful(0, load, 1) and auto.planner._hopeful(0, load, DEPTH)
 
 
 def test_all_requests_together_may_lose_some_plain_steps_of_one() -> None:
@@ -291,3 +302,7 @@ def test_plans_that_take_long_hold_for_several_steps_while_drafters_are_new() ->
     auto.clock = lambda: 1e-4 * next(now)  # a plan takes 0.1 ms, and a step 2
     auto.budget(batch)
     assert auto.plans and auto.interval == 3
+    auto.clock = lambda: 1e-2 * next(now)  # another process had the processor
+    auto.stale = True
+    auto.budget(batch)
+    assert auto.interval == 4

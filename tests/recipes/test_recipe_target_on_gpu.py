@@ -1,6 +1,8 @@
 """The target's run on one GPU: its loss is that of the other trainer, its rate ends with the time."""
 
 import argparse
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -45,8 +47,8 @@ def test_rate_rises_stays_and_ends_with_the_time():
 
 
 def test_training_begins_with_the_shipped_weights():
-    shipped = gpu_target.started("builtin").state_dict()
-    fresh = gpu_target.started(None).state_dict()
+    shipped = gpu_target.initial_model("builtin").state_dict()
+    fresh = gpu_target.initial_model(None).state_dict()
     assert shipped.keys() == fresh.keys()
     assert all(not torch.equal(shipped[name], fresh[name]) for name in shipped if "proj" in name)
 
@@ -77,3 +79,15 @@ def test_saved_weights_load_with_transformers(tmp_path):
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(loaded.parameters(), model.parameters()))
     assert not (tmp_path / "model.tmp").exists()
+
+
+def test_a_generator_that_ends_too_soon_ends_the_run(tmp_path, monkeypatch):
+    np.save(tmp_path / "prose.npy", np.full((8, 1024), 7, np.uint16))
+    given = argparse.Namespace(
+        corpus=tmp_path, rows=5, micro=2, prose_share=0.2, first_shard=0, shard_rows=8, device="cpu"
+    )
+    monkeypatch.setattr(gpu_target, "CHECKED_EVERY", 0.05)
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    ended.wait()
+    with pytest.raises(RuntimeError, match="no more task rows"):
+        next(gpu_target.Batches(given, [ended]).parts())

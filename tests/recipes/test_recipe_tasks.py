@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from recipes.builtin import tasks
+from recipes.builtin import prompts, tasks
 from recipes.builtin.tasks import check, lexicon
+from recipes.builtin.tasks import draw as draw_module
 from recipes.builtin.tasks.code import run_function
 from recipes.builtin.tasks.functions import EXAMPLES
 
@@ -120,3 +121,28 @@ def test_running_code_is_bounded():
     assert run_function("def f(x):\n    while True:\n        x += 1", "f", [(1,)]) is None
     assert run_function("import os\ndef f(x):\n    return x", "f", [(1,)]) is None
     assert run_function("def f(x):\n    return missing", "f", [(1,)]) is None
+
+
+def test_questions_for_benchmarks_have_held_out_wordings():
+    asked = list(prompts.held_out(1, 0))
+    assert [question["category"] for question in asked] == list(tasks.KINDS)
+    assert asked == list(prompts.held_out(1, 0)) != list(prompts.held_out(1, 1))
+    add = next(question["turns"][0] for question in asked if question["category"] == "addition")
+    assert re.search(r"Add \d+ and \d+\.|What do you get if you add \d+ to \d+\?", add)
+
+
+@pytest.mark.parametrize("kind", ["addition", "extraction", "smalltalk"])
+def test_training_has_more_wordings_than_the_generators(kind):
+    templates = {wording for task in draw(kind, "train", 400) for wording in task.wordings}
+    more = {wording for extra in draw_module._more_wordings().values() for wording in extra}
+    assert templates & more and templates - more
+
+
+def test_training_has_any_words_in_place_of_those_of_a_class():
+    names = {
+        word
+        for task in draw("memory", "train", 200)
+        for word in re.findall(r"is ([A-Z]\w+)", task.turns[0].prompt)
+    }
+    known = {*lexicon.NAMES.train, *lexicon.CITIES.train}
+    assert names & known and names - known

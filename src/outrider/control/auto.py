@@ -39,7 +39,8 @@ from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget, Draft
 
 PLANNING = 0.005  # of a plain step: plans hold for several steps where making them takes more
-MOST_PLANNING = 0.02  # the same while drafters are new, which is when plans are made again soon
+# The same while drafters are new, which is when plans are made again soon, and the most steps of such a plan.
+MOST_PLANNING, NEW_STEPS = 0.02, 4
 LONG_PLAN = 5e-4  # seconds of a plan beyond OUTLIER times the average: it was interrupted
 ANCHOR = 96  # steps with drafts after which a plain one measures its cost again
 SHORTFALL = 1.5  # times the root of the expected tokens: so many fewer, and steps are taken in at once
@@ -196,7 +197,7 @@ class AutoController:
         self.look_seconds += 0.1 * (took - self.look_seconds)
         self.digested = 0.0
         often = math.ceil(self.look_seconds / (PLANNING * self.load.plain))
-        least = math.ceil(took / (MOST_PLANNING * self.load.plain))
+        least = min(NEW_STEPS, math.ceil(took / (MOST_PLANNING * self.load.plain)))
         self.interval = max(1, least, min(often, self.planner.interval(self.plans.values())))
         self.room = self.evidence.ledger.room
         self.room_of = {r: plan.state.ledger.room for r, plan in self.plans.items()}

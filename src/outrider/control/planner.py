@@ -68,7 +68,7 @@ class Planner:
         self.trials: Sequence[Trials] = ()  # what the plans have left
         self.zs = [0.0] * len(arms)  # standard deviations
         self.of_new: dict[tuple[Reach, int], Option] = {}  # of rows that never asked
-        self.hopes: dict[int, bool] = {}  # drafter -> `_hopeful`
+        self.hopes: dict[tuple[int, int], bool] = {}  # drafter, depth -> `_hopeful`
         self.exponents: dict[int, float] = {}  # of drafters that stop by themselves (`Calibration.exponent`)
 
     def plans(self, batch: Batch, load: Load) -> dict[int, Plan]:
@@ -105,7 +105,8 @@ class Planner:
         most, waits = self.limits.depth_for(self.load.batch), [LONGEST_PAUSE]
         for k, trials in enumerate(self.trials):
             reach = self.evidence.reach[k]
-            if depth := self._depth(k, reach, most):
+            depth = self._depth(k, reach, most)
+            if depth and self._hopeful(k, self.load, most):
                 best = self._best(k, None, reach, depth, 1.0)
                 wait = 1 if math.isinf(best.cost) else trials.wait(best.cost, self.load.decode)
                 waits.append(0 if self._pays(best) else wait)
@@ -128,7 +129,8 @@ class Planner:
         """Spare new rows the drafters that are not expected to earn what their prefill costs, or did not
         earn it in several requests.
 
-        Each is given a chance so rare that prefill in vain takes `EXPLORE` of the time.
+        Each is given a chance so rare that prefill in vain takes `EXPLORE` of the time, unless no acceptance
+        would pay.
         """
         running = len(batch)
         rows = [step.row for step in batch if _is_new(step) and step.row.params.speculate]
@@ -136,12 +138,12 @@ class Planner:
         if not rows or not most:
             return
         load = Load.plain_step(self.evidence.forward, running)
+        self.hopes.clear()  # the load is another one
         for k in self.prefilling:
             reach = self.evidence.reach[k]
             gains = reach.gains(HOPE, self._depth(k, reach, most))
             best = choose.best_option(k, gains, self._price(k, reach, load), running, load.decode)
             saved = (best.gain * load.token - best.cost) / (1 + best.gain)  # by each token of the output
-            self.hopes.clear()  # the load is another one
             hopeless = not self._hopeful(k, load, most)
             for row in rows:
                 cost = self.evidence.prefill_cost[k] * (len(row.tokens) - row.computed)
@@ -149,7 +151,8 @@ class Planner:
                 unworthy = self.evidence.worth[k] < -MOST_LOST * (cost + load.token)
                 if hopeless or (lost and (saved * row.remaining < cost or unworthy)):
                     row.left_out |= frozenset(self.arms[k].sources)
-                    self.evidence.prefill_cost[k] *= FORGET  # it is not measured any more, and may be wrong
+                    if not hopeless:
+                        self.evidence.prefill_cost[k] *= FORGET  # not measured any more, it may be wrong
 
     def interval(self, plans: Iterable[Plan]) -> int:
         """Steps until plans are made again, while losses leave room: few while drafters are new."""
@@ -251,12 +254,12 @@ class Planner:
 
     def _hopeful(self, k: int, load: Load, most: int) -> bool:
         """Whether a drafter would pay if all its tokens were accepted."""
-        if k not in self.hopes:
-            price, deepest = self._price(k, self.evidence.reach[k], load), min(most, self.arms[k].depth)
-            gains = range(1, deepest + 1)
-            best = choose.best_option(k, gains, price, load.batch, load.decode)
-            self.hopes[k] = math.isinf(best.cost) or DOUBT * best.gain * load.token > best.cost
-        return self.hopes[k]
+        key = k, min(most, self.arms[k].depth)
+        if key not in self.hopes:
+            price = self._price(k, self.evidence.reach[k], load)._replace(stops=False)
+            best = choose.best_option(k, range(1, key[1] + 1), price, load.batch, load.decode)
+            self.hopes[key] = math.isinf(best.cost) or DOUBT * best.gain * load.token > best.cost
+        return self.hopes[key]
 
     def _saved(self, option: Option) -> float:
         """Seconds that a drafter saves for each token of the output."""

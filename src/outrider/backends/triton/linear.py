@@ -16,7 +16,6 @@ from triton.runtime.errors import OutOfResources
 from outrider.backends.triton.dot import INTERPRETED, dot
 from outrider.backends.triton.overlap import (
     LINE,
-    can_overlap,
     launch_options,
     prefetch,
     start_next,
@@ -158,7 +157,7 @@ WIDE, MOST = Tile(128, 128, 64, 8, 4), Tile(256, 128, 64, 8, 3)
 CROWDED = MANY._replace(inputs=64, stages=3)  # leaves room for several programs a processor
 TILES = FEW, SOME, MANY, CROWDED, MORE, WIDE, MOST
 LEAST_INPUTS = 16  # of a tile
-# Lines of each row that are prefetched where kernels overlap; "16b": by bulk instructions.
+# Lines of each row that are prefetched where kernels overlap, a power of two; "16b": by bulk instructions.
 PREFETCH = int(os.environ.get("OUTRIDER_PREFETCH", "0").removesuffix("b"))
 BULK = os.environ.get("OUTRIDER_PREFETCH", "").endswith("b")
 
@@ -195,9 +194,9 @@ def _processors(device: torch.device) -> int:
 
 def _prefetched(tile: Tile, values: Tensor) -> tuple[int, bool]:
     """Lines of each row of a weight to prefetch, and whether in bulk."""
-    if tile.rows > MANY.rows or INTERPRETED or values.device.type != "cuda":
+    if tile.rows > MANY.rows or not launch_options(values.device):
         return 0, False
-    row_bytes, bulk = values.stride(0) * values.element_size(), BULK and can_overlap(values.device)
+    row_bytes, bulk = values.stride(0) * values.element_size(), BULK
     return PREFETCH, bulk and row_bytes % 16 == 0 and row_bytes >= PREFETCH * LINE.value
 
 
