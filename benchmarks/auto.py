@@ -46,7 +46,7 @@ OPEN = ("random ids", "trap")  # kinds of token ids
 KINDS = (
     "translation", "summary", "question", "arithmetic", "retrieval", "chat", "code", "German", *OPEN,
 )  # fmt: skip
-LENGTH, MEMORY = 1024, 1 << 29  # of each setting, which are in memory together
+LENGTH, MEMORY = 1024, 1 << 29  # tokens of a request, and bytes of K/V of each setting: all have their own
 TEMPERATURES, BATCHES = (0.0, 0.8, 1.0), (1, 4, 8, 16, 32)
 
 

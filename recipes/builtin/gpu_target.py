@@ -6,7 +6,7 @@ CORPUS holds tokenizer.json, prose.npy and val-*.npy (stages `tokenizer` and `co
 generate task rows ahead (`corpus.build_shard`) while the model is trained; the same shards, losses and
 optimizers as in train.py, but with compiled layers, and a rate that ends with the time.  Validation follows.
 
-    OUT/model/       the newest weights in bfloat16, in files of at most 14 MB, for `model.export`
+    OUT/model/       the newest weights in bfloat16, with the tokenizer
     OUT/log.jsonl    loss, rate and tokens per second
 """
 
@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import queue
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,12 +37,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from outrider.checkpoints.hub import Checkpoint  # noqa: E402 - behind the path
 from outrider.core.quantized import QuantizedWeight  # noqa: E402
 from recipes.builtin.corpus import SHARD_ROWS, Stream, build_shard, shard_path  # noqa: E402
-from recipes.builtin.model import TARGET, build  # noqa: E402
+from recipes.builtin.model import TARGET, build, export  # noqa: E402
 from recipes.builtin.train import Settings, loss_weights, mean_loss, optimizers  # noqa: E402
 
 WARM, STEADY = 0.01, 0.35  # shares of the time until the full rate, and until the rate begins to fall
 SAVED_EVERY = 60.0  # seconds
-FILE_SIZE = "14MB"
 AHEAD = 4  # batches
 CHECKED_EVERY = 2.0  # seconds without a batch
 VALIDATED = 16  # rows of a source
@@ -95,7 +93,7 @@ class Batches:
 
     def _fill(self) -> None:
         given = self.given
-        prose_count, prompt_weight = round(given.rows * given.prose_share), Settings.prompt_weight
+        prose_count, prompt_weight = max(1, round(given.rows * given.prose_share)), Settings.prompt_weight
         task_count, at = given.rows - prose_count, given.first_shard * given.shard_rows
         for step in itertools.count():
             first = at + step * task_count
@@ -176,7 +174,7 @@ class Loss:
 
     def __init__(self, model: Any, length: int, device: str) -> None:
         self.model, self.eps = model.model, model.config.rms_norm_eps
-        head_size, theta = model.config.head_dim, 10000.0
+        head_size, theta = model.config.head_dim, model.config.rope_parameters["rope_theta"]
         inverse = theta ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
         angles = torch.arange(length)[:, None] * inverse[None, :]
         both = torch.cat([angles, angles], -1).to(device)
@@ -215,17 +213,6 @@ def initial_model(init: str | None) -> nn.Module:
     return model
 
 
-def save(model: Any, out: Path) -> None:
-    """Replace OUT/model."""
-    temporary = out / "model.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    copy = type(model)(model.config)
-    copy.load_state_dict(model.state_dict())
-    copy.bfloat16().save_pretrained(temporary, max_shard_size=FILE_SIZE)
-    shutil.rmtree(out / "model", ignore_errors=True)
-    os.replace(temporary, out / "model")
-
-
 class Run:
     """One training run with its model, optimizers and log."""
 
@@ -237,7 +224,8 @@ class Run:
         self.optimizers = optimizers(self.model, rates)
         self.highest = [[group["lr"] for group in each.param_groups] for each in self.optimizers]
         self.loss_of = Loss(self.model, Settings.length, given.device)
-        self.log: list[dict[str, Any]] = []
+        self.log = given.out / "log.jsonl"
+        self.log.write_text("")
 
     def train(self) -> None:
         """Steps until the time is over.  The rate's time begins after the first step, which compiles."""
@@ -258,9 +246,9 @@ class Run:
                     rate=round(rate, 4), tokens_per_second=round(tokens / seconds),
                 )  # fmt: skip
             if now - saved > SAVED_EVERY:
-                save(self.model, given.out)
+                self._export()
                 saved = now
-        save(self.model, given.out)
+        self._export()
 
     def _step(self, factor: float) -> Tensor:
         for optimizer, rates in zip(self.optimizers, self.highest):
@@ -277,6 +265,9 @@ class Run:
             optimizer.zero_grad(set_to_none=True)
         return total
 
+    def _export(self) -> None:
+        export(self.model, self.given.corpus / "tokenizer.json", self.given.out / "model")
+
     def validate(self) -> None:
         """Mean loss of the first rows of every source."""
         self.model.eval()
@@ -287,16 +278,16 @@ class Run:
         self._log_line(validation=found)
 
     def _log_line(self, **values: Any) -> None:
-        self.log.append(values)
         print(values, flush=True)
-        lines = "".join(json.dumps(each) + "\n" for each in self.log)
-        (self.given.out / "log.jsonl").write_text(lines)
+        with self.log.open("a") as file:
+            file.write(json.dumps(values) + "\n")
 
 
 def main(given: argparse.Namespace) -> None:
     """Begin with the generators.  Their shards go to memory, beside links to the rest of the corpus."""
     given.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
         used = [given.corpus / name for name in ("tokenizer.json", "prose.npy")]
         for path in (*used, *given.corpus.glob("val-*.npy")):
             (Path(folder) / path.name).symlink_to(path.resolve())

@@ -138,7 +138,7 @@ def test_training_has_more_wordings_than_the_generators(kind):
     assert templates & more and templates - more
 
 
-def test_training_has_any_words_in_place_of_those_of_a_class():
+def test_some_words_of_training_tasks_are_replaced():
     names = {
         word
         for task in draw("memory", "train", 200)

@@ -18,8 +18,9 @@ HELD_KEYS = 12  # one key in twelve is held out
 OPENINGS = ("Hello! ", "Hi, can you help me? ", "One question: ", "Please help me. ", "Next one: ")
 OPENING_SHARE = 0.1  # of all tasks
 HELD_WORDS = 6  # every sixth word of an open class is held out
-# Shares of a training task's words that are any words of `words.json`: copying is learned from many words.
-FRESH_SHARES = (0.0, 0.0, 0.3, 0.9)
+# Of the words of a training task, the share that is replaced by words of `words.json`; one is drawn a task.
+# A model that sees few words learns them by heart, and does not learn to copy others.
+REPLACED_SHARES = (0.0, 0.0, 0.3, 0.9)
 
 T = TypeVar("T")
 
@@ -32,12 +33,12 @@ class OtherSplit(Exception):
 class Words:
     """An open word class, divided into training words and held-out words.
 
-    open: any word may stand in for one of them in training
+    replaceable: whether training also takes words of `words.json` in place of its own
     """
 
     train: tuple[str, ...]
     held: tuple[str, ...]
-    open: bool = True
+    replaceable: bool = True
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -57,17 +58,17 @@ def pairs(text: str) -> dict[str, str]:
 _HELD: set[str] = set()  # held-out words of all classes, in lower case
 
 
-def words(text: str, open: bool = True) -> Words:
+def words(text: str, replaceable: bool = True) -> Words:
     """Divide the items of a list; every sixth one is held out."""
     items = listed(text)
     held = items[HELD_WORDS - 1 :: HELD_WORDS]
     _HELD.update(word.lower() for word in held)
-    return Words(tuple(w for w in items if w not in held), held, open)
+    return Words(tuple(w for w in items if w not in held), held, replaceable)
 
 
 @cache
-def _any_words() -> tuple[list[str], list[str]]:
-    """Capitalized and other words that are held out of no class and name nothing in Python."""
+def _replacements() -> tuple[list[str], list[str]]:
+    """Capitalized words and others, without held-out ones and names that Python uses."""
     found = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf8"))
     left_out = _HELD | {*keyword.kwlist, *dir(builtins)}
 
@@ -79,7 +80,7 @@ def _any_words() -> tuple[list[str], list[str]]:
 
 @cache
 def _more_wordings() -> dict[str, list[str]]:
-    """Training wordings by one of the templates of a `say`."""
+    """Additional training templates.  The key is one of the templates that `Draw.say` is called with."""
     folder, found = Path(__file__).with_name("wordings"), dict[str, list[str]]()
     for path in sorted(folder.glob("*.json")):
         found.update(json.loads(path.read_text(encoding="utf8")))
@@ -120,7 +121,7 @@ class Draw:
         self.keys: list[str] = []
         self.wordings: list[str] = []
         self.class_of: dict[str, Words] = {}  # of the words that were drawn
-        self.fresh_share = rng.choice(FRESH_SHARES) if split == "train" else 0.0
+        self.replaced_share = rng.choice(REPLACED_SHARES) if split == "train" else 0.0
 
     def int(self, low: int, high: int) -> int:
         return self.rng.randint(low, high)
@@ -143,20 +144,23 @@ class Draw:
         """Choose distinct words; split `values` takes held-out ones first, then training words."""
         held = self.rng.sample(group.held, min(count, len(group.held))) if self.split == "values" else []
         chosen = held + self.rng.sample(group.train, count - len(held))
-        if self.fresh_share and group.open:
-            chosen = self._some_fresh(group, chosen)
+        if self.replaced_share and group.replaceable:
+            chosen = self._replaced(group, chosen)
         self.rng.shuffle(chosen)
         self.class_of.update(dict.fromkeys(chosen, group))
         return chosen
 
-    def _some_fresh(self, group: Words, chosen: list[str]) -> list[str]:
-        """Some of the words replaced by any, which are capitalized or end like the words of the class."""
-        names, others = _any_words()
+    def _replaced(self, group: Words, chosen: list[str]) -> list[str]:
+        """The words, some of them replaced.
+
+        Words for names are capitalized, and words for a class of plurals end in s.
+        """
+        names, others = _replacements()
         source = names if group.train[0][0].isupper() else others
         end = "s" if all(word.endswith("s") for word in group.train) else ""
         found: list[str] = []
         for word in chosen:
-            while word in found or (word in chosen and self.chance(self.fresh_share)):
+            while word in found or (word in chosen and self.chance(self.replaced_share)):
                 word = self.rng.choice(source).removesuffix(end) + end
             found.append(word)
         return found
@@ -176,9 +180,11 @@ class Draw:
         if len(templates) < 3:
             raise ValueError(f"a wording needs three templates or more, got {len(templates)}")
         cut = len(templates) - max(1, len(templates) // 5)
-        more = _more_wordings()
-        known = [*templates[:cut], *(extra for each in templates for extra in more.get(each, ()))]
-        chosen = self.rng.choice(templates[cut:] if self.split == "wordings" else known)
+        possible = list(templates[cut:])
+        if self.split != "wordings":
+            more = _more_wordings()
+            possible = [*templates[:cut], *(extra for each in templates for extra in more.get(each, ()))]
+        chosen = self.rng.choice(possible)
         self.wordings.append(chosen)
         return chosen.format(**values)
 

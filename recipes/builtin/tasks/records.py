@@ -185,7 +185,7 @@ def lists(d: Draw) -> list[Turn]:
     return [Turn(prompt, shapes[target], exactly(shapes[target]))]
 
 
-HTML_TAGS = words("p, h1, h2, li, em, strong, div, span, td, th, code, title", open=False)
+HTML_TAGS = words("p, h1, h2, li, em, strong, div, span, td, th, code, title", replaceable=False)
 
 
 def markup(d: Draw) -> list[Turn]:

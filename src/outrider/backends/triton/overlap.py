@@ -15,9 +15,9 @@ the one before it, and by induction after all earlier ones.  Hence the usual ord
 - what a kernel stores, earlier kernels have ended loading (write after read)
 - memory that the allocator reuses belongs to kernels that have ended
 
-Kernels and copies of torch are launched without this attribute.  Such a launch begins after the kernel before
-has ended, and so after all earlier ones.  One of our kernels behind it waits for its end and its stores, like
-for those of any other.  The same holds in a graph: a capture keeps the kind of each dependency.
+Kernels and copies of torch are launched without this attribute.  They begin after the kernel before has
+ended, and so after all earlier ones.  A kernel of ours that follows one of them waits until it has ended and
+its stores are visible.  The same holds in a graph: a capture keeps the kind of each dependency.
 
 Waiting programs hold no resource that an earlier kernel needs: all programs of that one have begun already.
 """
