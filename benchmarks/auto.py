@@ -3,12 +3,13 @@
     python benchmarks/auto.py [--minutes 8] [--models builtin builtin-100m] [--folder DIR] [--cpu-time]
                               [--json OUT]
 
-A cell is a kind of text, a temperature, a batch size and a model.  All settings of a cell take turns, round
-by round, each with a new controller.  The time of a cell is the median over the rounds of the seconds over
-those of plain decoding in the same round.  Cells are shuffled, so that `--minutes` gives a fair part of the
-grid; the cells that are left out are counted.  --folder adds the Llama shape of 100 M random weights, which
-is written there.  The machine should be idle; on a busy one --cpu-time takes the process's CPU time for all
-clocks, with OMP_NUM_THREADS=1, since threads that wait would count.
+A cell is a kind of text, a temperature, a batch size and a model.  At least four requests are answered in a
+cell.  All settings of a cell take turns, round by round, each with a new controller.  The time of a cell is
+the median over the rounds of the seconds over those of plain decoding in the same round.  Cells are shuffled,
+so that `--minutes` gives a fair part of the grid; the cells that are left out are counted.  OUT is written
+after every cell; a further run with the same OUT goes on where it ended.  --folder adds the Llama shape of
+100 M random weights, which is written there.  The machine should be idle; on a busy one --cpu-time takes the
+process's CPU time for all clocks, with OMP_NUM_THREADS=1, since threads that wait would count.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ OPEN = ("random ids", "trap")  # kinds of token ids
 KINDS = (
     "translation", "summary", "question", "arithmetic", "retrieval", "chat", "code", "German", *OPEN,
 )  # fmt: skip
+REQUESTS = 4  # in a cell, at least
 LENGTH, MEMORY = 1024, 1 << 29  # tokens of a request, and bytes of K/V of each setting: all have their own
 TEMPERATURES, BATCHES = (0.0, 0.8, 1.0), (1, 4, 8, 16, 32)
 
@@ -94,10 +96,14 @@ def settings(model: str) -> dict[str, Mapping[str, Any] | None]:
 def run(llm: LLM, cell: Cell, tokens: int, repeats: int) -> dict[str, Any]:
     """Seconds of every round by setting, and their median over plain decoding."""
     params = SamplingParams(temperature=cell.temperature, max_tokens=tokens, ignore_eos=True, seed=1)
-    asked = [(cell.kind, prompt) for prompt in prompts(cell.kind, cell.batch, llm.get_tokenizer())]
+    requests = max(REQUESTS, cell.batch)
+    asked = [(cell.kind, prompt) for prompt in prompts(cell.kind, requests, llm.get_tokenizer())]
     configs = settings(cell.model)
-    results = measure(llm, configs, asked, params, repeats, batch_size=cell.batch, runs=1)
-    rounds = {label: result.runs[0].turns for label, result in zip(configs, results)}
+    results = measure(llm, configs, asked, params, repeats, batch_size=cell.batch, runs=1, fresh=False)
+    rounds = {
+        label: [sum(turn) for turn in zip(*(run.turns for run in result.runs))]
+        for label, result in zip(configs, results)
+    }
     ratio = {
         label: statistics.median(mine / plain for mine, plain in zip(times, rounds[PLAIN]))
         for label, times in rounds.items()
@@ -176,7 +182,9 @@ def main() -> None:
     grid = [Cell(*cell) for cell in itertools.product(models, given.kinds, given.temperatures, given.batches)]
     grid = [cell for cell in grid if cell.model != RANDOM or cell.kind in OPEN]  # it has no tokenizer
     random.Random(0).shuffle(grid)
-    console, began, cells = Console(), time.monotonic(), []
+    console, began = Console(), time.monotonic()
+    cells = json.loads(given.json.read_text())["cells"] if given.json and given.json.exists() else []
+    done = {Cell(**cell["cell"]) for cell in cells}
     llms = {
         name: LLM(
             path,
@@ -190,14 +198,16 @@ def main() -> None:
     for cell in grid:
         if time.monotonic() - began > 60 * given.minutes:
             break
+        if cell in done:
+            continue
         cells.append(run(llms[cell.model], cell, given.tokens, given.repeats))
         ratio = cells[-1]["time over plain"]
         console.print(*cell, {label: round(value, 3) for label, value in ratio.items()})
-    found = {"left out": len(grid) - len(cells), **summary(cells)}
-    show(found, console)
-    if given.json:
-        made = {"conditions": conditions(), "summary": found, "cells": cells}
-        given.json.write_text(json.dumps(made, indent=1) + "\n")
+        found = {"left out": len(grid) - len(cells), **summary(cells)}
+        if given.json:
+            made = {"conditions": conditions(), "summary": found, "cells": cells}
+            given.json.write_text(json.dumps(made, indent=1) + "\n")
+    show({"left out": len(grid) - len(cells), **summary(cells)}, console)
 
 
 if __name__ == "__main__":
