@@ -3,13 +3,14 @@
     python benchmarks/auto.py [--minutes 8] [--models builtin builtin-100m] [--folder DIR] [--cpu-time]
                               [--json OUT]
 
-A cell is a kind of text, a temperature, a batch size and a model.  At least four requests are answered in a
-cell.  All settings of a cell take turns, round by round, each with a new controller.  The time of a cell is
-the median over the rounds of the seconds over those of plain decoding in the same round.  Cells are shuffled,
-so that `--minutes` gives a fair part of the grid; the cells that are left out are counted.  OUT is written
-after every cell; a further run with the same OUT goes on where it ended.  --folder adds the Llama shape of
-100 M random weights, which is written there.  The machine should be idle; on a busy one --cpu-time takes the
-process's CPU time for all clocks, with OMP_NUM_THREADS=1, since threads that wait would count.
+A cell is a kind of text, a temperature, a batch size and a model.  All settings of a cell answer the same
+stream of batches, in lockstep (outrider/bench/lockstep.py), since the speed of a machine varies: batches
+until plain decoding has taken --seconds.  Drafters and controllers are new in each cell; what earlier cells
+have taught is on disk, as for every user.  Cells are shuffled, so that `--minutes` gives a fair part of the
+grid; the cells that are left out are counted.  OUT is written after every cell; a further run with the same
+OUT goes on where it ended.  --folder adds the Llama shape of 100 M random weights, which is written there.
+The machine should be idle; on a busy one --cpu-time takes the process's CPU time for all clocks, with
+OMP_NUM_THREADS=1, since threads that wait would count.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import statistics
 import time
@@ -30,7 +32,7 @@ from rich.table import Table
 
 from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
-from outrider.bench.measure import measure
+from outrider.bench.lockstep import lockstep
 from outrider.bench.prompts import PROMPTS, Prompt, rendered
 from outrider.bench.questions import read
 
@@ -39,7 +41,6 @@ DRAFT = {"method": "draft_model", "model": "builtin-draft"}
 FIXED: dict[str, Mapping[str, Any]] = {
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
-    "recycle": {"method": "recycle"},
     **{f"draft {k}": {**DRAFT, "num_speculative_tokens": k} for k in (2, 4, 6)},
 }
 WITH_DRAFT = "auto, draft"
@@ -47,7 +48,7 @@ OPEN = ("random ids", "trap")  # kinds of token ids
 KINDS = (
     "translation", "summary", "question", "arithmetic", "retrieval", "chat", "code", "German", *OPEN,
 )  # fmt: skip
-REQUESTS = 4  # in a cell, at least
+MOST_BATCHES = 16  # of a cell
 LENGTH, MEMORY = 1024, 1 << 29  # tokens of a request, and bytes of K/V of each setting: all have their own
 TEMPERATURES, BATCHES = (0.0, 0.8, 1.0), (1, 4, 8, 16, 32)
 
@@ -93,23 +94,22 @@ def settings(model: str) -> dict[str, Mapping[str, Any] | None]:
     return {PLAIN: {"method": "off"}, AUTO: {"method": "auto"}, **own, **fixed}
 
 
-def run(llm: LLM, cell: Cell, tokens: int, repeats: int) -> dict[str, Any]:
-    """Seconds of every round by setting, and their median over plain decoding."""
+def run(llm: LLM, cell: Cell, tokens: int, seconds: float) -> dict[str, Any]:
+    """Seconds by setting, and the same over plain decoding."""
     params = SamplingParams(temperature=cell.temperature, max_tokens=tokens, ignore_eos=True, seed=1)
-    requests = max(REQUESTS, cell.batch)
-    asked = [(cell.kind, prompt) for prompt in prompts(cell.kind, requests, llm.get_tokenizer())]
     configs = settings(cell.model)
-    results = measure(llm, configs, asked, params, repeats, batch_size=cell.batch, runs=1, fresh=False)
-    rounds = {
-        label: [sum(turn) for turn in zip(*(run.turns for run in result.runs))]
-        for label, result in zip(configs, results)
+    asked = prompts(cell.kind, MOST_BATCHES * cell.batch, llm.get_tokenizer())
+    batches = [asked[i : i + cell.batch] for i in range(0, len(asked), cell.batch)]
+    plain = lockstep(llm, {PLAIN: configs[PLAIN]}, batches[:1], params)[PLAIN].seconds
+    sides = lockstep(llm, configs, batches[: math.ceil(seconds / plain)], params)
+    spent = {label: side.seconds for label, side in sides.items()}
+    return {
+        "cell": cell._asdict(),
+        "batches": len(sides[PLAIN].groups),
+        "seconds": spent,
+        "time over plain": {label: own / spent[PLAIN] for label, own in spent.items()},
+        "same tokens": {label: side.tokens == sides[PLAIN].tokens for label, side in sides.items()},
     }
-    ratio = {
-        label: statistics.median(mine / plain for mine, plain in zip(times, rounds[PLAIN]))
-        for label, times in rounds.items()
-    }
-    same = {label: result.tokens == results[0].tokens for label, result in zip(configs, results)}
-    return {"cell": cell._asdict(), "rounds": rounds, "time over plain": ratio, "same tokens": same}
 
 
 def best_fixed(times: Mapping[str, float], label: str) -> float:
@@ -167,8 +167,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--temperatures", nargs="+", type=float, default=TEMPERATURES)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--cpu-time", action="store_true", help="in place of wall time, for a busy machine")
@@ -200,7 +200,7 @@ def main() -> None:
             break
         if cell in done:
             continue
-        cells.append(run(llms[cell.model], cell, given.tokens, given.repeats))
+        cells.append(run(llms[cell.model], cell, given.tokens, given.seconds))
         ratio = cells[-1]["time over plain"]
         console.print(*cell, {label: round(value, 3) for label, value in ratio.items()})
         found = {"left out": len(grid) - len(cells), **summary(cells)}

@@ -173,6 +173,17 @@ class LLM:
             for id in live:
                 self.abort(id)
 
+    def enqueue(self, prompts: Prompts, sampling_params: Params = None) -> list[Ticket]:
+        """Queue prompts for `loop.run_until`, for callers that count steps.
+
+        Raises the error of the first invalid prompt.
+        """
+        requests = self._enter(prompts, sampling_params, None)
+        for request in requests:
+            if isinstance(request, RequestOutput) and request.error is not None:
+                raise request.error
+        return self._admit([request for request in requests if isinstance(request, Request)])
+
     def abort(self, request_id: str) -> None:
         """End a request with finish_reason "abort", keeping its output so far.  Unknown ids are ignored."""
         self.loop.abort(request_id)

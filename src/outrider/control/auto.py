@@ -30,7 +30,7 @@ from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, TOTAL_GRACE
 from outrider.control.memory import Memory
 from outrider.control.module import Module
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try, keep, note_depths
-from outrider.control.planner import Planner
+from outrider.control.planner import DIGEST, Planner
 from outrider.control.report import report
 from outrider.control.rest import Rest
 from outrider.core.clock import Times, working_time
@@ -111,7 +111,8 @@ class AutoController:
 
     def budget(self, batch: Batch) -> list[Budget]:
         self.guided = False
-        if self.rest is not None and self._rests(self.rest, batch):
+        rest = self.rest
+        if rest is not None and (rest.repeats(batch) or self._rests(rest, batch)):
             return [NO_BUDGET] * len(batch)
         self.tries, self.mark = {}, None
         self.spent.clear()
@@ -167,9 +168,11 @@ class AutoController:
         return any(self.evidence.promising(row) for row in rows)
 
     def _take_in(self, rest: Rest) -> None:
+        if rest.records:
+            self.evidence.learn(rest.records)
         if rest.seconds:
             self.evidence.rested(self.load, rest.seconds, rest.propose)
-        rest.seconds, rest.propose = [], 0.0
+        rest.seconds, rest.propose, rest.records = [], 0.0, []
 
     def _anchor(self) -> bool:
         """Whether a plain step is due, to measure its cost again."""
@@ -283,7 +286,9 @@ class AutoController:
             self._note(batch, times, bool(ended))
         elif batch.prefill or self.guided:
             load, seconds = Load.of(batch, self.evidence.forward), times.forward + times.rest
-            self.evidence.learn([StepRecord(batch, load, {}, times.propose, seconds, {}, bool(ended))])
+            self.rest.records.append(StepRecord(batch, load, {}, times.propose, seconds, {}, bool(ended)))
+            if len(self.rest.records) == DIGEST:
+                self._take_in(self.rest)
         else:
             self.rest.add(times)
         if ended:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.control.plan import StepRecord
 from outrider.core.clock import Times
 from outrider.core.row import Row
+from outrider.core.step import Batch
 
 LISTEN = 8  # steps after which what speaks for drafts is looked at again
 
@@ -17,8 +19,9 @@ class Rest:
 
     batch: emitting rows when it began.  depth: largest draft that was allowed then.
     moved: other rows run than those that the load was computed for.  fresh: some of them are new.
-    taken: steps so far.  seconds: of each that only decoded, since costs were last taken in.  propose: of
-    their idle drafters together.
+    taken: steps so far.
+    Since costs were last taken in: seconds of each step that only decoded, `propose` of their idle drafters
+    together, and the records of the other steps.
     """
 
     rows: list[Row]
@@ -31,6 +34,16 @@ class Rest:
     taken: int = 0
     seconds: list[float] = field(default_factory=list)
     propose: float = 0.0
+    records: list[StepRecord] = field(default_factory=list)
+
+    def repeats(self, batch: Batch) -> bool:
+        """Count a step, if nothing has to be looked at in it: the rows are those of the step before."""
+        if self.fresh or self.moved or batch.prefill or self.taken >= self.longest:
+            return False
+        if not (self.taken + 1) % LISTEN or self.rows != [step.row for step in batch]:
+            return False
+        self.taken += 1
+        return True
 
     def goes_on(self, rows: list[Row], depth: int) -> bool:
         """Count a step, unless the rest is over: by its length, other limits, or far fewer requests."""
