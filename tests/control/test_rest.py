@@ -14,6 +14,7 @@ from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm
 from outrider.core.clock import Times
+from outrider.core.params import SamplingParams
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget, DraftTree
@@ -132,15 +133,39 @@ def test_a_new_request_ends_a_rest_where_drafts_are_expected_to_pay(look_seconds
     """However long it takes to plan for it."""
     auto = controller(accepted=DEPTH)
     auto.look_seconds = look_seconds
-    first, second = make_row([1, 2, 3]), make_row([1, 2, 3], id="1")
-    auto.evidence.ledger.loss = 1.0  # no room for drafts
+    first = make_row([1, 2, 3], params=SamplingParams(speculate=False))
     step(auto, [first])
     assert auto.rest is not None
     looks = looks_of(auto)
     step(auto, [first])
     assert not looks
-    step(auto, [first, second])
+    step(auto, [first, make_row([1, 2, 3], id="1")])
     assert looks
+
+
+def test_nothing_is_planned_for_new_requests_while_nothing_may_be_lost() -> None:
+    auto = controller(accepted=DEPTH)
+    rows = [make_row([1, 2, 3], id=str(i)) for i in range(5)]
+    auto.evidence.ledger.loss = 1.0
+    step(auto, rows[:1])
+    looks = looks_of(auto)
+    for count in (2, 3, 4, 5):
+        step(auto, rows[:count])
+    assert not looks
+
+
+@pytest.mark.parametrize(("look_seconds", "ends"), [(0.0, True), (20 * PLAIN, False)])
+def test_a_rest_ends_for_a_promising_request_if_a_plan_may_pay(look_seconds: float, ends: bool) -> None:
+    auto, grades = controller(accepted=DEPTH), [0]
+    auto.arms = auto.evidence.arms = auto.planner.arms = [auto.arms[0]._replace(grade=lambda row: grades[0])]
+    row = make_row([1, 2, 3])
+    auto.evidence.ledger.loss = 1.0
+    step(auto, [row])
+    auto.evidence.ledger.loss, auto.look_seconds, grades[0] = 0.0, look_seconds, 1
+    looks = looks_of(auto)
+    for _ in range(8):
+        step(auto, [row])
+    assert bool(looks) == ends
 
 
 def test_a_rest_is_in_the_summary_of_every_request() -> None:

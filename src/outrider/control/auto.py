@@ -43,6 +43,7 @@ PLANNING = 0.005  # of a plain step: plans hold for several steps where making t
 MOST_PLANNING, NEW_STEPS = 0.02, 4
 LONG_PLAN = 5e-4  # seconds of a plan beyond OUTLIER times the average: it was interrupted
 ANCHOR = 96  # steps with drafts after which a plain one measures its cost again
+PROMISED = 4  # tokens that a promising row may gain
 SHORTFALL = 1.5  # times the root of the expected tokens: so many fewer, and steps are taken in at once
 
 
@@ -162,10 +163,11 @@ class AutoController:
         return False
 
     def _promising(self, batch: Batch, rest: Rest) -> bool:
-        """Whether something speaks for drafts that did not when the rest began."""
+        """Whether so much speaks for drafts that did not when the rest began that a plan may pay."""
         rest.fresh = not all(step.emits for step in batch)
         rows = [step.row for step in batch if step.emits and step.row.draft_depth]
-        return any(self.evidence.promising(row) for row in rows)
+        rest.promising += sum([self.evidence.promising(row) for row in rows])
+        return rest.promising * PROMISED * self.load.token > self.look_seconds
 
     def _take_in(self, rest: Rest) -> None:
         if rest.records:

@@ -68,6 +68,7 @@ class Planner:
         self.trials: Sequence[Trials] = ()  # what the plans have left
         self.zs = [0.0] * len(arms)  # standard deviations
         self.of_new: dict[tuple[Reach, int], Option] = {}  # of rows that never asked
+        self.refused: dict[tuple[Any, ...], int] = {}  # kind of such rows that get no plan -> their `wait`
         self.hopes: dict[tuple[int, int], bool] = {}  # drafter, depth -> `_hopeful`
         self.exponents: dict[int, float] = {}  # of drafters that stop by themselves (`Calibration.exponent`)
 
@@ -86,6 +87,7 @@ class Planner:
         # one draw for all rows, since they share what an ask costs
         self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
         self.of_new.clear()
+        self.refused.clear()
         self.hopes.clear()
         self.exponents.clear()
         plans: dict[int, Plan] = {}
@@ -108,9 +110,18 @@ class Planner:
             depth = self._depth(k, reach, most)
             if depth and self._hopeful(k, self.load, most):
                 best = self._best(k, None, reach, depth, 1.0)
-                wait = 1 if math.isinf(best.cost) else trials.wait(best.cost, self.load.decode)
-                waits.append(0 if self._pays(best) else wait)
+                if math.isinf(best.cost):
+                    waits.append(1)
+                elif self._pays(best):
+                    waits.append(self._until(MARGIN * best.cost - self.room))
+                else:
+                    waits.append(trials.wait(best.cost, self.load.decode))
         return min(waits)
+
+    def _until(self, lacks: float) -> int:
+        """Plain steps until the ledgers have room for so many more seconds."""
+        load = self.load
+        return max(0, math.ceil(lacks * load.batch / (SHARE * load.decode)))
 
     def outlook(self, k: int) -> dict[str, Any]:
         """What a drafter is expected to do for a new request beside those of the last plans."""
@@ -178,6 +189,10 @@ class Planner:
                 reach.fade(row.steps)
             state.ledger.grace = self.row_grace
             room = min(self.room, state.ledger.room)
+        kind = None if state is not None else self._kind(row, most)
+        if kind is not None and kind in self.refused:
+            self.wait = min(self.wait, self.refused[kind])
+            return None
         chosen, exploring, wait = self._choose(row, state, most, room)
         if chosen:
             chosen.sort(key=lambda option: option.cost)
@@ -189,8 +204,16 @@ class Planner:
         wait = max(wait, min(DIGEST, self.load.batch))  # with many rows one of them is always due
         if state is not None:
             state.asleep, state.crowd = row.steps + wait, self.load.batch
+        if kind is not None:
+            self.refused[kind] = wait  # the room only shrinks while plans are made
         self.wait = min(self.wait, wait)
         return None
+
+    def _kind(self, row: Row, most: int) -> tuple[Any, ...] | None:
+        """What the plan of a row that was never considered depends on; None where its length does, too."""
+        if any(self._lacks(k, row) for k in self.prefilling):
+            return None
+        return most, row.steps > 0, row.params.draft_method, *[arm.grade(row) for arm in self.arms]
 
     def _choose(
         self, row: Row, state: RowState | None, most: int, room: float
@@ -223,7 +246,7 @@ class Planner:
                     wait = min(wait, pause)
                     continue
             if (lacks := max(need - room, need + late - self.room)) > 0:
-                wait = min(wait, math.ceil(lacks * load.batch / (SHARE * load.decode)))
+                wait = min(wait, self._until(lacks))
                 continue
             if not pays:
                 exploring.add(k)

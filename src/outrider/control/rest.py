@@ -19,7 +19,7 @@ class Rest:
 
     batch: emitting rows when it began.  depth: largest draft that was allowed then.
     moved: other rows run than those that the load was computed for.  fresh: some of them are new.
-    taken: steps so far.
+    taken: steps so far.  promising: rows for which more speaks for a draft than when the rest began.
     Since costs were last taken in: seconds of each step that only decoded, `propose` of their idle drafters
     together, and the records of the other steps.
     """
@@ -32,6 +32,7 @@ class Rest:
     moved: bool
     fresh: bool = False
     taken: int = 0
+    promising: int = 0
     seconds: list[float] = field(default_factory=list)
     propose: float = 0.0
     records: list[StepRecord] = field(default_factory=list)
