@@ -26,7 +26,7 @@ from outrider.control.choose import Option
 from outrider.control.cost import OUTLIER, ForwardCost
 from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, TOTAL_GRACE
+from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, SHARE, TOTAL_GRACE
 from outrider.control.memory import Memory
 from outrider.control.module import Module
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try, keep, note_depths
@@ -164,6 +164,8 @@ class AutoController:
 
     def _promising(self, batch: Batch, rest: Rest) -> bool:
         """Whether so much speaks for drafts that did not when the rest began that a plan may pay."""
+        if self.evidence.ledger.room + SHARE * rest.taken * self.load.decode <= 0:
+            return False
         rest.fresh = not all(step.emits for step in batch)
         rows = [step.row for step in batch if step.emits and step.row.draft_depth]
         rest.promising += sum([self.evidence.promising(row) for row in rows])

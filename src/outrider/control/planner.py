@@ -105,18 +105,23 @@ class Planner:
     def closed(self) -> int:
         """Steps after the last plans until a new row may get one."""
         most, waits = self.limits.depth_for(self.load.batch), [LONGEST_PAUSE]
+        courage = self._courage(min(self.room, USED * self.row_grace))
         for k, trials in enumerate(self.trials):
             reach = self.evidence.reach[k]
             depth = self._depth(k, reach, most)
             if depth and self._hopeful(k, self.load, most):
-                best = self._best(k, None, reach, depth, 1.0)
+                best = self._best(k, None, reach, depth, courage)
                 if math.isinf(best.cost):
                     waits.append(1)
-                elif self._pays(best):
-                    waits.append(self._until(MARGIN * best.cost - self.room))
-                else:
-                    waits.append(trials.wait(best.cost, self.load.decode))
+                    continue
+                need = MARGIN * best.cost * (1 if (pays := self._pays(best)) else 2)
+                pause = 0 if pays else trials.wait(best.cost, self.load.decode)
+                waits.append(max(pause, self._until(need - self.room)))
         return min(waits)
+
+    def _courage(self, room: float) -> float:
+        """Standard deviations by which a draw counts: -1 where a row has used what it may lose, up to 1."""
+        return max(-1.0, min(1.0, 2 * room / (USED * self.row_grace) - 1))
 
     def _until(self, lacks: float) -> int:
         """Plain steps until the ledgers have room for so many more seconds."""
@@ -220,7 +225,7 @@ class Planner:
     ) -> tuple[list[Option], set[int], int]:
         """Options of a row, those that do not seem to pay, and steps until there may be others."""
         load, chosen, exploring, wait = self.load, list[Option](), set[int](), LONGEST_PAUSE
-        courage = max(-1.0, min(1.0, 2 * room / (USED * self.row_grace) - 1))
+        courage = self._courage(room)
         found: dict[int, Option] = {}
         for k, arm in enumerate(self.arms):
             wanted = row.accepts(arm.sources) if row.steps else row.drafts_with(arm.sources)
