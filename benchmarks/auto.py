@@ -108,6 +108,7 @@ def run(llm: LLM, cell: Cell, tokens: int, seconds: float) -> dict[str, Any]:
         "batches": len(sides[PLAIN].groups),
         "seconds": spent,
         "time over plain": {label: own / spent[PLAIN] for label, own in spent.items()},
+        "of ideal": {label: side.of_ideal(sides[PLAIN]) for label, side in sides.items()},
         "same tokens": {label: side.tokens == sides[PLAIN].tokens for label, side in sides.items()},
     }
 
@@ -124,8 +125,8 @@ def best_fixed(times: Mapping[str, float], label: str) -> float:
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """By setting: mean and largest time over plain decoding.
 
-    Of the adaptive ones also: mean time over the best fixed setting, and the cells in which they are over
-    1.02 of plain decoding or 1.05 of the best.
+    Of the adaptive ones also: part of the ideal speed-up, mean time over the best fixed setting, and the
+    cells in which they are over 1.02 of plain decoding or 1.05 of the best.
     """
     times = [cell["time over plain"] for cell in cells]
     labels = dict.fromkeys(label for each in times for label in each)
@@ -142,6 +143,7 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ]
         if over:
             found[label] = {
+                "of ideal, mean": round(statistics.mean(cell["of ideal"][label] for cell, _, _ in over), 3),
                 "over best fixed, mean": round(statistics.mean(own / best for _, own, best in over), 3),
                 "over 1.02 of plain": [[*cell["cell"].values(), own] for cell, own, _ in over if own > 1.02],
                 "over 1.05 of best": [

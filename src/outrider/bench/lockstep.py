@@ -14,10 +14,11 @@ them the same part of its time, and ratios stay where times do not.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.bench.measure import Configs
 from outrider.core.params import SamplingParams
 from outrider.engine.loop import Ticket
 from outrider.llm import LLM
@@ -50,6 +51,14 @@ class Side:
         running = sum(len(row.tokens) - row.prompt for ticket in self.tickets for row in ticket.rows)
         return sum(map(len, self.tokens)) + running, self.begun, self.steps
 
+    def of_ideal(self, plain: Side) -> float:
+        """Part of the ideal speed-up that is reached: that of drafting and forwards alone."""
+        shares = [
+            (side.llm.engine.times.propose + side.llm.engine.times.forward) / side.seconds
+            for side in (self, plain)
+        ]
+        return shares[0] / shares[1]
+
     def advance(self) -> None:
         """Run steps until one has news; this may begin a group."""
         began = time.perf_counter()
@@ -68,7 +77,7 @@ class Side:
 
 def lockstep(
     llm: LLM,
-    configs: Mapping[str, Mapping[str, Any] | None],
+    configs: Configs,
     groups: Sequence[Sequence[Any]],
     params: SamplingParams,
 ) -> dict[str, Side]:

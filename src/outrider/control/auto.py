@@ -26,7 +26,7 @@ from outrider.control.choose import Option
 from outrider.control.cost import OUTLIER, ForwardCost
 from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, SHARE, TOTAL_GRACE
+from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, TOTAL_GRACE
 from outrider.control.memory import Memory
 from outrider.control.module import Module
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try, keep, note_depths
@@ -43,7 +43,6 @@ PLANNING = 0.005  # of a plain step: plans hold for several steps where making t
 MOST_PLANNING, NEW_STEPS = 0.02, 4
 LONG_PLAN = 5e-4  # seconds of a plan beyond OUTLIER times the average: it was interrupted
 ANCHOR = 96  # steps with drafts after which a plain one measures its cost again
-PROMISED = 4  # tokens that a promising row may gain
 SHORTFALL = 1.5  # times the root of the expected tokens: so many fewer, and steps are taken in at once
 
 
@@ -151,32 +150,18 @@ class AutoController:
     def _rests(self, rest: Rest, batch: Batch) -> bool:
         """Whether a rest goes on in this step.  Takes in its steps where it ends or the load changes."""
         goes_on = rest.goes_on(batch.rows, self.limits.depth_for(len(batch)))
-        if goes_on and not (rest.listens and self._promising(batch, rest)):
+        if goes_on and rest.listens:
+            goes_on = not rest.promises(batch, self.evidence, self.load, self.look_seconds)
+        if goes_on:
             if batch.prefill and self.planner.prefilling:
                 self.planner.leave_out(batch)
             if rest.moved and not batch.prefill:
-                self._take_in(rest)
+                rest.settle(self.evidence, self.load)
                 self.load, rest.moved = Load.of(batch, self.evidence.forward), False
             return True
-        self._take_in(rest)
+        rest.settle(self.evidence, self.load)
         self.rest, self.stale = None, True
         return False
-
-    def _promising(self, batch: Batch, rest: Rest) -> bool:
-        """Whether so much speaks for drafts that did not when the rest began that a plan may pay."""
-        if self.evidence.ledger.room + SHARE * rest.taken * self.load.decode <= 0:
-            return False
-        rest.fresh = not all(step.emits for step in batch)
-        rows = [step.row for step in batch if step.emits and step.row.draft_depth]
-        rest.promising += sum([self.evidence.promising(row) for row in rows])
-        return rest.promising * PROMISED * self.load.token > self.look_seconds
-
-    def _take_in(self, rest: Rest) -> None:
-        if rest.records:
-            self.evidence.learn(rest.records)
-        if rest.seconds:
-            self.evidence.rested(self.load, rest.seconds, rest.propose)
-        rest.seconds, rest.propose, rest.records = [], 0.0, []
 
     def _anchor(self) -> bool:
         """Whether a plain step is due, to measure its cost again."""
@@ -292,12 +277,12 @@ class AutoController:
             load, seconds = Load.of(batch, self.evidence.forward), times.forward + times.rest
             self.rest.records.append(StepRecord(batch, load, {}, times.propose, seconds, {}, bool(ended)))
             if len(self.rest.records) == DIGEST:
-                self._take_in(self.rest)
+                self.rest.settle(self.evidence, self.load)
         else:
             self.rest.add(times)
         if ended:
             if self.rest is not None:
-                self._take_in(self.rest)
+                self.rest.settle(self.evidence, self.load)
             for row in ended:
                 self.evidence.close(row, self.load)
             self.evidence.save(time.perf_counter())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.control.plan import StepRecord
+from outrider.control.evidence import Evidence
+from outrider.control.ledger import SHARE
+from outrider.control.plan import Load, StepRecord
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch
 
+PROMISED = 4  # tokens that a promising row may gain
 LISTEN = 8  # steps after which what speaks for drafts is looked at again
 
 
@@ -62,6 +65,23 @@ class Rest:
     def listens(self) -> bool:
         """Whether this step looks at what speaks for drafts."""
         return self.depth > 0 and (self.fresh or not self.taken % LISTEN)
+
+    def promises(self, batch: Batch, evidence: Evidence, load: Load, look_seconds: float) -> bool:
+        """Whether so much speaks for drafts that did not when the rest began that a plan may pay."""
+        if evidence.ledger.room + SHARE * self.taken * load.decode <= 0:
+            return False
+        self.fresh = not all(step.emits for step in batch)
+        rows = [step.row for step in batch if step.emits and step.row.draft_depth]
+        self.promising += sum([evidence.promising(row) for row in rows])
+        return self.promising * PROMISED * load.token > look_seconds
+
+    def settle(self, evidence: Evidence, load: Load) -> None:
+        """Hand over the steps since costs were last taken in."""
+        if self.records:
+            evidence.learn(self.records)
+        if self.seconds:
+            evidence.rested(load, self.seconds, self.propose)
+        self.seconds, self.propose, self.records = [], 0.0, []
 
     def add(self, times: Times) -> None:
         self.seconds.append(times.forward + times.rest)
