@@ -149,7 +149,7 @@ def test_attend(heads: int, kv_heads: int, head_dim: int, window: int, dtype: to
         )
 
 
-def bends() -> list[ScoreModifier]:
+def modifiers() -> list[ScoreModifier]:
     slopes, sinks = torch.rand(4), torch.randn(4)
     return [
         ScoreModifier(cap=3.0),
@@ -164,7 +164,7 @@ def bends() -> list[ScoreModifier]:
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("window", [0, 5])
 def test_attend_with_modified_scores(which: int, window: int, dtype: torch.dtype) -> None:
-    spec, modifier = heads_of(4, 2, 24), bends()[which]
+    spec, modifier = heads_of(4, 2, 24), modifiers()[which]
     pool, _ = pools(spec, dtype)
     for seed in range(3):
         step_input = random_plan(random.Random(seed))
@@ -181,7 +181,7 @@ def test_attend_with_modified_scores(which: int, window: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("which", range(4))
 def test_modified_scores_equal_the_definition(which: int) -> None:
-    spec, window, modifier = heads_of(4, 2, 16), 6, bends()[which]
+    spec, window, modifier = heads_of(4, 2, 16), 6, modifiers()[which]
     pool, _ = pools(spec, torch.float32)
     step_input = random_plan(random.Random(5))
     q = torch.randn(step_input.length, 4, 16)

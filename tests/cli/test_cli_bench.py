@@ -165,7 +165,7 @@ def test_all_turns_have_the_answers_so_far(questions: Path, mute: str) -> None:
     with pytest.raises(RequestError, match="chat template"):
         prompts_of(LLM(mute), asked, params, all_turns=True)
     assert len(prompts_of(LLM(mute), asked, params)[0]) == 2, (
-        "without a template first turns are asked as they stand"
+        "without a template first turns are asked unchanged"
     )
 
 
@@ -233,8 +233,8 @@ def answered(
     method: str, *answers: list[int], turns: list[float] | None = None, promise: str = "tokens"
 ) -> Measured:
     """One request a run, of these tokens; turns: the seconds of each repeat."""
-    told = [CompletionOutput(0, "", tokens, speculation=Speculation()) for tokens in answers]
-    runs = [Group("chat", min(turns or [1.0]), Times(), [answer], list(turns or [1.0])) for answer in told]
+    outputs = [CompletionOutput(0, "", tokens, speculation=Speculation()) for tokens in answers]
+    runs = [Group("chat", min(turns or [1.0]), Times(), [answer], list(turns or [1.0])) for answer in outputs]
     return Measured(method, runs, promise)
 
 

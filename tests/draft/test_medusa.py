@@ -261,8 +261,8 @@ def test_files_that_make_no_sense(toy: LLM, tmp_path: Path) -> None:
         (r"2 tokens in 3 … 512.*512", VLLM, {**vllm(parts_of(2)), "token_map": torch.tensor([3, 512])}),
         ("named once", VLLM, {**vllm(parts_of(2)), "token_map": torch.tensor([3, 3])}),
     ]
-    for i, (says, config, named) in enumerate(cases):
-        with pytest.raises(ModelError, match=says):
+    for i, (message, config, named) in enumerate(cases):
+        with pytest.raises(ModelError, match=message):
             drafter_of(toy, save_head(tmp_path / str(i), config, named, PT))
 
 
@@ -276,7 +276,7 @@ def test_a_truncated_file_is_refused(file: str, toy: LLM, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"tree": "chains"}, "Did you mean 'chain'"),
         ({"tree": "vicuna_7b_stage3"}, "Did you mean 'vicuna_7b_stage"),
@@ -292,8 +292,8 @@ def test_a_truncated_file_is_refused(file: str, toy: LLM, tmp_path: Path) -> Non
         ({"model": 3}, "model"),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Medusa.Options(**options)
 
 

@@ -162,7 +162,7 @@ def test_the_batch_size_decides() -> None:
 # ---- match
 
 
-class Said:
+class TablePicker:
     """Distributions of a target by a table of paths."""
 
     def __init__(self, answers: dict[tuple[int, ...], int], default: int = 99) -> None:
@@ -179,17 +179,17 @@ def test_match_walks_the_deepest_path_of_the_targets_own_tokens(draft_tree: Draf
     paths = [path_to(draft_tree.parents, node) for node in range(len(draft_tree.tokens))]
     goal = rng.choice([[], *paths])  # type: ignore[attr-defined]
     tokens = [draft_tree.tokens[i] for i in goal]
-    distributions = Said({tuple(tokens[:i]): tokens[i] for i in range(len(tokens))})
+    picker = TablePicker({tuple(tokens[:i]): tokens[i] for i in range(len(tokens))})
     batch = batch_of(make_row([1, 2]))
     batch.take(Draft([draft_tree]))
-    Match()(batch, distributions)
+    Match()(batch, picker)
     assert (batch[0].accepted, batch[0].emitted) == (goal, [*tokens, 99])
-    assert distributions.asked == [ROOT, *goal], "one question a level, at the nodes of the path"
+    assert picker.asked == [ROOT, *goal], "one question a level, at the nodes of the path"
 
 
 def test_prompt_chunk_emits_nothing() -> None:
     batch = chunk(make_row([1, 2, 3]), 2)
-    Match()(batch, Said({}))
+    Match()(batch, TablePicker({}))
     assert (batch[0].accepted, batch[0].emitted) == ((), ())
 
 

@@ -28,14 +28,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "int4, K/V": {"quantization": "int4", "kv_cache_dtype": "int8"},
 }
 PROMPTS = random_prompts(5, seed=2)
-LAWS = [0.0, 0.8]
+TEMPERATURES = [0.0, 0.8]
 
 
 def params_of(number: int, temperature: float) -> SamplingParams:
     return SamplingParams(temperature=temperature, seed=number, max_tokens=24, ignore_eos=True)
 
 
-@pairwise(backend={"c": "", "torch": "torch"}, temperature=LAWS, form=list(FORMS))
+@pairwise(backend={"c": "", "torch": "torch"}, temperature=TEMPERATURES, form=list(FORMS))
 def test_tokens(
     backend: str,
     temperature: float,
@@ -76,7 +76,7 @@ def test_tokens(
 
 
 @pytest.mark.parametrize("form", ["int8", "int4, K/V"])
-@pytest.mark.parametrize("temperature", LAWS)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_tokens_of_the_built_in_pair(temperature: float, form: str) -> None:
     llm = LLM("builtin", max_num_seqs=4, **FORMS[form])
     prompts, params = ["The old bridge", "Count from 3 to 12.", "def add("], params_of(3, temperature)

@@ -149,7 +149,7 @@ def test_specdecpp_classifier_is_refused(blocks: int, tmp_path: Path) -> None:
 def test_int8_and_fp8_weights_without_scales_are_refused(
     method: str, kind: torch.dtype, toy: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their scales stand elsewhere."""
+    """Their scales are in other tensors."""
 
     def few(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return config, {

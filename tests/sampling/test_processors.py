@@ -252,7 +252,7 @@ def test_the_order_is_that_of_vllm(sampler: Sampler) -> None:
     expected = [NEVER, NEVER, NEVER, 2 * 4 / 2, 2 * 4.5 / 2 - 1, 0.0, *[NEVER] * (V - 6)]
     assert sampler.values(row, [], torch.zeros(V), "processed_logits").tolist() == expected
     assert sampler.pick(row, [], torch.zeros(V)) == 3
-    assert sampler.pick(row, [3], torch.zeros(V)) == 4, "3 has been said now"
+    assert sampler.pick(row, [3], torch.zeros(V)) == 4, "3 has been emitted now"
     assert sampler.top(row, [3], torch.zeros(V), 9)[0] == [4, 3, 5]
 
 
