@@ -133,9 +133,7 @@ class Engine:
             evidence = Evidence(arms, copy.deepcopy(self.costs), stored, module)
             self.adaptive = [AutoController(limits, arms, evidence=evidence) for _ in range(self.overlap)]
             self.controller = self.adaptive[0]
-        self.runner = Runner(
-            self.decoder, cache.pools[0], self.sampler, vars(type(self.rule)).get("kernel", "")
-        )
+        self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()

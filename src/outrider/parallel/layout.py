@@ -37,7 +37,7 @@ class Layout:
     def rank(self, stage: int, index: int = 0) -> int:
         return stage * self.tensor + index
 
-    def talk(self, rank: int, other: int) -> bool:
+    def linked(self, rank: int, other: int) -> bool:
         """Whether two ranks send each other tensors that are not summed."""
         return rank == 0 or other == 0 or abs(rank - other) == self.tensor
 

@@ -42,7 +42,7 @@ def tapping(layers: nn.ModuleList | None, taps: dict[int, Tensor]) -> Iterator[N
         return
     if layers is None:
         raise ModelError(
-            "which modules are the layers of this model cannot be told: the states between them cannot be "
+            "the modules that are the layers of this model cannot be recognized: the states between them cannot be "
             "seen."
         )
 
