@@ -260,11 +260,11 @@ def test_memory_of_a_model(checkpoint: Any) -> None:
     assert stored("int4") == 1.0625 * outer + 0.5625 * inner
 
 
-# ---- quantising
+# ---- quantizing
 
 
 @pytest.mark.parametrize(("bits", "error"), [(8, 0.007), (4, 0.1)])
-def test_quantise(bits: int, error: float) -> None:
+def test_quantize(bits: int, error: float) -> None:
     weight = torch.randn(50, 128)
     weight[3, 32:64] = 0
     weight[5] *= 1e-6
@@ -276,7 +276,7 @@ def test_quantise(bits: int, error: float) -> None:
     assert (few.dense()[3, 32:64] == 0).all()
 
 
-def test_quantise_leaves_what_is_no_whole_groups() -> None:
+def test_quantize_leaves_what_is_no_whole_groups() -> None:
     weight = torch.randn(5, 40)
     assert quantize(weight, 4) is weight
 
@@ -292,7 +292,7 @@ def test_join_changes_no_number() -> None:
     assert isinstance(mixed, Tensor) and mixed.dtype == torch.bfloat16 and mixed.shape == (5, 64)
 
 
-def test_a_checkpoint_that_is_quantised_already(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_quantized_already(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A format needs only a reader of quantized weights.  Weights of few bits stay, others are reduced."""
     source = Checkpoint.open(str(checkpoint()))
     expected = Decoder(source, Precision(torch.float32, "int8"), CPU, 64)

@@ -166,7 +166,7 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", QUANTIZED)
-def test_every_key_of_a_quantisation(method: str, tiny: Path, tmp_path: Path) -> None:
+def test_every_key_of_a_quantization(method: str, tiny: Path, tmp_path: Path) -> None:
     """Weights are unquantized: tensors tell whether a layer is quantized, so accepted configs load."""
     folder = Path(shutil.copytree(tiny, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
@@ -179,7 +179,7 @@ def test_every_key_of_a_quantisation(method: str, tiny: Path, tmp_path: Path) ->
             whole = json.dumps({**config, "quantization_config": "?"}).replace('"?"', data)
             return int(Path(self).write_text(whole))
 
-    names = ("quantised", "quantization_config", "group_size", "config_groups")
+    names = ("quantized", "quantization_config", "group_size", "config_groups")
     try_all(Nested(folder / "config.json"), inner, lambda: answer(folder), names)
 
 
@@ -215,7 +215,7 @@ def edited(folder: Path, **changes: Any) -> str:
 
 
 def resized(folder: Path, heads: int, kv_heads: int, head_dim: int) -> str:
-    """A model or head whose files agree on this shape of its attention; its attention is not quantised."""
+    """A model or head whose files agree on this shape of its attention; its attention is not quantized."""
     file = next(folder.glob("*.safetensors"))
     tensors = load_file(file)
     rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim, "o": heads * head_dim}

@@ -118,7 +118,7 @@ ENGINE = (
     Flag("dtype", str, "--dtype", "auto, float32, bfloat16 or float16."),
     Flag("activations", str, "--activations",
          "float32, or bfloat16: round the inputs of bfloat16 linears; auto: bfloat16 with AVX512-BF16, AMX."),
-    Flag("quantization", str, "--quantization", "Quantise the weights while loading: int8 or int4."),
+    Flag("quantization", str, "--quantization", "Quantize the weights while loading: int8 or int4."),
     Flag("kv_cache_dtype", str, "--kv-cache-dtype",
          "dtype of the KV cache, of target and draft: auto or int8."),
     Flag("device", str, "--device -dev", "auto, cpu, cuda, cuda:1 or mps."),

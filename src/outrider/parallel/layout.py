@@ -14,7 +14,7 @@ from itertools import pairwise
 from outrider.checkpoints.spec import Spec
 from outrider.errors import ConfigError
 
-GROUP = 32  # inputs of a linear are split at multiples of it where possible: quantised weights have groups
+GROUP = 32  # inputs of a linear are split at multiples of it where possible: quantized weights have groups
 
 
 @dataclass(frozen=True)

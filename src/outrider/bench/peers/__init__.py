@@ -168,7 +168,7 @@ def running(
 
 @contextmanager
 def _readable(name: str, model: str) -> Iterator[Path]:
-    """A checkpoint as the engine reads it: a compressed-tensors one unquantised, but for vLLM."""
+    """A checkpoint as the engine reads it: a compressed-tensors one unquantized, but for vLLM."""
     scheme = None if name in ("openvino", "vllm") else Checkpoint.open(model).scheme
     if scheme is None or scheme.method != "compressed-tensors":
         yield locate(model)
