@@ -163,7 +163,7 @@ class Runner:
         resume: Resume | None,
         spans: list[tuple[int, int]],
     ) -> Callable[[], Tensor]:
-        """Begin the forward.  The result waits for it, returns the logits of some forward rows, and fills `kept`.
+        """Begin the forward.  The result waits for it, fills `kept` and returns the logits of some rows.
 
         Rows in `resume` start at its layer, unless hidden states of inner layers are needed.
         """

@@ -62,7 +62,7 @@ class Job(Protocol):
 
 class Recorder(Protocol):
     def record(self, run: Callable[[], Results]) -> Replay:
-        """Record the launches of `run` without computing anything; the result repeats them on the same memory.
+        """Record the launches of `run`, without computing; the result repeats them on the same memory.
 
         Raises RuntimeError if memory is short or an operation cannot be recorded.
         """
