@@ -28,7 +28,8 @@ class Source:
     """A simulated drafter.
 
     fixed, per_level: plain steps that an ask costs.  hit: share of positions where it proposes anything.
-    levels: acceptance of a token by phase of the text.  informative: whether its confidence tells the acceptance.
+    levels: acceptance of a token by phase of the text.  informative: whether its
+    confidence predicts the acceptance.
     """
 
     fixed: float

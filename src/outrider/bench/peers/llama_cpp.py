@@ -1,4 +1,4 @@
-"""llama.cpp on GGUF files: plain, n-gram look-up, and with the draft model.  It reports no times of single steps.
+"""llama.cpp on GGUF files: plain, n-gram look-up, and with the draft model; without times of single steps.
 
 OUTRIDER_LLAMA_CPP is a folder with its `llama-server`, built for this processor.  Without it the server of
 the wheel `xllamacpp` runs, which is built for any processor with AVX2.

@@ -1,4 +1,4 @@
-"""The configured drafter with the automatic ones beside it, for requests with a grammar or a predicted output.
+"""The configured drafter and the automatic ones, for requests with a grammar or a predicted output.
 
 - Text that a grammar makes certain comes first.  A configured `TextDrafter` continues after it.
 - A predicted output replaces the draft of the configured drafter.
