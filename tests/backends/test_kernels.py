@@ -57,7 +57,7 @@ SHAPES = [
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_linear(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+def test_linear_equals_the_definition_in_float64(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     backend = c_backend(dtype)
     weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
     for n in (1, 2, 5, 6, 7, 8, 13):
@@ -111,7 +111,9 @@ def test_small_kernels(n: int, width: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), LAYOUTS)
 @pytest.mark.parametrize("norms", [False, True])
-def test_rope_store(heads: int, kv_heads: int, head_dim: int, norms: bool, dtype: torch.dtype) -> None:
+def test_rope_store_equals_the_torch_reference(
+    heads: int, kv_heads: int, head_dim: int, norms: bool, dtype: torch.dtype
+) -> None:
     spec = heads_of(heads, kv_heads, head_dim, norms)
     ours, theirs = pools(spec, dtype)
     step_input = random_plan(random.Random(head_dim))
@@ -133,7 +135,9 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int, norms: bool, dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), LAYOUTS)
 @pytest.mark.parametrize("window", [0, 1, 5, 16])
-def test_attend(heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype) -> None:
+def test_attention_equals_the_torch_reference(
+    heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype
+) -> None:
     spec = heads_of(heads, kv_heads, head_dim)
     pool, _ = pools(spec, dtype)
     for seed in range(3):

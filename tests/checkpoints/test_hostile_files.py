@@ -359,14 +359,14 @@ def test_rotations_of_too_many_positions() -> None:
     ],
     ids=lambda x: str(x)[:24],
 )
-def test_json_that_is_none(content: bytes, message: str, tmp_path: Path) -> None:
+def test_invalid_json_is_refused_by_file_name(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json") as error:
         read_json(tmp_path / "config.json")
     assert message in str(error.value)
 
 
-def test_json_of_any_size(tmp_path: Path) -> None:
+def test_a_huge_json_file_is_refused_by_its_size(tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(1 << 40)  # sparse: it takes no room on the disk
     with pytest.raises(ModelError, match=r"config\.json has 1,099,511,627,776 bytes"):

@@ -129,7 +129,9 @@ def test_our_own_prompts_and_a_peer(run: Run, tmp_path: Path) -> None:
         (("--json", "/no/such/folder/x", "-n", 2), "/no/such/folder/x"),
     ],
 )
-def test_what_is_wrong(run: Run, questions: Path, arguments: tuple[Any, ...], message: str) -> None:
+def test_wrong_arguments_are_refused_before_measuring(
+    run: Run, questions: Path, arguments: tuple[Any, ...], message: str
+) -> None:
     file = () if str(arguments[0]).startswith("/") else (questions, "--limit", 1)
     result = run("bench", *file, *arguments)
     assert result.status == 2 and message in result.err

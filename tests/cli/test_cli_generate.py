@@ -105,7 +105,7 @@ def test_underscores_are_dashes(run: Run) -> None:
         ("a\\", "a\\"),
     ],
 )
-def test_escapes(typed: str, meant: str) -> None:
+def test_backslash_escapes_in_a_prompt_are_replaced(typed: str, meant: str) -> None:
     assert unescaped(typed) == meant
 
 

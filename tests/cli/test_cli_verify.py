@@ -203,7 +203,9 @@ def test_a_rule_that_loses_is_measured_and_fails_unless_expected(run: Run, pair:
         (("--method", "ngram", "-b", 1), "batch-size"),
     ],
 )
-def test_what_is_wrong(run: Run, arguments: tuple[Any, ...], message: str) -> None:
+def test_wrong_arguments_are_refused_before_testing(
+    run: Run, arguments: tuple[Any, ...], message: str
+) -> None:
     result = run("verify", *arguments)
     assert result.status == 2 and message in result.err and not result.out
 

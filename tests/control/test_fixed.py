@@ -88,7 +88,7 @@ def test_no_drafts_within_a_prompt_or_with_speculate_false() -> None:
     assert controller().budget(chunk(row, 3)) == [Budget(5, 5)]
 
 
-def test_the_batch_size_decides() -> None:
+def test_depth_follows_the_batch_size() -> None:
     table = controller(
         num_speculative_tokens=4,
         disable_by_batch_size=6,

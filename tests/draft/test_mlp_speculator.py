@@ -67,7 +67,7 @@ def test_a_layout_loads_as_it_is(name: str, llm: LLM, tmp_path: Path) -> None:
         )
 
 
-def test_shards(llm: LLM, tmp_path: Path) -> None:
+def test_sharded_files_load_equal(llm: LLM, tmp_path: Path) -> None:
     case = ibm()
     case.write(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -87,7 +87,9 @@ def test_shards(llm: LLM, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ibm, tied", "lstm"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_few_bits(quantization: str, name: str, llm: LLM, tmp_path: Path) -> None:
+def test_quantized_networks_stay_near_the_full_one(
+    quantization: str, name: str, llm: LLM, tmp_path: Path
+) -> None:
     case = CASES[name]
     drafter = opened(llm, case, tmp_path, quantization=quantization)
     f = torch.randn(1, HIDDEN)
@@ -275,7 +277,9 @@ def changed(case: Case, **tensors: Tensor) -> Case:
         ),
     ],
 )
-def test_bad_files(case: Case, message: str, llm: LLM, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_with_the_reason(
+    case: Case, message: str, llm: LLM, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=message):
         opened(llm, case, tmp_path)
     assert draft.detect(str(tmp_path)) == method_of(case)
@@ -313,7 +317,9 @@ def test_a_truncated_file(llm: LLM, tmp_path: Path) -> None:
         ({"model": 3}, "model must be"),
     ],
 )
-def test_bad_options(options: dict[str, Any], message: str, llm: LLM, tmp_path: Path) -> None:
+def test_options_are_refused_with_the_reason(
+    options: dict[str, Any], message: str, llm: LLM, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         llm.use({"method": "mlp_speculator", "model": ibm().write(tmp_path), **options})
 

@@ -103,6 +103,6 @@ def test_a_token_begins_with_its_space() -> None:
     assert TextCodec(Shipped(tokenizer, 300), "draft").tokens("b a")[1] == [0, 1]  # type: ignore[arg-type]
 
 
-def test_what_stands_before_a_text() -> None:
+def test_prefix_is_what_the_tokenizer_puts_before_a_text() -> None:
     assert language(byte_level).prefix == []
     assert language(sentencepiece, letters()).prefix == [0]

@@ -227,7 +227,7 @@ def test_fitting_needs_accepted_and_rejected_nodes(good: bool) -> None:
         disco.fit([])
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_files_without_a_classifier_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     bad, other = tmp_path / "bad", tmp_path / "other"
@@ -270,7 +270,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ({"drafter": {"method": "ngram"}, "siblings": 2}, "siblings is 2"),
     ],
 )
-def test_what_is_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         options(**given)
 

@@ -293,7 +293,7 @@ def test_forked_samples_wait_for_the_prompt_and_share_its_pages() -> None:
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "finished"])
-def test_abort(state: str) -> None:
+def test_aborted_rows_leave_and_free_their_pages(state: str) -> None:
     engine = Engine(random.Random(0), 20, 1, 16, 0)
     first, second = make_row("a", [1] * 5, 3), make_row("b", [2] * 5, 3)
     engine.scheduler.add(first)

@@ -290,7 +290,9 @@ def compare(decoder: Decoder, tokens: Sequence[int], rng: random.Random) -> int:
 
 
 @pytest.mark.parametrize("number", [0, 33, 66, 99, 132, 165, 198])
-def test_bits(number: int, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain) -> None:
+def test_logits_are_bit_equal_in_chunks_batches_and_trees(
+    number: int, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain
+) -> None:
     """The built-in model, on texts of its own."""
     text = [*prompts[number], *plain([number], "sampled")[0]]
     rng = random.Random(number)

@@ -178,7 +178,7 @@ def test_emitted_tokens_have_the_targets_distribution(
 # ---- controls: biased engines fail the same test
 
 
-def test_the_power_of_the_test(exact: Exact) -> None:
+def test_engines_that_ignore_a_parameter_fail_in_simulation(exact: Exact) -> None:
     """Simulated power: engines that ignore a parameter fail at either temperature; correct ones pass."""
     rng, healthy = np.random.default_rng(0), list[float]()
 
@@ -202,7 +202,9 @@ def test_the_power_of_the_test(exact: Exact) -> None:
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_a_parameter_that_the_engine_ignores(turn: int, llm: LLM, exact: Exact, draft: str) -> None:
+def test_an_engine_that_ignores_a_parameter_fails_the_test(
+    turn: int, llm: LLM, exact: Exact, draft: str
+) -> None:
     llm.use({**drafting("chosen tree", draft), "verification": "match"})
     asks = distributions(turn)
     found = sampled(llm, exact, asks, instead=[{"temperature": ask["temperature"]} for ask in asks])
@@ -221,13 +223,13 @@ def caught(llm: LLM, exact: Exact) -> bool:
     return min(p_values(sampled(llm, exact, [ALONE], [24]))) < LEVEL
 
 
-def test_the_control_of_the_controls(llm: LLM, exact: Exact, draft: str) -> None:
+def test_an_unchanged_engine_passes_the_test_of_mutations(llm: LLM, exact: Exact, draft: str) -> None:
     llm.use({**drafting("1", draft), "verification": "rejection"})
     assert not caught(llm, exact)
 
 
 @pytest.mark.parametrize("kind", ["1", "chosen tree"])
-def test_typical_acceptance_is_noticed(kind: str, llm: LLM, exact: Exact, draft: str) -> None:
+def test_typical_acceptance_fails_the_test(kind: str, llm: LLM, exact: Exact, draft: str) -> None:
     llm.use({**drafting(kind, draft), "verification": "typical", "lossless": False})
     assert caught(llm, exact)
 
@@ -235,7 +237,7 @@ def test_typical_acceptance_is_noticed(kind: str, llm: LLM, exact: Exact, draft:
 @pytest.mark.parametrize(
     ("judge", "module"), [("rejection", rejection), ("block", block), ("traversal", traversal)]
 )
-def test_a_wrong_residual(
+def test_sampling_from_p_after_a_rejection_is_detected(
     judge: str, module: Any, llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What follows a rejection comes from p itself."""

@@ -36,7 +36,7 @@ def params_of(number: int, temperature: float) -> SamplingParams:
 
 
 @pairwise(backend={"c": "", "torch": "torch"}, temperature=TEMPERATURES, form=list(FORMS))
-def test_tokens(
+def test_speculation_emits_the_same_tokens_with_few_bits(
     backend: str,
     temperature: float,
     form: str,
@@ -174,7 +174,9 @@ def whole(dithered: str) -> tuple[list[list[int]], Tensor]:
 @pytest.mark.parametrize(
     ("form", "most"), [("int8", 0.002), ("K/V", 0.0005), ("int4", 0.14), ("int4, K/V", 0.14)]
 )
-def test_divergence(form: str, most: float, dithered: str, whole: tuple[list[list[int]], Tensor]) -> None:
+def test_quantization_diverges_little_from_the_full_model(
+    form: str, most: float, dithered: str, whole: tuple[list[list[int]], Tensor]
+) -> None:
     """Mean Kullback-Leibler divergence from the unquantized model; measured 0.0010, 0.0002, 0.069."""
     texts, before = whole
     after = log_probs(LLM(dithered, **FORMS[form]), texts)

@@ -131,7 +131,9 @@ def test_logprobs_of_no_token_and_of_the_whole_vocabulary(plain: LLM, llama: str
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_speculation_changes_none(drafter: str, fast: LLM, plain: LLM, random_draft: str) -> None:
+def test_speculation_changes_no_log_probability(
+    drafter: str, fast: LLM, plain: LLM, random_draft: str
+) -> None:
     """Bit for bit, in ragged batches, with n = 2, beside requests with other log-probabilities."""
     params = asking(n=2)
     params[1] = SamplingParams(**{**vars(params[1]), "logprobs": None, "prompt_logprobs": None})
@@ -167,7 +169,9 @@ def test_the_prefix_cache_hides_no_prompt(drafter: str, llama: str, plain: LLM, 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("chunk", [8, 16, 64])
-def test_chunks(chunk: int, drafter: str, llama: str, plain: LLM, random_draft: str) -> None:
+def test_chunked_prefill_gives_the_same_log_probabilities(
+    chunk: int, drafter: str, llama: str, plain: LLM, random_draft: str
+) -> None:
     llm = LLM(llama, max_num_seqs=4, max_num_batched_tokens=chunk)
     expected = answers(plain, asking())
     put_to_work(llm, drafter, expected, random_draft)
@@ -248,7 +252,7 @@ def test_a_stream_shows_them_as_they_come(fast: LLM, plain: LLM, random_draft: s
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits", "processed_logits"])
-def test_modes(mode: str, llama: str, random_draft: str) -> None:
+def test_each_mode_reports_the_same_values_with_speculation(mode: str, llama: str, random_draft: str) -> None:
     """Processed log-probabilities are those of the sampling distribution, with and without speculation."""
     params = asking(repetition_penalty=1.3, top_k=4, logit_bias={9: 3.0})
     plain = LLM(llama, logprobs_mode=mode, enable_prefix_caching=False)

@@ -69,7 +69,9 @@ def use(llm: LLM, **config: Any) -> LayerSkip:
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_same_tokens(config: str, sampling: str, alone: LLM, llm: LLM) -> None:
+def test_skipping_layers_leaves_the_tokens_unchanged(
+    config: str, sampling: str, alone: LLM, llm: LLM
+) -> None:
     """Alone and in ragged company."""
     params = params_of(sampling)
     use(llm, **CONFIGS[config])

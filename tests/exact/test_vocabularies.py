@@ -253,7 +253,7 @@ def _hits(llm: LLM) -> list[int]:
 
 @sampled_ways
 @mismatch_of
-def test_little_memory(
+def test_scarce_memory_leaves_the_text_unchanged(
     mismatch: str, sampling: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]
 ) -> None:
     """Memory for one request, of target and draft together: rows lose their cache and compute it again, or
@@ -345,7 +345,7 @@ def test_a_draft_without_a_tokenizer(mismatch: str, fast: LLM, tiny: Path) -> No
     assert "tokenizer" in message and str(tiny) in message and '"allow"' in message
 
 
-def test_too_little_in_common(fast: LLM, twins: Callable[..., str]) -> None:
+def test_intersect_is_refused_with_few_shared_tokens(fast: LLM, twins: Callable[..., str]) -> None:
     message = refused(fast, model=twins(byte_level, 0.0), vocab_mismatch="intersect")
     assert "only 3 of the 300 tokens" in message and "2%" in message and '"retokenize"' in message
     fast.use(draft(twins(byte_level, 0.0), "retokenize"))

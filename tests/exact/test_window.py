@@ -187,7 +187,7 @@ def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: p
     check_idle(llm)
 
 
-def test_itself_takes_no_memory(llama: str) -> None:
+def test_self_drafting_allocates_no_memory(llama: str) -> None:
     config = {"method": "draft_model", "model": "self", "draft_kv_budget": 16}
     plain, drafting = LLM(llama), LLM(llama, speculative_config=config)
     assert drafting.engine.drafter.footprint(drafting.engine.device).total() == 0
@@ -235,7 +235,7 @@ def test_what_itself_wrote_does_not_stay(siblings: int, llama: str) -> None:
 
 
 @pytest.mark.parametrize("siblings", [1, 2])
-def test_itself_with_adapters(siblings: int, llama: str, tmp_path: Path) -> None:
+def test_self_drafting_applies_the_requests_adapter(siblings: int, llama: str, tmp_path: Path) -> None:
     """A request's adapter drafts as well: with everything in view all draft tokens are right."""
     llm = LLM(llama, max_num_seqs=4, enable_lora=True, max_loras=2)
     for i in (1, 2):

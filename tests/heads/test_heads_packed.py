@@ -90,7 +90,7 @@ def test_a_packed_file_drafts_what_weights_quantized_while_loading_do(
     assert proposed(toy, kind.example(toy.engine.target)) == expected != plain
 
 
-def test_four_bits_are_read_too(toy: LLM, tmp_path: Path) -> None:
+def test_heads_packed_in_four_bits_load(toy: LLM, tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = Network(HIDDEN, V, heads=2, layers=2)
     folder = save_head(

@@ -109,7 +109,7 @@ def test_back_in_bfloat16_transformers_reads_it(tmp_path: Path) -> None:
         )
 
 
-def test_what_cannot_be_written(tmp_path: Path) -> None:
+def test_unsupported_sources_and_bits_are_refused(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "source")
     write(source, tmp_path / "few", 8)
     with pytest.raises(ConfigError, match="bits must be one of 8, 4, 16, 32, got 5"):

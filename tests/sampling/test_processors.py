@@ -282,7 +282,7 @@ def test_default_parameters_need_no_processor() -> None:
     assert made(3) == made(3, **neutral) == []
 
 
-def test_values_by_mode(sampler: Sampler) -> None:
+def test_log_probability_values_follow_the_mode(sampler: Sampler) -> None:
     row, logits = row_of([3, 4], 1, logit_bias={5: 2.0}), logits_of(4)
     row.distribution = DistributionParams(0.5, 0.0, 3, 1.0)
     raw, whole = (
