@@ -187,7 +187,7 @@ class Simulation:
             if not depth or not self.env.proposes(k, row, position):
                 trees.append(EMPTY_TREE)
                 continue
-            confidence = self.env.acceptance(k, position) if source.confidence else 0.7
+            confidence = self.env.acceptance(k, position) if source.informative else 0.7
             trees.append(DraftTree.chain([k] * depth, [min(0.99, max(0.01, confidence))] * depth))
         if deepest:
             self.now += SECONDS * (source.fixed + source.per_level * deepest)
