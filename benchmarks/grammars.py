@@ -198,13 +198,13 @@ def main() -> None:
             )  # fmt: skip
     Console(width=110).print(table)
     if given.json:
-        told = {
+        result = {
             "conditions": conditions(),
             "vocabulary": vocabulary,
             "schemas": len(SCHEMAS.read_text().splitlines()),
             "libraries": results,
         }
-        given.json.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+        given.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

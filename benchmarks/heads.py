@@ -199,8 +199,8 @@ def show(found: dict[str, Any], console: Console) -> None:
                     str(BARS["a level, of its weights' time"]),
                 )
             else:
-                told = f"{figures['ms']} (with picks {figures['with picks']})"
-                table.add_row("", what, told, "", "", f"{BARS['a tree without network and picks, ms']} ms")
+                figure = f"{figures['ms']} (with picks {figures['with picks']})"
+                table.add_row("", what, figure, "", "", f"{BARS['a tree without network and picks, ms']} ms")
     console.print(table)
 
 

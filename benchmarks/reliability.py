@@ -98,8 +98,8 @@ def main() -> None:
             raise SystemExit(f"Too few draft tokens of {config} were judged: give more --tokens.")
         name = " and ".join(answers[0].names)
         found[name] = compared(answers, Module(network, answers[0].names, trusted=True))
-        told = {key: value for key, value in found[name].items() if not isinstance(value, dict)}
-        print(name, json.dumps(told), flush=True)
+        figure = {key: value for key, value in found[name].items() if not isinstance(value, dict)}
+        print(name, json.dumps(figure), flush=True)
     title = f"acceptance of draft tokens, {given.model}, {len(own) + len(more)} prompts"
     panels = {f"{name}, {part['nodes']} tokens": panel(part) for name, part in found.items()}
     reliability(panels, title, given.out)

@@ -209,8 +209,8 @@ def main() -> None:
         offline = bench.offline(int(threads)) if given.offline else None
     if given.json:
         settings = {key: value for key, value in vars(given).items() if key not in ("json", "gguf")}
-        told = {**conditions(), **settings, "results": bench.results, "beside the offline API": offline}
-        given.json.write_text(json.dumps(told, indent=1) + "\n")
+        result = {**conditions(), **settings, "results": bench.results, "beside the offline API": offline}
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/spec_figures.py RESULT.json [--plot OUT.svg] [--document FILE.md]
 
 prints a table in Markdown for every model, and draws the decode tokens/s of the first one.  In a document
-each table replaces what stands between <!-- MODEL --> and <!-- end -->; beside other engines it is the one of
-<!-- MODEL, engines -->.
+each table replaces the text between <!-- MODEL --> and <!-- end -->; the table with other engines replaces
+that after <!-- MODEL, engines -->.
 """
 
 from __future__ import annotations

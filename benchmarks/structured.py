@@ -189,8 +189,8 @@ def main() -> None:
     print(json.dumps({**found, "any": None, "none": None}, ensure_ascii=False))
     if given.json:
         settings = {key: value for key, value in vars(given).items() if key != "json"}
-        told = {"conditions": conditions(), **settings, **found}
-        given.json.write_text(json.dumps(told, indent=1) + "\n")
+        result = {"conditions": conditions(), **settings, **found}
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

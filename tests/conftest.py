@@ -35,8 +35,8 @@ modelled_time.install()
 # One thread unless asked: the models are tiny, and a second thread costs more than it gives.
 torch.set_num_threads(int(os.environ.get("OUTRIDER_TEST_THREADS", "1")))
 # No deadlines: a busy machine is no failure.
-settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("steady")
+settings.register_profile("no_deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no_deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

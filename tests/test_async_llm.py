@@ -132,7 +132,7 @@ def test_an_extended_output_grows_and_its_copies_do_not(tiny: Path, texts: list[
     assert (whole.cumulative_logprob, whole.token_times) == (grown.cumulative_logprob, grown.token_times)
 
 
-def test_the_end_is_told_while_nothing_is_read(engine: AsyncLLM, texts: list[list[int]]) -> None:
+def test_the_end_is_reported_while_nothing_is_read(engine: AsyncLLM, texts: list[list[int]]) -> None:
     async def task() -> None:
         requests = [await engine.read(PROMPTS[i], params_of(i)) for i in (1, 2)]
         ended: dict[int, list[int]] = {}
@@ -242,9 +242,9 @@ def test_a_failed_step_stops_an_engine_that_must_not_restart(
         results = await asyncio.gather(*(ids_of(own, i) for i in range(5)), return_exceptions=True)
         assert all(isinstance(result, EngineError) for result in results)
         for _ in range(3):
-            with pytest.raises(EngineError, match="ZeroDivisionError: a defect") as told:
+            with pytest.raises(EngineError, match="ZeroDivisionError: a defect") as raised:
                 await own.check_health()
-            assert len(told.traceback) == 2  # of this call alone
+            assert len(raised.traceback) == 2  # of this call alone
         with pytest.raises(EngineError, match="a defect"):
             await own.complete(PROMPTS[0])
 

@@ -178,7 +178,7 @@ def test_the_shortest_ngram_is_never_longer_than_the_longest(longest: int, short
         ("max_model_length", "max_model_len"),
         ("max_seqs", "max_num_seqs"),
         ("kv_cache_memory", "kv_cache_memory_bytes"),
-        ("quantisation", "quantization"),
+        ("quantization", "quantization"),
         ("kv_cache_type", "kv_cache_dtype"),
         ("rope_theta", None),
     ],
@@ -248,7 +248,7 @@ def test_the_sentence_of_a_refusal() -> None:
     assert unknown("key", "x", ["pear"], "the basket").startswith("unknown key 'x' in the basket. Valid")
 
 
-def test_names_stand_apart() -> None:
+def test_unknown_names_suggest_only_near_ones() -> None:
     output = refused({"method": "ngram", "controller": "auto"})
     assert output.startswith("unknown key 'controller' in speculative_config of method 'ngram'. How much")
     assert "Did you mean 'model'" in refused({"method": "ngram", "speculative_model": "x"})
@@ -264,7 +264,7 @@ def test_a_path_object_is_a_path() -> None:
     assert SpeculativeOptions.of({"model": Path("builtin-draft")}).options.model == "builtin-draft"
 
 
-def test_the_error_tree() -> None:
+def test_errors_derive_from_one_base_and_value_errors() -> None:
     """What the docstring draws: one base class, and ValueErrors where a value is at fault."""
     from outrider import CapacityError, ModelError, RequestError
 

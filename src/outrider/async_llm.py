@@ -72,7 +72,7 @@ class _Reader:
         self.interval, self.due = interval, 0.0
         self.states: Sequence[RowState] = ()
         self.last: RequestOutput | None = None
-        self.told = self.ended = False  # a call of `wake` is on its way; there was one for the end
+        self.waking = self.ended = False  # a call of `wake` is scheduled; there was one for the end
         self.timer: asyncio.TimerHandle | None = None
 
     def wake(self, crowd: int) -> None:
@@ -85,7 +85,7 @@ class _Reader:
         if not self.ended and now < self.due:
             self.timer = self.inbox.loop.call_at(self.due, self.wake, crowd)
             return
-        self.told, self.due = False, (now // interval + 1) * interval if interval else 0.0
+        self.waking, self.due = False, (now // interval + 1) * interval if interval else 0.0
         if self.on_end is not None and self.ended:
             # before the task reads it
             self.inbox.loop.call_soon(self.on_end, self.index, self.output(), context=self.inbox.context)
@@ -259,8 +259,8 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raise EngineError unless requests are accepted."""
         if not self.is_running:
-            told = self.error or EngineError("the engine has been shut down, or its process was forked.")
-            raise told.with_traceback(None)  # a traceback that each call extended would hold all callers
+            error = self.error or EngineError("the engine has been shut down, or its process was forked.")
+            raise error.with_traceback(None)  # a traceback that each call extended would hold all callers
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """End all requests with an EngineError, and the engine's thread within `timeout` seconds."""
@@ -275,8 +275,8 @@ class AsyncLLM:
         if reader.final and not finished:
             return
         reader.states = reader.request.states()
-        if finished or not reader.told:
-            reader.told = True
+        if finished or not reader.waking:
+            reader.waking = True
             self._news.append(reader)
 
     def _drive(self) -> None:

@@ -138,13 +138,12 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def _run(self, tickets: Iterable[Ticket], tick: Callable[[], None] = lambda: None) -> None:
+        def done(ticket: Ticket) -> bool:
+            tick()
+            return ticket.finished
+
         for ticket in tickets:
-
-            def done(ticket: Ticket = ticket) -> bool:
-                tick()
-                return ticket.finished
-
-            self.loop.run_until(done)
+            self.loop.run_until(partial(done, ticket))
 
     def stream(
         self, prompts: Prompts, sampling_params: Params = None, lora_request: Loras = None

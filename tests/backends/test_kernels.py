@@ -57,7 +57,7 @@ SHAPES = [
 @needs_c
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_linear(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+def test_linear_equals_the_definition_in_float64(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     backend = c_backend(dtype)
     weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
     for n in (1, 2, 5, 6, 7, 8, 13):
@@ -111,7 +111,9 @@ def test_small_kernels(n: int, width: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), LAYOUTS)
 @pytest.mark.parametrize("norms", [False, True])
-def test_rope_store(heads: int, kv_heads: int, head_dim: int, norms: bool, dtype: torch.dtype) -> None:
+def test_rope_store_equals_the_torch_reference(
+    heads: int, kv_heads: int, head_dim: int, norms: bool, dtype: torch.dtype
+) -> None:
     spec = heads_of(heads, kv_heads, head_dim, norms)
     ours, theirs = pools(spec, dtype)
     step_input = random_plan(random.Random(head_dim))
@@ -133,7 +135,9 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int, norms: bool, dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), LAYOUTS)
 @pytest.mark.parametrize("window", [0, 1, 5, 16])
-def test_attend(heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype) -> None:
+def test_attention_equals_the_torch_reference(
+    heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype
+) -> None:
     spec = heads_of(heads, kv_heads, head_dim)
     pool, _ = pools(spec, dtype)
     for seed in range(3):
@@ -149,7 +153,7 @@ def test_attend(heads: int, kv_heads: int, head_dim: int, window: int, dtype: to
         )
 
 
-def bends() -> list[ScoreModifier]:
+def modifiers() -> list[ScoreModifier]:
     slopes, sinks = torch.rand(4), torch.randn(4)
     return [
         ScoreModifier(cap=3.0),
@@ -164,7 +168,7 @@ def bends() -> list[ScoreModifier]:
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("window", [0, 5])
 def test_attend_with_modified_scores(which: int, window: int, dtype: torch.dtype) -> None:
-    spec, modifier = heads_of(4, 2, 24), bends()[which]
+    spec, modifier = heads_of(4, 2, 24), modifiers()[which]
     pool, _ = pools(spec, dtype)
     for seed in range(3):
         step_input = random_plan(random.Random(seed))
@@ -181,7 +185,7 @@ def test_attend_with_modified_scores(which: int, window: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("which", range(4))
 def test_modified_scores_equal_the_definition(which: int) -> None:
-    spec, window, modifier = heads_of(4, 2, 16), 6, bends()[which]
+    spec, window, modifier = heads_of(4, 2, 16), 6, modifiers()[which]
     pool, _ = pools(spec, torch.float32)
     step_input = random_plan(random.Random(5))
     q = torch.randn(step_input.length, 4, 16)

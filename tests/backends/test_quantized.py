@@ -86,7 +86,7 @@ def test_linear(outputs: int, bits: int, offsets: bool, group: int) -> None:
 
 @needs_c
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.011), (4, 0.1)])
-def test_what_rounding_costs(bits: int, most: float) -> None:
+def test_rounding_activations_adds_little_error(bits: int, most: float) -> None:
     """Activations in 8 bits add about the error of weights in 8 bits, and hardly any to weights in 4."""
     weight, x = torch.randn(200, 384), torch.randn(32, 384)
     few, backend = quantize(weight, bits), c_backend(torch.float32)
@@ -122,7 +122,7 @@ def test_scales_of_any_size(size: float) -> None:
 
 @needs_c
 @pytest.mark.parametrize(("bits", "offsets", "group"), FORMS)
-def test_embed(bits: int, offsets: bool, group: int) -> None:
+def test_quantized_embeddings_equal_the_dense_ones(bits: int, offsets: bool, group: int) -> None:
     weight, ids = some(70, 2 * group, bits, offsets, group), [0, 69, 33, 33, 5]
     expected = weight.dense()[ids]
     near(c_backend(torch.float32).embed(c_backend(torch.float32).pack(weight), ids_plan(ids)), expected, 1e-6)
@@ -132,7 +132,9 @@ def test_embed(bits: int, offsets: bool, group: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "offsets", "group"), FORMS[:4])
-def test_the_reference_linear(bits: int, offsets: bool, group: int, dtype: torch.dtype) -> None:
+def test_torch_linear_of_quantized_weights_equals_the_dense_product(
+    bits: int, offsets: bool, group: int, dtype: torch.dtype
+) -> None:
     backend, weight, bias = TorchBackend(CPU, dtype), some(40, 96, bits, offsets, group), torch.randn(40)
     x = torch.randn(5, 96).to(dtype)
     expected = x.double() @ weight.dense().to(dtype).double().T + bias
@@ -247,7 +249,7 @@ def test_memory_of_a_pool(head_dim: int) -> None:
 
 
 @needs_c
-def test_memory_of_a_model(checkpoint: Any) -> None:
+def test_quantized_models_take_less_memory(checkpoint: Any) -> None:
     def stored(quantization: str | None) -> int:
         folder = checkpoint(hidden_size=128, intermediate_size=256, vocab_size=320)
         decoder = Decoder(Checkpoint.open(str(folder)), Precision(torch.bfloat16, quantization), CPU, 64)
@@ -260,11 +262,11 @@ def test_memory_of_a_model(checkpoint: Any) -> None:
     assert stored("int4") == 1.0625 * outer + 0.5625 * inner
 
 
-# ---- quantising
+# ---- quantizing
 
 
 @pytest.mark.parametrize(("bits", "error"), [(8, 0.007), (4, 0.1)])
-def test_quantise(bits: int, error: float) -> None:
+def test_quantize(bits: int, error: float) -> None:
     weight = torch.randn(50, 128)
     weight[3, 32:64] = 0
     weight[5] *= 1e-6
@@ -276,7 +278,7 @@ def test_quantise(bits: int, error: float) -> None:
     assert (few.dense()[3, 32:64] == 0).all()
 
 
-def test_quantise_leaves_what_is_no_whole_groups() -> None:
+def test_quantize_leaves_what_is_no_whole_groups() -> None:
     weight = torch.randn(5, 40)
     assert quantize(weight, 4) is weight
 
@@ -292,7 +294,7 @@ def test_join_changes_no_number() -> None:
     assert isinstance(mixed, Tensor) and mixed.dtype == torch.bfloat16 and mixed.shape == (5, 64)
 
 
-def test_a_checkpoint_that_is_quantised_already(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_quantized_already(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A format needs only a reader of quantized weights.  Weights of few bits stay, others are reduced."""
     source = Checkpoint.open(str(checkpoint()))
     expected = Decoder(source, Precision(torch.float32, "int8"), CPU, 64)
@@ -342,7 +344,9 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int) -> None:
 @needs_c
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), LAYOUTS)
 @pytest.mark.parametrize("window", [0, 5, 16])
-def test_attend(heads: int, kv_heads: int, head_dim: int, window: int) -> None:
+def test_int8_attention_equals_the_torch_reference(
+    heads: int, kv_heads: int, head_dim: int, window: int
+) -> None:
     """Against the reference, with queries rounded as in the kernel: each head by its largest value."""
     spec = heads_of(heads, kv_heads, head_dim)
     pool, _ = pools(spec, torch.int8)

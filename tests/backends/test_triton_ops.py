@@ -37,7 +37,9 @@ def seeded() -> None:
 
 @each_dtype
 @pytest.mark.parametrize(("inputs", "outputs", "rows"), [(1, 3, 1), (100, 33, 3), (64, 32, 65)])
-def test_linear(inputs: int, outputs: int, rows: int, dtype: torch.dtype) -> None:
+def test_linear_equals_the_definition_in_float64(
+    inputs: int, outputs: int, rows: int, dtype: torch.dtype
+) -> None:
     backend = TritonBackend(DEVICE, dtype)
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     x, bias, base = (torch.randn(size).to(dtype) for size in ((rows, inputs), (outputs,), (rows, outputs)))
@@ -101,7 +103,7 @@ def test_norm_and_activation(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize(("rotary", "norms"), [(0, False), (8, True), (24, False), (24, True)])
-def test_rope_store(rotary: int, norms: bool, kv_dtype: torch.dtype) -> None:
+def test_rope_store_equals_the_torch_reference(rotary: int, norms: bool, kv_dtype: torch.dtype) -> None:
     spec, step_input = heads_of(6, 3, 24, norms), random_plan(random.Random(rotary), 1)
     if norms:
         spec.q_norm, spec.k_norm = spec.q_norm.to(DEVICE), spec.k_norm.to(DEVICE)

@@ -32,10 +32,10 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         kinds = ["none", "ngram-simple", "draft-simple"]
         tokens = [*body["prompt"], kinds.index(options.get("--spec-type", "none")), int(options["-t"])]
-        told = {{"tokens": tokens, "timings": {{"prompt_ms": 500, "predicted_ms": 1500}}}}
+        result = {{"tokens": tokens, "timings": {{"prompt_ms": 500, "predicted_ms": 1500}}}}
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(told).encode())
+        self.wfile.write(json.dumps(result).encode())
 
     def log_message(self, *more): ...
 

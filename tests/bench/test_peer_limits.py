@@ -1,4 +1,4 @@
-"""An engine that takes too long is stopped, told in a row, and does not end the measurement of the others."""
+"""An engine that takes too long is stopped and reported, and does not end the measurement of the others."""
 
 from __future__ import annotations
 

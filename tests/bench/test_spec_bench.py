@@ -77,8 +77,8 @@ def test_a_long_question_loses_its_middle(bench: Any) -> None:
     text = " ".join(f"word{i}" for i in range(300))
     ids = bench.fitted(text, tokenizer, 100)
     assert 90 < len(ids) <= 100
-    said = tokenizer.decode(ids)
-    assert "word0 " in said and "word299" in said and "word150" not in said
+    text = tokenizer.decode(ids)
+    assert "word0 " in text and "word299" in text and "word150" not in text
     assert "word0 word1 word2" in tokenizer.decode(bench.fitted("word0 word1 word2", tokenizer, 100))
 
 
@@ -111,13 +111,13 @@ def test_a_result_becomes_a_table_for_documents_and_a_picture(bench: Any, tmp_pa
     import spec_figures
 
     def answered(tokens_per_step: int) -> Measured:
-        told = (
+        stats = (
             Speculation(20 // tokens_per_step, 16, 8, 20, True, (2, 0, 4))
             if tokens_per_step
             else Speculation()
         )
         times = [0.1 * (1 + i // max(1, tokens_per_step)) for i in range(20)]
-        output = CompletionOutput(0, "", [*range(20)], speculation=told, token_times=times)
+        output = CompletionOutput(0, "", [*range(20)], speculation=stats, token_times=times)
         return Measured(f"by {tokens_per_step}", [Run("chat", times[-1], Times(), [output])], "tokens")
 
     plain, fast, rival = answered(1), answered(4), answered(0)
@@ -127,8 +127,8 @@ def test_a_result_becomes_a_table_for_documents_and_a_picture(bench: Any, tmp_pa
     console = Console(width=160, file=io.StringIO())
     spec_figures.headline("title", made, console)
     spec_figures.by_kind("title", made, console)
-    told = console.file.getvalue()  # type: ignore[attr-defined]
-    assert [line.split("│")[2].strip() for line in told.splitlines() if "late" in line] == [late.stopped]
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.split("│")[2].strip() for line in printed.splitlines() if "late" in line] == [late.stopped]
     assert made["by 4"]["all"]["acceptance by depth"] == [0.667, 0.667]
     found = {
         "draft forward / target forward": 0.25,

@@ -245,7 +245,7 @@ def test_no_weights_at_all(broken: Path) -> None:
     assert "no weights" in refused(broken)
 
 
-def test_no_config(broken: Path) -> None:
+def test_a_folder_without_config_is_refused(broken: Path) -> None:
     (broken / "config.json").unlink()
     assert "config.json" in refused(broken)
 
@@ -274,7 +274,7 @@ def test_a_corrupt_tokenizer(broken: Path) -> None:
         LLM(str(broken))
 
 
-def test_no_folder(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     assert "nothing" in refused(tmp_path / "nothing")
     assert "config.json" in refused(tmp_path)
     (tmp_path / "file").write_text("x")

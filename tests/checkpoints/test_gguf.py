@@ -322,7 +322,9 @@ def number(key: bytes, kind: int, value: bytes) -> bytes:
         ),
     ],
 )
-def test_what_is_wrong_is_named(old: bytes, new: bytes, message: str, plain: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_in_one_sentence(
+    old: bytes, new: bytes, message: str, plain: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError) as error:
         LLM(changed(plain, tmp_path, old, new))
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -166,7 +166,7 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", QUANTIZED)
-def test_every_key_of_a_quantisation(method: str, tiny: Path, tmp_path: Path) -> None:
+def test_every_key_of_a_quantization(method: str, tiny: Path, tmp_path: Path) -> None:
     """Weights are unquantized: tensors tell whether a layer is quantized, so accepted configs load."""
     folder = Path(shutil.copytree(tiny, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
@@ -179,7 +179,7 @@ def test_every_key_of_a_quantisation(method: str, tiny: Path, tmp_path: Path) ->
             whole = json.dumps({**config, "quantization_config": "?"}).replace('"?"', data)
             return int(Path(self).write_text(whole))
 
-    names = ("quantised", "quantization_config", "group_size", "config_groups")
+    names = ("quantized", "quantization_config", "group_size", "config_groups")
     try_all(Nested(folder / "config.json"), inner, lambda: answer(folder), names)
 
 
@@ -215,7 +215,7 @@ def edited(folder: Path, **changes: Any) -> str:
 
 
 def resized(folder: Path, heads: int, kv_heads: int, head_dim: int) -> str:
-    """A model or head whose files agree on this shape of its attention; its attention is not quantised."""
+    """A model or head whose files agree on this shape of its attention; its attention is not quantized."""
     file = next(folder.glob("*.safetensors"))
     tensors = load_file(file)
     rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim, "o": heads * head_dim}
@@ -359,14 +359,14 @@ def test_rotations_of_too_many_positions() -> None:
     ],
     ids=lambda x: str(x)[:24],
 )
-def test_json_that_is_none(content: bytes, message: str, tmp_path: Path) -> None:
+def test_invalid_json_is_refused_by_file_name(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json") as error:
         read_json(tmp_path / "config.json")
     assert message in str(error.value)
 
 
-def test_json_of_any_size(tmp_path: Path) -> None:
+def test_a_huge_json_file_is_refused_by_its_size(tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(1 << 40)  # sparse: it takes no room on the disk
     with pytest.raises(ModelError, match=r"config\.json has 1,099,511,627,776 bytes"):

@@ -131,7 +131,7 @@ def test_a_broken_adapter(kind: str, llm: LLM, tiny: Path, tmp_path: Path) -> No
     )
 
 
-def test_no_such_folder(llm: LLM) -> None:
+def test_a_missing_adapter_folder_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="no adapter folder '/nowhere/at/all'"):
         llm.generate(PROMPT, GREEDY, lora_request=LoRARequest("x", 1, "/nowhere/at/all"))
 
@@ -155,7 +155,7 @@ def test_a_bad_request(given: Any) -> None:
         LoRARequest(*given)
 
 
-def test_what_stands_in_lora_request(llm: LLM, tiny: Path, tmp_path: Path) -> None:
+def test_fields_of_a_lora_request_are_checked(llm: LLM, tiny: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", str(tiny))
     lora = LoRARequest("a", 1, str(tmp_path / "a"))
     with pytest.raises(RequestError, match="2 prompts and 1 LoRARequests"):

@@ -39,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def make(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """name -> the quantised checkpoint, and the same weights in float32.  One layer is left as it is."""
+    """name -> the quantized checkpoint, and the same weights in float32.  One layer is left as it is."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def of(name: str) -> tuple[Path, Path]:
@@ -209,7 +209,7 @@ def test_another_group_size_than_announced_is_named(name: str, make: Any, tmp_pa
     given = {"config_groups": groups_of(4, 16)} if name == "compressed" else {"group_size": 16}
     expected_message = spoil(name, make, tmp_path, lambda tensors: None, **given)
     assert (
-        "q_proj of [64, 64] is not quantised to 4 bits in groups of 16" in expected_message
+        "q_proj of [64, 64] is not quantized to 4 bits in groups of 16" in expected_message
         and "(64, 2)" in expected_message
     )
 

@@ -129,7 +129,9 @@ def test_our_own_prompts_and_a_peer(run: Run, tmp_path: Path) -> None:
         (("--json", "/no/such/folder/x", "-n", 2), "/no/such/folder/x"),
     ],
 )
-def test_what_is_wrong(run: Run, questions: Path, arguments: tuple[Any, ...], message: str) -> None:
+def test_wrong_arguments_are_refused_before_measuring(
+    run: Run, questions: Path, arguments: tuple[Any, ...], message: str
+) -> None:
     file = () if str(arguments[0]).startswith("/") else (questions, "--limit", 1)
     result = run("bench", *file, *arguments)
     assert result.status == 2 and message in result.err
@@ -165,7 +167,7 @@ def test_all_turns_have_the_answers_so_far(questions: Path, mute: str) -> None:
     with pytest.raises(RequestError, match="chat template"):
         prompts_of(LLM(mute), asked, params, all_turns=True)
     assert len(prompts_of(LLM(mute), asked, params)[0]) == 2, (
-        "without a template first turns are asked as they stand"
+        "without a template first turns are asked unchanged"
     )
 
 
@@ -233,8 +235,8 @@ def answered(
     method: str, *answers: list[int], turns: list[float] | None = None, promise: str = "tokens"
 ) -> Measured:
     """One request a run, of these tokens; turns: the seconds of each repeat."""
-    told = [CompletionOutput(0, "", tokens, speculation=Speculation()) for tokens in answers]
-    runs = [Group("chat", min(turns or [1.0]), Times(), [answer], list(turns or [1.0])) for answer in told]
+    outputs = [CompletionOutput(0, "", tokens, speculation=Speculation()) for tokens in answers]
+    runs = [Group("chat", min(turns or [1.0]), Times(), [answer], list(turns or [1.0])) for answer in outputs]
     return Measured(method, runs, promise)
 
 

@@ -88,7 +88,7 @@ def test_a_template_from_a_file(run: Run, tmp_path: Path, mute: str) -> None:
     assert run("chat", "-m", mute, "-n", 4, "--chat-template-file", template, stdin="hello\n").status == 0
 
 
-def test_what_cannot_be(run: Run, mute: str) -> None:
+def test_invalid_arguments_are_refused_before_the_chat(run: Run, mute: str) -> None:
     for arguments, output in (
         (("-m", mute), "chat template"),
         (("--chat-template-file", "/no/such/file"), "/no/such/file"),

@@ -22,6 +22,6 @@ def test_built_datastore_drafts(run: Run, tmp_path: Path) -> None:
     assert int(accepted.split()[-1]) > 0
 
 
-def test_what_cannot_be_built(run: Run, tmp_path: Path) -> None:
+def test_unusable_inputs_are_refused(run: Run, tmp_path: Path) -> None:
     missing = run("datastore", "build", tmp_path / "nowhere.txt", "-o", tmp_path / "store")
     assert missing.status == 2 and "nowhere.txt" in missing.err

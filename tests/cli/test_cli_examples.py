@@ -13,7 +13,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_example_reuses_the_conversations_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "chat.py"), run_name="__main__")
     output = capsys.readouterr().out
     assert output.count("> ") == output.count("were cached]") == 3

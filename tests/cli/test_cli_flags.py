@@ -133,7 +133,7 @@ def test_the_draft_stops_where_it_is_not_sure(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["--device-draft", "-devd", "--draft-device"])
-def test_the_device_of_the_draft(run: Run, name: str) -> None:
+def test_draft_device_flags_reach_the_draft(run: Run, name: str) -> None:
     given = ("generate", "-p", "x", "-n", 2, "-md", "builtin-draft", name)
     assert run(*given, "cpu").status == 0
     refused = run(*given, "gpu")
@@ -173,7 +173,7 @@ def test_every_command_takes_its_files_and_models_by_flag() -> None:
         assert takes(command) >= {"--prompts", "--raw", "--out"}, command
 
 
-def test_two_names_for_one_thing(run: Run) -> None:
+def test_a_value_given_twice_is_refused(run: Run) -> None:
     for words in (
         ("tune", "layerskip", "builtin", "-m", "builtin-draft"),
         ("tune", "disco", "builtin", "builtin-draft", "-md", "builtin"),
@@ -210,7 +210,7 @@ def test_help_does_not_wait_for_torch() -> None:
     assert len(texts) == len(lines) and all(texts) and not rest
 
 
-def test_version(run: Run) -> None:
+def test_version_flag_and_command_agree(run: Run) -> None:
     assert run("--version").out == run("version").out != ""
 
 

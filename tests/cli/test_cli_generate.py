@@ -105,7 +105,7 @@ def test_underscores_are_dashes(run: Run) -> None:
         ("a\\", "a\\"),
     ],
 )
-def test_escapes(typed: str, meant: str) -> None:
+def test_backslash_escapes_in_a_prompt_are_replaced(typed: str, meant: str) -> None:
     assert unescaped(typed) == meant
 
 
@@ -138,7 +138,7 @@ def test_the_figures_are_those_of_the_request(run: Run) -> None:
         for name in ("prompt eval time", r"\n +eval time")
     )
     prompt, steps = len(output.prompt_token_ids), total.steps
-    assert begun == [prompt + 3, prompt + 3], "three guesses while the prompt is computed"
+    assert begun == [prompt + 3, prompt + 3], "three draft tokens while the prompt is computed"
     assert later == [total.drafted - 3, total.drafted - 3 + steps - 1]
     assert number(r"in (\d+) runs", target) == steps - 1
     llm.engine.reset()
@@ -288,7 +288,7 @@ def test_the_answer_has_the_form_that_was_asked_for(run: Run, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("form", "told"),
+    ("form", "message"),
     [
         (("-j", "{"), "json is no JSON"),
         (("-j", "missing.json"), "missing.json' cannot be read"),
@@ -297,6 +297,6 @@ def test_the_answer_has_the_form_that_was_asked_for(run: Run, tmp_path: Path) ->
         (("--regex", "a", "--grammar", 'start: "a"'), "exactly one of"),
     ],
 )
-def test_a_wrong_structured_output_is_one_error_line(run: Run, form: tuple[str, ...], told: str) -> None:
+def test_a_wrong_structured_output_is_one_error_line(run: Run, form: tuple[str, ...], message: str) -> None:
     result = run("generate", "-p", "a", "-n", 1, *form)
-    assert result.status == 2 and told in result.err and len(result.err.strip().splitlines()) == 1
+    assert result.status == 2 and message in result.err and len(result.err.strip().splitlines()) == 1

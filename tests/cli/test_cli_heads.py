@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[str, Shapes, dict[str, Any], str]] = {
         {"speculators_model_type": "mlp"},
         "of the type 'mlp' of speculators",
     ),
-    "quantised": ("redrafter", {"rnn_u.weight": (H, H), "rnn_u.weight_scale": (1,)}, {}, "is quantised"),
+    "quantized": ("redrafter", {"rnn_u.weight": (H, H), "rnn_u.weight_scale": (1,)}, {}, "is quantized"),
 }
 
 

@@ -14,7 +14,7 @@ from outrider.testing import random_prompts, tiny_checkpoint
 PROMPT = random_prompts(1, seed=3)[0]
 
 
-def test_a_quantised_copy_answers_and_drafts(run: Run, tmp_path: Path) -> None:
+def test_a_quantized_copy_answers_and_drafts(run: Run, tmp_path: Path) -> None:
     """It has the tokenizer, and what ends a text."""
     source = tiny_checkpoint(tmp_path / "source", eos=(1, 7))
     done = run("quantize", "-m", source, "-o", tmp_path / "few")

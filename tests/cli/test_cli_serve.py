@@ -68,7 +68,7 @@ def test_what_cannot_be_is_refused_before_loading(line: str, text: str, run: Run
     assert result.status == 2 and text in " ".join(result.err.split()), result.err
 
 
-def test_a_port_in_use_is_told_before_loading(run: Run) -> None:
+def test_a_port_in_use_is_reported_before_loading(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for more in ((), ("--replicas", 2)):

@@ -203,7 +203,9 @@ def test_a_rule_that_loses_is_measured_and_fails_unless_expected(run: Run, pair:
         (("--method", "ngram", "-b", 1), "batch-size"),
     ],
 )
-def test_what_is_wrong(run: Run, arguments: tuple[Any, ...], message: str) -> None:
+def test_wrong_arguments_are_refused_before_testing(
+    run: Run, arguments: tuple[Any, ...], message: str
+) -> None:
     result = run("verify", *arguments)
     assert result.status == 2 and message in result.err and not result.out
 
@@ -220,7 +222,7 @@ def verdict(
     return certify(llm, llm.variant(config), PromptSource(prompts, 200, False, 0), Effort(0, 16, samples))
 
 
-def guessing(model: str, **more: Any) -> dict[str, Any]:
+def drafting(model: str, **more: Any) -> dict[str, Any]:
     return {"model": model, "num_speculative_tokens": 3, **more}
 
 
@@ -230,7 +232,7 @@ def failed(made: Certificate) -> set[str]:
 
 def test_the_controls_pass(pair: tuple[str, str]) -> None:
     """What the broken ones are compared with."""
-    for config in (guessing(pair[0]), guessing(pair[1], verification="rejection")):
+    for config in (drafting(pair[0]), drafting(pair[1], verification="rejection")):
         made = verdict(config, pair)
         assert made.passed, made.checks
 
@@ -276,10 +278,10 @@ def test_a_token_accepted_unseen(pair: tuple[str, str], monkeypatch: pytest.Monk
 
     monkeypatch.setattr(match.Match, "walk", careless)
     monkeypatch.setattr(match.Match, "kernel", "")
-    made = verdict(guessing(pair[1]), pair)
+    made = verdict(drafting(pair[1]), pair)
     assert {"greedy, alone", "greedy, batched"} <= failed(made) and made.differences[0].gap is not None
     assert "not proven" in made.verdict.lower()
-    made = verdict(guessing(pair[1]), pair, exact=False)
+    made = verdict(drafting(pair[1]), pair, exact=False)
     assert not made.passed, "rounding does not explain everything, whatever the kernels"
     assert sum(difference.gap is not None for difference in made.differences) < len(made.differences), (
         "the rest is not looked at"
@@ -290,7 +292,7 @@ def test_a_wrong_residual(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
     """After a rejection the token comes from p instead of the residual: only the distribution differs."""
     monkeypatch.setattr(rejection.Rejection, "kernel", "")  # the mutation is one of the reference
     monkeypatch.setattr(rejection, "surplus", lambda p, q, scale=1.0: (p, 1.0))
-    made = verdict(guessing(pair[1], verification="rejection"), pair, samples=400)
+    made = verdict(drafting(pair[1], verification="rejection"), pair, samples=400)
     assert failed(made) == {"distribution"} and "distributions differ" in next(
         c.result for c in made.checks if c.name == "distribution"
     )
@@ -311,10 +313,10 @@ def test_log_probabilities_that_drift(pair: tuple[str, str], monkeypatch: pytest
         monkeypatch.setattr(LLM, "variant", variant)
 
     drifting(1e-6)
-    assert failed(verdict(guessing(pair[1]), pair)) == {"log-probabilities"}
-    assert verdict(guessing(pair[1]), pair, exact=False).passed
+    assert failed(verdict(drafting(pair[1]), pair)) == {"log-probabilities"}
+    assert verdict(drafting(pair[1]), pair, exact=False).passed
     drifting(1e-2)
-    assert failed(verdict(guessing(pair[1]), pair, exact=False)) == {"log-probabilities"}
+    assert failed(verdict(drafting(pair[1]), pair, exact=False)) == {"log-probabilities"}
 
 
 def test_ties_within_rounding_are_reported_and_pass(
@@ -333,7 +335,7 @@ def test_ties_within_rounding_are_reported_and_pass(
     monkeypatch.setattr(match.Match, "walk", other)
     monkeypatch.setattr(match.Match, "kernel", "")
     monkeypatch.setattr(certify_run, "look", tie)
-    made = verdict(guessing(pair[1]), pair, exact=False)
+    made = verdict(drafting(pair[1]), pair, exact=False)
     assert (
         made.passed
         and made.ties == len(made.differences) > 0
@@ -343,5 +345,5 @@ def test_ties_within_rounding_are_reported_and_pass(
 
 def test_a_drafter_that_remembers(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftModel, "forget", lambda self, row, reason: None)
-    made = verdict(guessing(pair[1]), pair)
+    made = verdict(drafting(pair[1]), pair)
     assert failed(made) == {"leaks"} and "'cursors'" in made.checks[-1].result

@@ -78,7 +78,7 @@ def test_a_drafter_that_stops_is_asked_for_all_that_is_allowed(stopping: Bench) 
     assert all(UNSURE < budget.floor < SURE**3 for budget in late)
 
 
-def test_stopping_pays(stopping: Bench) -> None:
+def test_stopping_early_saves_time(stopping: Bench) -> None:
     other = Bench(stops=False)
     for bench in (stopping, other):
         while bench.at < 1000:

@@ -211,7 +211,7 @@ def test_a_bad_corpus_is_named(name: str, content: bytes, message: str, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == [name], "nothing is left behind"
 
 
-def test_more_bad_inputs(tmp_path: Path) -> None:
+def test_unreadable_inputs_are_refused_by_name(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((2, 2)))
     with pytest.raises(ConfigError, match="one row of whole numbers"):
         build([str(tmp_path / "a.npy")], str(tmp_path / "store"), None, VOCABULARY)

@@ -10,7 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from block_heads import BLOCK, IDS, MASK, TAPS, WIDE, Case, Said, naive, overheard, speculators, tensors, zlab
+from block_heads import (
+    BLOCK,
+    IDS,
+    MASK,
+    TAPS,
+    WIDE,
+    BlockOutput,
+    Case,
+    naive,
+    recorded_blocks,
+    speculators,
+    tensors,
+    zlab,
+)
 from torch import Tensor
 from toys import HIDDEN, V, acceptance, read, samples, save_head, teach, toy_target
 
@@ -74,7 +87,7 @@ def close(got: Tensor, expected: Tensor) -> bool:
     return bool(torch.allclose(got.to(WIDE), expected, atol=2e-4))
 
 
-def check(llm: LLM, case: Case, blocks: Sequence[Said]) -> None:
+def check(llm: LLM, case: Case, blocks: Sequence[BlockOutput]) -> None:
     """Each block against the naive one, on the states that the target has when it reads the text alone."""
     outer, from_anchor = TargetWeights.of(llm.engine.decoder), case.config.get("sample_from_anchor", False)
     for known, logits, _ in blocks:
@@ -94,7 +107,7 @@ def test_logits_of_every_layout_equal_a_naive_block(layout: str, toy: LLM, tmp_p
     drafter: DFlash = llm.engine.drafter  # type: ignore[assignment]
     assert drafter.depth == BLOCK - (not case.config.get("sample_from_anchor", False))
     prompts = [{"prompt_token_ids": [(7 * i + n) % V for i in range(n)]} for n in (3, 70, 20)]
-    with overheard(drafter) as blocks:
+    with recorded_blocks(drafter) as blocks:
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
     assert {len(emitted.logits) for emitted in blocks} >= {1, drafter.depth}
     check(
@@ -111,7 +124,7 @@ def test_blocks_behind_a_prefix_hit(toy: LLM, tmp_path: Path) -> None:
     prompt = {"prompt_token_ids": [(11 * i) % V for i in range(33)]}
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
     first = llm.generate(prompt, params)[0]
-    with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
+    with recorded_blocks(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
         again = llm.generate(prompt, params)[0]
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
     assert len(blocks[0].known) == 34
@@ -124,7 +137,7 @@ def test_pages_of_a_request_that_ends_at_once_have_context(toy: LLM, tmp_path: P
     llm = toy.variant({"model": save_head(tmp_path, case.config, case.tensors)})
     prompt = {"prompt_token_ids": [(11 * i) % V for i in range(33)]}
     llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
-    with overheard(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
+    with recorded_blocks(llm.engine.drafter) as blocks:  # type: ignore[arg-type]
         llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
     check(llm, case, blocks[:2])
 
@@ -153,7 +166,7 @@ def test_a_row_drafts_on_after_an_interrupted_step(
         with pytest.raises(KeyboardInterrupt):
             llm.engine.step()
     gap = len(last.prompt_token_ids) + len(last.outputs[0].token_ids) - 1
-    with overheard(drafter) as blocks:
+    with recorded_blocks(drafter) as blocks:
         for last in stream:  # noqa: B007 - the last one is looked at
             pass
     assert last.outputs[0].token_ids == plain

@@ -41,7 +41,7 @@ def without(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("config", "w", "says"),
+    ("config", "w", "message"),
     [
         (speculators(), without("layers.1.mlp.up_proj.weight"), r"layers\.1\.mlp\.up_proj\.weight"),
         (
@@ -84,9 +84,9 @@ def without(name: str) -> dict[str, Tensor]:
     ],
 )
 def test_contradictory_files_are_refused(
-    config: dict[str, Any], w: dict[str, Tensor], says: str, toy: LLM, tmp_path: Path
+    config: dict[str, Any], w: dict[str, Tensor], message: str, toy: LLM, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         opened(toy, tmp_path, config, w)
 
 
@@ -99,13 +99,13 @@ def test_a_truncated_file_is_refused(file: str, toy: LLM, tmp_path: Path) -> Non
 
 
 def test_options_are_checked(toy: LLM) -> None:
-    for options, says in (
+    for options, message in (
         ({"nodes": 0}, "nodes"),
         ({"tap_offset": 2}, "tap_offset"),
         ({"tap_offset": True}, "tap_offset"),
         ({"model": 3}, "model"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             DFlash.Options(**options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Did you mean 'tap_offset'"):
         toy.variant({"method": "dflash", "tap_ofset": 1})

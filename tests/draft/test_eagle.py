@@ -76,7 +76,7 @@ def test_norms_of_other_trainers(toy: LLM, tmp_path: Path) -> None:
     assert torch.allclose(logits[0].double(), last @ outer.lm_head.double().T, atol=1e-3)
 
 
-def test_hydras_eagle_attn(tmp_path: Path) -> None:
+def test_hydras_eagle_attn_loads_as_an_eagle_head(tmp_path: Path) -> None:
     """A layer with an input norm, under Hydra's names; its sizes are the target's."""
     rope = {"rope_type": "default", "rope_theta": CONFIG["rope_theta"]}
     sizes = {"head_dim": D, "num_attention_heads": HEADS, "num_key_value_heads": KV, "rms_norm_eps": EPS}
@@ -131,7 +131,7 @@ def test_full_vocabulary_head_is_cut_to_its_draft_tokens(
         Eagle(Eagle.Options(model=few), toy.engine.target)
 
 
-def test_the_published_bytes() -> None:
+def test_the_network_has_the_size_of_the_published_file() -> None:
     """EAGLE-LLaMA3-Instruct-8B: the file has the embedding and no head; our names add up to its 1.55 GB."""
     with torch.device("meta"):
         network = Network(Sizes(4096, 14336, 32, 8, 128), 128256, bias=False)
@@ -255,7 +255,7 @@ def test_options_are_checked(toy: LLM) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_what_sglang_reads(toy: LLM, tmp_path: Path, bias: bool) -> None:
+def test_sglang_export_has_a_zero_bias_where_the_head_has_none(toy: LLM, tmp_path: Path, bias: bool) -> None:
     """The fc of its class always has a bias: without one in the file it must be zero."""
     network = Network.like(toy.engine.target, bias=bias)
     config, stored = Trained.export(network.config(), network.state_dict(), "sglang")

@@ -304,7 +304,7 @@ def test_taps_of_the_user_override_the_file(llm: LLM, tmp_path: Path) -> None:
         ({"norm.weight": torch.zeros(H, dtype=torch.int32)}, "norm.weight .* is torch.int32"),
         ({"embed_tokens.weight": torch.zeros(V - 1, H)}, "it embeds 511 tokens, and the target has 512"),
         ({"d2t": torch.arange(VD)}, "contradict"),
-        ({"midlayer.mlp.up_proj.weight_scale": torch.ones(1)}, "is quantised"),
+        ({"midlayer.mlp.up_proj.weight_scale": torch.ones(1)}, "is quantized"),
         ({"layers.1.self_attn.q_proj.weight": torch.zeros(HEADS * D, H)}, "has no tensor 'layers.1"),
     ],
 )

@@ -45,10 +45,10 @@ def test_drafts_come_from_the_exit_and_leave_the_text(tiny: Path, tmp_path: Path
     given = {"method": "layerskip", "num_speculative_tokens": 3, "exit_threshold": None}
     for rule in ("match", "rejection"):
         found = llm.variant({**given, "exit_head": folder, "verification": rule}).generate(rows, params)
-        told = [out.outputs[0] for out in found]
-        assert all(out.speculation.drafted for out in told)
+        outputs = [out.outputs[0] for out in found]
+        assert all(out.speculation.drafted for out in outputs)
         greedy = 1 if rule == "rejection" else 2
-        assert [out.token_ids for out in told][:greedy] == [out.outputs[0].token_ids for out in expected][
+        assert [out.token_ids for out in outputs][:greedy] == [out.outputs[0].token_ids for out in expected][
             :greedy
         ]
 

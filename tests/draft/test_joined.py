@@ -65,9 +65,9 @@ def test_tokens_behind_certain_ones_that_failed_are_not_judged(accepted: int, se
 
 
 def test_uncertain_text_replaces_the_configured_draft() -> None:
-    text, guess = Words([5, 6, 7], "text"), Words([8, 9], "guess", certain=False)
-    assert step_of(Joined(text, [guess]), 1).tree.tokens == [8, 9]
-    assert (text.seen, guess.seen) == ([], [([8, 9], [0])])
+    text, other = Words([5, 6, 7], "text"), Words([8, 9], "other", certain=False)
+    assert step_of(Joined(text, [other]), 1).tree.tokens == [8, 9]
+    assert (text.seen, other.seen) == ([], [([8, 9], [0])])
 
 
 def test_a_method_that_is_configured_is_not_joined_again() -> None:

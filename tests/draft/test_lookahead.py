@@ -268,7 +268,7 @@ def test_the_text_is_in_the_pool_where_asked() -> None:
         steps.propose()
         steps.observe()
         text = steps.row.tokens
-        assert ((text[5], text[6]) in drafter.memory.pool.after(40)) == asked, "and what the target said"
+        assert ((text[5], text[6]) in drafter.memory.pool.after(40)) == asked, "and what the target emitted"
 
 
 # ---- limits
@@ -300,7 +300,7 @@ def test_a_window_that_does_not_fit_is_left_out() -> None:
     assert (steps.batch[0].tree.size, steps.batch[0].tree.probes) == (2, 3)
     assert (steps.propose(Budget(2, 4)).size, steps.propose(Budget(2, 4)).probes) == (2, 0)
     steps.observe()
-    assert drafter.rows[steps.row].window.levels == before, "nothing was said after it"
+    assert drafter.rows[steps.row].window.levels == before, "nothing was emitted after it"
 
 
 @pytest.mark.parametrize(("tokens", "probes"), [(9_997, 3), (9_998, 0), (9_999, 0)])

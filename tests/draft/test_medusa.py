@@ -136,7 +136,7 @@ def test_a_scale_of_the_logits(toy: LLM, tmp_path: Path) -> None:
     assert torch.allclose(drafter.heads(states, 2).double(), 0.5 * naive(parts, states), atol=1e-3)
 
 
-def test_few_bits(toy: LLM, tmp_path: Path) -> None:
+def test_int8_heads_stay_near_the_full_ones(toy: LLM, tmp_path: Path) -> None:
     parts, states = parts_of(2), torch.randn(8, HIDDEN)
     drafter = drafter_of(toy, save_head(tmp_path, CONFIG, reference(parts), PT), quantization="int8")
     expected = naive(parts, states)
@@ -166,7 +166,9 @@ def test_a_merged_checkpoint_is_target_and_heads(toy: LLM, tmp_path: Path) -> No
     ("heads", "hidden", "vocabulary", "blocks", "size"),
     [(5, 4096, 32000, 1, 1_478_533_120), (2, 5120, 32000, 2, 760_238_080), (3, 4096, 32000, 1, 887_119_872)],
 )
-def test_the_published_bytes(heads: int, hidden: int, vocabulary: int, blocks: int, size: int) -> None:
+def test_the_network_has_the_size_of_published_files(
+    heads: int, hidden: int, vocabulary: int, blocks: int, size: int
+) -> None:
     """Sizes of vicuna-7b-v1.3 (1.48 GB), apar-13b (760,282,446, pickled) and medusa_test (887,123,735)."""
     with torch.device("meta"):
         network = Network(hidden, vocabulary, heads, blocks)
@@ -251,7 +253,7 @@ def test_a_missing_tensor_is_named(name: str, toy: LLM, tmp_path: Path) -> None:
         drafter_of(toy, save_head(tmp_path, CONFIG, named, PT))
 
 
-def test_files_that_make_no_sense(toy: LLM, tmp_path: Path) -> None:
+def test_contradictory_files_are_refused_by_name(toy: LLM, tmp_path: Path) -> None:
     whole = reference(parts_of(2))
     cases: list[tuple[str, dict[str, Any], Named]] = [
         ("int8", {}, {**whole, "0.0.linear.weight": torch.zeros(HIDDEN, HIDDEN, dtype=torch.int8)}),
@@ -261,8 +263,8 @@ def test_files_that_make_no_sense(toy: LLM, tmp_path: Path) -> None:
         (r"2 tokens in 3 … 512.*512", VLLM, {**vllm(parts_of(2)), "token_map": torch.tensor([3, 512])}),
         ("named once", VLLM, {**vllm(parts_of(2)), "token_map": torch.tensor([3, 3])}),
     ]
-    for i, (says, config, named) in enumerate(cases):
-        with pytest.raises(ModelError, match=says):
+    for i, (message, config, named) in enumerate(cases):
+        with pytest.raises(ModelError, match=message):
             drafter_of(toy, save_head(tmp_path / str(i), config, named, PT))
 
 
@@ -276,7 +278,7 @@ def test_a_truncated_file_is_refused(file: str, toy: LLM, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"tree": "chains"}, "Did you mean 'chain'"),
         ({"tree": "vicuna_7b_stage3"}, "Did you mean 'vicuna_7b_stage"),
@@ -292,8 +294,8 @@ def test_a_truncated_file_is_refused(file: str, toy: LLM, tmp_path: Path) -> Non
         ({"model": 3}, "model"),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Medusa.Options(**options)
 
 

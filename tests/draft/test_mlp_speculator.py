@@ -67,7 +67,7 @@ def test_a_layout_loads_as_it_is(name: str, llm: LLM, tmp_path: Path) -> None:
         )
 
 
-def test_shards(llm: LLM, tmp_path: Path) -> None:
+def test_sharded_files_load_equal(llm: LLM, tmp_path: Path) -> None:
     case = ibm()
     case.write(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -87,7 +87,9 @@ def test_shards(llm: LLM, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ibm, tied", "lstm"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_few_bits(quantization: str, name: str, llm: LLM, tmp_path: Path) -> None:
+def test_quantized_networks_stay_near_the_full_one(
+    quantization: str, name: str, llm: LLM, tmp_path: Path
+) -> None:
     case = CASES[name]
     drafter = opened(llm, case, tmp_path, quantization=quantization)
     f = torch.randn(1, HIDDEN)
@@ -100,7 +102,7 @@ def test_few_bits(quantization: str, name: str, llm: LLM, tmp_path: Path) -> Non
 # ---- drafts
 
 
-def told(
+def proposed(
     drafter: SpeculatorDrafter, states: Sequence[Tensor], rows: Sequence[Row], budgets: Sequence[Budget]
 ) -> list[DraftTree]:
     """Drafts for rows with these last states."""
@@ -134,7 +136,7 @@ def test_a_greedy_chain(name: str, llm: LLM, tmp_path: Path) -> None:
     for _ in range(STEPS):
         output.append(int(case.logits(f, output).argmax()))
     for depth in range(1, STEPS + 1):
-        (tree,) = told(drafter, [f], [row_at(0.0)], [Budget(depth, depth)])
+        (tree,) = proposed(drafter, [f], [row_at(0.0)], [Budget(depth, depth)])
         assert tree.tokens == output[1 : depth + 1] and tree.parents == list(range(-1, depth - 1))
         shares = [float(case.logits(f, output[: i + 1]).softmax(-1)[output[i + 1]]) for i in range(depth)]
         assert tree.confidence == pytest.approx(shares, rel=1e-3), (
@@ -166,7 +168,7 @@ def test_a_greedy_tree(kept: int, nodes: int, levels: int, llm: LLM, tmp_path: P
     )
     states, rows = list(torch.randn(3, HIDDEN)), [row_at(0.0) for _ in range(3)]
     budgets = [Budget(levels, drafter.size(levels)), Budget(2, 3), Budget(levels, drafter.size(levels))]
-    for f, tree, budget in zip(states, told(drafter, states, rows, budgets), budgets):
+    for f, tree, budget in zip(states, proposed(drafter, states, rows, budgets), budgets):
         expected = expected_tree(case, f, TOP_K[: budget.depth], kept, min(nodes, budget.nodes))
         assert set(paths_of(tree)) == expected and len(tree.tokens) == len(expected)
 
@@ -182,7 +184,7 @@ def test_drafts_at_a_temperature_share_the_noise(name: str, llm: LLM, tmp_path: 
     """Children of a node are the best of its logits under the position's noise, in fixed places."""
     case, f, row = CASES[name], torch.randn(HIDDEN), row_at(0.7, seed=5)
     drafter = opened(llm, case, tmp_path, top_k_tokens_per_head=list(TOP_K), n_candidates=KEPT, nodes=60)
-    (tree,) = told(drafter, [f], [row], [Budget(STEPS, 60)])
+    (tree,) = proposed(drafter, [f], [row], [Budget(STEPS, 60)])
     paths = [(), *paths_of(tree)]
     assert sum(len(path) == STEPS for path in paths) == KEPT
     for path in (path for path in paths if len(path) < STEPS):
@@ -199,7 +201,7 @@ def test_sampled_drafts_carry_their_distributions(llm: LLM, tmp_path: Path) -> N
     shapes, texts = set(), set()
     for seed in range(6):
         row = row_at(1.0, seed=seed)
-        (tree,) = told(drafter, [f], [row], [Budget(STEPS, 60)])
+        (tree,) = proposed(drafter, [f], [row], [Budget(STEPS, 60)])
         for node, path in enumerate(paths_of(tree)):
             expected = case.logits(f, [9, *path[:-1]]).softmax(-1)
             distribution = tree.distribution(node)
@@ -207,8 +209,8 @@ def test_sampled_drafts_carry_their_distributions(llm: LLM, tmp_path: Path) -> N
         shapes.add(tuple(tree.parents))
         texts.add(tuple(tree.tokens))
     assert len(shapes) == 1 and len(texts) == 6
-    (tree,) = told(drafter, [f], [row_at(0.0)], [Budget(STEPS, 60)])
-    assert not tree.distributions, "a greedy law leaves nothing to draw"
+    (tree,) = proposed(drafter, [f], [row_at(0.0)], [Budget(STEPS, 60)])
+    assert not tree.distributions, "a greedy row has nothing to sample"
 
 
 def test_rows_that_get_no_drafts(llm: LLM, tmp_path: Path) -> None:
@@ -244,7 +246,7 @@ def changed(case: Case, **tensors: Tensor) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("case", "says"),
+    ("case", "message"),
     [
         (
             changed(ibm(), proj_0_weight=torch.zeros(INNER, 32)),
@@ -275,8 +277,10 @@ def changed(case: Case, **tensors: Tensor) -> Case:
         ),
     ],
 )
-def test_bad_files(case: Case, says: str, llm: LLM, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=says):
+def test_damaged_files_are_refused_with_the_reason(
+    case: Case, message: str, llm: LLM, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
         opened(llm, case, tmp_path)
     assert draft.detect(str(tmp_path)) == method_of(case)
 
@@ -290,7 +294,7 @@ def test_a_truncated_file(llm: LLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"top_k_tokens_per_head": [4, 0, 2]}, r"whole numbers in 1 … 64, or \"config\", got \[4, 0, 2\]"),
         ({"top_k_tokens_per_head": 3}, "got 3"),
@@ -313,8 +317,10 @@ def test_a_truncated_file(llm: LLM, tmp_path: Path) -> None:
         ({"model": 3}, "model must be"),
     ],
 )
-def test_bad_options(options: dict[str, Any], says: str, llm: LLM, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_options_are_refused_with_the_reason(
+    options: dict[str, Any], message: str, llm: LLM, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         llm.use({"method": "mlp_speculator", "model": ibm().write(tmp_path), **options})
 
 

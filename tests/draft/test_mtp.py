@@ -58,7 +58,7 @@ def test_every_layout_is_the_same_layer(toy: LLM, tmp_path: Path, kind: str, fil
 # ---- level by level
 
 
-def told(toy: LLM, w: dict[str, Tensor], text: list[int], path: list[int]) -> Tensor:
+def expected_distribution(toy: LLM, w: dict[str, Tensor], text: list[int], path: list[int]) -> Tensor:
     """Logits after the text and a draft path, with every layer run over everything at once.
 
     Layer k combines the output of layer k - 1 at t with token t + k + 1.  After the last layer, that layer
@@ -125,7 +125,7 @@ def test_drafts_equal_those_of_naive_layers(toy: LLM, tmp_path: Path, layers: in
     for text, drafted in heard[:: max(1, len(heard) // 6)]:
         paths: dict[int, list[int]] = {ROOT: []}
         for node, (token, parent) in enumerate(zip(drafted.tokens, drafted.parents)):
-            distribution = told(toy, w, text, paths[parent])
+            distribution = expected_distribution(toy, w, text, paths[parent])
             assert drafted.confidence[node] == pytest.approx(float(distribution[token]), abs=2e-3)
             assert int((distribution > distribution[token] + 1e-6).sum()) < (
                 1 if tree == "chain" else 2 if tree == "dynamic" else 4

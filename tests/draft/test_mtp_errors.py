@@ -27,7 +27,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
         ("mlp.experts.0.gate_proj.weight", "mixture of experts"),
         ("mlp.gate.weight", "mixture of experts"),
         ("self_attn.kv_a_proj_with_mqa.weight", "MLA"),
-        ("self_attn.q_proj.weight_scale_inv", "quantised"),
+        ("self_attn.q_proj.weight_scale_inv", "quantized"),
         ("post_mlp_layernorm.weight", "not Llama's"),
     ],
 )

@@ -56,7 +56,7 @@ class Drafted(NamedTuple):
 
 
 @contextmanager
-def overheard(drafter: Any) -> Iterator[list[Drafted]]:
+def recorded(drafter: Any) -> Iterator[list[Drafted]]:
     found, grow = list[Drafted](), drafter._grow
 
     def listening(forwards: Any, trees: Any) -> None:
@@ -82,7 +82,7 @@ def test_every_level_equals_a_naive_pass(toy: LLM, tmp_path: Path) -> None:
     llm, embedding = toy.variant({"model": folder}), TargetWeights.of(toy.engine.decoder).embedding
     assert llm.engine.drafter.depth == LEVELS
     prompts = [{"prompt_token_ids": [(7 * i + n) % V for i in range(n)]} for n in (3, 18)]
-    with overheard(llm.engine.drafter) as found:
+    with recorded(llm.engine.drafter) as found:
         llm.generate(prompts, GREEDY)
     assert {len(one.logits) for one in found} == {*range(1, LEVELS + 1)}
     layer = config["transformer_layer_config"]
@@ -103,7 +103,7 @@ def test_what_is_trained_is_what_drafts(toy: LLM, tmp_path: Path, nodes: int | N
     network = Network.like(toy.engine.target, layers=2, mask=MASK)
     folder = save_head(tmp_path, network.config(), network.state_dict())
     llm, outer, full = toy.variant({"model": folder, "nodes": nodes}), TargetWeights.of(toy.engine.decoder), 0
-    with overheard(llm.engine.drafter) as found:
+    with recorded(llm.engine.drafter) as found:
         llm.generate({"prompt_token_ids": [5, 9, 77, 3]}, GREEDY)
     for known, logits, tree in found:
         pairs = len(known) - 1
@@ -161,9 +161,9 @@ def test_what_does_not_fit_is_refused(toy: LLM, tmp_path: Path) -> None:
         (config, {**stored, "lm_head.weight": torch.zeros(VD + 1, H)}, "an lm_head of 129 tokens"),
         (config, {n: t for n, t in stored.items() if n != "mask_hidden"}, "has no tensor 'mask_hidden'"),
     ]
-    for i, (changed, tensors, says) in enumerate(wrong):
+    for i, (changed, tensors, message) in enumerate(wrong):
         folder = save_head(tmp_path / str(i), changed, tensors)
-        with pytest.raises(ModelError, match=says):
+        with pytest.raises(ModelError, match=message):
             PEagle(PEagle.Options(model=folder), toy.engine.target)
     with pytest.raises(ConfigError, match="leave one of them out"):
         PEagle.Options(tap_offset=1, eagle_aux_hidden_state_layer_ids=(2,))

@@ -55,7 +55,7 @@ def test_an_edited_text_is_followed_through_its_edits(llm: LLM, plain: Any) -> N
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_it_joins_every_method(llm: LLM, plain: Any, method: str) -> None:
+def test_a_predicted_output_joins_every_method(llm: LLM, plain: Any, method: str) -> None:
     mixed = llm.variant(METHODS[method])
     found = run(mixed, prediction=edits(plain.token_ids)["replaced"])
     if method != "rejection":  # which keeps the distribution only

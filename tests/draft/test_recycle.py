@@ -165,7 +165,7 @@ def test_the_engine_hands_over_the_best_ids_of_every_node(
         for step in made.batch:
             assert len(step.topk) == (1 + len(step.tree.tokens) if step.emits else 0)
             path = [step.topk[1 + node] for node in (ROOT, *step.accepted)] if step.emits else []
-            assert [ids[0] for ids in path] == [*step.emitted], "greedy: the best id is what is said"
+            assert [ids[0] for ids in path] == [*step.emitted], "greedy: the best id is emitted"
         checked += len(rows)
         observe(made)
 

@@ -84,7 +84,7 @@ def test_drafts_use_the_state_that_gave_the_pending_token(
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"beam_width": 0}, "beam_width must be a whole number in 1 … 64, got 0"),
         ({"beam_width": 65}, "beam_width"),
@@ -95,8 +95,8 @@ def test_drafts_use_the_state_that_gave_the_pending_token(
         ({}, "needs 'model'"),
     ],
 )
-def test_options_are_refused_by_name(options: dict[str, Any], says: str, llm: LLM) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_options_are_refused_by_name(options: dict[str, Any], message: str, llm: LLM) -> None:
+    with pytest.raises(ConfigError, match=message):
         llm.use({"method": "redrafter", **options})
 
 
@@ -115,7 +115,7 @@ def test_beam_length_counts_the_token_it_begins_with(llm: LLM, learned: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "message"),
     [
         (lambda t: t.pop("rnn_u.bias"), "no tensor 'rnn_u.bias'"),
         (lambda t: t.pop("rnn_u.weight"), "no tensor 'rnn_u.weight'"),
@@ -133,12 +133,12 @@ def test_beam_length_counts_the_token_it_begins_with(llm: LLM, learned: str) -> 
         (lambda t: t.update({"rnn_w.weight": torch.zeros(64, 64, dtype=torch.int32)}), "torch.int32"),
     ],
 )
-def test_damaged_heads_are_refused(damage: Any, says: str, llm: LLM, tmp_path: Path) -> None:
+def test_damaged_heads_are_refused(damage: Any, message: str, llm: LLM, tmp_path: Path) -> None:
     net = Network(HIDDEN, V)
     tensors = dict(net.state_dict())
     damage(tensors)
     folder = save_head(tmp_path / "head", net.config(), tensors)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         llm.use({"method": "redrafter", "model": folder})
 
 

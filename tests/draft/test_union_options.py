@@ -75,6 +75,6 @@ def test_bad_caps_are_named(nodes: Any) -> None:
         Union.Options(nodes=nodes)
 
 
-def test_there_must_be_drafters() -> None:
+def test_a_union_without_drafters_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs 'drafters'"):
         make_drafter(Union)

@@ -199,7 +199,7 @@ def test_two_drafters_of_one_method_have_their_own_random_streams(kind: dict[str
 
 
 def test_caches_of_all_are_looked_after() -> None:
-    """A draft in another vocabulary has pages of its own, wherever it stands."""
+    """A draft in another vocabulary has pages of its own, at any place of the mix."""
     draft = {"method": "draft_model", "model": "builtin-draft", "vocab_mismatch": "retokenize"}
     config = {"method": "union", "drafters": [{"method": "ngram"}, draft]}
     llm = LLM("builtin", speculative_config=config, enable_prefix_caching=False, max_model_len=128)

@@ -83,15 +83,15 @@ def test_tokens_behind_a_context(kind: Any) -> None:
     """
     spoken = language(kind)
 
-    def told(text: str, *contexts: str) -> bytes:
+    def encoded(text: str, *contexts: str) -> bytes:
         ids, starts = spoken.tokens(text, *contexts)
         assert len(ids) == len(starts) and starts == sorted(starts)
         return spoken.bytes(ids)
 
-    assert told("he end", "It is xt", NEUTRAL) == b"he end", '"th" would be a token of both'
-    assert told(" is", "It", NEUTRAL) == b" is"
-    assert told("xyz", "It", NEUTRAL) == b"xyz"
-    assert told("xyz", NEUTRAL) == b"xyz"
+    assert encoded("he end", "It is xt", NEUTRAL) == b"he end", '"th" would be a token of both'
+    assert encoded(" is", "It", NEUTRAL) == b" is"
+    assert encoded("xyz", "It", NEUTRAL) == b"xyz"
+    assert encoded("xyz", NEUTRAL) == b"xyz"
 
 
 def test_a_token_begins_with_its_space() -> None:
@@ -103,6 +103,6 @@ def test_a_token_begins_with_its_space() -> None:
     assert TextCodec(Shipped(tokenizer, 300), "draft").tokens("b a")[1] == [0, 1]  # type: ignore[arg-type]
 
 
-def test_what_stands_before_a_text() -> None:
+def test_prefix_is_what_the_tokenizer_puts_before_a_text() -> None:
     assert language(byte_level).prefix == []
     assert language(sentencepiece, letters()).prefix == [0]

@@ -227,18 +227,18 @@ def test_fitting_needs_accepted_and_rejected_nodes(good: bool) -> None:
         disco.fit([])
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_files_without_a_classifier_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     bad, other = tmp_path / "bad", tmp_path / "other"
     bad.write_text("no tensors")
     save_file({"hidden.weight": torch.zeros(4, 3)}, other)
-    for file, says in (
+    for file, message in (
         (bad, "cannot be read"),
         (tmp_path / "nowhere", "outrider tune disco"),
         (other, "is no such network"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             disco.load(str(file))
     with pytest.raises(ConfigError, match="cannot be written"):
         Classifier(1).save(str(bad / "x"))
@@ -248,7 +248,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ({"num_assistant_tokens_schedule": "heuristik"}, "Did you mean 'heuristic'"),
         (
@@ -270,8 +270,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ({"drafter": {"method": "ngram"}, "siblings": 2}, "siblings is 2"),
     ],
 )
-def test_what_is_refused(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_options_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         options(**given)
 
 

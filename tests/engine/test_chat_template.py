@@ -63,7 +63,7 @@ def test_the_template_writes_the_special_tokens_alone(llm: LLM) -> None:
     assert render(tokenizer, {"messages": ASKED, "chat_template": TEMPLATE})["prompt_token_ids"].count(0) == 1
 
 
-def test_what_may_be_given_besides(llm: LLM) -> None:
+def test_template_options_and_tools_are_applied(llm: LLM) -> None:
     assert text_of(llm, ASKED) == "<|bos|>[system] be kind<|end|>[user] hello there<|end|>[assistant]"
     assert text_of(llm, ASKED, add_generation_prompt=False).endswith("hello there<|end|>")
     assert text_of(llm, ASKED, chat_template_kwargs={"loud": True}).endswith("![assistant]")

@@ -104,7 +104,7 @@ class Engine:
             for step in batch
         ]
         self.scheduler.reserve(batch, [Budget(n, n) for n in wanted])
-        assert (self.scheduler.preemptions, self.scheduler.running) == before, "guesses preempted a row"
+        assert (self.scheduler.preemptions, self.scheduler.running) == before, "draft nodes preempted a row"
         assert all(step.budget.nodes <= n for step, n in zip(batch, wanted))
 
     def check_budgets(self, batch: Batch) -> None:
@@ -126,7 +126,7 @@ class Engine:
                 step.accepted = sorted(self.rng.sample(range(nodes), self.rng.randint(0, nodes)))
                 step.emitted = [self.rng.randint(1, 2) for _ in range(len(step.accepted) + 1)]
             for node in range(nodes):
-                self.pool.content[int(slots[step.end + node])] = "wrong guess"
+                self.pool.content[int(slots[step.end + node])] = "rejected draft token"
             for d, node in enumerate(step.accepted):
                 self.pool.content[int(slots[step.end + node])] = tuple(row.tokens + step.emitted[: d + 1])
         for step in batch:
@@ -195,7 +195,7 @@ def test_every_request_finishes_and_no_rule_is_broken(
         assert row.table is None
     assert not engine.cache.tables and engine.cache.available == engine.cache.pages
     for row in engine.admitted:
-        assert row in engine.forgotten, "the drafter was not told that a row is gone"
+        assert row in engine.forgotten, "the drafter did not forget a row that is gone"
     if not aborts:
         assert engine.admitted == rows, "somebody overtook"
 
@@ -293,7 +293,7 @@ def test_forked_samples_wait_for_the_prompt_and_share_its_pages() -> None:
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "finished"])
-def test_abort(state: str) -> None:
+def test_aborted_rows_leave_and_free_their_pages(state: str) -> None:
     engine = Engine(random.Random(0), 20, 1, 16, 0)
     first, second = make_row("a", [1] * 5, 3), make_row("b", [2] * 5, 3)
     engine.scheduler.add(first)

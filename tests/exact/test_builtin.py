@@ -78,7 +78,7 @@ NAMES = ("Anna", "Ben", "Maria", "Tom", "Lena")
 CITIES = ("Berlin", "Oslo", "Lisbon", "Kyoto", "Cairo")
 THINGS = ("clock", "bridge", "violin", "bicycle", "ladder")
 
-LAWS: dict[str, dict[str, Any]] = {
+SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8, "top_p": 0.95},
 }
@@ -89,7 +89,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "script_tree": {"method": "scripted", "num_speculative_tokens": 6, "nodes": 24},
 }
 SEATS = (1, 8)
-MODES = list(itertools.product(DRAFTERS, LAWS, SEATS))
+MODES = list(itertools.product(DRAFTERS, SAMPLING, SEATS))
 
 
 def wording(i: int) -> str:
@@ -123,8 +123,8 @@ def prompts(engines: dict[int, LLM]) -> list[list[int]]:
     ]
 
 
-def params_of(number: int, distribution: str) -> SamplingParams:
-    return SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=number, **LAWS[distribution])
+def params_of(number: int, sampling: str) -> SamplingParams:
+    return SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=number, **SAMPLING[sampling])
 
 
 class Plain:
@@ -134,17 +134,17 @@ class Plain:
         self.llm = LLM("builtin", max_num_seqs=seats, enable_prefix_caching=False)
         self.prompts = prompts
         self.known: dict[tuple[int, str], list[int]] = {}
-        self.truth = {distribution: KnownTexts() for distribution in LAWS}
+        self.truth = {sampling: KnownTexts() for sampling in SAMPLING}
 
-    def __call__(self, numbers: Sequence[int], distribution: str) -> list[list[int]]:
-        new = [i for i in numbers if (i, distribution) not in self.known]
+    def __call__(self, numbers: Sequence[int], sampling: str) -> list[list[int]]:
+        new = [i for i in numbers if (i, sampling) not in self.known]
         outputs = self.llm.generate(
-            token_prompts([self.prompts[i] for i in new]), [params_of(i, distribution) for i in new]
+            token_prompts([self.prompts[i] for i in new]), [params_of(i, sampling) for i in new]
         )
         for i, output in zip(new, outputs):
-            self.known[i, distribution] = output.outputs[0].token_ids
-            self.truth[distribution].learn(self.prompts[i], i, output.outputs)
-        return [self.known[i, distribution] for i in numbers]
+            self.known[i, sampling] = output.outputs[0].token_ids
+            self.truth[sampling].learn(self.prompts[i], i, output.outputs)
+        return [self.known[i, sampling] for i in numbers]
 
 
 @pytest.fixture(scope="module")
@@ -153,17 +153,17 @@ def plain(prompts: list[list[int]]) -> Plain:
 
 
 def assert_plain_tokens(
-    numbers: Sequence[int], drafter: str, distribution: str, llm: LLM, prompts: list[list[int]], plain: Plain
+    numbers: Sequence[int], drafter: str, sampling: str, llm: LLM, prompts: list[list[int]], plain: Plain
 ) -> None:
     """Compare 128 tokens of these prompts with plain decoding; many draft tokens must have been accepted."""
-    expected = plain(numbers, distribution)
+    expected = plain(numbers, sampling)
     assert all(len(tokens) == TOKENS for tokens in expected)
     config = DRAFTERS[drafter]
     if drafter == "script_tree":
-        scripts = Scripts(plain.truth[distribution], llm.engine.target.vocabulary)
+        scripts = Scripts(plain.truth[sampling], llm.engine.target.vocabulary)
         config = {**config, "script": lambda row, budget: scripts.hidden(row, budget, 24)}
     llm.use(config)
-    params = [params_of(i, distribution) for i in numbers]
+    params = [params_of(i, sampling) for i in numbers]
     outputs = llm.generate(token_prompts([prompts[i] for i in numbers]), params)
     emitted = [output.outputs[0].token_ids for output in outputs]
     wrong = [i for i, ours, theirs in zip(numbers, emitted, expected) if ours != theirs]
@@ -178,9 +178,9 @@ def assert_plain_tokens(
 def test_tokens_are_those_of_plain_decoding(
     mode: int, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain
 ) -> None:
-    drafter, distribution, seats = MODES[mode]
+    drafter, sampling, seats = MODES[mode]
     numbers = range(mode, SAMPLE, len(MODES))
-    assert_plain_tokens(numbers, drafter, distribution, engines[seats], prompts, plain)
+    assert_plain_tokens(numbers, drafter, sampling, engines[seats], prompts, plain)
 
 
 @pytest.fixture(scope="module")
@@ -194,20 +194,20 @@ def plain_alone(prompts: list[list[int]]) -> Plain:
 def test_tokens_of_every_prompt_in_every_mode(
     mode: tuple[str, str, int], engines: dict[int, LLM], prompts: list[list[int]], plain_alone: Plain
 ) -> None:
-    drafter, distribution, seats = mode
-    assert_plain_tokens(range(len(prompts)), drafter, distribution, engines[seats], prompts, plain_alone)
+    drafter, sampling, seats = mode
+    assert_plain_tokens(range(len(prompts)), drafter, sampling, engines[seats], prompts, plain_alone)
 
 
-@pytest.mark.parametrize("distribution", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLING)
 def test_plain_decoding_is_the_same_alone_and_among_eight(
-    distribution: str, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain
+    sampling: str, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain
 ) -> None:
     numbers = range(0, SAMPLE, 12)
-    expected = plain(numbers, distribution)
+    expected = plain(numbers, sampling)
     llm = engines[1]
     llm.use(None)
     outputs = llm.generate(
-        token_prompts([prompts[i] for i in numbers]), [params_of(i, distribution) for i in numbers]
+        token_prompts([prompts[i] for i in numbers]), [params_of(i, sampling) for i in numbers]
     )
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
@@ -290,7 +290,9 @@ def compare(decoder: Decoder, tokens: Sequence[int], rng: random.Random) -> int:
 
 
 @pytest.mark.parametrize("number", [0, 33, 66, 99, 132, 165, 198])
-def test_bits(number: int, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain) -> None:
+def test_logits_are_bit_equal_in_chunks_batches_and_trees(
+    number: int, engines: dict[int, LLM], prompts: list[list[int]], plain: Plain
+) -> None:
     """The built-in model, on texts of its own."""
     text = [*prompts[number], *plain([number], "sampled")[0]]
     rng = random.Random(number)

@@ -14,7 +14,7 @@ from outrider.draft.draft_model import DraftModel
 from outrider.models.decoder import Decoder
 from outrider.testing import random_prompts
 
-LAWS = (
+SAMPLING = (
     {"temperature": 0.0},
     {"temperature": 0.8},
     {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02},
@@ -42,8 +42,8 @@ def test_one_call_equals_one_level_after_another(
     """Rows of different distributions and lengths, so that chains end at different levels."""
     prompts = random_prompts(rows)
     params = [
-        SamplingParams(max_tokens=9 + 4 * i, seed=i, ignore_eos=True, **distribution)
-        for i, distribution in zip(range(rows), itertools.cycle(LAWS))
+        SamplingParams(max_tokens=9 + 4 * i, seed=i, ignore_eos=True, **sampling)
+        for i, sampling in zip(range(rows), itertools.cycle(SAMPLING))
     ]
     output = []
     for alone in (True, False):
@@ -52,9 +52,9 @@ def test_one_call_equals_one_level_after_another(
             if not alone:
                 patch.setattr(Decoder, "fuses_chains", False)
             fast.use({"method": "draft_model", "model": random_draft, "num_speculative_tokens": 5})
-            for distribution in LAWS if rows == 1 else [{}]:
+            for sampling in SAMPLING if rows == 1 else [{}]:
                 asked = (
-                    [SamplingParams(max_tokens=12, seed=3, ignore_eos=True, **distribution)]
+                    [SamplingParams(max_tokens=12, seed=3, ignore_eos=True, **sampling)]
                     if rows == 1
                     else params
                 )

@@ -203,9 +203,9 @@ def test_speculation_switches_with_the_batch_size(
     fast.engine.controller.budget = listening  # type: ignore[method-assign]
     assert [visible_parts(o.outputs) for o in run_staggered(fast, PROMPTS, params)] == expected
     check_idle(fast)
-    decisions = [guessing for rows, guessing in asked]
+    decisions = [drafting for rows, drafting in asked]
     assert True in decisions[decisions.index(False) :], "speculation should have stopped and begun again"
-    assert not any(guessing for rows, guessing in asked if rows > 3)
+    assert not any(drafting for rows, drafting in asked if rows > 3)
 
 
 # ---- other models

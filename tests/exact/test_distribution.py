@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributions import DEPTH, PROMPTS, SAMPLES, SEATS, TOKENS, VOCABULARY, Exact, Lot, p_values
+from distributions import DEPTH, PROMPTS, SAMPLES, SEATS, TOKENS, VOCABULARY, Counted, Exact, p_values
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
@@ -65,7 +65,7 @@ def sampled(
     asks: Sequence[dict[str, Any]],
     seeds: Sequence[int] = SEEDS,
     instead: Sequence[dict[str, Any]] | None = None,
-) -> list[Lot]:
+) -> list[Counted]:
     """A sample for each of `asks`, all requests queued at once; `instead` replaces some parameters."""
     crowd = [
         (i, place)
@@ -80,12 +80,12 @@ def sampled(
     ]
     outputs = llm.generate([{"prompt_token_ids": list(PROMPTS[place])} for _, place in crowd], params)
     joints = [(exact.joint(ask), exact.joint({"temperature": ask["temperature"]})) for ask in asks]
-    lots = [Lot(asked, asked, bare, np.zeros_like(asked)) for asked, bare in joints]
+    found = [Counted(asked, asked, bare, np.zeros_like(asked)) for asked, bare in joints]
     for output, (i, place) in zip(outputs, crowd):
         for sample in output.outputs:
-            lots[i].counts[(place, *sample.token_ids[:TOKENS])] += 1
+            found[i].counts[(place, *sample.token_ids[:TOKENS])] += 1
     llm.engine.check()
-    return lots
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -170,48 +170,46 @@ def test_emitted_tokens_have_the_targets_distribution(
     judge: str, kind: str, turn: int, llm: LLM, exact: Exact, draft: str
 ) -> None:
     llm.use({**drafting(kind, draft), "verification": judge})
-    lots = sampled(llm, exact, distributions(turn))
-    assert sum(stream_id.counts.sum() for stream_id in lots) == sum(SEEDS) * SAMPLES * len(PROMPTS)
-    assert min(p_values(lots)) > LEVEL
+    found = sampled(llm, exact, distributions(turn))
+    assert sum(sample.counts.sum() for sample in found) == sum(SEEDS) * SAMPLES * len(PROMPTS)
+    assert min(p_values(found)) > LEVEL
 
 
 # ---- controls: biased engines fail the same test
 
 
-def test_the_power_of_the_test(exact: Exact) -> None:
+def test_engines_that_ignore_a_parameter_fail_in_simulation(exact: Exact) -> None:
     """Simulated power: engines that ignore a parameter fail at either temperature; correct ones pass."""
-    random_streams, healthy = np.random.default_rng(0), list[float]()
+    rng, healthy = np.random.default_rng(0), list[float]()
 
     def samples(distribution: np.ndarray, seeds: int) -> np.ndarray:
-        return np.stack(
-            [
-                random_streams.multinomial(seeds * SAMPLES, share.ravel()).reshape(share.shape)
-                for share in distribution
-            ]
-        ).astype(float)
+        drawn = [
+            rng.multinomial(seeds * SAMPLES, share.ravel()).reshape(share.shape) for share in distribution
+        ]
+        return np.stack(drawn).astype(float)
 
     for ask, seeds in (pair for turn in (0, 1) for pair in list(zip(distributions(turn), SEEDS))[1:]):
         asked, bare = exact.joint(ask), exact.joint({"temperature": ask["temperature"]})
-        lots = [Lot(asked, asked, bare, samples(asked, seeds)) for _ in range(30)]
-        healthy += [p for stream_id in lots for p in p_values([stream_id])]
-        ignoring = [replace(stream_id, counts=samples(bare, seeds)) for stream_id in lots]
+        right = [Counted(asked, asked, bare, samples(asked, seeds)) for _ in range(30)]
+        healthy += [p for each in right for p in p_values([each])]
+        ignoring = [replace(each, counts=samples(bare, seeds)) for each in right]
         for what, wrong in (
             ("an engine", ignoring),
-            ("a law", [replace(stream_id, distribution=bare) for stream_id in lots]),
+            ("a distribution", [replace(each, distribution=bare) for each in right]),
         ):
-            assert sum(min(p_values([stream_id])) < LEVEL for stream_id in wrong) >= 27, (
-                f"{what} without {ask}"
-            )
+            assert sum(min(p_values([each])) < LEVEL for each in wrong) >= 27, f"{what} without {ask}"
     assert min(healthy) > LEVEL and np.mean(np.array(healthy) < 0.05) < 0.07
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_a_parameter_that_the_engine_ignores(turn: int, llm: LLM, exact: Exact, draft: str) -> None:
+def test_an_engine_that_ignores_a_parameter_fails_the_test(
+    turn: int, llm: LLM, exact: Exact, draft: str
+) -> None:
     llm.use({**drafting("chosen tree", draft), "verification": "match"})
     asks = distributions(turn)
-    lots = sampled(llm, exact, asks, instead=[{"temperature": ask["temperature"]} for ask in asks])
-    for ask, stream_id in list(zip(asks, lots))[1:]:
-        assert min(p_values([stream_id])) < LEVEL, ask
+    found = sampled(llm, exact, asks, instead=[{"temperature": ask["temperature"]} for ask in asks])
+    for ask, sample in list(zip(asks, found))[1:]:
+        assert min(p_values([sample])) < LEVEL, ask
 
 
 def use_reference(llm: LLM, draft: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,13 +223,13 @@ def caught(llm: LLM, exact: Exact) -> bool:
     return min(p_values(sampled(llm, exact, [ALONE], [24]))) < LEVEL
 
 
-def test_the_control_of_the_controls(llm: LLM, exact: Exact, draft: str) -> None:
+def test_an_unchanged_engine_passes_the_test_of_mutations(llm: LLM, exact: Exact, draft: str) -> None:
     llm.use({**drafting("1", draft), "verification": "rejection"})
     assert not caught(llm, exact)
 
 
 @pytest.mark.parametrize("kind", ["1", "chosen tree"])
-def test_typical_acceptance_is_noticed(kind: str, llm: LLM, exact: Exact, draft: str) -> None:
+def test_typical_acceptance_fails_the_test(kind: str, llm: LLM, exact: Exact, draft: str) -> None:
     llm.use({**drafting(kind, draft), "verification": "typical", "lossless": False})
     assert caught(llm, exact)
 
@@ -239,7 +237,7 @@ def test_typical_acceptance_is_noticed(kind: str, llm: LLM, exact: Exact, draft:
 @pytest.mark.parametrize(
     ("judge", "module"), [("rejection", rejection), ("block", block), ("traversal", traversal)]
 )
-def test_a_wrong_residual(
+def test_sampling_from_p_after_a_rejection_is_detected(
     judge: str, module: Any, llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What follows a rejection comes from p itself."""
@@ -299,8 +297,8 @@ def test_dropping_a_sampled_node_by_its_token_is_detected(
 # ---- convergence, at one position: vLLM's test of its rejection sampler
 
 
-class Dice:
-    """`Picker` of one row whose target says p everywhere."""
+class FixedTarget:
+    """`Picker` of one row whose target has the distribution p everywhere."""
 
     def __init__(self, p: Tensor, seed: int) -> None:
         self.distribution, self.row = p, SimpleNamespace(tokens=[0], seed=seed, index=0)
@@ -325,10 +323,10 @@ def test_more_samples_come_nearer_to_the_target_and_to_nothing_else(judge: str) 
     near: list[float] = []
     far: list[float] = []
     for seed in range(4_000):
-        distributions: Any = Dice(p, seed)
-        (token,) = random_streams.children(distributions.row, q, range(1))
+        picker: Any = FixedTarget(p, seed)
+        (token,) = random_streams.children(picker.row, q, range(1))
         tree = DraftTree([token], [-1], [0.5], [q], [0])
-        _, emitted = walk(tree, RowPicker(distributions, 0))
+        _, emitted = walk(tree, RowPicker(picker, 0))
         counts[emitted[0]] += 1
         if seed + 1 in (100, 4_000):
             near.append(float((counts / counts.sum() - p).norm()))

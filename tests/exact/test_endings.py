@@ -15,7 +15,7 @@ FREE = SamplingParams(temperature=0, seed=5, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def told(plain: LLM) -> list[list[int]]:
+def answers(plain: LLM) -> list[list[int]]:
     return [answer(plain, prompt, FREE).outputs[0].token_ids for prompt in PROMPTS]
 
 
@@ -35,10 +35,10 @@ def llm(request: pytest.FixtureRequest, fast: LLM, plain: LLM) -> LLM:
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["generate", "stream"])
 def test_a_token_that_ends_the_text_is_not_part_of_it(
-    streaming: bool, llm: LLM, told: list[list[int]]
+    streaming: bool, llm: LLM, answers: list[list[int]]
 ) -> None:
     """A stop token is among token_ids, but its text is not in the text: as with EOS, and as in vLLM."""
-    params = [SamplingParams(**{**vars(FREE), "stop_token_ids": [tokens[10]]}) for tokens in told]
+    params = [SamplingParams(**{**vars(FREE), "stop_token_ids": [tokens[10]]}) for tokens in answers]
     prompts: Any = token_prompts(PROMPTS)
     outputs = (
         [o for o in llm.stream(prompts, params) if o.finished] if streaming else llm.generate(prompts, params)
@@ -50,10 +50,10 @@ def test_a_token_that_ends_the_text_is_not_part_of_it(
     check_idle(llm)
 
 
-def test_a_stream_never_retracts_text(llm: LLM, told: list[list[int]]) -> None:
+def test_a_stream_never_retracts_text(llm: LLM, answers: list[list[int]]) -> None:
     """What might be the beginning of a stop string is held back until that is decided."""
     params = []
-    for tokens in told:
+    for tokens in answers:
         text = llm.get_tokenizer().decode(tokens, skip_special_tokens=True)
         params.append(SamplingParams(**{**vars(FREE), "stop": [text[8:14]]}))
     shown: dict[str, str] = {}
@@ -81,10 +81,10 @@ both = pytest.mark.parametrize("streaming", [False, True], ids=["generate", "str
 
 
 @both
-def test_what_ended_the_text_can_stay_in_it(streaming: bool, llm: LLM, told: list[list[int]]) -> None:
+def test_what_ended_the_text_can_stay_in_it(streaming: bool, llm: LLM, answers: list[list[int]]) -> None:
     """include_stop_str_in_output: the text ends with the stop string, or with the stop token's text."""
     decode = llm.get_tokenizer().decode
-    whole = [decode(tokens, skip_special_tokens=True) for tokens in told]
+    whole = [decode(tokens, skip_special_tokens=True) for tokens in answers]
     strings = [
         SamplingParams(**{**vars(FREE), "stop": ["never", text[8:12]], "include_stop_str_in_output": True})
         for text in whole
@@ -92,9 +92,9 @@ def test_what_ended_the_text_can_stay_in_it(streaming: bool, llm: LLM, told: lis
     assert texts(llm, streaming, strings) == [text[: text.index(text[8:12]) + 4] for text in whole]
     ids = [
         SamplingParams(**{**vars(FREE), "stop_token_ids": [tokens[10]], "include_stop_str_in_output": True})
-        for tokens in told
+        for tokens in answers
     ]
-    emitted = [tokens[: tokens.index(tokens[10]) + 1] for tokens in told]
+    emitted = [tokens[: tokens.index(tokens[10]) + 1] for tokens in answers]
     assert texts(llm, streaming, ids) == [decode(tokens, skip_special_tokens=True) for tokens in emitted]
     check_idle(llm)
 
@@ -127,7 +127,7 @@ def test_special_tokens_can_be_shown(streaming: bool, fast: LLM) -> None:
 
 
 @both
-def test_detokenize_false_gives_no_text(streaming: bool, llm: LLM, told: list[list[int]]) -> None:
+def test_detokenize_false_gives_no_text(streaming: bool, llm: LLM, answers: list[list[int]]) -> None:
     params = [SamplingParams(**{**vars(FREE), "detokenize": False})] * len(PROMPTS)
     assert texts(llm, streaming, params) == [""] * len(PROMPTS)
-    assert [output.outputs[0].token_ids for output in llm.generate(token_prompts(PROMPTS), params)] == told
+    assert [output.outputs[0].token_ids for output in llm.generate(token_prompts(PROMPTS), params)] == answers

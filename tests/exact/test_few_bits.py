@@ -28,15 +28,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "int4, K/V": {"quantization": "int4", "kv_cache_dtype": "int8"},
 }
 PROMPTS = random_prompts(5, seed=2)
-LAWS = [0.0, 0.8]
+TEMPERATURES = [0.0, 0.8]
 
 
 def params_of(number: int, temperature: float) -> SamplingParams:
     return SamplingParams(temperature=temperature, seed=number, max_tokens=24, ignore_eos=True)
 
 
-@pairwise(backend={"c": "", "torch": "torch"}, temperature=LAWS, form=list(FORMS))
-def test_tokens(
+@pairwise(backend={"c": "", "torch": "torch"}, temperature=TEMPERATURES, form=list(FORMS))
+def test_speculation_emits_the_same_tokens_with_few_bits(
     backend: str,
     temperature: float,
     form: str,
@@ -76,7 +76,7 @@ def test_tokens(
 
 
 @pytest.mark.parametrize("form", ["int8", "int4, K/V"])
-@pytest.mark.parametrize("temperature", LAWS)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_tokens_of_the_built_in_pair(temperature: float, form: str) -> None:
     llm = LLM("builtin", max_num_seqs=4, **FORMS[form])
     prompts, params = ["The old bridge", "Count from 3 to 12.", "def add("], params_of(3, temperature)
@@ -174,7 +174,9 @@ def whole(dithered: str) -> tuple[list[list[int]], Tensor]:
 @pytest.mark.parametrize(
     ("form", "most"), [("int8", 0.002), ("K/V", 0.0005), ("int4", 0.14), ("int4, K/V", 0.14)]
 )
-def test_divergence(form: str, most: float, dithered: str, whole: tuple[list[list[int]], Tensor]) -> None:
+def test_quantization_diverges_little_from_the_full_model(
+    form: str, most: float, dithered: str, whole: tuple[list[list[int]], Tensor]
+) -> None:
     """Mean Kullback-Leibler divergence from the unquantized model; measured 0.0010, 0.0002, 0.069."""
     texts, before = whole
     after = log_probs(LLM(dithered, **FORMS[form]), texts)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import answer, token_prompts
-from scene import told
+from scene import outcome
 from torch import Tensor
 
 from outrider import LLM, ConfigError, Logprob, RequestOutput, SamplingParams
@@ -131,7 +131,9 @@ def test_logprobs_of_no_token_and_of_the_whole_vocabulary(plain: LLM, llama: str
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_speculation_changes_none(drafter: str, fast: LLM, plain: LLM, random_draft: str) -> None:
+def test_speculation_changes_no_log_probability(
+    drafter: str, fast: LLM, plain: LLM, random_draft: str
+) -> None:
     """Bit for bit, in ragged batches, with n = 2, beside requests with other log-probabilities."""
     params = asking(n=2)
     params[1] = SamplingParams(**{**vars(params[1]), "logprobs": None, "prompt_logprobs": None})
@@ -141,7 +143,7 @@ def test_speculation_changes_none(drafter: str, fast: LLM, plain: LLM, random_dr
     assert expected[1].prompt_logprobs is None and expected[1].outputs[0].cumulative_logprob is None
     put_to_work(fast, drafter, expected, random_draft)
     got = run_staggered(fast, PROMPTS, params)
-    assert list(map(told, got)) == list(map(told, expected))
+    assert list(map(outcome, got)) == list(map(outcome, expected))
     assert [[s.cumulative_logprob for s in o.outputs] for o in got] == [
         [s.cumulative_logprob for s in o.outputs] for o in expected
     ]
@@ -155,7 +157,7 @@ def test_the_prefix_cache_hides_no_prompt(drafter: str, llama: str, plain: LLM, 
     expected = answers(plain, asking())
     put_to_work(llm, drafter, expected, random_draft)
     for _ in range(2):
-        assert list(map(told, run_staggered(llm, PROMPTS, asking()))) == list(map(told, expected))
+        assert list(map(outcome, run_staggered(llm, PROMPTS, asking()))) == list(map(outcome, expected))
         check_idle(llm)
     hits: list[int] = []
     match = llm.engine.cache.match
@@ -167,11 +169,13 @@ def test_the_prefix_cache_hides_no_prompt(drafter: str, llama: str, plain: LLM, 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("chunk", [8, 16, 64])
-def test_chunks(chunk: int, drafter: str, llama: str, plain: LLM, random_draft: str) -> None:
+def test_chunked_prefill_gives_the_same_log_probabilities(
+    chunk: int, drafter: str, llama: str, plain: LLM, random_draft: str
+) -> None:
     llm = LLM(llama, max_num_seqs=4, max_num_batched_tokens=chunk)
     expected = answers(plain, asking())
     put_to_work(llm, drafter, expected, random_draft)
-    assert list(map(told, run_staggered(llm, PROMPTS, asking()))) == list(map(told, expected))
+    assert list(map(outcome, run_staggered(llm, PROMPTS, asking()))) == list(map(outcome, expected))
     check_idle(llm)
 
 
@@ -189,7 +193,7 @@ def test_preemption(drafter: str, llama: str, plain: LLM, random_draft: str) -> 
         llama, max_num_seqs=4, max_model_len=192, max_num_batched_tokens=16, kv_cache_memory_bytes=192 * slot
     )
     put_to_work(small, drafter, expected, random_draft)
-    assert list(map(told, run_staggered(small, PROMPTS, params))) == list(map(told, expected))
+    assert list(map(outcome, run_staggered(small, PROMPTS, params))) == list(map(outcome, expected))
     assert small.engine.scheduler.preemptions > 0
     check_idle(small)
 
@@ -197,7 +201,7 @@ def test_preemption(drafter: str, llama: str, plain: LLM, random_draft: str) -> 
 def test_preempted_amid_the_prompt(llama: str, plain: LLM) -> None:
     """Abort after each step of the prompt: cached pages must not hide positions still to be scored."""
     prompt, params = PROMPTS[-1], asking()[-1]
-    expected = told(answer(plain, prompt, params))
+    expected = outcome(answer(plain, prompt, params))
     for when in range(1, 9):
         llm = LLM(llama, max_num_seqs=2, max_num_batched_tokens=16)
         driver = EngineDriver(llm)
@@ -208,7 +212,7 @@ def test_preempted_amid_the_prompt(llama: str, plain: LLM) -> None:
         assert llm.engine.cache.index, "there are pages to be reused"
         while not request.finished:
             driver.step()
-        assert told(driver.finish(request)) == expected
+        assert outcome(driver.finish(request)) == expected
         check_idle(llm)
 
 
@@ -224,7 +228,7 @@ def test_an_end_inside_a_path(fast: LLM, plain: LLM, random_draft: str) -> None:
     fast.use({"method": "scripted", "script": Scripts(truth).right, "num_speculative_tokens": 8})
     expected = answers(plain, params)
     got = fast.generate(token_prompts(PROMPTS), params)
-    assert list(map(told, got)) == list(map(told, expected))
+    assert list(map(outcome, got)) == list(map(outcome, expected))
     for output in got:
         sample = output.outputs[0]
         assert sample.logprobs is not None and len(sample.logprobs) == len(sample.token_ids) <= 10
@@ -241,21 +245,21 @@ def test_a_stream_shows_them_as_they_come(fast: LLM, plain: LLM, random_draft: s
         for sample in output.outputs:
             assert sample.logprobs is not None and len(sample.logprobs) == len(sample.token_ids)
         last[output.request_id] = output
-    assert [told(last[key]) for key in sorted(last, key=int)] == list(map(told, expected))
+    assert [outcome(last[key]) for key in sorted(last, key=int)] == list(map(outcome, expected))
 
 
 # ---- modes
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits", "processed_logits"])
-def test_modes(mode: str, llama: str, random_draft: str) -> None:
+def test_each_mode_reports_the_same_values_with_speculation(mode: str, llama: str, random_draft: str) -> None:
     """Processed log-probabilities are those of the sampling distribution, with and without speculation."""
     params = asking(repetition_penalty=1.3, top_k=4, logit_bias={9: 3.0})
     plain = LLM(llama, logprobs_mode=mode, enable_prefix_caching=False)
     expected = answers(plain, params)
     llm = LLM(llama, max_num_seqs=4, logprobs_mode=mode)
     put_to_work(llm, "tree", expected, random_draft)
-    assert list(map(told, run_staggered(llm, PROMPTS, params))) == list(map(told, expected))
+    assert list(map(outcome, run_staggered(llm, PROMPTS, params))) == list(map(outcome, expected))
     output = expected[0]
     assert output.outputs[0].logprobs is not None and output.prompt_logprobs is not None
     first, scored = output.outputs[0].logprobs[0], output.prompt_logprobs[1]
@@ -302,7 +306,7 @@ def test_who_asks_for_nothing_pays_nothing(
     monkeypatch.setattr(Ids, "__init__", never)
     steps = fast.engine.steps
     got = run_staggered(fast, PROMPTS, params)
-    assert list(map(told, got)) == list(map(told, expected))
+    assert list(map(outcome, got)) == list(map(outcome, expected))
     assert len(scored) == fast.engine.steps - steps and max(scored) < 40
 
 

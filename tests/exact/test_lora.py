@@ -191,7 +191,7 @@ def test_samples_and_streams(llm: LLM, loras: list[LoRARequest], alone: Callable
     check_idle(llm)
 
 
-def test_chat(llm: LLM, loras: list[LoRARequest]) -> None:
+def test_chat_applies_the_adapter_of_each_conversation(llm: LLM, loras: list[LoRARequest]) -> None:
     llm.use(None)
     talks = [[{"role": "user", "content": text}] for text in ("one", "two")]
     given: dict[str, Any] = {"chat_template": "{{ messages[0]['content'] }}: "}

@@ -52,7 +52,7 @@ SCALES: dict[str, Callable[[str, int], float]] = {
 
 
 @pairwise(family=["Llama", "Qwen2", "Qwen3"], kind=list(ADAPTERS), backend=["c", "torch"])
-def test_merged_weights(
+def test_adapters_emit_the_tokens_of_merged_weights(
     family: str, kind: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy tokens of W + scale B A in float32; Qwen2 has biases, Qwen3 norms of queries and keys."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers import answer, token_prompts
-from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, told
+from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, outcome
 
 from outrider import LLM, SamplingParams
 from outrider.backends.cpu import backend as cpu
@@ -106,7 +106,7 @@ def ask(
 
 
 def ask_with(monkeypatch: pytest.MonkeyPatch, edit: Callable[[int, int], tuple[int, int]]) -> None:
-    """The kernel that follows a tree is told another root, or another position."""
+    """The kernel that follows a tree gets another root, or another position."""
     add = TreeQueries.add
 
     def edited(self: TreeQueries, query: TreeQuery) -> None:
@@ -263,7 +263,7 @@ def test_a_token_committed_past_the_end(scene: Setup, plain: LLM, monkeypatch: p
         params.append(SamplingParams(**{**vars(GREEDY), "stop_token_ids": [tokens[DEPTH + 2]]}))
     free = scene(GREEDY, "right")  # a drafter that knows what comes after the stop
     free.params = [SamplingParams(**{**vars(p), "seed": 5}) for p in params]
-    free.expected = [told(answer(plain, prompt, p)) for prompt, p in zip(PROMPTS, params)]
+    free.expected = [outcome(answer(plain, prompt, p)) for prompt, p in zip(PROMPTS, params)]
     free.healthy()
 
     def blind(self: Scheduler, batch: Batch) -> None:

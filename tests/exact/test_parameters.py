@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from covering import covering_array, pairwise
 from drafter_cases import DEPTH, DRAFTERS, KINDS, OTHERS, PlainOutputs, use_drafter
-from scene import told
+from scene import outcome
 from torch import Tensor
 
 from outrider import LLM, RequestOutput, SamplingParams
@@ -137,7 +137,7 @@ def run(case: Case, plain: PlainOutputs, fast: LLM, random_draft: str) -> list[R
     check_idle(fast)
     for mine, theirs in zip(outputs, expected):
         assert mine.error is None and theirs.error is None
-        assert told(mine) == told(theirs)
+        assert outcome(mine) == outcome(theirs)
         assert mine.prompt_token_ids == theirs.prompt_token_ids
         for one, other in zip(mine.outputs, theirs.outputs, strict=True):
             assert one.text == other.text

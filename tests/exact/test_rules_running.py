@@ -135,7 +135,7 @@ def test_a_row_that_fails_leaves_the_others_alone(fast: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "message"),
     [
         ({"verification": "rejektion"}, "Did you mean 'rejection'"),
         ({"verification": "typical"}, "lossless"),
@@ -145,6 +145,6 @@ def test_a_row_that_fails_leaves_the_others_alone(fast: LLM) -> None:
         ({"method": "recycle", "verification": "block"}, "judges chains"),
     ],
 )
-def test_what_a_rule_refuses(config: dict[str, object], says: str, fast: LLM) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_what_a_rule_refuses(config: dict[str, object], message: str, fast: LLM) -> None:
+    with pytest.raises(ConfigError, match=message):
         fast.use({"method": "ngram", **config})

@@ -20,7 +20,7 @@ from outrider.models.decoder import Decoder
 from outrider.testing import check_idle, random_prompts, run_staggered, tiny_checkpoint, visible_parts
 
 PROMPTS = random_prompts(5, seed=11)
-LAWS: dict[str, dict[str, Any]] = {
+SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8, "top_p": 0.95},
     "processed": {"temperature": 0.7, "repetition_penalty": 1.3, "bad_words": ["a"]},
@@ -52,9 +52,9 @@ def llm(deep: str) -> LLM:
     return LLM(deep, max_num_seqs=4)
 
 
-def params_of(distribution: str) -> list[SamplingParams]:
+def params_of(sampling: str) -> list[SamplingParams]:
     return [
-        SamplingParams(seed=i, max_tokens=26 + 3 * i, ignore_eos=True, **LAWS[distribution])
+        SamplingParams(seed=i, max_tokens=26 + 3 * i, ignore_eos=True, **SAMPLING[sampling])
         for i in range(len(PROMPTS))
     ]
 
@@ -67,11 +67,13 @@ def use(llm: LLM, **config: Any) -> LayerSkip:
     return drafter
 
 
-@pytest.mark.parametrize("distribution", LAWS)
+@pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_same_tokens(config: str, distribution: str, alone: LLM, llm: LLM) -> None:
+def test_skipping_layers_leaves_the_tokens_unchanged(
+    config: str, sampling: str, alone: LLM, llm: LLM
+) -> None:
     """Alone and in ragged company."""
-    params = params_of(distribution)
+    params = params_of(sampling)
     use(llm, **CONFIGS[config])
     expected = [visible_parts(answer(alone, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     first = answer(llm, PROMPTS[0], params[0])
@@ -100,7 +102,7 @@ def test_eight_bit_keys(config: str, deep: str) -> None:
 
 
 def heard(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], distribution: str
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], sampling: str
 ) -> list[tuple[list[list[int]], Any]]:
     """The draft tokens of every step, and the nodes that verification resumes from."""
     drafts: list[tuple[list[list[int]], Any]] = []
@@ -115,26 +117,26 @@ def heard(
     with monkeypatch.context() as patch:
         patch.setattr(LayerSkip, "propose", listening)
         use(llm, **config)
-        llm.generate(token_prompts(PROMPTS[:4]), params_of(distribution)[:4])
+        llm.generate(token_prompts(PROMPTS[:4]), params_of(sampling)[:4])
     return drafts
 
 
-@pytest.mark.parametrize("distribution", ["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @pytest.mark.parametrize("config", ["sets", "exit"])
 def test_one_call_equals_one_level_after_another(
-    config: str, distribution: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    config: str, sampling: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Same draft tokens, stopped at the same node, and the same states bit for bit."""
-    threshold = {"greedy": 0.04, "sampled": 0.01}[distribution]
+    threshold = {"greedy": 0.04, "sampled": 0.01}[sampling]
     given = {
         **CONFIGS[config],
         "exit_threshold": threshold,
         "adapt_threshold": False,
         "num_speculative_tokens": 4,
     }
-    once = heard(llm, monkeypatch, given, distribution)
+    once = heard(llm, monkeypatch, given, sampling)
     monkeypatch.setattr(Decoder, "fuses_chains", False)
-    levels = heard(llm, monkeypatch, given, distribution)
+    levels = heard(llm, monkeypatch, given, sampling)
     assert [tokens for tokens, _ in once] == [tokens for tokens, _ in levels]
     for (_, mine), (_, theirs) in zip(once, levels, strict=True):
         assert (mine is None) == (theirs is None)
@@ -299,7 +301,7 @@ def test_a_threshold_shortens_drafts_and_moves(llm: LLM) -> None:
 
     drafter.observe = watched  # type: ignore[method-assign]
     answer(llm, PROMPTS[2], params)
-    assert len(moved) > 10 and max(moved) > 0.05, "guesses were wrong: it should have become stricter"
+    assert len(moved) > 10 and max(moved) > 0.05, "drafts were wrong: it should have become stricter"
 
 
 def test_the_search_finds_and_keeps_a_set(llm: LLM) -> None:

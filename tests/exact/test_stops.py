@@ -27,7 +27,7 @@ from outrider.drafting.disco import FEATURES, Classifier
 from outrider.models.decoder import Decoder
 from outrider.testing import check_idle, make_row, random_prompts, run_staggered, visible_parts
 
-LAWS = (
+SAMPLING = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 0.7, "repetition_penalty": 1.2},
@@ -39,7 +39,7 @@ DEPTH = 5
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Doubts what is unlikely, the more the deeper it stands."""
+    """Less confident in unlikely tokens, and the less the deeper they are."""
     file = str(tmp_path_factory.mktemp("classifier") / "stop.safetensors")
     made = Classifier(2).requires_grad_(False)
     for parameter in made.parameters():
@@ -51,7 +51,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def overheard(
+def recorded(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[Key, tuple[list[int], list[NodeFeatures]]]]:
     """Draft tokens of each row, with features if there is a stop rule."""
@@ -72,10 +72,8 @@ def overheard(
         yield heard
 
 
-def params(distribution: dict[str, Any], count: int = 5, tokens: int = 20) -> list[SamplingParams]:
-    return [
-        SamplingParams(max_tokens=tokens + i, seed=i, ignore_eos=True, **distribution) for i in range(count)
-    ]
+def params(sampling: dict[str, Any], count: int = 5, tokens: int = 20) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=tokens + i, seed=i, ignore_eos=True, **sampling) for i in range(count)]
 
 
 def empty(drafter: Any) -> None:
@@ -103,11 +101,11 @@ def rule(kind: str, classifier: str, middle: float) -> tuple[dict[str, Any], Sto
     )
 
 
-@pytest.mark.parametrize("distribution", LAWS, ids=["greedy", "sampled", "penalty"])
+@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled", "penalty"])
 @pytest.mark.parametrize("kind", ["confidence", "entropy", "classifier"])
 def test_draft_ends_after_the_first_node_that_the_rule_stops_at(
     kind: str,
-    distribution: dict[str, Any],
+    sampling: dict[str, Any],
     fast: LLM,
     random_draft: str,
     classifier: str,
@@ -115,8 +113,8 @@ def test_draft_ends_after_the_first_node_that_the_rule_stops_at(
 ) -> None:
     """In one call and level by level, alone and in a batch.  The chain without the rule gives the exit."""
     monkeypatch.setattr("outrider.drafting.threshold.STEP", 0.0)  # a threshold that does not move
-    prompts, each = random_prompts(5, seed=2), params(distribution)
-    with overheard(fast, monkeypatch) as whole:
+    prompts, each = random_prompts(5, seed=2), params(sampling)
+    with recorded(fast, monkeypatch) as whole:
         use(fast, random_draft, **FREE)
         run_staggered(fast, prompts, each)
     entropies = sorted(t[1] for _, features in whole.values() for t in features)
@@ -124,7 +122,7 @@ def test_draft_ends_after_the_first_node_that_the_rule_stops_at(
     seen = []
     for together in (True, False):
         for one_call in (True, False):
-            with overheard(fast, monkeypatch) as heard, monkeypatch.context() as patch:
+            with recorded(fast, monkeypatch) as heard, monkeypatch.context() as patch:
                 if not one_call:
                     patch.setattr(Decoder, "fuses_chains", False)
                 use(fast, random_draft, **given)
@@ -135,7 +133,7 @@ def test_draft_ends_after_the_first_node_that_the_rule_stops_at(
                 empty(fast.engine.drafter)
                 check_idle(fast)
             seen.append(heard)
-    assert all(heard == seen[0] for heard in seen), "not the same guesses in every way"
+    assert all(heard == seen[0] for heard in seen), "not the same drafts in every way"
     shorter = 0
     for key in whole.keys() & seen[0].keys():
         tokens, features = whole[key]
@@ -178,10 +176,10 @@ def test_sampled_nodes_are_kept(
 ) -> None:
     """Any token; only nothing is drafted after it."""
     prompts, each = random_prompts(4), params({"temperature": 0.9}, 4)
-    with overheard(fast, monkeypatch) as whole:
+    with recorded(fast, monkeypatch) as whole:
         use(fast, random_draft, verification=rule, **FREE)
         run_staggered(fast, prompts, each)
-    with overheard(fast, monkeypatch) as heard:
+    with recorded(fast, monkeypatch) as heard:
         use(fast, random_draft, verification=rule, assistant_confidence_threshold=0.1)
         run_staggered(fast, prompts, each)
     check_idle(fast)
@@ -198,7 +196,7 @@ def test_a_schedule_decides_how_deep(
     """The target as its own draft is always right: two more a round.  A random draft is always wrong."""
     prompt, asked = random_prompts(1)[0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     for checkpoint, expected in ((llama, [2, 4, 6, 8, 9, 9]), (random_draft, [2, 1, 1, 1])):
-        with overheard(fast, monkeypatch) as heard:
+        with recorded(fast, monkeypatch) as heard:
             use(
                 fast,
                 checkpoint,
@@ -270,12 +268,12 @@ def test_a_staged_chain_is_the_same_chain(
     more: dict[str, Any], inner: dict[str, Any], fast: LLM, random_draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [*random_prompts(3), [7, 8, 9, 10] * 6]
-    for distribution in LAWS:
+    for sampling in SAMPLING:
         seen = []
         for drafter in (None, inner):
-            with overheard(fast, monkeypatch) as heard:
+            with recorded(fast, monkeypatch) as heard:
                 use(fast, random_draft, drafter=drafter, **more)
-                outputs = run_staggered(fast, prompts, params(distribution, len(prompts), 30))
+                outputs = run_staggered(fast, prompts, params(sampling, len(prompts), 30))
             check_idle(fast)
             empty(fast.engine.drafter)
             seen.append((heard, [visible_parts(output.outputs) for output in outputs]))
@@ -309,7 +307,7 @@ def test_repetitive_text_takes_fewer_forwards(
 
 
 @pytest.mark.parametrize(
-    ("inner", "says"),
+    ("inner", "message"),
     [
         ({"method": "draft_model"}, "does not draft from the text alone"),
         ({"method": "ngarm"}, "Did you mean 'ngram'"),
@@ -319,9 +317,9 @@ def test_repetitive_text_takes_fewer_forwards(
     ],
 )
 def test_inner_drafters_that_cannot_be(
-    inner: dict[str, Any], says: str, fast: LLM, random_draft: str
+    inner: dict[str, Any], message: str, fast: LLM, random_draft: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         use(fast, random_draft, drafter=inner)
 
 

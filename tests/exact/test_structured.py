@@ -13,7 +13,7 @@ import pytest
 from covering import parametrized
 from drafter_cases import DRAFTERS, use_drafter
 from helpers import answer, token_prompts, unpaced
-from scene import told
+from scene import outcome
 from scipy.stats import chi2_contingency
 
 from outrider import LLM, RequestError, SamplingParams, verify
@@ -56,7 +56,7 @@ def test_every_output_that_stops_is_valid(builtin: LLM) -> None:
             checker = VALIDATOR.FORMAT_CHECKER
             VALIDATOR(entry["schema"], format_checker=checker).validate(json.loads(sample.text))
     assert refused.keys() == REFUSED.keys()
-    assert all(f": {REFUSED[name]} " in told for name, told in refused.items())
+    assert all(f": {REFUSED[name]} " in message for name, message in refused.items())
     assert stopped >= 0.8 * (len(SCHEMAS) - len(refused))
 
 
@@ -101,7 +101,7 @@ def asks(temperature: float) -> list[SamplingParams]:
 def expected(llama: str, plain: LLM) -> dict[float, list[Any]]:
     """What plain decoding emits, each prompt alone."""
     return {
-        t: [told(answer(plain, prompt, params)) for prompt, params in zip(PROMPTS, asks(t))]
+        t: [outcome(answer(plain, prompt, params)) for prompt, params in zip(PROMPTS, asks(t))]
         for t in TEMPERATURES
     }
 
@@ -127,7 +127,7 @@ def test_every_drafter_emits_the_text_of_plain_decoding(
     """Every request of `ASKS` with every drafter, greedy or sampled in turn."""
     use_drafter(fast, drafter, known, random_draft)
     outputs = fast.generate(token_prompts(PROMPTS), asks(temperature))
-    assert [told(output) for output in outputs] == expected[temperature]
+    assert [outcome(output) for output in outputs] == expected[temperature]
     for output in outputs:
         check_statistics(output.outputs)
     declines = drafter in ("off", "auto") or drafter.startswith("adaptive")  # forced text too, in such a mix
@@ -169,7 +169,7 @@ def test_preempted_rows_keep_their_place_in_the_grammar(llama: str, expected: di
     unpaced(tight)
     outputs = tight.generate(token_prompts(PROMPTS), asks(0.8))
     assert tight.engine.scheduler.preemptions > 0
-    assert [told(output) for output in outputs] == expected[0.8]
+    assert [outcome(output) for output in outputs] == expected[0.8]
 
 
 # ---- the other rules: the distribution of plain decoding, and never a forbidden token

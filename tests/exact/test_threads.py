@@ -30,7 +30,9 @@ def test_texts_do_not_depend_on_other_threads(
     check_idle(shared)
 
 
-def test_twins_in_two_threads_each(shared: LLM, texts: list[list[int]], llama: str) -> None:
+def test_variants_in_several_threads_emit_their_own_texts(
+    shared: LLM, texts: list[list[int]], llama: str
+) -> None:
     """Engines on the same weights share the scratch of the kernels."""
     twins = [shared.variant(config(method, llama)) for method in METHODS[1:]]
     together(*(caller(twin, texts, seed) for seed in range(2) for twin in twins))

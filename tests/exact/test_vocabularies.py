@@ -28,15 +28,15 @@ from outrider.testing import (
 )
 
 PROMPTS = random_prompts(7)
-LAWS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}]
-probs_of = pytest.mark.parametrize("distribution", LAWS, ids=["greedy", "sampled"])
+SAMPLING: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8}]
+sampled_ways = pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
 kind_of = pytest.mark.parametrize("kind", [byte_level, sentencepiece], ids=["byte_level", "sentencepiece"])
 mismatch_of = pytest.mark.parametrize("mismatch", ["intersect", "retokenize"])
 
 
-def params_of(distribution: dict[str, Any], count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
+def params_of(sampling: dict[str, Any], count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
     return [
-        SamplingParams(seed=i, **{"max_tokens": 24, "ignore_eos": True, **distribution, **more})
+        SamplingParams(seed=i, **{"max_tokens": 24, "ignore_eos": True, **sampling, **more})
         for i in range(count)
     ]
 
@@ -78,7 +78,7 @@ def spellers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 # ---- as good as with the target's own ids
 
 
-@probs_of
+@sampled_ways
 @kind_of
 @pytest.mark.parametrize("siblings", [1, 3])
 @pytest.mark.parametrize("verification", ["match", "traversal"])
@@ -86,7 +86,7 @@ def test_shuffled_ids_draft_the_same_text(
     verification: str,
     siblings: int,
     kind: Any,
-    distribution: dict[str, Any],
+    sampling: dict[str, Any],
     fast: LLM,
     llama: str,
     twins: Callable[..., str],
@@ -95,7 +95,7 @@ def test_shuffled_ids_draft_the_same_text(
     results = []
     for model, mismatch in ((llama, "refuse"), (twins(kind), "intersect")):
         fast.use(draft(model, mismatch, siblings=siblings, verification=verification))
-        outputs = run_staggered(fast, PROMPTS, params_of(distribution))
+        outputs = run_staggered(fast, PROMPTS, params_of(sampling))
         check_idle(fast)
         results.append(([visible_parts(o.outputs) for o in outputs], together(outputs)))
     assert results[0] == results[1]
@@ -148,7 +148,7 @@ def test_a_shadow_has_the_cache_of_its_text(
         drafted = propose(self, batch)
         for shadow in self.shadows.values():
             if shadow.row in batch.rows and (tokens := drafted.trees[batch.rows.index(shadow.row)].tokens):
-                assert not shadow.text.within_character, "it would guess in the middle of a character"
+                assert not shadow.text.within_character, "it would draft in the middle of a character"
                 heard[tuple(shadow.text.ids)] = tokens
         return drafted
 
@@ -173,7 +173,7 @@ def test_a_shadow_has_the_cache_of_its_text(
 # ---- the same text under all conditions
 
 
-@probs_of
+@sampled_ways
 @kind_of
 @mismatch_of
 @pytest.mark.parametrize("keep", [1.0, 0.5])
@@ -181,7 +181,7 @@ def test_output_is_the_same_in_a_batch(
     keep: float,
     mismatch: str,
     kind: Any,
-    distribution: dict[str, Any],
+    sampling: dict[str, Any],
     fast: LLM,
     plain: LLM,
     twins: Callable[..., str],
@@ -189,7 +189,7 @@ def test_output_is_the_same_in_a_batch(
     """Alone, then seven ragged prompts for four seats that join and abort midway, of which one asks for three
     samples.
     """
-    params = params_of(distribution)
+    params = params_of(sampling)
     params[3] = SamplingParams(**{**vars(params[3]), "n": 3})
     expected = [visible_parts(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     fast.use(draft(twins(kind, keep), mismatch))
@@ -207,13 +207,13 @@ def test_output_is_the_same_in_a_batch(
             )
 
 
-@probs_of
+@sampled_ways
 @mismatch_of
 @pytest.mark.parametrize("caching", [True, False])
 def test_prefix_cache(
     caching: bool,
     mismatch: str,
-    distribution: dict[str, Any],
+    sampling: dict[str, Any],
     llama: str,
     plain: LLM,
     twins: Callable[..., str],
@@ -227,7 +227,7 @@ def test_prefix_cache(
     )
     common = [*PROMPTS[0], *PROMPTS[1]] * 2
     prompts = [[*common, *tail] for tail in PROMPTS]
-    params = params_of(distribution)
+    params = params_of(sampling)
     expected = [visible_parts(answer(plain, prompt, p).outputs) for prompt, p in zip(prompts, params)]
     for _ in range(2):
         hits = _hits(llm)
@@ -251,15 +251,15 @@ def _hits(llm: LLM) -> list[int]:
     return found
 
 
-@probs_of
+@sampled_ways
 @mismatch_of
-def test_little_memory(
-    mismatch: str, distribution: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]
+def test_scarce_memory_leaves_the_text_unchanged(
+    mismatch: str, sampling: dict[str, Any], llama: str, plain: LLM, twins: Callable[..., str]
 ) -> None:
     """Memory for one request, of target and draft together: rows lose their cache and compute it again, or
     are not drafted for.
     """
-    params = params_of(distribution, max_tokens=60)
+    params = params_of(sampling, max_tokens=60)
     expected = [visible_parts(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     config = draft(twins(sentencepiece), mismatch)
     slot = 2 * plain.engine.decoder.footprint.total()  # the draft is the target's network
@@ -278,13 +278,13 @@ def test_little_memory(
     check_idle(llm)
 
 
-@probs_of
+@sampled_ways
 @pytest.mark.parametrize(
     "options", [{"disable_by_batch_size": 2}, {"target_lookbehind": 1, "assistant_lookbehind": 1}], ids=str
 )
 def test_rows_that_fall_behind_catch_up(
     options: dict[str, Any],
-    distribution: dict[str, Any],
+    sampling: dict[str, Any],
     fast: LLM,
     plain: LLM,
     twins: Callable[..., str],
@@ -293,7 +293,7 @@ def test_rows_that_fall_behind_catch_up(
     """Speculation pauses in the middle of texts, and a shadow may compute seven tokens a step."""
     monkeypatch.setattr("outrider.draft.draft_model.retokenize.CHUNK", 7)
     params = [
-        SamplingParams(**{**vars(p), "max_tokens": 8 + 12 * i}) for i, p in enumerate(params_of(distribution))
+        SamplingParams(**{**vars(p), "max_tokens": 8 + 12 * i}) for i, p in enumerate(params_of(sampling))
     ]
     expected = [visible_parts(answer(plain, prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
     fast.use(draft(twins(byte_level, 0.5), "retokenize", **options))
@@ -308,7 +308,7 @@ def test_a_page_that_the_drafter_keeps_is_noticed(
 ) -> None:
     monkeypatch.setattr(Retokenized, "forget", lambda *_: None)
     fast.use(draft(twins(byte_level), "retokenize"))
-    fast.generate(token_prompts(PROMPTS[:1]), params_of(LAWS[0], 1))
+    fast.generate(token_prompts(PROMPTS[:1]), params_of(SAMPLING[0], 1))
     with pytest.raises(AssertionError, match="still holds pages"):
         fast.engine.check()
     fast.use(None)
@@ -345,7 +345,7 @@ def test_a_draft_without_a_tokenizer(mismatch: str, fast: LLM, tiny: Path) -> No
     assert "tokenizer" in message and str(tiny) in message and '"allow"' in message
 
 
-def test_too_little_in_common(fast: LLM, twins: Callable[..., str]) -> None:
+def test_intersect_is_refused_with_few_shared_tokens(fast: LLM, twins: Callable[..., str]) -> None:
     message = refused(fast, model=twins(byte_level, 0.0), vocab_mismatch="intersect")
     assert "only 3 of the 300 tokens" in message and "2%" in message and '"retokenize"' in message
     fast.use(draft(twins(byte_level, 0.0), "retokenize"))

@@ -25,15 +25,15 @@ from outrider.testing import (
 
 PROMPTS = [random_prompts(1, seed=i, longest=40)[0] * 3 + random_prompts(1, seed=9 + i)[0] for i in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-LAWS: list[dict[str, Any]] = [
+SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
     {"temperature": 1.2, "top_p": 0.9},
     {"temperature": 0.9, "top_k": 7},
 ]
 MIXED = [
-    SamplingParams(max_tokens=16 + 4 * i, seed=i, ignore_eos=True, **distribution)
-    for i, distribution in enumerate(LAWS)
+    SamplingParams(max_tokens=16 + 4 * i, seed=i, ignore_eos=True, **sampling)
+    for i, sampling in enumerate(SAMPLING)
 ]
 
 
@@ -178,7 +178,7 @@ def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: p
     })  # fmt: skip
     outputs = run_staggered(llm, PROMPTS, MIXED)
     assert [visible_parts(o.outputs) for o in outputs] == [
-        visible_parts(answer(LLM(folder), p, distribution).outputs) for p, distribution in zip(PROMPTS, MIXED)
+        visible_parts(answer(LLM(folder), p, params).outputs) for p, params in zip(PROMPTS, MIXED)
     ]
     check_statistics([sample for o in outputs for sample in o.outputs])
     assert all(always_right(o) for o in outputs[siblings > 1 :]), (
@@ -187,13 +187,13 @@ def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: p
     check_idle(llm)
 
 
-def test_itself_takes_no_memory(llama: str) -> None:
+def test_self_drafting_allocates_no_memory(llama: str) -> None:
     config = {"method": "draft_model", "model": "self", "draft_kv_budget": 16}
-    plain, guessing = LLM(llama), LLM(llama, speculative_config=config)
-    assert guessing.engine.drafter.footprint(guessing.engine.device).total() == 0
-    assert len(guessing.engine.cache.pools) == 1
-    assert guessing.engine.drafter.decoder is guessing.engine.decoder  # type: ignore[attr-defined]
-    assert guessing.engine.cache.pages >= plain.engine.cache.pages
+    plain, drafting = LLM(llama), LLM(llama, speculative_config=config)
+    assert drafting.engine.drafter.footprint(drafting.engine.device).total() == 0
+    assert len(drafting.engine.cache.pools) == 1
+    assert drafting.engine.drafter.decoder is drafting.engine.decoder  # type: ignore[attr-defined]
+    assert drafting.engine.cache.pages >= plain.engine.cache.pages
 
 
 @pytest.mark.parametrize("siblings", [1, 3])
@@ -230,12 +230,12 @@ def test_what_itself_wrote_does_not_stay(siblings: int, llama: str) -> None:
     outputs = run_staggered(llm, PROMPTS, MIXED, on_step=compare)
     assert compared > 500
     assert any(0 < o.speculation.accepted < o.speculation.drafted for o in outputs), (
-        "some guesses should be right and some wrong"
+        "some drafts should be right and some wrong"
     )
 
 
 @pytest.mark.parametrize("siblings", [1, 2])
-def test_itself_with_adapters(siblings: int, llama: str, tmp_path: Path) -> None:
+def test_self_drafting_applies_the_requests_adapter(siblings: int, llama: str, tmp_path: Path) -> None:
     """A request's adapter drafts as well: with everything in view all draft tokens are right."""
     llm = LLM(llama, max_num_seqs=4, enable_lora=True, max_loras=2)
     for i in (1, 2):

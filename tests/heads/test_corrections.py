@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_heads import BLOCK, IDS, MASK, TAPS, WIDE, Said, drafted, speculators, tensors, zlab
+from block_heads import BLOCK, IDS, MASK, TAPS, WIDE, BlockOutput, drafted, speculators, tensors, zlab
 from torch import Tensor
 from toys import HIDDEN, V, read, save_head, toy_target
 
@@ -65,7 +65,9 @@ def test_training_network_equals_the_drafter(name: str, toy: LLM, tmp_path: Path
     assert full > 2
 
 
-def corrected(kind: str, w: dict[str, Tensor], block: Said, draft: Sequence[int], outer: Any) -> list[Tensor]:
+def corrected(
+    kind: str, w: dict[str, Tensor], block: BlockOutput, draft: Sequence[int], outer: Any
+) -> list[Tensor]:
     """Logits of every level as the publications define them, position by position."""
     w = {name: tensor.to(WIDE) for name, tensor in w.items()}
     e, state, made = outer.embedding.to(WIDE), torch.zeros(5, dtype=WIDE), list[Tensor]()

@@ -80,6 +80,6 @@ def test_all_tokens_are_their_own(tensors: dict[str, Tensor]) -> None:
         ({"t2d": torch.ones(V + 4, dtype=torch.bool)}, "reaches token 23, the target has 20"),
     ],
 )
-def test_tables_that_make_no_sense(tensors: dict[str, Tensor], message: str) -> None:
+def test_invalid_vocabulary_tables_are_refused(tensors: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         ids(**tensors)

@@ -165,7 +165,7 @@ def both() -> list[Backend]:
     return [backend_for(CPU, torch.float32), TorchBackend(CPU, torch.float32)]
 
 
-LAWS = st.builds(
+DISTRIBUTIONS = st.builds(
     DistributionParams,
     temperature=st.sampled_from([0.0, 0.7, 1.3]),
     top_k=st.sampled_from([0, 1, 7]),
@@ -176,7 +176,7 @@ LAWS = st.builds(
 
 @settings(max_examples=120, deadline=None)
 @given(
-    distribution=LAWS,
+    distribution=DISTRIBUTIONS,
     seed=st.integers(0, 10_000),
     mapped=st.booleans(),
     k=st.integers(1, 12),

@@ -141,7 +141,7 @@ def test_specdecpp_classifier_is_refused(blocks: int, tmp_path: Path) -> None:
         draft.detect(save_head(tmp_path, {"hidden_size": 4, "num_layers": blocks}, stored))
 
 
-# ---- quantised
+# ---- quantized
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -149,7 +149,7 @@ def test_specdecpp_classifier_is_refused(blocks: int, tmp_path: Path) -> None:
 def test_int8_and_fp8_weights_without_scales_are_refused(
     method: str, kind: torch.dtype, toy: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their scales stand elsewhere."""
+    """Their scales are in other tensors."""
 
     def few(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return config, {
@@ -164,11 +164,11 @@ def test_int8_and_fp8_weights_without_scales_are_refused(
 @pytest.mark.parametrize(
     "name", ["weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "qweight", "scales"]
 )
-def test_a_quantised_head_is_refused_by_name(name: str) -> None:
+def test_a_quantized_head_is_refused_by_name(name: str) -> None:
     found = Head.of("a head", {}, {"fc.weight": torch.zeros(2, 4), f"fc.{name}": torch.zeros(2)})
     for method in HEADS:
         with pytest.raises(
-            ModelError, match=rf"'a head' is quantised \(fc.{name}\): load the unquantised head"
+            ModelError, match=rf"'a head' is quantized \(fc.{name}\): load the unquantized head"
         ):
             draft.method(method).check(found)
 
@@ -179,7 +179,7 @@ def test_file_is_checked_when_opened(
 ) -> None:
     folder = save_head(tmp_path, {}, {"fc.weight": torch.zeros(2, 4), "fc.weight_scale": torch.zeros(2)})
     kind = draft.method(method)
-    with pytest.raises(ModelError, match="is quantised"):
+    with pytest.raises(ModelError, match="is quantized"):
         kind(kind.Options(model=folder), toy.engine.target)
 
 

@@ -1,4 +1,4 @@
-"""Heads whose files are in few bits draft what they draft when they are quantised while loading."""
+"""Heads whose files are in few bits draft what they draft when they are quantized while loading."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def proposed(llm: LLM, drafter: Drafter) -> list[list[DraftTree]]:
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_a_packed_file_drafts_what_weights_quantised_while_loading_do(
+def test_a_packed_file_drafts_what_weights_quantized_while_loading_do(
     method: str, toy: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, of, few = draft.method(method), Head.of, list[bool]()
@@ -90,7 +90,7 @@ def test_a_packed_file_drafts_what_weights_quantised_while_loading_do(
     assert proposed(toy, kind.example(toy.engine.target)) == expected != plain
 
 
-def test_four_bits_are_read_too(toy: LLM, tmp_path: Path) -> None:
+def test_heads_packed_in_four_bits_load(toy: LLM, tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = Network(HIDDEN, V, heads=2, layers=2)
     folder = save_head(

@@ -115,7 +115,7 @@ def test_chunked_prompts_of_different_lengths(checkpoint: str, plain: LLM, tree:
     check(llm, drafter)
 
 
-def test_after_prefix_hits(checkpoint: str, plain: LLM) -> None:
+def test_rows_after_prefix_hits_draft_from_the_same_pairs(checkpoint: str, plain: LLM) -> None:
     """The pair at the border is computed once more, from a state that the target computes again."""
     common = random_prompts(1, seed=9, longest=40)[0] * 3
     prompts = [[*common, *tail] for tail in random_prompts(4, seed=5)] + [common[:33], common[:32]]
@@ -136,7 +136,7 @@ def test_two_samples_of_one_prompt(checkpoint: str, plain: LLM) -> None:
     check(llm, drafter)
 
 
-def test_after_preemption(checkpoint: str, plain: LLM) -> None:
+def test_preempted_rows_draft_from_the_same_pairs(checkpoint: str, plain: LLM) -> None:
     prompts, params = (
         random_prompts(5, seed=7, longest=40),
         [distribution(i, max_tokens=60) for i in range(5)],

@@ -39,7 +39,7 @@ def logits(model: str | Path, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_weights_quantised_while_loading(family: str, bits: int, tmp_path: Path) -> None:
+def test_logits_are_those_of_weights_quantized_while_loading(family: str, bits: int, tmp_path: Path) -> None:
     """Bit for bit; in the odd one some inputs are no whole groups, and stay as they are."""
     source = tiny_checkpoint(tmp_path / "source", family.partition(",")[0], **FAMILIES[family])
     size = write(source, tmp_path / "few", bits)
@@ -62,7 +62,7 @@ def test_logits_are_those_of_weights_quantised_while_loading(family: str, bits: 
 def test_scales_are_stored_in_half_precision_where_that_is_exact(
     bits: int, size: float, dtype: torch.dtype
 ) -> None:
-    """The dequantised weights are those of `quantize`, and as close to the weights as their bits allow."""
+    """The dequantized weights are those of `quantize`, and as close to the weights as their bits allow."""
     matrix = size * torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
     stored = packed([("a.weight", matrix)], bits)["a.weight_scale"]
     weight = quantize(matrix, bits)
@@ -109,14 +109,14 @@ def test_back_in_bfloat16_transformers_reads_it(tmp_path: Path) -> None:
         )
 
 
-def test_what_cannot_be_written(tmp_path: Path) -> None:
+def test_unsupported_sources_and_bits_are_refused(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "source")
     write(source, tmp_path / "few", 8)
     with pytest.raises(ConfigError, match="bits must be one of 8, 4, 16, 32, got 5"):
         write(source, tmp_path / "new", 5)
     with pytest.raises(ConfigError, match="is not empty"):
         write(source, tmp_path / "few", 8)
-    with pytest.raises(ModelError, match="quantised already: write it with 16 bits first"):
+    with pytest.raises(ModelError, match="quantized already: write it with 16 bits first"):
         write(str(tmp_path / "few"), tmp_path / "new", 4)
     other = tiny_checkpoint(tmp_path / "gemma", "GPTNeoX")
     with pytest.raises(ModelError, match="cannot be run from few bits"):

@@ -228,7 +228,7 @@ def test_a_model_that_we_would_get_wrong_is_refused(tmp_path: Path, monkeypatch:
     assert "not those of transformers" in refused(tmp_path)
 
 
-def test_quantised_checkpoints_are_for_the_lean_decoder(tmp_path: Path) -> None:
+def test_quantized_checkpoints_are_for_the_lean_decoder(tmp_path: Path) -> None:
     import json
 
     write("gpt2", tmp_path)
@@ -237,7 +237,7 @@ def test_quantised_checkpoints_are_for_the_lean_decoder(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "GPT2LMHeadModel" in refused(tmp_path) and "unquantised" in refused(tmp_path)
+    assert "GPT2LMHeadModel" in refused(tmp_path) and "unquantized" in refused(tmp_path)
 
 
 # ---- a family that the checkpoint brings along

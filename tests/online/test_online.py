@@ -151,7 +151,7 @@ def reopened(learner: Learner) -> store.Store:
     return store.Store(learner.store.path, learner.store.key["target"], learner.store.key["base"])
 
 
-def test_time_is_bounded_and_charged(llm: LLM, use: Use) -> None:
+def test_training_time_is_bounded_and_charged(llm: LLM, use: Use) -> None:
     learner = use(share=0.2)
     for _ in range(3):
         tokens(llm, GREEDY)

@@ -52,8 +52,8 @@ def test_heads_are_trained_in_the_time(tmp_path):
     assert started(tmp_path, *budget).wait(180) == 0
     with tarfile.open(tmp_path / "out/heads.tar") as tar:
         assert {"medusa/config.json", "medusa/model.safetensors", "medusa/training.json"} <= {*tar.getnames()}
-    told = json.loads((tmp_path / "out/summary.json").read_text())["medusa"]
-    assert told["steps"] > 2 and told["seen"] > 0 and told["after"]["tokens_per_step"] > 1
+    summary = json.loads((tmp_path / "out/summary.json").read_text())["medusa"]
+    assert summary["steps"] > 2 and summary["seen"] > 0 and summary["after"]["tokens_per_step"] > 1
 
 
 @pytest.mark.full

@@ -91,16 +91,16 @@ SCHEMA_FAULTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "told"), SCHEMA_FAULTS)
+@pytest.mark.parametrize(("schema", "message"), SCHEMA_FAULTS)
 def test_a_schema_that_is_not_supported_is_refused_with_the_place(
-    compiler: GrammarCompiler, schema: dict[str, Any], told: str
+    compiler: GrammarCompiler, schema: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RequestError, match=f"structured_outputs: json, {told}"):
+    with pytest.raises(RequestError, match=f"structured_outputs: json, {message}"):
         made(compiler, {"json": schema})
 
 
 @pytest.mark.parametrize(
-    ("form", "told"),
+    ("form", "message"),
     [
         ({"regex": "ab["}, "regex: unclosed character class, at character 3"),
         ({"regex": "a(?=b)"}, "regex: look-around.* is not supported"),
@@ -111,9 +111,9 @@ def test_a_schema_that_is_not_supported_is_refused_with_the_place(
     ],
 )
 def test_a_grammar_that_cannot_be_read_is_refused(
-    compiler: GrammarCompiler, form: dict[str, Any], told: str
+    compiler: GrammarCompiler, form: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RequestError, match=f"structured_outputs: {told}"):
+    with pytest.raises(RequestError, match=f"structured_outputs: {message}"):
         made(compiler, form)
 
 
@@ -123,7 +123,7 @@ def test_a_lark_grammar_may_have_the_sign_of_gbnf_in_a_text(compiler: GrammarCom
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         ({}, "exactly one of json, regex, choice, grammar, json_object, got none"),
         ({"json": {}, "regex": "a"}, "got json and regex"),
@@ -140,8 +140,8 @@ def test_a_lark_grammar_may_have_the_sign_of_gbnf_in_a_text(compiler: GrammarCom
         (5, "must be StructuredOutputs or a dict"),
     ],
 )
-def test_a_wrong_form_is_refused_by_name(value: Any, told: str) -> None:
-    with pytest.raises(RequestError, match=told):
+def test_a_wrong_form_is_refused_by_name(value: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         SamplingParams(structured_outputs=value)
 
 
@@ -155,11 +155,11 @@ def test_a_dict_a_text_and_the_class_mean_the_same() -> None:
 
 
 def test_models_without_an_end_token_or_a_tokenizer_are_refused(builtin: Checkpoint) -> None:
-    for tokenizer, ending, told in (
+    for tokenizer, ending, message in (
         (None, [1], "tokenizer.json"),
         (builtin.tokenizer, [], "end-of-sequence"),
     ):
-        with pytest.raises(RequestError, match=told):
+        with pytest.raises(RequestError, match=message):
             GrammarCompiler(tokenizer, 8192, ending).state(StructuredOutputs(regex="a"), 3)
 
 

@@ -252,7 +252,7 @@ def test_the_order_is_that_of_vllm(sampler: Sampler) -> None:
     expected = [NEVER, NEVER, NEVER, 2 * 4 / 2, 2 * 4.5 / 2 - 1, 0.0, *[NEVER] * (V - 6)]
     assert sampler.values(row, [], torch.zeros(V), "processed_logits").tolist() == expected
     assert sampler.pick(row, [], torch.zeros(V)) == 3
-    assert sampler.pick(row, [3], torch.zeros(V)) == 4, "3 has been said now"
+    assert sampler.pick(row, [3], torch.zeros(V)) == 4, "3 has been emitted now"
     assert sampler.top(row, [3], torch.zeros(V), 9)[0] == [4, 3, 5]
 
 
@@ -282,7 +282,7 @@ def test_default_parameters_need_no_processor() -> None:
     assert made(3) == made(3, **neutral) == []
 
 
-def test_values_by_mode(sampler: Sampler) -> None:
+def test_log_probability_values_follow_the_mode(sampler: Sampler) -> None:
     row, logits = row_of([3, 4], 1, logit_bias={5: 2.0}), logits_of(4)
     row.distribution = DistributionParams(0.5, 0.0, 3, 1.0)
     raw, whole = (

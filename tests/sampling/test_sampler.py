@@ -220,7 +220,7 @@ def test_sampling_distribution_equals_the_naive_one(
     )
 
 
-def test_the_parameters_by_hand() -> None:
+def test_filters_keep_the_tokens_computed_by_hand() -> None:
     logits = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log()
 
     def kept(**distribution: Any) -> list[int]:

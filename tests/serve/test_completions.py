@@ -133,9 +133,9 @@ def test_speculation_is_reported_and_can_be_off_or_capped(server: Served) -> Non
     assert len({answer["choices"][0]["text"] for answer in (full, off, capped)}) == 1
     assert off["speculation"]["drafted"] == 0 and off["speculation"]["tokens_per_step"] == 1.0
     assert full["speculation"]["drafted"] > 0 and len(capped["speculation"]["acceptance_by_depth"]) <= 1
-    found, told = full["speculation"], full["usage"]["completion_tokens_details"]
-    assert told["accepted_prediction_tokens"] == found["accepted"]
-    assert told["rejected_prediction_tokens"] == found["drafted"] - found["accepted"]
+    found, details = full["speculation"], full["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == found["accepted"]
+    assert details["rejected_prediction_tokens"] == found["drafted"] - found["accepted"]
     assert math.isclose(found["tokens_per_step"], found["emitted"] / found["steps"], rel_tol=1e-3)
 
 
@@ -154,10 +154,12 @@ def test_a_predicted_output_saves_steps(server: Served) -> None:
     text = plain["choices"][0]["text"]
     parts = [{"type": "text", "text": text[:40]}, {"type": "text", "text": text[40:]}]
     for content in (text, parts):
-        told = server.post("/v1/completions", {**body, "prediction": {"type": "content", "content": content}})
-        assert told.json()["choices"][0]["text"] == text
-        assert told.json()["speculation"]["steps"] < 0.7 * plain["speculation"]["steps"]
-        assert told.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 15
+        reply = server.post(
+            "/v1/completions", {**body, "prediction": {"type": "content", "content": content}}
+        )
+        assert reply.json()["choices"][0]["text"] == text
+        assert reply.json()["speculation"]["steps"] < 0.7 * plain["speculation"]["steps"]
+        assert reply.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 15
 
 
 def test_a_repeated_prompt_is_cached(server: Served) -> None:

@@ -180,18 +180,18 @@ def test_the_passphrase_of_a_key_is_asked_once(word: str, tmp_path: Path) -> Non
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", ASKING, str(key), str(certificate), "0"])
-    told, answers = b"", 0
+    output, answers = b"", 0
     with contextlib.suppress(OSError):  # the end of the process
         while part := os.read(terminal, 1000):
-            told += part
-            if told.count(b"pass phrase") > answers:
+            output += part
+            if output.count(b"pass phrase") > answers:
                 answers += 1
                 os.write(terminal, f"{word}\n".encode())
     os.close(terminal)
     os.waitpid(pid, 0)
-    assert answers == 1, told
-    assert (b"loaded" in told) == (word == "right")
-    assert word == "right" or b"ConfigError: ssl_keyfile" in told
+    assert answers == 1, output
+    assert (b"loaded" in output) == (word == "right")
+    assert word == "right" or b"ConfigError: ssl_keyfile" in output
 
 
 def test_a_grammar_that_compiles_delays_no_other_request(

@@ -172,7 +172,7 @@ def test_only_allowed_origins_may_read(guarded: Served, server: Served) -> None:
 
 
 def test_health_is_red_while_open_requests_end_before_a_stop() -> None:
-    """A new connection is told so, too, and the open request is answered."""
+    """A new connection gets that status, too, and the open request is answered."""
     with forked("builtin-draft", "--max-model-len", "512", "--max-num-seqs", "1") as server:
         body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "n": 8}
         with ThreadPoolExecutor(1) as pool:
@@ -180,12 +180,12 @@ def test_health_is_red_while_open_requests_end_before_a_stop() -> None:
             while server.idle():
                 time.sleep(0.01)
             server.process.send_signal(signal.SIGTERM)
-            told = set[tuple[int, str]]()
+            seen = set[tuple[int, str]]()
             while not answer.done():
                 with contextlib.suppress(httpx.TransportError):  # after the last of them
                     health = server.get("/health")
-                    told.add((health.status_code, health.json().get("error", {}).get("code", "")))
-            assert answer.result().status_code == 200 and (503, "stopping") in told
+                    seen.add((health.status_code, health.json().get("error", {}).get("code", "")))
+            assert answer.result().status_code == 200 and (503, "stopping") in seen
         assert server.process.wait(HANG) == 0
 
 

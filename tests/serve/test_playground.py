@@ -61,8 +61,8 @@ def test_tokens_have_the_color_of_their_origin_and_tell_alternatives(page: Any, 
     assert {"model itself", "prediction"} <= set(page.locator("#legend span").all_text_contents())
     drafted = page.locator(".token[style]").first
     drafted.hover()
-    told = page.locator("#details").text_content()
-    assert re.match(r"Drafted by \w+, token \d+ of its draft", told) and told.count("%") >= 5
+    details = page.locator("#details").text_content()
+    assert re.match(r"Drafted by \w+, token \d+ of its draft", details) and details.count("%") >= 5
     at = int(drafted.get_attribute("data-at"))
     page.locator(".text").focus()
     page.keyboard.press("ArrowRight")

@@ -177,7 +177,7 @@ def naive(case: Case, outer: TargetWeights, taps: Tensor, anchor: int, count: in
 # ---- in the engine
 
 
-class Said(NamedTuple):
+class BlockOutput(NamedTuple):
     """One block of one row in the engine: the text that was known, logits [levels, Vd] and states."""
 
     known: list[int]
@@ -186,15 +186,15 @@ class Said(NamedTuple):
 
 
 @contextmanager
-def overheard(drafter: BlockDrafter) -> Iterator[list[Said]]:
-    found: list[Said] = []
+def recorded_blocks(drafter: BlockDrafter) -> Iterator[list[BlockOutput]]:
+    found: list[BlockOutput] = []
     block_logits = drafter.block_logits
 
     def listening(batch: Batch, rows: Sequence[int], levels: Sequence[int]) -> tuple[Tensor, Tensor]:
         logits, states = block_logits(batch, rows, levels)
         of_rows = states.split([n + drafter.skipped for n in levels])
         found.extend(
-            Said(list(batch[r].row.tokens), part.clone(), x.clone())
+            BlockOutput(list(batch[r].row.tokens), part.clone(), x.clone())
             for r, part, x in zip(rows, logits.split(list(levels)), of_rows)
         )
         return logits, states
@@ -206,7 +206,7 @@ def overheard(drafter: BlockDrafter) -> Iterator[list[Said]]:
 class Drafted(NamedTuple):
     """A block, and the chain that became of it."""
 
-    block: Said
+    block: BlockOutput
     tree: DraftTree
 
 
@@ -224,7 +224,7 @@ def drafted(llm: LLM, **params: Any) -> list[Drafted]:
     drafter.propose = listening  # type: ignore[method-assign]
     prompts = [{"prompt_token_ids": [5, 9, 77, 3]}, {"prompt_token_ids": [8, 2, 1]}]
     given = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params}
-    with overheard(drafter) as blocks:
+    with recorded_blocks(drafter) as blocks:
         llm.generate(prompts, [SamplingParams(**given), SamplingParams(**given, logit_bias={3: 0.01})])
     found = {tuple(block.known): block for block in blocks}
     return [Drafted(found[known], tree) for known, tree in trees if tree.tokens]

@@ -80,7 +80,7 @@ class Exact:
 
 
 @dataclass
-class Lot:
+class Counted:
     """Samples of one kind of request, and three distributions [prompts, V, V, V].
 
     distribution: the target's.  bare: with all parameters but the temperature ignored.  asked: with all of
@@ -127,10 +127,8 @@ def chi_square(counts: np.ndarray, expected: np.ndarray, least: float) -> tuple[
     return sum((count - mean) ** 2 / mean for count, mean in cells), len(cells) - 1
 
 
-def p_values(lots: Sequence[Lot]) -> list[float]:
-    """Of each lot in both ways, and last of all of them as one."""
-    found = [stream_id.by_outcome() for stream_id in lots]
+def p_values(samples: Sequence[Counted]) -> list[float]:
+    """Of each sample in both ways, and last of all of them as one."""
+    found = [sample.by_outcome() for sample in samples]
     whole = (sum(statistic for statistic, _ in found), sum(freedom for _, freedom in found))
-    return [
-        float(chi2.sf(*one)) for one in (*found, *(stream_id.by_likelihood() for stream_id in lots), whole)
-    ]
+    return [float(chi2.sf(*one)) for one in (*found, *(sample.by_likelihood() for sample in samples), whole)]

@@ -137,7 +137,7 @@ def naive(w: dict[str, Tensor], f: Tensor, embedded: Tensor) -> Tensor:
     return linear(f"hydra_lm_head.{i}.1" if dropout else f"hydra_lm_head.{i}", x)
 
 
-# ---- the engine, overheard
+# ---- records of the engine
 
 Heard = dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor]
 

@@ -16,7 +16,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True
 DEPTH = 6
 
 
-def told(output: RequestOutput) -> Any:
+def outcome(output: RequestOutput) -> Any:
     """Everything that must not change; log-probabilities are None unless requested."""
     return [(sample.token_ids, sample.logprobs) for sample in output.outputs], output.prompt_logprobs
 
@@ -35,7 +35,7 @@ class Scene:
         outputs = [answer(plain, prompt, p) for prompt, p in zip(PROMPTS, self.params)]
         for prompt, output in zip(PROMPTS, outputs):
             truth.learn(prompt, 5, output.outputs)
-        self.expected = [told(output) for output in outputs]
+        self.expected = [outcome(output) for output in outputs]
         ahead = truth.continuation
         truth.continuation = lambda row, count: ahead(row, count) if row.seed == 5 else []
         fast.use(
@@ -50,7 +50,7 @@ class Scene:
     def differences(self) -> int:
         """How many prompts come out differently."""
         outputs = self.llm.generate(token_prompts(PROMPTS), self.params)
-        return sum(told(output) != e for output, e in zip(outputs, self.expected))
+        return sum(outcome(output) != e for output, e in zip(outputs, self.expected))
 
     def healthy(self) -> None:
         assert self.differences() == 0

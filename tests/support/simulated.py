@@ -28,14 +28,15 @@ class Source:
     """A simulated drafter.
 
     fixed, per_level: plain steps that an ask costs.  hit: share of positions where it proposes anything.
-    levels: acceptance of a token by phase of the text.  told: whether its confidence tells the acceptance.
+    levels: acceptance of a token by phase of the text.  informative: whether its
+    confidence predicts the acceptance.
     """
 
     fixed: float
     per_level: float
     hit: float
     levels: list[float]
-    told: bool
+    informative: bool
 
 
 @dataclass
@@ -186,8 +187,8 @@ class Simulation:
             if not depth or not self.env.proposes(k, row, position):
                 trees.append(EMPTY_TREE)
                 continue
-            told = self.env.acceptance(k, position) if source.told else 0.7
-            trees.append(DraftTree.chain([k] * depth, [min(0.99, max(0.01, told))] * depth))
+            confidence = self.env.acceptance(k, position) if source.informative else 0.7
+            trees.append(DraftTree.chain([k] * depth, [min(0.99, max(0.01, confidence))] * depth))
         if deepest:
             self.now += SECONDS * (source.fixed + source.per_level * deepest)
         return Draft(trees)

@@ -108,5 +108,5 @@ def acceptance(
         for config in (None, speculation)
     )
     assert [out.outputs[0].token_ids for out in fast] == [out.outputs[0].token_ids for out in plain]
-    told = [out.outputs[0].speculation for out in fast]
-    return sum(t.accepted for t in told) / max(1, sum(t.drafted for t in told))
+    stats = [out.outputs[0].speculation for out in fast]
+    return sum(t.accepted for t in stats) / max(1, sum(t.drafted for t in stats))

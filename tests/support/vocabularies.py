@@ -112,7 +112,7 @@ def twin(
 ) -> str:
     """The network of `source`, whose tokens say `words`, with its ids shuffled, under a tokenizer of its own.
 
-    keep: the share of words that the tokenizer still has; the others stand for something that the source does
+    keep: the share of words that the tokenizer still has; the others represent something that the source does
     not know.
     """
     rng, order = random.Random(7), list(range(len(words)))

@@ -43,7 +43,9 @@ def ours(folder: Path, method: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("method", "first", "second"), PAIRS)
-def test_there_and_back(tmp_path: Path, method: str, first: str, second: str) -> None:
+def test_layouts_convert_there_and_back_without_loss(
+    tmp_path: Path, method: str, first: str, second: str
+) -> None:
     export(f"builtin-{method}", first, tmp_path / "a")
     assert export(str(tmp_path / "a"), second, tmp_path / "b") == method, "recognised by its tensors"
     export(str(tmp_path / "b"), first, tmp_path / "c")
@@ -129,7 +131,7 @@ def test_folders_and_models_are_refused(tmp_path: Path, tiny: Path) -> None:
             export("builtin-eagle", "reference", path)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_writes_the_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
     with pytest.raises(SystemExit, match="0"):
         main(["export", "builtin-eagle", "--format", "vllm", "--out", out, "--quantization-draft", "int8"])

@@ -235,16 +235,16 @@ def test_the_confidence_of_a_part_of_the_vocabulary_learns_the_true_acceptance()
     network = Block(SIZES, V, TAPS, V - 1, layers=1, block=3, ids=ids, confidence=True).eval()
     sample, outer = batch(False)
     flat = replace(sample, logits=torch.zeros(T, V))
-    told, given = list[Tensor](), F.binary_cross_entropy_with_logits
+    goals, given = list[Tensor](), F.binary_cross_entropy_with_logits
 
     def listening(logit: Tensor, goal: Tensor, **options: Any) -> Tensor:
-        told.append(goal)
+        goals.append(goal)
         return given(logit, goal, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "binary_cross_entropy_with_logits", listening)
         network.loss(flat, outer)
-    assert told[0].max() <= len(ids) / V + 1e-6 and told[0].min() > 0
+    assert goals[0].max() <= len(ids) / V + 1e-6 and goals[0].min() > 0
 
 
 def test_a_bias_of_the_lm_head_is_no_part_of_its_weight() -> None:

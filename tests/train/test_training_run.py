@@ -236,11 +236,11 @@ def test_the_result_tells_where_it_came_from(
     bad.write_bytes(b'{"text": "the cat sat on the mat"}\nno json\n{"text": "\xff"}\n')
     given = run_options("medusa", tmp_path / "out", data=(str(corpus), str(bad)), steps=2, own=False)
     train(target, "medusa", given, Report(Console(file=io.StringIO())))
-    told = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert told["target"]["fingerprint"] == target.engine.checkpoint.fingerprint
-    assert [source["lines"] for source in told["data"]] == [40, 3]
-    assert [line.split(":")[0] for line in told["data"][1]["bad"]] == ["line 2", "line 3"]
-    assert len(told["data"][0]["sha256"]) == 64 and told["options"]["seed"] == 0 and told["steps"] == 2
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert record["target"]["fingerprint"] == target.engine.checkpoint.fingerprint
+    assert [source["lines"] for source in record["data"]] == [40, 3]
+    assert [line.split(":")[0] for line in record["data"][1]["bad"]] == ["line 2", "line 3"]
+    assert len(record["data"][0]["sha256"]) == 64 and record["options"]["seed"] == 0 and record["steps"] == 2
     head = Head.open(str(tmp_path / "out"))
     assert head.config[FINGERPRINT] == target.engine.checkpoint.fingerprint
     assert (tmp_path / "out" / "acceptance.png").exists() and (tmp_path / "out" / "loss.png").exists()

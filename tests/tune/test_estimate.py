@@ -120,14 +120,14 @@ def test_costs_are_those_of_the_moment_and_no_luck_decides(
 
 def test_all_costs_are_measured(target: LLM) -> None:
     prompts = [("sql", rendered(TASKS[4], target.tokenizer))]
-    told: list[str] = []
-    costs, found = estimate(target, "builtin-draft", prompts, GREEDY, 2, told.append)
+    ticks: list[str] = []
+    costs, found = estimate(target, "builtin-draft", prompts, GREEDY, 2, ticks.append)
     assert costs.step > 0 and len(costs.verify) == 9 and costs.propose[1, 0] == 0
     assert costs.propose[1, 2] > costs.propose[1, 1] > 0 and costs.verify[3, 2] > 0
     assert [(one.siblings, one.depth) for one in found] == [(1, 0)] + [
         (s, d) for s in (1, 2, 3) for d in (1, 2)
     ]
-    assert found[2].tokens_per_step > found[1].tokens_per_step > 1 and told[0] == "plain decoding"
+    assert found[2].tokens_per_step > found[1].tokens_per_step > 1 and ticks[0] == "plain decoding"
 
 
 def test_a_context_without_room_for_the_steps_is_refused() -> None:

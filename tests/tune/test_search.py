@@ -141,7 +141,7 @@ def test_what_there_is_no_time_for_is_named(target: LLM) -> None:
         Timed(target, {"s0": 1.0}, 0.0).run(settings(1), lambda what: None)
 
 
-def test_a_model_that_supports_no_setting_is_told_why(target: LLM) -> None:
+def test_a_model_that_supports_no_setting_is_refused_with_reasons(target: LLM) -> None:
     with pytest.raises(ConfigError, match=r"supports none of the settings\. broken: .*"):
         asked = [Space("broken", {"method": "medusa"}, {"nodes": (4, 8)})]
         Search(target, [("a", {"prompt_token_ids": [5, 6]})], PARAMS, 1).run(asked, lambda what: None)

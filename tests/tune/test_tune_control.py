@@ -17,14 +17,14 @@ from outrider.tune.control import Answered, configs, fit, record
 NAMES = ["draft_model"]
 
 
-def answers(count: int, told: bool, seed: int = 0) -> list[Answered]:
+def answers(count: int, informative: bool, seed: int = 0) -> list[Answered]:
     """Bins give 0.75 to all nodes; confidences of one bin tell them apart, or do not."""
     rng, made = random.Random(seed), list[Answered]()
     for i in range(count):
         nodes = []
         for _ in range(60):
             confidence = rng.choice((0.9, 0.99))
-            chance = (0.95 if confidence > 0.95 else 0.55) if told else 0.75
+            chance = (0.95 if confidence > 0.95 else 0.55) if informative else 0.75
             place = key_of(1, 1, confidence) % PLACES
             nodes.append(Judged(Request(0, 0, 2, 0, 1), place, 0.75, rng.random() < chance))
         made.append(Answered(NAMES, nodes, i, i % 4 == 3))
@@ -32,24 +32,24 @@ def answers(count: int, told: bool, seed: int = 0) -> list[Answered]:
 
 
 def test_what_the_bins_do_not_tell_apart_is_learned() -> None:
-    found = fit(answers(40, told=True), {"target": "t"})
+    found = fit(answers(40, informative=True), {"target": "t"})
     assert found.better and found.bins - found.loss > 0.05
     assert found.network.methods == NAMES and found.network.about["target"] == "t"
     assert (found.nodes, found.held_out) == (30 * 60, 10 * 60)
 
 
 def test_noise_does_not_beat_the_bins() -> None:
-    found = fit(answers(40, told=False), {})
+    found = fit(answers(40, informative=False), {})
     assert not found.better and found.loss > found.bins - 0.01
 
 
 def test_too_little_is_refused() -> None:
     with pytest.raises(ConfigError, match="give more --prompts"):
-        fit(answers(8, told=True), {})
+        fit(answers(8, informative=True), {})
 
 
 def test_two_like_answers_to_a_prompt_are_no_further_evidence() -> None:
-    once, twice = (fit([a for a in answers(40, told=True) for _ in range(n)], {}) for n in (1, 2))
+    once, twice = (fit([a for a in answers(40, informative=True) for _ in range(n)], {}) for n in (1, 2))
     assert twice.held_out == 2 * once.held_out
     assert twice.spread == pytest.approx(once.spread, rel=0.02)
 

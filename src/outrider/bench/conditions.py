@@ -54,7 +54,7 @@ def _commit() -> str | None:
     """Commit of the source tree that contains this file; None in an installed copy."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return told.stdout.strip()
+    return done.stdout.strip()

@@ -112,17 +112,17 @@ def remarks(results: Sequence[Measured]) -> list[str]:
         return [
             "One repeat: how much of a speed-up is noise is not known. `outrider bench --repeats 3` tells."
         ]
-    told = []
+    lines = []
     if busy := [other.method for other in others if other.impossible(plain)]:
-        told.append(
+        lines.append(
             f"More was measured for {', '.join(busy)} than the tokens of a step allow: the machine was busy. "
             "The limit is shown instead (≤)."
         )
     unsure = [o.method for o in others if within_noise(o, plain) and not o.impossible(plain)]
     if not unsure:
-        return told
+        return lines
     return [
-        *told,
+        *lines,
         f"No difference from plain decoding is shown for {', '.join(unsure)}: the repeats differ by more. "
         "Measure more of them (--repeats), longer answers (-n) or on an idle machine.",
     ]
@@ -145,8 +145,8 @@ def latencies(results: Sequence[Measured]) -> Table:
     title = "latency, p50 / p95 / p99 in milliseconds"
     made = _titled(title, "first token", "stall", "per token")
     for result in results:
-        told = [" / ".join(f"{1e3 * x:.3g}" for x in _percentiles(v)) for v in _latencies(result).values()]
-        made.add_row(result.method, *told)
+        cells = [" / ".join(f"{1e3 * x:.3g}" for x in _percentiles(v)) for v in _latencies(result).values()]
+        made.add_row(result.method, *cells)
     return made
 
 

@@ -94,7 +94,7 @@ class CatchUp:
 class TokenCursor:
     """Progress of one request in a drafter that reads tokens: K/V of positions below `filled`.
 
-    marked: pages from the first whose marks are up to date, and say that they are filled.
+    marked: number of leading pages that are known to be filled, and are no longer in `unfilled`.
     """
 
     filled: int
@@ -108,8 +108,8 @@ class TokenCursor:
 class TokenCatchUp:
     """Progress of all requests of a drafter that reads tokens, and so may catch up whenever it is asked.
 
-    Pages are shared before it has filled them.  unfilled: pages that were.  A row that shares one begins to
-    catch up there.
+    Pages are shared before this drafter has filled them.
+    unfilled: shared pages without its K/V.  A row that shares one begins to catch up there.
     """
 
     def __init__(self) -> None:

@@ -153,7 +153,9 @@ class Cache:
         if self.free:
             return self.free.pop()
         page, _ = self.idle.popitem(last=False)
-        del self.index[self.entry.pop(page)]  # what hangs below it is unreachable now and leaves by age
+        del self.index[
+            self.entry.pop(page)
+        ]  # entries after it cannot be reached now, and are evicted in LRU order
         return page
 
     def _append(self, table: BlockTable, page: int) -> None:

@@ -84,7 +84,7 @@ def download(name: str, revision: str | None = None, also: Sequence[str] = ()) -
 class Checkpoint:
     """A folder or GGUF file with a config, weights and usually a tokenizer.
 
-    scheme: how the weights of a folder are quantised.
+    scheme: how the weights of a folder are quantized.
     small: the sizes on disk of a grown checkpoint.
     given: weights in place of those on disk.
     """
@@ -188,7 +188,7 @@ class Checkpoint:
 
 
 def _spec_and_scheme(name: str, config: Any) -> tuple[Facts, Scheme | None]:
-    """Raise ModelError, which names the checkpoint, if the model or its quantisation is not supported."""
+    """Raise ModelError, which names the checkpoint, if the model or its quantization is not supported."""
     try:
         return Facts.of(config), Scheme.of(config)
     except ModelError as error:

@@ -47,9 +47,9 @@ LAYOUTS = {
 
 
 class PackedWeights:
-    """The tensors of a quantised checkpoint or head (`Source`).  A quantised layer is one tensor, its weight.
+    """The tensors of a quantized checkpoint or head (`Source`).  A quantized layer is one tensor, its weight.
 
-    A layer is quantised if its packed values are in the files.
+    A layer is quantized if its packed values are in the files.
     layer_of: name of such a weight -> name of its layer.
     """
 
@@ -68,7 +68,7 @@ class PackedWeights:
         yield from (name for name in self.files if not self._is_part(name))
 
     def _is_part(self, name: str) -> bool:
-        """Whether a tensor of the files is a part of a quantised layer."""
+        """Whether a tensor of the files is a part of a quantized layer."""
         layer, _, part = name.rpartition(".")
         layout = self.layout
         parts = (layout.words, layout.zeros, layout.scales, layout.group_index, "weight_shape")
@@ -152,7 +152,7 @@ class PackedWeights:
             for bits, group in sorted(self.scheme.sizes)
         )
         raise ModelError(
-            f"{name} of [{outputs}, {inputs}] is not quantised to {sizes}, as quantization_config (num_bits, "
+            f"{name} of [{outputs}, {inputs}] is not quantized to {sizes}, as quantization_config (num_bits, "
             f"group_size) says: {self.layout.words} is {words.dtype} {tuple(words.shape)} and "
             f"{self.layout.scales} {tuple(scales.shape)}, outputs first."
         )

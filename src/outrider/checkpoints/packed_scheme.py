@@ -11,14 +11,14 @@ from outrider.checkpoints.validate import check
 from outrider.errors import ModelError
 
 CURE = (
-    "load the unquantised checkpoint, or one in GGUF, AWQ (gemm), GPTQ "
+    "load the unquantized checkpoint, or one in GGUF, AWQ (gemm), GPTQ "
     "or compressed-tensors (pack-quantized)."
 )
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the layers of a checkpoint are quantised.
+    """How the layers of a checkpoint are quantized.
 
     sizes: the (bits, group) that may occur; group 0 means one group per row.
     symmetric: zero points may be missing.  zero_shift: is added to a stored zero point.
@@ -31,7 +31,7 @@ class Scheme:
 
     @staticmethod
     def of(config: Any) -> Scheme | None:
-        """The scheme of a transformers config; None for an unquantised model.
+        """The scheme of a transformers config; None for an unquantized model.
 
         Raises ModelError for an unsupported one.
         """
@@ -46,7 +46,7 @@ class Scheme:
         check(settings, QUANTIZATION, "quantization_config")
         method = settings.get("quant_method", "unknown")
         if method not in READERS:
-            raise ModelError(f"the checkpoint is quantised by {method!r}, which is not supported: {CURE}")
+            raise ModelError(f"the checkpoint is quantized by {method!r}, which is not supported: {CURE}")
         return READERS[method](settings)
 
 
@@ -54,7 +54,7 @@ def _awq(settings: dict[str, Any]) -> Scheme:
     version = str(settings.get("version", "gemm")).lower()
     if version != "gemm":
         raise ModelError(
-            f"the checkpoint is quantised by AWQ in version {version!r}, only 'gemm' can be read: {CURE}"
+            f"the checkpoint is quantized by AWQ in version {version!r}, only 'gemm' can be read: {CURE}"
         )
     size = _size(settings.get("bits"), settings.get("group_size", 128), (4,))
     return Scheme("awq", frozenset({size}), settings.get("zero_point") is False)
@@ -64,12 +64,12 @@ def _gptq(settings: dict[str, Any]) -> Scheme:
     format = settings.get("checkpoint_format") or "gptq"
     if format not in ("gptq", "gptq_v2"):
         raise ModelError(
-            f"the checkpoint is quantised by GPTQ in the format {format!r}, "
+            f"the checkpoint is quantized by GPTQ in the format {format!r}, "
             f"only 'gptq' and 'gptq_v2' can be read: {CURE}"
         )
     if any(not pattern.startswith("-:") for pattern in settings.get("dynamic") or ()):
         raise ModelError(
-            f"the checkpoint is quantised by GPTQ with settings that differ by layer ('dynamic'): {CURE}"
+            f"the checkpoint is quantized by GPTQ with settings that differ by layer ('dynamic'): {CURE}"
         )
     size = _size(settings.get("bits"), settings.get("group_size", 128), (4, 8))
     return Scheme("gptq", frozenset({size}), settings.get("sym") is not False, int(format == "gptq"))
@@ -103,7 +103,7 @@ def _config_group(name: str, group: dict[str, Any]) -> tuple[tuple[int, int], bo
     weights = group.get("weights") or {}
     if group.get("input_activations") or weights.get("type", "int") != "int":
         raise ModelError(
-            f"the checkpoint quantises activations, or to something else than integers ({name} of "
+            f"the checkpoint quantizes activations, or to something else than integers ({name} of "
             f"config_groups): {CURE}"
         )
     group_size = -1 if weights.get("strategy") == "channel" else weights.get("group_size")
@@ -113,7 +113,7 @@ def _config_group(name: str, group: dict[str, Any]) -> tuple[tuple[int, int], bo
 def _size(bits: Any, group: Any, supported: tuple[int, ...]) -> tuple[int, int]:
     if type(bits) is not int or bits not in supported:
         raise ModelError(
-            f"the checkpoint is quantised to {bits} bits; supported: {' and '.join(map(str, supported))}."
+            f"the checkpoint is quantized to {bits} bits; supported: {' and '.join(map(str, supported))}."
         )
     if type(group) is not int or (group < 1 and group != -1):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Quantisation of weights while a checkpoint is loaded: `quantization="int8"` or `"int4"`.
+"""Quantization of weights while a checkpoint is loaded: `quantization="int8"` or `"int4"`.
 
 In groups of 32 inputs, each with a scale (8.5 and 4.5 bits a weight).  Embedding and head stay at 8 bits in
 both: they decide the tokens, and a tied one is both.  Norms and biases stay what they are.
@@ -23,7 +23,7 @@ SCALE_FACTORS = torch.linspace(0.8, 1.15, 15).tolist()
 
 
 def bits_of(quantization: str | None) -> int | None:
-    """Bits per weight, or None for unquantised weights.  Raises ConfigError for an unknown value."""
+    """Bits per weight, or None for unquantized weights.  Raises ConfigError for an unknown value."""
     optional(KIND).check(quantization, "quantization")
     return None if quantization is None else BITS[quantization]
 

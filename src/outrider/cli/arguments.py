@@ -67,7 +67,7 @@ def with_prompts(engine: Given, asked: Given, params: SamplingParams, **more: An
 
 @contextmanager
 def bar_over(minutes: float, what: str, console: Console) -> Iterator[Callable[[str], None]]:
-    """A bar over the time of a search.  Yields a function that is told what is done now."""
+    """A bar over the time of a search.  Yields a function that takes the name of the current work."""
     columns = (TextColumn("{task.description:40}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=60 * minutes)

@@ -50,9 +50,10 @@ RAW_HELP = "Do not apply the chat template to the prompts."
 
 @dataclass(frozen=True)
 class Flag:
-    """names: on the command line, the first one is long.  read: typed value -> value of the field.
+    """An option of a command.
 
-    variable: of the environment, for a value that is not given.
+    field: what it sets in its group.  names: on the command line, the first one is long.
+    read: typed value -> value of the field.  variable: of the environment, for a value that is not given.
     """
 
     field: str
@@ -117,7 +118,7 @@ ENGINE = (
     Flag("dtype", str, "--dtype", "auto, float32, bfloat16 or float16."),
     Flag("activations", str, "--activations",
          "float32, or bfloat16: round the inputs of bfloat16 linears; auto: bfloat16 with AVX512-BF16, AMX."),
-    Flag("quantization", str, "--quantization", "Quantise the weights while loading: int8 or int4."),
+    Flag("quantization", str, "--quantization", "Quantize the weights while loading: int8 or int4."),
     Flag("kv_cache_dtype", str, "--kv-cache-dtype",
          "dtype of the KV cache, of target and draft: auto or int8."),
     Flag("device", str, "--device -dev", "auto, cpu, cuda, cuda:1 or mps."),
@@ -169,28 +170,28 @@ _KV = "K/V has one type for keys, values and the draft: use --kv-cache-dtype"
 _STEP = "the engine sizes its steps itself"
 _MEMORY = "weights are read from the file once and stay in memory"
 _LOOK = "the terminal is left as it is"
-_LLAMA_CPP = (  # of llama.cpp, without effect here; `field` is the reason
-    Flag(_ONE_POOL, str, "--threads-draft -td --spec-draft-threads", ""),
-    Flag("prompts are computed on the threads of -t", str, "--threads-batch -tb", ""),
-    Flag(_ONE_POOL, str, "--threads-batch-draft -tbd", ""),
-    Flag("the draft sees what the target sees; draft_kv_budget narrows it", str, "--ctx-size-draft -cd", ""),
-    Flag("a draft of any length is verified", str, "--draft-min --draft-n-min --spec-draft-n-min", ""),
-    Flag("siblings in speculative_config makes trees", str, "--draft-p-split --spec-draft-p-split", ""),
-    Flag(_KV, str, "--cache-type-k -ctk", ""),
-    Flag(_KV, str, "--cache-type-v -ctv", ""),
-    Flag(_KV, str, "--cache-type-k-draft -ctkd --spec-draft-type-k", ""),
-    Flag(_KV, str, "--cache-type-v-draft -ctvd --spec-draft-type-v", ""),
-    Flag(_STEP, str, "--batch-size -b", ""),
-    Flag(_STEP, str, "--ubatch-size -ub", ""),
-    Flag("attention has one form here", str, "--flash-attn -fa", ""),
-    Flag("penalties look at the whole text", str, "--repeat-last-n", ""),
-    Flag("the text ends where the context is full", str, "--keep", ""),
-    Flag(_MEMORY, bool, "--mlock", "", False),
-    Flag(_MEMORY, bool, "--no-mmap", "", False),
-    Flag(_LOOK, bool, "--color", "", False),
-    Flag(_LOOK, bool, "--log-disable", "", False),
-    Flag("nothing is computed before the prompt", bool, "--no-warmup", "", False),
-    Flag("generate continues a text, chat talks", bool, "--no-conversation -no-cnv", "", False),
+_LLAMA_CPP = (  # of llama.cpp, without effect here; the help is the reason, and is not shown in --help
+    Flag("", str, "--threads-draft -td --spec-draft-threads", _ONE_POOL),
+    Flag("", str, "--threads-batch -tb", "prompts are computed on the threads of -t"),
+    Flag("", str, "--threads-batch-draft -tbd", _ONE_POOL),
+    Flag("", str, "--ctx-size-draft -cd", "the draft sees what the target sees; draft_kv_budget narrows it"),
+    Flag("", str, "--draft-min --draft-n-min --spec-draft-n-min", "a draft of any length is verified"),
+    Flag("", str, "--draft-p-split --spec-draft-p-split", "siblings in speculative_config makes trees"),
+    Flag("", str, "--cache-type-k -ctk", _KV),
+    Flag("", str, "--cache-type-v -ctv", _KV),
+    Flag("", str, "--cache-type-k-draft -ctkd --spec-draft-type-k", _KV),
+    Flag("", str, "--cache-type-v-draft -ctvd --spec-draft-type-v", _KV),
+    Flag("", str, "--batch-size -b", _STEP),
+    Flag("", str, "--ubatch-size -ub", _STEP),
+    Flag("", str, "--flash-attn -fa", "attention has one form here"),
+    Flag("", str, "--repeat-last-n", "penalties look at the whole text"),
+    Flag("", str, "--keep", "the text ends where the context is full"),
+    Flag("", bool, "--mlock", _MEMORY, False),
+    Flag("", bool, "--no-mmap", _MEMORY, False),
+    Flag("", bool, "--color", _LOOK, False),
+    Flag("", bool, "--log-disable", _LOOK, False),
+    Flag("", bool, "--no-warmup", "nothing is computed before the prompt", False),
+    Flag("", bool, "--no-conversation -no-cnv", "generate continues a text, chat talks", False),
 )  # fmt: skip
 LLAMA_CPP = tuple(replace(flag, hidden=True) for flag in _LLAMA_CPP)
 ASKED = (Flag("file", Path, _names(*PROMPTS), PROMPTS_HELP), Flag("raw", bool, _names(*RAW), RAW_HELP, False))
@@ -224,10 +225,9 @@ GROUPS = {
 
 
 def shared(function: Callable[..., None]) -> Callable[..., None]:
-    """Spreads a command's parameters that are named like a group (`engine`, `sampling` …) into the flags of
-    that group.
+    """Replace a command's parameters that have the name of a group (`engine`, `sampling` …) by its flags.
 
-    A command that samples also accepts what llama.cpp has and Outrider has no use for, with a note.
+    A command that samples also accepts flags of llama.cpp that have no effect here, with a note.
     """
     signature = inspect.signature(function, eval_str=True)
     mine = {name: group for name, (group, _) in GROUPS.items() if name in signature.parameters}
@@ -241,7 +241,7 @@ def shared(function: Callable[..., None]) -> Callable[..., None]:
     def spread(**typed: Any) -> None:
         for flag in ignored:
             if typed.pop(flag.word) not in (None, False):
-                note(f"{flag.names.split()[0]} does nothing here: {flag.field}.")
+                note(f"{flag.names.split()[0]} does nothing here: {flag.help}.")
         for name, group in mine.items():
             values = [(flag, typed.pop(flag.word)) for flag in group]
             given = {flag.field: flag.read(value) for flag, value in values if value is not None}

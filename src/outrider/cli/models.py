@@ -76,7 +76,7 @@ def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> T
     from outrider.inspect.card import known
 
     columns = "model", "architecture", "weights", "memory", "runs on"
-    made = Table(*columns, title="Models at hand", title_justify="left", title_style="bold")
+    made = Table(*columns, title="Available models", title_justify="left", title_style="bold")
     for name in known():
         try:
             for card in cards(name):

@@ -28,7 +28,7 @@ GROUPS["training"] = (
         Flag("init", str, "--init", "Folder of an earlier head to start from."),
         Flag("cache", str, "--cache", "Folder of answers and features; default: in --out."),
         Flag("cache_gb", float, "--cache-gb", "Most gigabytes of features; default: 8."),
-        Flag("quantization", str, "--quantization-draft", "Quantise the trained weights: int8 or int4."),
+        Flag("quantization", str, "--quantization-draft", "Quantize the trained weights: int8 or int4."),
         Flag("format", str, "--format", "Published layout to write: vllm, sglang … as the method has."),
     ),
     "Training",

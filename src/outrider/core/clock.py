@@ -36,7 +36,7 @@ _ONE_TIME = _OneTime()
 
 @contextmanager
 def one_time_work() -> Iterator[None]:
-    """What is done in here is done once, as compiling kernels: `working_time` of this thread stands still."""
+    """Leave the time of this block, such as compiling kernels, out of `working_time` of this thread."""
     began = time.perf_counter()
     try:
         yield

@@ -53,7 +53,8 @@ class DraftTree(NamedTuple):
     distributions  distributions q that nodes were sampled from, float64 [V] each
     probs_of       index into `distributions` for each node; -1: chosen deterministically; empty: all were
     repeats        True: siblings are independent samples from q; False: sampled from q without replacement
-    probes         number of last nodes that are evaluated but never accepted
+    probes         number of last nodes that are evaluated but never accepted, so that a drafter learns what
+                   the target would emit there (so far only lookahead decoding)
     source         index into `Joined.sources` of the drafter of each node; empty: all are of the first
     proposers      drafters of a mix that proposed each node, as bit sets; empty: there is one drafter
     """

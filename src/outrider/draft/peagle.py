@@ -1,6 +1,6 @@
 """P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts all tokens in one pass.
 
-Behind the pair of the pending token stand further positions, for which neither state nor token is known:
+After the pair of the pending token come further positions, for which neither state nor token is known:
 
     position        …  e-3              e-2         │    e-1         e        …     e = step.end
     state           f_e-3            f_e-2          │  mask_hidden  mask_hidden

@@ -55,7 +55,11 @@ class Target:
 
 
 class Storage(NamedTuple):
-    """K/V storage of a drafter.  pools: at the target's slots.  caches: page allocators of other slots."""
+    """K/V storage of a drafter.
+
+    pools: at the target's slots.  caches: page allocators of other slots, for a drafter whose tokens are not
+    the target's.
+    """
 
     pools: Sequence[Pool] = ()
     caches: Sequence[Cache] = ()
@@ -71,6 +75,9 @@ class Drafter:
     `computes_prompts`: it computes prompts with a model of its own, and may skip those of rows that leave it
     out.  `heeds_floors`: it ends a draft at the floor of its budget.  `memory` holds what outlives a request:
     a benchmark copies it and restores it before it repeats a prompt.
+
+    Only one method sets `adaptive`, `computes_prompts`, `heeds_floors` or `grade` so far.  They are here
+    because controllers and mixes read them of any drafter, and must not name a method.
     """
 
     Options: ClassVar[type[Any]]

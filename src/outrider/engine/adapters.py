@@ -8,10 +8,10 @@ from threading import Lock
 from typing import Any
 
 from outrider.checkpoints.peft import PeftAdapter
+from outrider.checkpoints.spec import Spec
 from outrider.core.row import LoRARequest
 from outrider.errors import ModelError, RequestError
-from outrider.models.decoder import Decoder
-from outrider.parallel.model import ParallelModel
+from outrider.models.base import Model
 
 
 class Adapters:
@@ -20,8 +20,10 @@ class Adapters:
     most: adapters in memory at once.  max_rank: largest accepted rank.
     """
 
-    def __init__(self, decoder: Decoder | ParallelModel, most: int, max_rank: int) -> None:
+    def __init__(self, decoder: Model, most: int, max_rank: int) -> None:
         self.decoder, self.most, self.max_rank = decoder, most, max_rank
+        assert isinstance(decoder.spec, Spec), "a decoder that adapts has known layers"
+        self.spec = decoder.spec
         self.lock = Lock()  # `take` is called by the thread that steps the engine
         # Until `drop`: keys of the prefix index contain adapter ids.
         self.known: dict[int, tuple[LoRARequest, PeftAdapter]] = {}
@@ -37,7 +39,7 @@ class Adapters:
             )
         if wanted.lora_int_id not in self.known:
             try:
-                found = PeftAdapter.open(wanted.lora_path, self.decoder.spec, self.max_rank)
+                found = PeftAdapter.open(wanted.lora_path, self.spec, self.max_rank)
             except ModelError as error:
                 raise _refusal(wanted, error) from error
             self.known[wanted.lora_int_id] = wanted, found

@@ -39,12 +39,10 @@ from outrider.engine.turn import Turn, in_turn
 from outrider.errors import ConfigError
 from outrider.models import load as models
 from outrider.models.base import Model
-from outrider.models.decoder import Decoder
 from outrider.models.placement import Precision, pick_device, pick_dtype, place
 from outrider.models.selftest import bit_exact
 from outrider.online.learner import Learner
 from outrider.parallel import load as parallel
-from outrider.parallel.model import ParallelModel
 from outrider.sampling.sampler import Sampler
 from outrider.verify import rules
 
@@ -120,9 +118,9 @@ class Engine:
         texts = [method(method.Options(), self.target) for method in automatic()]
         self.proposer = Joined(drafter, texts, learner)
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
-        self.flights, pipeline = deque[Flight](), isinstance(self.decoder, ParallelModel)
-        self.overlap = self.options.pipeline_parallel_size if pipeline else 1  # steps in flight at once
-        self.ahead = not pipeline and self.decoder.device.type != "cpu"  # one is, between two calls of `step`
+        self.flights, self.overlap = deque[Flight](), self.decoder.stages  # steps in flight at once
+        # whether one is in flight between two calls of `step`
+        self.ahead = self.decoder.in_process and self.decoder.device.type != "cpu"
         self.controller: Controller = limits
         self.adaptive: list[AutoController] = []  # one for each step in flight
         if speculation.adaptive:
@@ -133,9 +131,7 @@ class Engine:
             evidence = Evidence(arms, copy.deepcopy(self.costs), stored, module)
             self.adaptive = [AutoController(limits, arms, evidence=evidence) for _ in range(self.overlap)]
             self.controller = self.adaptive[0]
-        self.runner = Runner(
-            self.decoder, cache.pools[0], self.sampler, vars(type(self.rule)).get("kernel", "")
-        )
+        self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()
@@ -185,7 +181,7 @@ class Engine:
         return max(each.likely(rows) for each in (self.controller, *self.adaptive))
 
     def _adapters(self) -> Adapters:
-        if not isinstance(self.decoder, (Decoder, ParallelModel)):
+        if not self.decoder.adapts:
             raise ConfigError(
                 f"enable_lora is for {', '.join(FAMILIES)}, not for {self.checkpoint.spec.architecture}: "
                 "leave it out."

@@ -19,7 +19,6 @@ from outrider.core.block_table import PAGE
 from outrider.core.step_input import StepInput
 from outrider.errors import CapacityError, ConfigError
 from outrider.models.base import Model
-from outrider.parallel.model import ParallelModel
 
 log = logging.getLogger("outrider")
 NO_BYTES: Mapping[torch.device, int] = {}
@@ -104,7 +103,7 @@ def working_bytes(
     Raises CapacityError if it does not fit beside the weights.
     """
     gpus = [device for device in decoder.footprint if device.type == "cuda"]
-    if not gpus or isinstance(decoder, ParallelModel):
+    if not gpus or not decoder.in_process:
         return Counter()
     tokens = options.max_num_batched_tokens
     step_input = largest_step(tokens, max_len, min(tokens, options.max_num_seqs * (1 + max_nodes)))

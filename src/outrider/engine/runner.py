@@ -15,7 +15,6 @@ from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Resume
 from outrider.errors import OutriderError
 from outrider.models.base import Model
-from outrider.parallel.model import ParallelModel
 from outrider.sampling import random_streams
 from outrider.sampling.sampler import Sampler
 
@@ -104,7 +103,6 @@ class Runner:
 
     def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, rule: str) -> None:
         self.decoder, self.pool, self.sampler = decoder, pool, sampler
-        self.begin_step = decoder.begin_step if isinstance(decoder, ParallelModel) else None
         verifier = decoder.backend.verifier
         self.verifier = verifier if verifier is not None and rule in verifier.rules else None
         self.rule = rule
@@ -163,16 +161,12 @@ class Runner:
         resume: Resume | None,
         spans: list[tuple[int, int]],
     ) -> Callable[[], Tensor]:
-        """What returns logits of some forward rows, and fills `kept`.
+        """Begin the forward.  The result waits for it, fills `kept` and returns the logits of some rows.
 
         Rows in `resume` start at its layer, unless hidden states of inner layers are needed.
         """
         if resume is None or kept.keys() - {FINAL}:
-            args = step_input, self.pool, kept, queries
-            if self.begin_step is not None:
-                return self.begin_step(*args)
-            logits = self.decoder.forward_step(*args)
-            return lambda: logits
+            return self.decoder.begin_step(step_input, self.pool, kept, queries)
         x = self._resumed(step_input, resume, spans)
         logits = self.decoder.finish_step(step_input, x, kept, queries)
         return lambda: logits

@@ -266,16 +266,15 @@ class Scheduler:
 
         Returns False, without effect, if its tokens do not fit.
         """
-        source = row.source
-        forking = source is not None and source.table is not None
-        if forking and source is not None and source.computed < row.prompt:
+        source, shared = row.source, None if row.source is None else row.source.table
+        if source is not None and shared is not None and source.computed < row.prompt:
             return False  # its prompt is being computed right now
         if row.lora is not None and not self._adapt(row, row.lora):
             return row.error is not None
         row.table = self.cache.open(-row.lora.lora_int_id if row.lora else ROOT)
-        if forking and source is not None and source.table is not None:
+        if source is not None and shared is not None:
             row.computed = min(row.prompt - 1, self.hooks.filled(source))
-            fits = self.cache.fork(source.table, row.table, row.computed)
+            fits = self.cache.fork(shared, row.table, row.computed)
         else:
             row.computed, fits = self.cache.match(row.table, row.tokens, row.reusable), True
         row.computed = max(0, row.computed - self.limits.lookbehind)

@@ -169,8 +169,8 @@ class HeadDrafter(Drafter):
         whole = "model.norm.weight" in head  # a target, which may hold any tensors besides the head's
         if quantized and not whole:
             raise ModelError(
-                f"{head.name!r} is quantised ({quantized}): load the unquantised head, or one in "
-                "compressed-tensors (pack-quantized), GPTQ or AWQ (gemm); 'quantization' quantises it while "
+                f"{head.name!r} is quantized ({quantized}): load the unquantized head, or one in "
+                "compressed-tensors (pack-quantized), GPTQ or AWQ (gemm); 'quantization' quantizes it while "
                 "loading."
             )
         cls.translate(head)

@@ -206,4 +206,4 @@ class BlockDrafter(HeadDrafter):
         g = run.linear(states.to(run.activations), self.fc)
         kv = run.linear(run.rms_norm(g, self.hidden_norm, self.stack.sizes.eps), self.kv)
         for i, (keys, part) in enumerate(zip(self.keys, kv.chunk(len(self.keys), dim=-1))):
-            run.rope_store(part.contiguous(), keys, self.stack.turn, LayerKV(step_input, self.pool, i))
+            run.rope_store(part.contiguous(), keys, self.stack.rotations, LayerKV(step_input, self.pool, i))

@@ -115,8 +115,8 @@ class Stack:
         windows = tuple(windows) or (0,) * len(names)
         specs = [_spec(head, name, width, windows) for name in names]
         self.sizes = sizes = Sizes.of(head, names[0], width)
-        turned = int(sizes.head_dim * (head.config.get("partial_rotary_factor") or 1))
-        turn = rotary_table(head.config, replace(sizes, head_dim=turned), target.max_len + more)
+        rotated = int(sizes.head_dim * (head.config.get("partial_rotary_factor") or 1))
+        table = rotary_table(head.config, replace(sizes, head_dim=rotated), target.max_len + more)
         given = [width * (bare and f"{name}.input_layernorm.weight" not in head) for name in names]
         blocks = list(zip(names, [inputs or given[0], *given[1:]]))
         for name, spec in zip(names, specs):
@@ -131,14 +131,14 @@ class Stack:
         if reader.ranks > 1:
             bits, layout = f"int{reader.bits}" if reader.bits else None, Layout(reader.ranks)
             precision, kind = self.model.precision._replace(quantization=bits), self.model.device.type
-            options = ModelOptions(specs[0], layout, kind, precision, turn, blocks)
+            options = ModelOptions(specs[0], layout, kind, precision, table, blocks)
             self.divided = divide(self.model, head, options)
             return
-        self.backend, self.turn = reader.backend, turn.to(reader.backend.device)
+        self.backend, self.rotations = reader.backend, table.to(reader.backend.device)
         readers = [LayerReader(head, spec, torch.float32, reader.bits) for spec in specs]
         self.layers = [each.layer(self.backend, i, *blocks[i]) for i, each in enumerate(readers)]
         pairs = zip(specs, self.layers)
-        self.packed = [self.backend.pack_layers(spec, [layer], self.turn) for spec, layer in pairs]
+        self.packed = [self.backend.pack_layers(spec, [layer], self.rotations) for spec, layer in pairs]
 
     @property
     def slot_bytes(self) -> int:

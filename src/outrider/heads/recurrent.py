@@ -7,7 +7,7 @@
                                         (f_e-2, x_e-1) │         output o stands for f_e-1, its logits for e
                                               (o, draft)         …
 
-A pair has position t, as in the reference.  Its K/V lies in the target's slot t + 1, beside its token, so
+A pair has position t, as in the reference.  Its K/V is in the target's slot t + 1, beside its token, so
 that a shared page depends on nothing after it.  The row's table, begun one slot later, has pair t at
 index t.
 

@@ -125,7 +125,7 @@ def read_states(model: Model, texts: Sequence[Sequence[int]], wanted: Collection
 
 
 def _chunks(texts: Sequence[Sequence[int]], most: int) -> Iterator[StepInput]:
-    """Steps of at most so many tokens for all texts.  K/V of a text lies behind that of the text before."""
+    """Steps of at most so many tokens for all texts.  K/V of a text follows that of the text before."""
     step_input, filled = StepInput(), 0
     for tokens in texts:
         table, first = array("i", range(filled, filled + len(tokens))), 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from outrider.backends.rules import TreeQueries
 from outrider.cache.pool import Pool
 from outrider.checkpoints.spec import Facts
 from outrider.core.device import take
+from outrider.core.lora import Adapted
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
@@ -27,7 +28,10 @@ Stream = Tensor | None  # residual stream [N, hidden]; None: the embeddings of t
 class Model(Protocol):
     """Weights of one model.  There is no state between calls: K/V is in the pool that a call gets.
 
-    embedding: packed for `backend`; None if only `embed` can compute it
+    embedding:  packed for `backend`; None if only `embed` can compute it
+    in_process: this process alone computes it
+    stages:     steps that may be in flight at once, on a pipeline of so many stages
+    adapts:     whether `pack_adapter` is supported
     """
 
     backend: Backend
@@ -37,6 +41,9 @@ class Model(Protocol):
     precision: Precision
     spec: Facts
     embedding: Any = None
+    in_process: bool = True
+    stages: int = 1
+    adapts: bool = False
 
     @property
     def exact(self) -> bool:
@@ -107,6 +114,13 @@ class Model(Protocol):
         states.update(taps)
         return self.finish_step(step_input, x, states, queries)
 
+    def begin_step(
+        self, step_input: StepInput, pool: Pool, states: dict[int, Tensor], queries: TreeQueries | None = None
+    ) -> Callable[[], Tensor]:
+        """Begin `forward_step`, so that another one may begin.  The result waits for its logits."""
+        logits = self.forward_step(step_input, pool, states, queries)
+        return lambda: logits
+
     def finish_step(
         self, step_input: StepInput, x: Tensor, states: dict[int, Tensor], queries: TreeQueries | None
     ) -> Tensor:
@@ -122,6 +136,10 @@ class Model(Protocol):
         if queries is not None:
             assert self.backend.verifier is not None, "queries come from the backend's verifier"
             self.backend.verifier.verify(logits, queries)
+
+    def pack_adapter(self, layers: Adapted) -> Any:
+        """The weights of a LoRA adapter as `StepInput.adapt` takes them."""
+        raise AssertionError("adapts is False")
 
     @property
     def fuses_chains(self) -> bool:

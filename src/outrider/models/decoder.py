@@ -62,6 +62,7 @@ class Decoder(Model):
     """
 
     spec: Spec
+    adapts = True
 
     def __init__(
         self,
@@ -163,8 +164,7 @@ class Decoder(Model):
         stack, runs = self.parts[0].stack, _runs(step_input, 0) if step_input.adapters else ()
         return self.fused.forward(stack, self.ends, LayerKV(step_input, pool), states, queries, runs)
 
-    def pack_adapter(self, layers: Adapted) -> list[Any]:
-        """An adapter's weights as `StepInput.adapt` takes them: packed for each part."""
+    def pack_adapter(self, layers: Adapted) -> list[Any]:  # an entry a part
         return [
             part.backend.pack_adapter(self.spec, layers[part.first : part.first + part.layers])
             for part in self.parts

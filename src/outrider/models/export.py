@@ -1,4 +1,4 @@
-"""Export of quantised checkpoints: compressed-tensors ("pack-quantized"), weights only, W8A16 or W4A16.
+"""Export of quantized checkpoints: compressed-tensors ("pack-quantized"), weights only, W8A16 or W4A16.
 
     name.weight [O, K]  ->  name.weight_packed  int32 [O, K * bits / 32]   unsigned, the lowest bits first
                             name.weight_scale   float16 [O, K / GROUP], float32 if that would round
@@ -29,16 +29,16 @@ from outrider.errors import ConfigError, ModelError
 from outrider.models.load import needs_fallback
 
 OUTER = ("embed_tokens", "lm_head")
-PLAIN = {16: torch.bfloat16, 32: torch.float32}  # bits: not quantised
+PLAIN = {16: torch.bfloat16, 32: torch.float32}  # bits: not quantized
 CHOICES = (8, 4, *PLAIN)
 
 
 def write(source: str, folder: Path, bits: int, revision: str | None = None) -> int:
     """Write the checkpoint `source` to `folder` with `bits` bits a weight; returns the bytes of its weights.
 
-    16 bits dequantise a compressed-tensors checkpoint to bfloat16, 32 bits to float32, which is exact.
+    16 bits dequantize a compressed-tensors checkpoint to bfloat16, 32 bits to float32, which is exact.
     Raises ModelError for a checkpoint that is no folder, is not supported by the lean decoder, or is
-    quantised already.  Raises ConfigError for other bits, or for a folder that is not empty.
+    quantized already.  Raises ConfigError for other bits, or for a folder that is not empty.
     """
     if bits not in CHOICES:
         raise ConfigError(f"bits must be one of {', '.join(map(str, CHOICES))}, got {bits!r}.")
@@ -68,10 +68,10 @@ def _check(checkpoint: Checkpoint, bits: int) -> None:
                 f"{checkpoint.name!r} is {checkpoint.spec.architecture}, which cannot be run from few bits."
             )
     elif bits not in PLAIN:
-        raise ModelError(f"{checkpoint.name!r} is quantised already: write it with 16 bits first.")
+        raise ModelError(f"{checkpoint.name!r} is quantized already: write it with 16 bits first.")
     elif checkpoint.scheme.method != "compressed-tensors":
         raise ModelError(
-            f"{checkpoint.name!r} is quantised by {checkpoint.scheme.method}; "
+            f"{checkpoint.name!r} is quantized by {checkpoint.scheme.method}; "
             f"only compressed-tensors can be written with {bits} bits."
         )
 
@@ -118,7 +118,7 @@ def _copy_rest(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def packed(tensors: Iterable[tuple[str, Tensor]], bits: int) -> dict[str, Tensor]:
-    """Tensors of a file with every matrix quantised to `bits` bits.
+    """Tensors of a file with every matrix quantized to `bits` bits.
 
     A matrix whose number of inputs is not a multiple of the group size is left unchanged.
     """
@@ -136,7 +136,7 @@ def packed(tensors: Iterable[tuple[str, Tensor]], bits: int) -> dict[str, Tensor
 
 
 def scheme(bits: int, plain: Iterable[str] = ()) -> dict[str, Any]:
-    """The quantization_config of an exported file.  plain: matrices that are not quantised."""
+    """The quantization_config of an exported file.  plain: matrices that are not quantized."""
 
     def group(targets: list[str], bits: int) -> dict[str, Any]:
         weights = {

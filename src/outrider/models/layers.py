@@ -17,7 +17,7 @@ from outrider.core.quantized import join
 
 @dataclass(frozen=True)
 class LayerReader:
-    """Reader of a decoder's weights.  bits: of quantisation while loading, None for the weights as stored."""
+    """Reader of a decoder's weights.  bits: of quantization while loading, None for the weights as stored."""
 
     weights: Source
     spec: Spec

@@ -51,7 +51,7 @@ def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, spli
         )
     if checkpoint.scheme or checkpoint.gguf:
         raise ModelError(
-            f"{name} cannot be run from a quantised checkpoint; "
-            f"only {', '.join(FAMILIES)} can: load an unquantised one."
+            f"{name} cannot be run from a quantized checkpoint; "
+            f"only {', '.join(FAMILIES)} can: load an unquantized one."
         )
     return True

@@ -100,7 +100,7 @@ def _head(drafter: HeadDrafter) -> nn.Module:
 
 
 def loaded(network: N, head: Head, ours: Callable[[str], str] = lambda name: name) -> N:
-    """The network with the weights of a head, quantised ones in float32.
+    """The network with the weights of a head, quantized ones in float32.
 
     ours: our name of one of the network's tensors.  Raises ConfigError for a head with other tensors or
     settings.

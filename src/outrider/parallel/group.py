@@ -65,7 +65,7 @@ class Group:
         self._activities: dict[int, Activity] = {}
         self._before, self._moved = dict[int, Activity](), 0.0  # the last that differed, and when
         self._ended: list[int] = []  # ranks whose connection is closed
-        self._told: dict[int, OutriderError | str] = {}  # rank -> error; may follow from another one's end
+        self._errors: dict[int, OutriderError | str] = {}  # rank -> error; may follow from another one's end
         self._open = set[Results]()
         self._numbers: dict[Connection[Any, Any], int] = {}
 
@@ -198,12 +198,12 @@ class Group:
             with contextlib.suppress(OSError, ValueError):  # `close` may be quicker
                 self._read_all(SILENCE / 8)
             self._forgive(time.monotonic() - began - SILENCE / 8)
-            if self._told and not self._ended:
+            if self._errors and not self._ended:
                 time.sleep(SETTLING)
                 self._read_all(0)
             for rank in self._ended:
                 self._fail(f"rank {rank} has ended")
-            for rank, error in self._told.items():
+            for rank, error in self._errors.items():
                 self._fail(f"rank {rank} failed with {error}")
             for rank, seen in self._seen.items():
                 if time.monotonic() - seen > SILENCE:
@@ -233,7 +233,7 @@ class Group:
             try:
                 message = hear(connection)
             except (EOFError, OSError):
-                if rank not in self._told:
+                if rank not in self._errors:
                     self._ended.append(rank)
                 continue
             self._seen[rank] = time.monotonic()
@@ -242,7 +242,7 @@ class Group:
             if message[0] == News.READY or (message[0] == News.FAILED and not self._begun):
                 self._news.put((rank, message))
             elif message[0] == News.FAILED:
-                self._told[rank] = message[1]
+                self._errors[rank] = message[1]
 
     # ---- ending
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from outrider.checkpoints.spec import Spec
 from outrider.errors import ConfigError
 
-GROUP = 32  # inputs of a linear are split at multiples of it where possible: quantised weights have groups
+GROUP = 32  # inputs of a linear are split at multiples of it where possible: quantized weights have groups
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Layout:
     def rank(self, stage: int, index: int = 0) -> int:
         return stage * self.tensor + index
 
-    def talk(self, rank: int, other: int) -> bool:
+    def linked(self, rank: int, other: int) -> bool:
         """Whether two ranks send each other tensors that are not summed."""
         return rank == 0 or other == 0 or abs(rank - other) == self.tensor
 

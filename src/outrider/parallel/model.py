@@ -53,6 +53,8 @@ class ParallelModel(Model):
     """
 
     spec: Spec
+    in_process = False
+    adapts = True
 
     def __init__(
         self, group: Group, stage: Stage, reports: Sequence[Report], max_len: int, number: int = 0
@@ -61,7 +63,7 @@ class ParallelModel(Model):
         self.number, self._call = number, partial(group.call, number)
         options = stage.options
         self.spec, self.layout, self.precision = options.spec, options.layout, options.precision
-        self.dtype = options.precision.dtype
+        self.dtype, self.stages = options.precision.dtype, options.layout.pipeline
         self.backend, self.device = stage.backend, stage.backend.device
         self._numbers = itertools.count()
         self._everything = (0,) * self.spec.layers
@@ -117,7 +119,6 @@ class ParallelModel(Model):
     def begin_step(
         self, step_input: StepInput, pool: Pool, states: dict[int, Tensor], queries: TreeQueries | None = None
     ) -> Callable[[], Tensor]:
-        """Begin `forward_step`, so that another one may begin.  The result waits for its logits."""
         run = self._begin(step_input, pool, Wanted(tuple(states), tuple(step_input.logits_rows)))
 
         def complete() -> Tensor:

@@ -58,7 +58,7 @@ class Local:
                 control.join(low, high)
             if layout.stage(low) == layout.stage(high):
                 sums.join(low, high)
-            if layout.talk(low, high):
+            if layout.linked(low, high):
                 direct.join(low, high)
         everyone = [
             Sockets(rank, port, control.numbers(rank)[0], sums.numbers(rank), direct.numbers(rank))

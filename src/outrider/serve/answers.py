@@ -14,7 +14,7 @@ from outrider.core.logprobs import Entry
 from outrider.errors import shortened
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
-from outrider.serve.errors import ApiError, told
+from outrider.serve.errors import ApiError, api_error
 from outrider.serve.protocol import Classic, Sampling
 from outrider.serve.state import Server
 from outrider.serve.usage import origins_of, speculation_of, usage_of
@@ -87,7 +87,7 @@ class Job:
                 async for chunk in chunks:
                     yield event(chunk)
         except Exception as error:
-            yield event(told(error).body())
+            yield event(api_error(error).body())
         yield DONE
 
     async def _chunks(self, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
@@ -95,7 +95,7 @@ class Job:
         ended: dict[int, RequestOutput] = {}
         head = self.head(self.chunk_kind)
         usage = {"usage": None} if options is not None and options.include_usage else {}
-        started: dict[int, int] = {}  # choice -> tokens whose origins have been told
+        started: dict[int, int] = {}  # choice -> tokens whose origins have been sent
         complete = set[int]()  # choices; the other ones of a request may go on
         every_step = self.body.return_origins  # each with its draft tree
         async with aclosing(self.server.stream(self.requests, room, every_step)) as outputs:

@@ -56,8 +56,8 @@ class ApiError(Exception):
         return Json(self.body(), self.status, self.headers)
 
 
-def told(error: Exception) -> ApiError:
-    """The refusal that a client gets for an exception.  Unexpected ones are logged."""
+def api_error(error: Exception) -> ApiError:
+    """The error that a client gets for an exception.  Unexpected ones are logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
@@ -111,7 +111,7 @@ def install(app: FastAPI) -> None:
     """Give every error of the routes OpenAI's shape."""
 
     async def refused(_: Request, error: Exception) -> Json:
-        return told(error).response()
+        return api_error(error).response()
 
     for kind in (RequestValidationError, HTTPException, ApiError, RequestError, EngineError, TimeoutError):
         app.add_exception_handler(kind, refused)

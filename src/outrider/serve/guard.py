@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.serve.errors import ApiError, told
+from outrider.serve.errors import ApiError, api_error
 from outrider.serve.options import ServerOptions
 from outrider.serve.traces import HEADERS
 from outrider.serve.wire import Left
@@ -67,7 +67,7 @@ class Guard:
         except Left:
             log.debug("a client left")
         except Exception as error:
-            refusal = told(error)
+            refusal = api_error(error)
             if not started:
                 await refusal.response()(scope, receive, send)
 

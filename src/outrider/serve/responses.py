@@ -13,7 +13,7 @@ from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.answers import name_of, now
 from outrider.serve.chat import Reply, reply_for
-from outrider.serve.errors import ApiError, told
+from outrider.serve.errors import ApiError, api_error
 from outrider.serve.items import chat_tools, messages_of
 from outrider.serve.output_items import OutputItems
 from outrider.serve.protocol import JsonSchema, ResponseFormat, ResponsesBody
@@ -95,7 +95,7 @@ class Responses:
                 async for each in events:
                     yield self._sent(each)
         except Exception as error:
-            refusal = told(error).body()["error"]
+            refusal = api_error(error).body()["error"]
             short = {"code": "server_error", "message": refusal["message"]}
             failed = {**self._head("failed"), "error": short}
             yield self._sent({**refusal, "type": "error"})

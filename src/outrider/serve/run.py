@@ -119,7 +119,7 @@ def _bound(families: Mapping[Any, int]) -> list[socket]:
 
 
 def _loading(load: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
-    """What `load` returns, in a daemon thread: a process that is told to end does not wait for it."""
+    """What `load` returns, in a daemon thread: a process that ends does not wait for it."""
     future = Future[AsyncLLM]()
     future.set_running_or_notify_cancel()
 

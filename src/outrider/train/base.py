@@ -129,7 +129,7 @@ class Method:
         return Sizes(spec.hidden, inner, heads, spec.kv_heads, spec.head_dim, eps)
 
     def start_from(self, folder: Path) -> None:
-        """Load an earlier head, quantised or not.  Raises ConfigError for that of another network."""
+        """Load an earlier head, quantized or not.  Raises ConfigError for that of another network."""
         own = self.head.state_dict()
         try:
             head = Head.open(str(folder))
@@ -149,12 +149,12 @@ class Method:
 def write_head(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], bits: int | None = None
 ) -> None:
-    """Write config.json and model.safetensors, each in one step: in bfloat16, or quantised to `bits` bits."""
+    """Write config.json and model.safetensors, each in one step: in bfloat16, or quantized to `bits` bits."""
     config = {**config, "torch_dtype": "bfloat16"}
     stored = {name: _half(tensor) for name, tensor in tensors.items()}
     if bits is not None:
         matrices = (name for name, tensor in stored.items() if tensor.dim() == 2)
-        whole = [name for name in matrices if stored[name].shape[1] % GROUP]  # not quantised
+        whole = [name for name in matrices if stored[name].shape[1] % GROUP]  # not quantized
         config["quantization_config"] = scheme(bits, whole)
         stored = packed(stored.items(), bits)
     folder.mkdir(parents=True, exist_ok=True)

@@ -24,12 +24,12 @@ def check_layout(layout: str, known: Collection[str]) -> None:
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A flat config without what belongs to one layout, or to quantised weights."""
+    """A flat config without what belongs to one layout, or to quantized weights."""
     return {key: value for key, value in flat(config).items() if key not in OF_A_LAYOUT}
 
 
 def dense(head: Head) -> dict[str, Tensor]:
-    """The tensors of a head, quantised ones in float32."""
+    """The tensors of a head, quantized ones in float32."""
     return {name: head.raw(name) for name in head}
 
 

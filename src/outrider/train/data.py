@@ -160,8 +160,9 @@ def encoded(llm: LLM, example: Example, options: TrainOptions) -> Item:
     if example.text or not getattr(tokenizer, "chat_template", None):
         text = example.text or "\n\n".join(one["content"] for one in example.messages)
         ids = list(tokenizer.encode(text))
-        cut = options.prompt_tokens if example.text and options.regenerate else len(ids)
-        cut = 1 if example.text and not options.regenerate else cut
+        cut = len(ids)
+        if example.text:
+            cut = options.prompt_tokens if options.regenerate else 1
     else:
         ids = render(tokenizer, {"messages": list(example.messages)})["prompt_token_ids"]
         cut = len(ids)

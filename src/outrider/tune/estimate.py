@@ -141,7 +141,7 @@ def judged(drafter: ModelDrafter, prompt: list[int], text: list[int], params: Sa
     sampled = params.temperature > 0
     for start in range(0, len(ids), CHUNK):
         step_input = StepInput()
-        step_input.chain(slots, start, drafter._in_vocabulary(ids[start : start + CHUNK]))
+        step_input.chain(slots, start, drafter.in_vocabulary(ids[start : start + CHUNK]))
         x = decoder.forward(step_input.build(), pool)
         rows = [i for i in range(step_input.length) if start + i >= len(prompt) - 1]
         logits = decoder.logits(x, rows)[:, : drafter.vocabulary] if rows else None

@@ -69,8 +69,8 @@ class Rule:
     same         the emitted tokens are those of plain decoding, token for token
     drawn        uses the distribution q of draft tokens: drafters should sample from q and report it
     branches     can judge siblings
-    kernel       name by which backends know the rule: they may verify a tree within the forward; "": they
-                 do not know it
+    kernel       name of the rule in backends, which may then verify a tree within the forward; "" for none.
+                 Not inherited: a subclass is another rule.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
@@ -80,6 +80,9 @@ class Rule:
     drawn: ClassVar[bool] = True
     branches: ClassVar[bool] = True
     kernel: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        cls.kernel = vars(cls).get("kernel", "")
 
     def __init__(self, options: Any = None) -> None:
         self.options: Any = options or self.Options()

@@ -111,12 +111,12 @@ def text_of(body: str) -> str:
 
 
 @pytest.mark.parametrize("length", range(len(WHOLE)))
-@pytest.mark.parametrize("told", [False, True], ids=["killed", "failed"])
-def test_a_lost_stream_goes_on(length: int, told: bool) -> None:
+@pytest.mark.parametrize("failed", [False, True], ids=["killed", "failed"])
+def test_a_lost_stream_goes_on(length: int, failed: bool) -> None:
     """Also where the engine has failed, and its server lives."""
-    lost = [*WHOLE[:length], *([f"data: {ENGINE}\n\n", DONE] if told else [])]
+    lost = [*WHOLE[:length], *([f"data: {ENGINE}\n\n", DONE] if failed else [])]
     coarse = [chunk("".join(WORDS[:3])), chunk("".join(WORDS[3:])), *WHOLE[-2:]]
-    pool = Script([Scripted(lost, lost=not told), Scripted(coarse, 1)])
+    pool = Script([Scripted(lost, lost=not failed), Scripted(coarse, 1)])
     status, body = ask(pool)
     assert status == 200 and text_of(body) == "".join(WORDS) and body.count("[DONE]") == 1
     assert body.count("stop") == 1 and "error" not in body
@@ -161,7 +161,7 @@ def test_attempts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ask(Script([NotReached() for _ in range(9)]))
 
 
-def test_a_full_replica_tries_another_and_all_full_ones_are_told() -> None:
+def test_a_full_replica_tries_another_and_all_full_ones_are_reported() -> None:
     full = [Scripted(["full"], i, 429, stream=False) for i in range(2)]
     pool = Script([full[0], Scripted(["{}"], 1, stream=False)])
     assert ask(pool) == (200, "{}") and pool.asked[1][1] == {0}

@@ -133,7 +133,7 @@ def test_a_restart_waits_for_a_replica_that_is_about_to_start(process: Any, tmp_
     asyncio.run(run())
 
 
-def test_a_first_process_that_is_told_to_stop_while_it_starts_is_replaced(
+def test_a_first_process_that_is_stopped_while_it_starts_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = iter(["stopping", "starting"])
@@ -147,14 +147,14 @@ def test_a_first_process_that_is_told_to_stop_while_it_starts_is_replaced(
     assert [*states] == []
 
 
-def test_a_replica_that_is_told_to_stop_while_it_starts_gets_no_requests(
+def test_a_replica_that_is_stopped_while_it_starts_gets_no_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
         replica = lone(tmp_path)
 
         async def well(*_: object) -> bool:
-            replica.state = "stopping"  # told while it answers
+            replica.state = "stopping"  # stopped while it answers
             return True
 
         monkeypatch.setattr(Replica, "_healthy", well)

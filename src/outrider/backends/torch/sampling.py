@@ -15,8 +15,8 @@ from torch import Tensor
 from outrider.core.noise import gumbel, gumbel_of
 from outrider.core.params import DistributionParams
 
-# Numbers to sort before the whole vocabulary, which would take the longest by far on a CPU.  On a device, to
-# see whether they suffice would stop the host.
+# Numbers of best logits to try before the whole vocabulary, which takes by far the longest to sort on a CPU.
+# None on a device: checking whether they suffice would make the host wait for it.
 FIRST_LOOKS = {"cpu": (256, 4096)}
 
 

@@ -3,7 +3,7 @@
 A launch from Python takes longer than most kernels of a small step, and a step has some ten launches a layer.
 Steps are padded to a menu of sizes (`jobs.py`), so that few graphs serve them all.  A graph reads its own
 tensors, which a step is copied into before the replay.  Rows that pad a step store nothing, and their results
-are not read.  Kernels compute a row alike in any company, so padding does not change a bit.
+are not read.  A row's result does not depend on other rows, so padding does not change a bit.
 
 A job that comes for the first time is computed without a graph, in the graph's own tensors, which compiles
 all its kernels.  Then the graph is recorded and replayed.  So a step takes its usual time from the first on,
@@ -62,7 +62,7 @@ class Job(Protocol):
 
 class Recorder(Protocol):
     def record(self, run: Callable[[], Results]) -> Replay:
-        """What does again what `run` does, on the same memory.  Nothing is computed now.
+        """Record the launches of `run`, without computing; the result repeats them on the same memory.
 
         Raises RuntimeError if memory is short or an operation cannot be recorded.
         """

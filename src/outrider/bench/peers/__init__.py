@@ -168,7 +168,7 @@ def running(
 
 @contextmanager
 def _readable(name: str, model: str) -> Iterator[Path]:
-    """A checkpoint as the engine reads it: a compressed-tensors one unquantised, but for vLLM."""
+    """A checkpoint as the engine reads it: a compressed-tensors one unquantized, but for vLLM."""
     scheme = None if name in ("openvino", "vllm") else Checkpoint.open(model).scheme
     if scheme is None or scheme.method != "compressed-tensors":
         yield locate(model)
@@ -218,7 +218,7 @@ class Worker:
         timer.start()
         try:
             print(json.dumps(request), file=self.process.stdin, flush=True)
-            told: dict[str, Any] = json.loads(self.process.stdout.readline())
+            reply: dict[str, Any] = json.loads(self.process.stdout.readline())
         except (OSError, ValueError):
             if self.late:
                 raise Stopped(f"stopped after {self.seconds:g} s") from None
@@ -226,14 +226,14 @@ class Worker:
             self.process.wait()
             self.errors.seek(0)
             last = (self.errors.read().strip().splitlines() or ["it ended without a word"])[-1]
-            told = {"error": last}
+            reply = {"error": last}
         finally:
             timer.cancel()
-        if "error" in told:
-            raise ConfigError(f"{self.name} cannot run {self.model!r}: {told['error']}")
-        return told
+        if "error" in reply:
+            raise ConfigError(f"{self.name} cannot run {self.model!r}: {reply['error']}")
+        return reply
 
     def attempt(self, kind: str, group: list[Any]) -> Run:
-        told = [self.ask({"ids": prompt["prompt_token_ids"]}) for prompt in group]
-        answers = [CompletionOutput(0, "", each["tokens"], token_times=each["times"]) for each in told]
-        return Run(kind, sum(each["seconds"] for each in told), Times(), answers)
+        replies = [self.ask({"ids": prompt["prompt_token_ids"]}) for prompt in group]
+        answers = [CompletionOutput(0, "", each["tokens"], token_times=each["times"]) for each in replies]
+        return Run(kind, sum(each["seconds"] for each in replies), Times(), answers)

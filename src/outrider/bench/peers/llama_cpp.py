@@ -1,4 +1,4 @@
-"""llama.cpp on GGUF files: plain, n-gram look-up, and with the draft model.  It tells no times of steps.
+"""llama.cpp on GGUF files: plain, n-gram look-up, and with the draft model; without times of single steps.
 
 OUTRIDER_LLAMA_CPP is a folder with its `llama-server`, built for this processor.  Without it the server of
 the wheel `xllamacpp` runs, which is built for any processor with AVX2.
@@ -92,8 +92,8 @@ def _mode(job: Job, serve: Any, kind: str | None) -> Mode:
         address = server if isinstance(server, str) else server.listening_address  # keeps the server
         url = f"{address}/completion"
         with urlopen(Request(url, body, {"Content-Type": "application/json"})) as reply:
-            told = json.load(reply)
-        first, rest = (told["timings"][f"{part}_ms"] / 1e3 for part in ("prompt", "predicted"))
-        return told["tokens"], [first, *[first + rest] * (len(told["tokens"]) - 1)]
+            result = json.load(reply)
+        first, rest = (result["timings"][f"{part}_ms"] / 1e3 for part in ("prompt", "predicted"))
+        return result["tokens"], [first, *[first + rest] * (len(result["tokens"]) - 1)]
 
     return answer

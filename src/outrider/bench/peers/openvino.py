@@ -61,8 +61,8 @@ def _mode(job: Job, speculation: dict[str, Any], draft: str | None = None) -> Mo
 
     def answer(ids: list[int]) -> Answer:
         clock = Clock()
-        told = pipe.generate(openvino.Tensor(np.array([ids], np.int64)), config, clock)
-        tokens = list(told.tokens[0])
+        result = pipe.generate(openvino.Tensor(np.array([ids], np.int64)), config, clock)
+        tokens = list(result.tokens[0])
         return tokens, clock.times[: len(tokens)]
 
     return answer

@@ -58,7 +58,7 @@ def _mode(job: Job, draft: str | None = None, **options: Any) -> Mode:
         torch.manual_seed(job.seed)
         given, clock = torch.tensor([ids], device=job.device), _Clock()
         with torch.inference_mode():
-            told = model.generate(given, attention_mask=torch.ones_like(given), streamer=clock, **options)
-        return told[0, len(ids) :].tolist(), clock.times
+            output = model.generate(given, attention_mask=torch.ones_like(given), streamer=clock, **options)
+        return output[0, len(ids) :].tolist(), clock.times
 
     return answer

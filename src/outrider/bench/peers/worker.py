@@ -76,15 +76,15 @@ def main(name: str) -> None:
         try:
             if not found:
                 found = modes(name, Job(**asked))
-                told: dict[str, Any] = {"modes": [*found]}
+                reply: dict[str, Any] = {"modes": [*found]}
             elif mode is None:
                 mode = found[asked["load"]]()
-                told = asked
+                reply = asked
             else:
-                told = timed(mode, asked["ids"])
+                reply = timed(mode, asked["ids"])
         except Exception as error:  # any, of an engine that we do not know
-            told = {"error": (str(error).strip().splitlines() or [type(error).__name__])[-1]}
-        print(json.dumps(told), file=out, flush=True)
+            reply = {"error": (str(error).strip().splitlines() or [type(error).__name__])[-1]}
+        print(json.dumps(reply), file=out, flush=True)
 
 
 if __name__ == "__main__":

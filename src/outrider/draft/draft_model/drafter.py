@@ -149,7 +149,7 @@ class ModelDrafter(Drafter):
                 self.waiting.add(row)
             if reached == done:
                 continue
-            tokens = self._in_vocabulary(row.tokens[done:reached])
+            tokens = self.in_vocabulary(row.tokens[done:reached])
             adapter = row.adapter if self.itself else None
             view = self.window.read(first.step_input, row.slots, done, tokens, budget.nodes, adapter)
             if not self.itself:
@@ -180,7 +180,7 @@ class ModelDrafter(Drafter):
             return known == 1 and depth > 0
         return depth > 0 or (known > 1 and not row.left_out.issuperset(self.sources))
 
-    def _in_vocabulary(self, tokens: list[int]) -> list[int]:
+    def in_vocabulary(self, tokens: list[int]) -> list[int]:
         """The tokens with id 0 for those that only the target has."""
         if self.vocabulary == self.target.vocabulary:
             return tokens

@@ -7,9 +7,8 @@ decoding.
 
 The draft model computes a shadow of every row: a row of its own tokens, with K/V in pages of its own.  When
 the target's text grows, the shadow's last tokens may change; K/V of those that did not is kept.  A step
-tokenizes the end of a text
-only: `assistant_lookbehind` draft tokens (twice as many at most) on the way in, `target_lookbehind` target
-    tokens on the way out.
+tokenizes only the end of a text: `assistant_lookbehind` draft tokens (twice as many at most) for the shadow,
+`target_lookbehind` target tokens for its draft.
 
 The draft is greedy at any temperature.  Its tokens are not the target's, so both cannot share noise, and
 without shared noise the most probable token is accepted more often than a sampled one.  The request's logits

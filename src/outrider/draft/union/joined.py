@@ -1,9 +1,11 @@
-"""The configured drafter with the automatic ones beside it, for requests that tell something of their output.
+"""The configured drafter and the automatic ones, for requests with a grammar or a predicted output.
 
-A grammar makes text certain: it comes first, and a drafter of texts continues behind it.  A predicted output
-replaces the draft of the configured drafter.  This one drafts for the rows without either.  Draft tokens that
-the grammar forbids are dropped before they are verified.  Batches of other requests are passed on as they
-are.
+- Text that a grammar makes certain comes first.  A configured `TextDrafter` continues after it.
+- A predicted output replaces the draft of the configured drafter.
+- The configured drafter drafts for all other rows.
+
+Draft tokens that a grammar forbids are dropped before they are verified.  Batches without such requests go to
+the configured drafter unchanged.
 """
 
 from __future__ import annotations

@@ -109,5 +109,5 @@ def body_attribute(model: Any) -> str:
 def body_of(model: Any, architecture: str) -> Any:
     body = getattr(model, body_attribute(model), None)
     if body is None:
-        raise ModelError(f"{architecture} is not supported: its body cannot be told from its head.")
+        raise ModelError(f"{architecture} is not supported: its body and its head cannot be distinguished.")
     return body

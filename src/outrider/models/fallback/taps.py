@@ -42,8 +42,7 @@ def tapping(layers: nn.ModuleList | None, taps: dict[int, Tensor]) -> Iterator[N
         return
     if layers is None:
         raise ModelError(
-            "which modules are the layers of this model cannot be told: the states between them cannot be "
-            "seen."
+            "the modules that are the layers of this model cannot be recognized, nor the states between them."
         )
 
     def entering(layer: int) -> Any:

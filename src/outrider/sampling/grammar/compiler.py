@@ -19,7 +19,7 @@ from outrider.errors import RequestError, shortened
 from outrider.sampling.grammar.faults import place_of, readable
 from outrider.sampling.grammar.state import GrammarState
 
-REMEMBERED = 64  # compiled grammars
+CACHED = 64  # compiled grammars
 GBNF_RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")
 # Between two JSON tokens: nothing, a space, or a line break with indentation.  Unbounded whitespace is where
 # small models get lost.
@@ -28,7 +28,7 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 class GrammarCompiler:
-    """Compiles the grammars of requests and remembers the last ones.  Thread-safe; one compilation delays
+    """Compiles the grammars of requests and caches the last ones.  Thread-safe; one compilation delays
     only those that need a grammar, too.
 
     vocabulary: number of logits.  ending: the model's end-of-sequence tokens.
@@ -71,7 +71,7 @@ class GrammarCompiler:
         key = json.dumps(astuple(form))
         matcher = self.compiled.pop(key, None) or self._compile(form)
         self.compiled[key] = matcher
-        if len(self.compiled) > REMEMBERED:
+        if len(self.compiled) > CACHED:
             del self.compiled[next(iter(self.compiled))]
         return matcher
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.errors import shortened
-from outrider.serve.errors import ApiError, told
+from outrider.serve.errors import ApiError, api_error
 from outrider.serve.guard import GENERATING
 from outrider.serve.protocol import MOST_SAMPLES
 from outrider.serve.replicas.replay import Replay
@@ -35,7 +35,7 @@ log = logging.getLogger("outrider.serve")
 
 
 class ReplicaLost(Exception):
-    """A replica ended before its answer was complete.  planned: it was told to."""
+    """A replica ended before its answer was complete.  planned: it was stopped on purpose."""
 
     def __init__(self, planned: bool = False) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Relay:
                     text = shortened(body.decode(errors="replace"), 200)
                     raise ApiError(503, f"the request could not be repeated: {text}", code="replica_lost")
         except Exception as error:
-            for text in Replay(sent).failure(told(error).body()["error"]):
+            for text in Replay(sent).failure(api_error(error).body()["error"]):
                 yield text
 
 

@@ -128,7 +128,7 @@ class Replica:
         while self.state == "starting" and not (await self._healthy(self.timeout) and await self._prepared()):
             await asyncio.sleep(POLL)
         await self._measure()
-        if self.state == "starting":  # it was not told to stop meanwhile
+        if self.state == "starting":  # `stop` was not called meanwhile
             self.state, self._was_ready = "ready", True
             ready_at.append(asyncio.get_running_loop().time())
             self._started.set()
@@ -151,7 +151,7 @@ class Replica:
             return False
 
     def _return(self) -> None:
-        """Accept requests again, unless it was told to stop meanwhile."""
+        """Accept requests again, unless `stop` was called meanwhile."""
         if self.state == "lost":
             self.state = "ready"
             self.changed.set()
@@ -195,7 +195,7 @@ class Replica:
             self.open -= question.samples
 
     def lose(self) -> None:
-        """Ask it no more until it has told that it is well."""
+        """Send it no requests until its health check succeeds."""
         if self.state == "ready":
             self.state = "lost"
 

@@ -1,6 +1,6 @@
 """Choice of a replica: the longest cached prefix, weighed against load.
 
-The router knows no tokens.  It cuts a prompt into blocks of characters and remembers, for each replica, the
+The router has no tokenizer.  It cuts a prompt into blocks of characters and keeps, for each replica, the
 blocks that it has sent there:
 
     prompt   [ block 0 | block 1 | block 2 | rest ]        key i = hash of blocks 0 … i
