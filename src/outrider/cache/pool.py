@@ -42,9 +42,6 @@ class Pool:
             layers, 2, kv_heads, slots, row
         )
         self.data: Tensor = planes.transpose(2, 3)
-        # K of layer i is plane 2i, V plane 2i + 1
-        self.address, self.plane = planes.data_ptr(), planes[0, 0].nbytes
-        self.head = self.plane // kv_heads
 
     @staticmethod
     def wide(head_dim: int) -> int:

@@ -195,8 +195,8 @@ def _run(command: Sequence[str]) -> str:
     except (OSError, ValueError) as error:
         raise BuildError(f"the C compiler {command[0]!r} cannot be run ({error})") from error
     if result.returncode:
-        said = result.stderr.strip()[-800:]
-        raise BuildError(f"the C compiler {command[0]!r} failed with status {result.returncode}: {said}")
+        output = result.stderr.strip()[-800:]
+        raise BuildError(f"the C compiler {command[0]!r} failed with status {result.returncode}: {output}")
     return result.stdout
 
 

@@ -47,7 +47,7 @@ def pack(
     dtype: torch.dtype,
     inputs_dtype: torch.dtype = torch.float32,
 ) -> Packed:
-    """Pack [O, K] as floats of `dtype`; a quantised weight keeps its bits.
+    """Pack [O, K] as floats of `dtype`; a quantized weight keeps its bits.
 
     inputs_dtype: what the inputs of a bfloat16 weight are rounded to.
     """

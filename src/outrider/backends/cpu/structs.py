@@ -6,11 +6,12 @@ import ctypes
 import itertools
 import struct
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from outrider.backends.cpu.bindings import STRUCTS
+from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule, hidden_of
 
@@ -18,6 +19,23 @@ LINEARS = ("qkv", "o", "gate_up", "down")
 ROWS = STRUCTS["Rows"]
 SIZES = ("hidden", "inner", "heads", "kv_heads", "head_dim", "eps")
 VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
+
+
+class Planes(NamedTuple):
+    """K of layer i of a pool is plane 2i, V plane 2i + 1.  keys: address of a layer's K.  In bytes.
+
+    plane: from one plane to the next.  head: from one K/V head to the next.
+    """
+
+    keys: int
+    plane: int
+    head: int
+
+
+def planes(pool: Pool, layer: int = 0) -> Planes:
+    data, size = pool.data, pool.data.element_size()
+    plane = data.stride(1) * size
+    return Planes(data.data_ptr() + 2 * layer * plane, plane, data.stride(3) * size)
 
 
 def packer(name: str) -> struct.Struct:

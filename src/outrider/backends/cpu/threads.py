@@ -18,7 +18,7 @@ import torch
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 VERSION_1 = ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-told: dict[int, int] = {}  # handle of a library of kernels -> its number of threads
+numbers: dict[int, int] = {}  # handle of a library of kernels -> its number of threads
 
 
 @lru_cache(maxsize=1)
@@ -47,9 +47,9 @@ def processors() -> int:
 def adopt(kernels: ctypes.CDLL) -> None:
     """Let the kernels use as many threads as torch does."""
     count = torch.get_num_threads()
-    if told.get(kernels._handle) != count:
+    if numbers.get(kernels._handle) != count:
         kernels.set_threads(count)
-        told[kernels._handle] = count
+        numbers[kernels._handle] = count
 
 
 def quota(groups: Path, own: Path) -> float | None:
