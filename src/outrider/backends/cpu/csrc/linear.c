@@ -128,7 +128,7 @@ INLINE void multiply_tile(int64_t rows, const int form, TileTask t) {
         case 3: multiply_rows(3, form, t); break;
         case 4: multiply_rows(4, form, t); break;
         case 5: multiply_rows(5, form, t); break;
-#ifdef __AVX512F__
+#if defined __AVX512F__ || defined __ARM_NEON
         case 6: multiply_rows(6, form, t); break;
 #endif
     }
