@@ -300,11 +300,13 @@ int has_bfloat16_products(void) {
 #ifdef __AVX512BF16__
     return 1;
 #else
-    return HAS_TILES;
+    return HAS_TILES || HAS_BFDOT;
 #endif
 }
 
 int has_bfloat16_tiles(void) { return HAS_TILES; }
+
+int has_bfdot(void) { return HAS_BFDOT; }
 
 void embed(const Weight *weight, const int64_t *ids, int64_t rows, int64_t inputs, float *y) {
     if (weight->kind >= INT8) {
