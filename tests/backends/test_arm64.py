@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from neon import EMULATED
 
 from outrider.backends.cpu import build
 
@@ -35,3 +37,16 @@ def test_byte_products_are_those_of_the_definition(flags: list[str], tmp_path: P
         check=True,
     )
     assert subprocess.run([EMULATOR, "-cpu", "max", str(program)]).returncode == 0
+
+
+@pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"needs {EMULATOR}")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="emulated on x86-64")
+def test_bfdot_gives_the_bits_of_the_emulated_one(tmp_path: Path) -> None:
+    source, real, emulated = Path(__file__).with_name("bfdot.c"), tmp_path / "real", tmp_path / "emulated"
+    cross = [COMPILER, *build.ARM64["neon_bf16"].flags, "-static"]
+    for command, program in ((cross, real), (["cc", *EMULATED], emulated)):
+        subprocess.run([*command, "-O2", f"-I{SOURCES}", str(source), "-o", str(program), "-lm"], check=True)
+    expected = subprocess.run([emulated], capture_output=True, check=True).stdout
+    assert len(set(expected.split())) > 10000
+    got = subprocess.run([EMULATOR, "-cpu", "max", real], capture_output=True, check=True).stdout
+    assert got == expected

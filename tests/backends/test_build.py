@@ -277,15 +277,16 @@ def test_compiler_errors_are_reported(small: Recipe, cache: Path, caplog: pytest
 
 
 @needs_c
+@pytest.mark.parametrize("flag", ["-mavxvnni", *build.ARM64["neon_bf16"].flags])
 def test_a_flag_that_the_compiler_does_not_know_is_left_out(
-    small: Recipe, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    small: Recipe, cache: Path, tmp_path: Path, flag: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler = tmp_path / "old-cc"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-mavxvnni*) exit 1;; esac\nexec {COMPILER} "$@"\n')
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *{flag}*) exit 1;; esac\nexec {COMPILER} "$@"\n')
     compiler.chmod(0o700)
-    made = small._replace(flags=("-mavxvnni", *small.flags))
+    made = small._replace(flags=(flag, *small.flags))
     assert works(build.load(made, environment(cache, CC=str(compiler))))
-    assert "compiled without -mavxvnni" in caplog.text
+    assert f"compiled without {flag}" in caplog.text
     caplog.clear()
     assert works(build.load(made, environment(cache, CC=str(compiler)))) and "without" not in caplog.text
 
@@ -318,6 +319,14 @@ def test_features_of_a_processor(listed: str, tmp_path: Path, monkeypatch: pytes
     list_.write_text(f"processor : 0\n{listed}\n")
     monkeypatch.setattr(build, "CPUINFO", list_)
     assert {"asimddp"} < build.processor()
+
+
+@pytest.mark.parametrize("known", [0, 1])
+def test_features_of_an_apple_processor(known: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(build.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(build, "_sysctl", lambda name: known if name == "hw.optional.arm.FEAT_BF16" else 0)
+    assert build.processor() == ({"asimddp", "bf16"} if known else {"asimddp"})
 
 
 def test_every_instruction_set_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bfloat16_sums import by_tiles
+from bfloat16_sums import by_tiles, hard_numbers
 from kernel_cases import c_backend, needs_c
 from torch import Tensor
 
@@ -75,14 +75,6 @@ def linear(library: ctypes.CDLL, x: Tensor, weight: Packed) -> Tensor:
     y = torch.empty(len(x), weight.outputs)
     library.linear(weight.c, x.data_ptr(), *x.shape, y.data_ptr(), weight.outputs, 0)
     return y
-
-
-def hard_numbers(*shape: int) -> Tensor:
-    """Random bits: magnitudes whose products and sums are subnormal, cancel or overflow."""
-    signs, mantissas = torch.randint(2, shape), torch.randint(128, shape)
-    middle = torch.tensor([4, 40, 64, 127, 188])[torch.randint(5, (shape[0], 1))]
-    exponents = (middle + torch.randint(-4, 5, shape)).clamp(0, 254)
-    return ((signs << 15 | exponents << 7 | mantissas).int() << 16).view(torch.float32)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (2, 64), (65, 63), (200, 130), (384, 96)])

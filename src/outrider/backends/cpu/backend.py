@@ -63,6 +63,8 @@ class CpuBackend(Picking):
         inputs = "bfloat16 inputs, " if inputs_dtype == torch.bfloat16 else ""
         if inputs and lib.has_bfloat16_tiles():  # other bits
             inputs = "bfloat16 inputs in AMX tiles, "
+        elif inputs and lib.has_bfdot():  # other bits, too
+            inputs = "bfloat16 inputs by bfdot, "
         self.name = f"C ({str(dtype).removeprefix('torch.')} weights, {inputs}float32 sums)"
         self.fused, self.verifier = CpuFusedModel(lib), TreeVerifier(lib)
         self.distributions = Distributions(lib)

@@ -67,7 +67,12 @@ X86_64 = {
     "avx512_bf16": _x86_64("v4", "avx512_vnni", "avx512_bf16"),
     "amx": _x86_64("v4", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
 }
-ARM64 = {"neon_dotprod": Target(("-march=armv8.2-a+dotprod",), frozenset(("asimddp",)))}
+DOTPROD = "-march=armv8.2-a+dotprod"
+ARM64 = {  # a compiler takes the last -march
+    "neon_dotprod": Target((DOTPROD,), frozenset(("asimddp",))),
+    "neon_bf16": Target((DOTPROD, f"{DOTPROD}+bf16"), frozenset(("asimddp", "bf16"))),
+}
+OPTIONAL_FLAGS = ("-mavx", "-mamx", DOTPROD)
 TARGETS = {  # the best one last; `portable` has NEON on arm64, where every processor does
     "portable": Target((), frozenset()),
     **(ARM64 if platform.machine() in ("aarch64", "arm64") else X86_64),
@@ -146,13 +151,21 @@ def available() -> list[str]:
 def processor() -> frozenset[str]:
     """Features of this processor that this process may use; none where the system does not list them."""
     if platform.system() == "Darwin" and platform.machine() == "arm64":
-        return frozenset(("asimddp",))  # in every one of Apple's
+        return frozenset(("asimddp", *(("bf16",) if _sysctl("hw.optional.arm.FEAT_BF16") else ())))
     with suppress(OSError):
         for line in CPUINFO.read_text(encoding="utf-8").splitlines():
             if line.startswith(("flags", "Features")):  # of x86-64, of arm64
                 features = frozenset(line.split())
                 return features if features.isdisjoint(AMX) or _allows_tiles() else features - AMX
     return frozenset()
+
+
+def _sysctl(name: str) -> int:
+    """A number that macOS tells of the machine; 0 for names that it does not know."""
+    value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    by_name = ctypes.CDLL(None).sysctlbyname
+    by_name(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return value.value
 
 
 def _allows_tiles() -> bool:
@@ -219,7 +232,7 @@ def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
 def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
     """Compile, without instructions that an older compiler does not know.
 
-    That is slower.  The bits are the same, but without AMX those of processors without it.
+    That is slower.  The bits are the same, but without AMX or bfdot those of processors without it.
     """
     flags, inputs = list(made.flags), [*map(str, made.sources), "-o", str(library), "-lm"]
     while True:
@@ -227,7 +240,7 @@ def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
             _run([*compiler.command, *flags, *inputs])
             return
         except BuildError:
-            newest = next((flag for flag in reversed(flags) if flag.startswith(("-mavx", "-mamx"))), None)
+            newest = next((flag for flag in reversed(flags) if flag.startswith(OPTIONAL_FLAGS)), None)
             if newest is None or _knows(compiler, newest):
                 raise
             flags.remove(newest)

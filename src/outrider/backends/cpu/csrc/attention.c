@@ -70,17 +70,10 @@ static void order_queries(int is_bfloat16, int64_t padded_dim, const Block *b, f
 
 /* ---- scores */
 
-INLINE vfloat add_quarters(vfloat a, vfloat b) {
-    return SHUFFLE(a, b, EVEN_QUARTERS) + SHUFFLE(a, b, ODD_QUARTERS);
-}
-
 /* Lane i: the sum of the lanes of v[i], for LANES vectors and always by the same tree. */
 INLINE vfloat sum_each(const vfloat *v) {
     vfloat w[4]; /* quarter k of w[c]: parts of the sum of v[4 k + c] */
-    for (int c = 0; c < 4; c++)
-        w[c] = LANES == 8 ? add_quarters(v[c], v[c + 4])
-                          : add_quarters(add_quarters(v[c], v[c + 4]),
-                                         add_quarters(v[c + LANES / 2], v[c + LANES / 2 + 4]));
+    for (int c = 0; c < 4; c++) w[c] = sum_quarters(v + c);
     const vfloat y = SHUFFLE(w[0], w[1], LOW_PAIRS) + SHUFFLE(w[0], w[1], HIGH_PAIRS),
                  z = SHUFFLE(w[2], w[3], LOW_PAIRS) + SHUFFLE(w[2], w[3], HIGH_PAIRS);
     return SHUFFLE(y, z, EVEN_IN_QUARTERS) + SHUFFLE(y, z, ODD_IN_QUARTERS);
@@ -191,7 +184,7 @@ INLINE void add_keys(const int is_bfloat16, const int64_t padded_dim, const Bloc
                      int64_t j, int64_t end, int64_t query, int64_t queries) {
     if (j >= end) return;
     for (; queries >= 4; queries -= 4, query += 4)
-        add_group(is_bfloat16, padded_dim, 4, LANES / 8, b, keys, j, end, query);
+        add_group(is_bfloat16, padded_dim, 4, LANES == 8 ? 1 : 2, b, keys, j, end, query);
     switch (queries) {
         case 3: add_group(is_bfloat16, padded_dim, 3, 2, b, keys, j, end, query); break;
         case 2: add_group(is_bfloat16, padded_dim, 2, 2, b, keys, j, end, query); break;

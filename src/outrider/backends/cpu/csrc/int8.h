@@ -55,15 +55,7 @@ INLINE vint dot_bytes(vint sum, vuint u, vint s) {
     const vany pairs = WIDEST(maddubs_epi16)(WIDEST(abs_epi8)(n), negate_by((vany)s, n));
     return sum + (vint)WIDEST(madd_epi16)(pairs, WIDEST(set1_epi16)(1));
 #elif defined __ARM_FEATURE_DOTPROD
-    int32x4_t sums[LANES / 4];
-    int8x16_t centred[LANES / 4], by[LANES / 4];
-    const vuint from_zero = u ^ 0x80808080u;
-    memcpy(sums, &sum, sizeof sum);
-    memcpy(centred, &from_zero, sizeof from_zero);
-    memcpy(by, &s, sizeof s);
-    for (int i = 0; i < LANES / 4; i++) sums[i] = vdotq_s32(sums[i], centred[i], by[i]);
-    memcpy(&sum, sums, sizeof sum);
-    return sum;
+    return (vint)vdotq_s32((int32x4_t)sum, (int8x16_t)(u ^ 0x80808080u), (int8x16_t)s);
 #else
     for (int bit = 0; bit < 32; bit += 8) sum += (vint)(u >> bit & 255) * (s << (24 - bit) >> 24);
     return sum;

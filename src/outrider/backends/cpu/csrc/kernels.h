@@ -56,6 +56,9 @@ int has_bfloat16_products(void);
 /* Whether these are AMX tiles, which take products in another order: tiles.h instead of pairs.h. */
 int has_bfloat16_tiles(void);
 
+/* Whether these are those of NEON's bfdot, which rounds in another way than others (pairs.h). */
+int has_bfdot(void);
+
 /* ---- small kernels: elementwise.c */
 
 /* y = x / sqrt(mean(x^2) + eps) * weight [width] for x and y [rows,width]; y may be x. */

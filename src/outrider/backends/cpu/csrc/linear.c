@@ -128,7 +128,7 @@ INLINE void multiply_tile(int64_t rows, const int form, TileTask t) {
         case 3: multiply_rows(3, form, t); break;
         case 4: multiply_rows(4, form, t); break;
         case 5: multiply_rows(5, form, t); break;
-#ifdef __AVX512F__
+#if defined __AVX512F__ || defined __ARM_NEON
         case 6: multiply_rows(6, form, t); break;
 #endif
     }
@@ -300,11 +300,13 @@ int has_bfloat16_products(void) {
 #ifdef __AVX512BF16__
     return 1;
 #else
-    return HAS_TILES;
+    return HAS_TILES || HAS_BFDOT;
 #endif
 }
 
 int has_bfloat16_tiles(void) { return HAS_TILES; }
+
+int has_bfdot(void) { return HAS_BFDOT; }
 
 void embed(const Weight *weight, const int64_t *ids, int64_t rows, int64_t inputs, float *y) {
     if (weight->kind >= INT8) {

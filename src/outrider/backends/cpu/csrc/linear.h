@@ -2,7 +2,7 @@
 #pragma once
 #include "simd.h"
 
-#ifdef __AVX512F__
+#if defined __AVX512F__ || defined __ARM_NEON
 enum { TILE_VECTORS = 4, TILE_ROWS = 6 }; /* vectors and rows of a register tile: 24 of 32 registers */
 #else
 enum { TILE_VECTORS = 2, TILE_ROWS = 5 };

@@ -15,8 +15,15 @@ static pthread_key_t key;
 static pthread_once_t key_once = PTHREAD_ONCE_INIT;
 
 void *allocate(int64_t bytes) {
+    const size_t size = bytes > 0 ? (size_t)bytes : 1;
     void *data;
-    if (posix_memalign(&data, CACHE_LINE, bytes > 0 ? (size_t)bytes : 1)) {
+#ifdef _WIN32 /* free() does not take what Windows aligns */
+    data = malloc(size);
+    const int failed = !data;
+#else
+    const int failed = posix_memalign(&data, CACHE_LINE, size);
+#endif
+    if (failed) {
         fprintf(stderr, "outrider: the CPU kernels cannot allocate %lld bytes\n", (long long)bytes);
         abort();
     }

@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-/* On a cache line's border. */
+/* On a cache line's border, on Windows of 16 bytes. */
 void *allocate(int64_t bytes);
 
 enum { SCRATCH_ACTIVATIONS, SCRATCH_ATTENTION, SCRATCH_SAMPLER, SCRATCH_RULES, NUM_SCRATCH };

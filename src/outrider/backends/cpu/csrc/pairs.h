@@ -5,11 +5,19 @@
  * Numbers below the smallest normal float, about 1e-38, count as zeros with their sign, in a, b and sums.
  * Exact: processors without the instruction follow the same definition; those with AMX that of tiles.h.
  * Its product is exact in float32, so it does not matter whether a compiler fuses it, unless
- * |sum| < 2^-102. */
+ * |sum| < 2^-102.
+ *
+ * NEON's instruction bfdot computes sum + (a.even * b.even + a.odd * b.odd).  Both additions are rounded to
+ * odd: cut off, and the last bit is set unless that was exact.  Numbers below the smallest normal float count
+ * as zeros here, too.  The floating-point mode of the thread has no influence, unless FPCR.EBF is set, which
+ * systems leave clear. */
 #pragma once
 #include "simd.h"
-#ifdef __AVX512BF16__
-#include <immintrin.h>
+
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+enum { HAS_BFDOT = 1 };
+#else
+enum { HAS_BFDOT = 0 };
 #endif
 
 typedef uint32_t bfloat16_pair __attribute__((may_alias)); /* two bfloat16, the even one low */
@@ -25,6 +33,8 @@ INLINE vfloat flush_denormals(vfloat v) {
 INLINE vfloat dot_pairs(vfloat sums, vuint a, vuint b) {
 #ifdef __AVX512BF16__
     return (vfloat)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#elif defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    return (vfloat)vbfdotq_f32((float32x4_t)sums, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
     sums = flush_denormals(sums + flush_denormals(odd_bfloat16(a)) * flush_denormals(odd_bfloat16(b)));
     return flush_denormals(sums + flush_denormals(even_bfloat16(a)) * flush_denormals(even_bfloat16(b)));

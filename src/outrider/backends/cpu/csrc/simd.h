@@ -5,14 +5,16 @@
 #include <stdint.h>
 #include <string.h>
 #include "kernels.h"
-#ifdef __x86_64__
-#include <immintrin.h>
-#elif defined __ARM_NEON
+#ifdef __ARM_NEON
 #include <arm_neon.h>
+#elif defined __x86_64__
+#include <immintrin.h>
 #endif
 
 #ifdef __AVX512F__
 enum { LANES = 16 };
+#elif defined __ARM_NEON
+enum { LANES = 4 }; /* gcc keeps vectors in memory that are wider than a register */
 #else
 enum { LANES = 8 };
 #endif
@@ -40,6 +42,13 @@ typedef uint16_t bfloat16;
 #define HIGH_PAIRS 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
 #define EVEN_QUARTERS 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
 #define ODD_QUARTERS 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+#elif defined __ARM_NEON
+#define EVEN_LANES 0, 2, 4, 6
+#define ODD_LANES 1, 3, 5, 7
+#define EVEN_IN_QUARTERS EVEN_LANES
+#define ODD_IN_QUARTERS ODD_LANES
+#define LOW_PAIRS 0, 1, 4, 5
+#define HIGH_PAIRS 2, 3, 6, 7
 #else
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
 #define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
@@ -67,14 +76,8 @@ INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) {
     return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined __FMA__
     return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined __ARM_FEATURE_FMA && defined __aarch64__
-    float32x4_t parts[3][LANES / 4];
-    memcpy(parts[0], &a, sizeof a);
-    memcpy(parts[1], &b, sizeof b);
-    memcpy(parts[2], &c, sizeof c);
-    for (int i = 0; i < LANES / 4; i++) parts[2][i] = vfmaq_f32(parts[2][i], parts[0][i], parts[1][i]);
-    memcpy(&c, parts[2], sizeof c);
-    return c;
+#elif defined __ARM_NEON
+    return (vfloat)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -118,6 +121,23 @@ INLINE float sum_lanes(vfloat v) {
     for (int n = LANES / 8; n; n /= 2)
         for (int i = 0; i < n; i++) q[i] += q[i + n];
     return (q[0][0] + q[0][2]) + (q[0][1] + q[0][3]);
+}
+
+#ifndef __ARM_NEON
+INLINE vfloat add_quarters(vfloat a, vfloat b) {
+    return SHUFFLE(a, b, EVEN_QUARTERS) + SHUFFLE(a, b, ODD_QUARTERS);
+}
+#endif
+
+/* Quarter k: the quarters of v[4 k] added, for k below LANES / 4. */
+INLINE vfloat sum_quarters(const vfloat *v) {
+#ifdef __AVX512F__
+    return add_quarters(add_quarters(v[0], v[4]), add_quarters(v[8], v[12]));
+#elif defined __ARM_NEON
+    return v[0]; /* has one */
+#else
+    return add_quarters(v[0], v[4]);
+#endif
 }
 
 /* exp(x) within 2 ulp; 0 below -87, exp(88) above 88.  Splits x into n ln 2 + r and evaluates a polynomial
