@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from outrider.checkpoints.plain_tokenizer import PlainTokenizer
 from outrider.core.processor import Ids
 from outrider.core.tree import DraftTree
 from outrider.sampling.grammar.compiler import GrammarCompiler
+from outrider.sampling.grammar.faults import place_of
 from outrider.sampling.grammar.state import GrammarMask, GrammarState, depth_first
 
 PROMPT = [40, 41, 42]
@@ -99,6 +101,18 @@ def test_a_schema_that_is_not_supported_is_refused_with_the_place(
         made(compiler, {"json": schema})
 
 
+def test_the_search_for_the_place_of_a_fault_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[Any]()
+
+    def fault_of(part: Any) -> None:
+        tried.append(part)
+        time.sleep(0.01)
+
+    monkeypatch.setattr("outrider.sampling.grammar.faults.SEARCH_SECONDS", 0.1)
+    assert place_of({"anyOf": [{}] * 1000}, "a fault", fault_of) == "#"
+    assert len(tried) < 20
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [
@@ -106,6 +120,10 @@ def test_a_schema_that_is_not_supported_is_refused_with_the_place(
         ({"regex": "a(?=b)"}, "regex: look-around.* is not supported"),
         ({"grammar": 'start: "a" foo'}, 'grammar: unknown name: "foo" at line 1, column 8'),
         ({"grammar": "root ::= foo"}, "grammar: Rule 'foo' not found"),
+        (
+            {"grammar": "root ::= " + '"a" ' * 6000},
+            "grammar: a GBNF grammar may have 20000 characters at most",
+        ),
         ({"grammar": 'root ::= "a'}, "grammar: Unexpected end of input at line 1"),
         ({"json": {"$ref": "#"}}, "no text has the form"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any, adaptive: Served) -> Iterator[Any]:
     """The page with its key.  Fails for errors in its console."""
-    context = browser.new_context(viewport={"width": 390, "height": 800})
+    context = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True)
     context.add_init_script("sessionStorage.setItem('key', 'secret')")
     made = context.new_page()
     errors: list[str] = []
@@ -135,3 +136,116 @@ def test_the_page_fits_a_phone(page: Any) -> None:
     assert all(box["x"] >= 0 and box["x"] + box["width"] <= 390 for box in boxes)
     unnamed = "input:not([aria-label]), select, textarea"
     assert all(field.evaluate("field => field.labels.length > 0") for field in page.locator(unnamed).all())
+
+
+def sent_by(page: Any) -> list[Any]:
+    """Bodies of the requests from now on."""
+    bodies: list[Any] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.post_data else None)
+    return bodies
+
+
+def refuse(route: Any) -> None:
+    error = {"message": "all places are taken", "type": "rate_limit_error", "param": None, "code": "429"}
+    route.fulfill(status=429, json={"error": error})
+
+
+def test_tokens_of_characters_with_two_code_units_keep_their_text(page: Any) -> None:
+    tokens = [["ngram", 1, 1], [None, 0, 4], ["ngram", 1, 5]]
+    told = {"tokens": tokens, "steps": 2, "drafted": 2, "tree": None}
+    choice = {"index": 0, "text": "😀 hi🎉", "logprobs": None, "finish_reason": "stop", "outrider": told}
+    events = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    page.route(
+        "**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=events)
+    )
+    ask(page)
+    assert page.locator(".token").all_text_contents() == ["😀", " hi", "🎉"]
+
+
+def test_a_new_conversation_has_nothing_of_an_answer_that_streamed(page: Any) -> None:
+    page.select_option("#mode", "chat")
+    page.fill("#max_tokens", "400")
+    page.fill("#prompt", PROMPT)
+    page.press("#prompt", "Enter")
+    page.locator(".token").first.wait_for()
+    page.click("#clear")
+    page.locator("#stop").wait_for(state="hidden")
+    sent = sent_by(page)
+    page.fill("#max_tokens", "5")
+    ask(page, "Hello")
+    assert [message["content"] for message in sent[0]["messages"]] == ["Hello"]
+
+
+def test_a_refused_prompt_can_be_sent_again(page: Any) -> None:
+    page.select_option("#mode", "chat")
+    page.route("**/v1/chat/completions", refuse)
+    page.fill("#prompt", "Hello")
+    page.press("#prompt", "Enter")
+    page.locator("#failure:not(:empty)").wait_for()
+    assert page.input_value("#prompt") == "Hello" and page.locator(".mine, .run").count() == 0
+    page.unroute("**/v1/chat/completions")
+    sent = sent_by(page)
+    ask(page, "Hello")
+    assert [message["role"] for message in sent[0]["messages"]] == ["user"]
+
+
+def test_a_race_ends_if_one_of_its_answers_is_refused(page: Any) -> None:
+    def handle(route: Any) -> None:
+        is_plain = not route.request.post_data_json["speculation"]["enabled"]
+        (refuse if is_plain else type(route).continue_)(route)
+
+    page.route("**/v1/completions", handle)
+    page.check("#race")
+    page.fill("#max_tokens", "400")
+    page.fill("#prompt", PROMPT)
+    with page.expect_event("requestfailed"):
+        page.press("#prompt", "Enter")
+    page.locator("#stop").wait_for(state="hidden")
+    assert "places" in page.locator("#failure").text_content()
+
+
+def test_a_tap_tells_of_a_token_until_the_next_one(page: Any) -> None:
+    ask(page)
+    page.locator(".token").nth(3).tap()
+    assert page.locator("#details").is_visible()
+    page.locator("#prompt").tap()
+    assert page.locator("#details").is_hidden()
+
+
+def test_the_end_of_an_answer_stays_in_sight_on_a_phone(page: Any) -> None:
+    for _ in range(2):
+        page.fill("#max_tokens", "200")
+        ask(page)
+        box = page.locator("#composer").bounding_box()
+        assert box["y"] + box["height"] <= 801
+    assert page.evaluate("scrollY") > 0, "the answers are too short for this test"
+
+
+CONTRAST = """async (page) => {
+  const { markOf } = await import(new URL("static/colors.js", page));
+  const canvas = document.createElement("canvas").getContext("2d");
+  const painted = (...colors) => {
+    for (const color of colors) { canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1); }
+    const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map((c) => linear(c / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+  };
+  const card = document.querySelector(".talk");
+  const { backgroundColor, color } = getComputedStyle(card);
+  const mark = card.appendChild(document.createElement("i"));
+  const found = [];
+  for (let i = 0; i < 6; i++) {
+    mark.style.backgroundColor = markOf(`drafter ${i}`, 8);
+    const pair = [painted(color), painted(backgroundColor, getComputedStyle(mark).backgroundColor)];
+    found.push(Math.max(...pair) / Math.min(...pair));
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_on_the_color_of_every_drafter(scheme: str, page: Any, adaptive: Served) -> None:
+    """With the contrast that WCAG asks for."""
+    page.emulate_media(color_scheme=scheme)
+    contrasts = page.evaluate(CONTRAST, f"{adaptive.url}/")
+    assert len(contrasts) == 6 and min(contrasts) > 4.5, contrasts

@@ -11,6 +11,7 @@ import pytest
 from patience import HANG
 
 from outrider import AsyncLLM
+from outrider.progress import Request
 from outrider.serve.app import make_app
 from outrider.serve.options import ServerOptions
 from outrider.serve.state import Server
@@ -108,3 +109,35 @@ def test_a_completion_without_special_tokens_refuses_an_endless_prompt_early(
     finally:
         engine.shutdown()
     assert max(lengths) < 10_000
+
+
+def test_requests_that_are_read_count_as_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowd with long prompts is refused before they are tokenized."""
+    engine, body = AsyncLLM("builtin", max_model_len=64), {"prompt": "One", "max_tokens": 1}
+    read, opened, waiting = engine.read, asyncio.Event(), list[Any]()
+
+    async def slow(*given: Any) -> Request:
+        waiting.append(given)
+        await opened.wait()
+        return await read(*given)
+
+    monkeypatch.setattr(engine, "read", slow)
+
+    async def run() -> None:
+        server = Server(ServerOptions(max_requests=2), "builtin")
+        server.started(engine)
+        transport = httpx.ASGITransport(make_app(server))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            first = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
+            while len(waiting) < 2:
+                await asyncio.sleep(0.01)
+            refused = await asyncio.wait_for(client.post("/v1/completions", json=body), HANG)
+            assert refused.status_code == 429 and "Retry-After" in refused.headers
+            opened.set()
+            assert [(await answer).status_code for answer in first] == [200, 200]
+        assert server.open == 0
+
+    try:
+        asyncio.run(run())
+    finally:
+        engine.shutdown()

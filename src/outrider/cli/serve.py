@@ -33,7 +33,7 @@ REFUSED = (  # options of earlier versions of vLLM
 
 def serve(context: typer.Context) -> None:
     """Serve a model with OpenAI's protocol: outrider serve MODEL --port 8000.  --help lists the options."""
-    if find_spec("fastapi") is None or find_spec("uvicorn") is None or find_spec("prometheus_client") is None:
+    if not all(map(find_spec, ("fastapi", "uvicorn", "httptools", "prometheus_client"))):
         raise ConfigError("the server needs more packages: pip install 'outrider[serve]'.")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=CONTEXT)
     app.command()(command())

@@ -38,7 +38,7 @@ class Guard:
     """ASGI middleware in front of all routes.
 
     The whole body is read here, within its limits of size and time, so a slow or endless one occupies
-    nothing else.
+    nothing else.  Only routes that need a key have bodies: those of other requests are left out.
     """
 
     def __init__(self, app: ASGIApp, server: Gate) -> None:
@@ -60,8 +60,8 @@ class Guard:
             public = path in OPEN or (path.startswith(FILES) and ".." not in path)
             if not public and scope["method"] != "OPTIONS":
                 self._check(scope, path)
-            if not public and scope["method"] == "POST":
-                receive = _replayed(await self._body(scope, receive), receive)
+            reads = scope["method"] == "POST" and not public
+            receive = _replayed(await self._body(scope, receive) if reads else b"", receive)
             HEADERS.set({name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
             await self.app(scope, receive, noted)
         except Left:

@@ -33,7 +33,7 @@ class ServerOptions(Checked):
     api_key_file         file with one key a line, beside `api_key`
     max_requests         samples that may be queued or running; more are refused with status 429
     max_body_bytes       of a request
-    body_timeout         seconds in which the body of a request must arrive
+    body_timeout         seconds in which the headers of a request must arrive, and then its body
     request_timeout      seconds after which a request is ended with an error
     shutdown_timeout     seconds that open requests have left after SIGTERM
     stream_interval      seconds between parts of a stream, more with more than 8 samples; 0: a part a step

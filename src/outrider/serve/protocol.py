@@ -110,6 +110,7 @@ class Sampling(Body):
     guided_regex: str | None = None
     guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: Text | None = None
     priority: int = 0
     request_id: Text | None = None
     # ours

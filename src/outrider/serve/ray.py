@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from statistics import mean
 from threading import Thread
 from typing import Any
+from urllib.parse import unquote
 
 import ray
 from ray import serve
@@ -219,7 +220,7 @@ def _scope(question: Question) -> dict[str, Any]:
         "http_version": "1.1",
         "method": question.method,
         "scheme": "http",
-        "path": path,
+        "path": unquote(path),
         "raw_path": path.encode(),
         "query_string": query.encode(),
         "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in question.headers],

@@ -24,6 +24,7 @@ from outrider.async_llm import AsyncLLM
 from outrider.backends.cpu.threads import use
 from outrider.errors import ConfigError, EngineError
 from outrider.serve.app import make_app
+from outrider.serve.connection import connection_within
 from outrider.serve.guard import Gate
 from outrider.serve.log import described, log_throughput
 from outrider.serve.options import ServerOptions
@@ -167,6 +168,7 @@ class Process(uvicorn.Server):
         config = uvicorn.Config(
             app, host=options.host, port=options.port, uds=path or None, ssl_certfile=options.ssl_certfile,
             ssl_keyfile=options.ssl_keyfile, log_level="warning", access_log=False, server_header=False,
+            http=connection_within(options.body_timeout), ws="none",
             timeout_graceful_shutdown=int(options.shutdown_timeout + GRACE) + 1,
         )  # fmt: skip
         super().__init__(config)

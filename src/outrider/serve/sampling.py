@@ -13,6 +13,8 @@ from outrider.serve.protocol import Classic, ResponseFormat, Sampling
 # parameters that a body has under the same name, but not with the same meaning
 OTHERS = {"logprobs", "max_tokens", "prediction", "structured_outputs"}
 SHARED = {field.name for field in fields(SamplingParams)} - OTHERS
+WHITESPACE = "guided_whitespace_pattern"
+JSON_FORMS = {"json", "json_object"}
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -51,6 +53,10 @@ def _forms(body: Sampling) -> list[dict[str, Any]]:
         forms.append(body.structured_outputs)
     if isinstance(body, Classic) and body.response_format is not None:
         forms += of_format(body.response_format)
+    if (pattern := body.guided_whitespace_pattern) is not None:
+        if not any(JSON_FORMS & form.keys() for form in forms):
+            raise ApiError(400, f"{WHITESPACE} needs a constraint to JSON.", WHITESPACE)
+        forms = [{**form, "whitespace_pattern": pattern} for form in forms]
     return forms
 
 

@@ -37,7 +37,7 @@ log = logging.getLogger("outrider.serve")
 class Server:
     """What the routes share.
 
-    status: "loading", "ready" or "stopping".  open: samples that are queued or running.
+    status: "loading", "ready" or "stopping".  open: samples that are read, queued or running.
     seconds: mean duration of the last requests.
     """
 
@@ -179,13 +179,17 @@ class Server:
         adapter: LoRARequest | None = None,
         priority: int = 0,
     ) -> list[Request]:
-        """Tokenize the prompts of a request and check its parameters.  Raises RequestError."""
-        self.check_room(len(prompts) * params.n)
-        engine, several = self.engine, len(prompts) > 1
-        requests = []
-        for i, prompt in enumerate(prompts):
-            name = f"{id}-{i}" if several else id
-            requests.append(await engine.read(prompt, params, name, adapter, priority))
+        """Tokenize the prompts of a request and check its parameters.  Raises RequestError and ApiError."""
+        engine, several, samples = self.engine, len(prompts) > 1, len(prompts) * params.n
+        self.check_room(samples)
+        self.open += samples  # reading may take a while: of long prompts, or behind those of others
+        try:
+            requests = [
+                await engine.read(prompt, params, f"{id}-{i}" if several else id, adapter, priority)
+                for i, prompt in enumerate(prompts)
+            ]
+        finally:
+            self.open -= samples
         tokens = sum(len(request.ids) for request in requests)
         log.info("%r: %d prompt tokens, %d samples", id, tokens, sum(len(each.rows) for each in requests))
         if self.options.log_requests:

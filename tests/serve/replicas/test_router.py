@@ -10,12 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from patience import HANG
+from starlette.testclient import TestClient
 
 from outrider.errors import EngineError
 from outrider.serve.errors import ApiError
 from outrider.serve.options import ServerOptions
+from outrider.serve.replicas.app import make_app
 from outrider.serve.replicas.relay import NotReached, Question
 from outrider.serve.replicas.replica import Replica
 from outrider.serve.replicas.router import LOADING, UNLOADING, Router
@@ -194,3 +197,61 @@ def test_a_replica_is_prepared_again_before_it_is_ready_again(
 
     asyncio.run(run())
     assert seen == ["starting", "lost", "lost"]
+
+
+# ---- what a client sends, as a replica gets it
+
+
+@pytest.fixture
+def passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TestClient, list[httpx.Request]]:
+    """A client of a router, and the requests that its only replica gets."""
+    got = list[httpx.Request]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        got.append(request)
+        return httpx.Response(200, json={})
+
+    options = ServerOptions(root_path="/llm", api_key=("secret",))
+    router = Router(Service(options, {"model": "m", "device": "cpu"}), tmp_path)
+    router.status = router.replicas[0].state = "ready"
+    transport = httpx.MockTransport(answer)
+    router.replicas[0]._client = httpx.AsyncClient(transport=transport, base_url="http://replica/llm")
+    return TestClient(make_app(router), raise_server_exceptions=False), got
+
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models/a%0d%0ab", "/v1/models/%ff%fe%C3%A9", "/v1/models/a%3Fb%23c%252e"]
+)
+def test_every_path_and_query_is_passed_on(path: str, passed: tuple[TestClient, list[httpx.Request]]) -> None:
+    client, got = passed
+    for root in ("", "/llm"):
+        assert client.get(f"{root}{path}?a=%0a&b=%E9", headers=KEY).status_code == 200
+    for request in got:
+        assert request.url.path == "/llm" + str(httpx.URL(path).path)
+        assert request.url.query == b"a=%0a&b=%E9"
+
+
+def test_headers_that_are_no_ascii_are_passed_on(passed: tuple[TestClient, list[httpx.Request]]) -> None:
+    client, got = passed
+    headers: Any = {b"X-Name": b"Jos\xe9", **KEY}
+    assert client.get("/v1/models", headers=headers).status_code == 200
+    assert (b"x-name", b"Jos\xe9") in [(name.lower(), value) for name, value in got[0].headers.raw]
+
+
+def test_a_target_that_is_too_long_is_refused(passed: tuple[TestClient, list[httpx.Request]]) -> None:
+    client, got = passed
+    answer = client.get("/v1/models/" + "a" * 70_000, headers=KEY)
+    assert answer.status_code == 414 and answer.json()["error"]["message"] and not got
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/"), ("PUT", "/static/x"), ("GET", "/v1/models")])
+def test_bodies_that_no_route_reads_are_left_out(
+    method: str, path: str, passed: tuple[TestClient, list[httpx.Request]]
+) -> None:
+    """They would be held in memory, without a key and a limit."""
+    client, got = passed
+    assert client.request(method, path, content=b"x" * 100_000, headers=KEY).status_code == 200
+    assert got[0].content == b""

@@ -20,6 +20,7 @@ from outrider.sampling.grammar.faults import place_of, readable
 from outrider.sampling.grammar.state import GrammarState
 
 CACHED = 64  # compiled grammars
+MOST_GBNF = 20_000  # characters: the conversion of n rules takes up to n² steps, a second for 1,000 rules
 GBNF_RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")
 # Between two JSON tokens: nothing, a space, or a line break with indentation.  Unbounded whitespace is where
 # small models get lost.
@@ -125,6 +126,9 @@ def _lark(grammar: str) -> str:
     """A GBNF grammar as a Lark one; others unchanged."""
     if not GBNF_RULE.search(grammar):
         return grammar
+    if len(grammar) > MOST_GBNF:
+        long = f"a GBNF grammar may have {MOST_GBNF} characters at most, got {len(grammar)}: write it in Lark"
+        raise RequestError(f"{WHERE}: grammar: {long}.")
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,13 +17,20 @@ LISTS = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
 DICTS = ("properties", "patternProperties", "dependentSchemas")
 SHARED = ("$defs", "definitions")  # a part needs them for its references
 UNSUPPORTED = "Unimplemented keys: "
+SEARCH_SECONDS = 1.0  # for the place of a fault: a schema may have a million parts
 
 
 def place_of(schema: Mapping[str, Any], fault: str, fault_of: Callable[[Any], str | None]) -> str:
-    """JSON pointer of the innermost part that alone has the fault.  fault_of: None for a good schema."""
+    """JSON pointer of the innermost part that alone has the fault, or of one around it after SEARCH_SECONDS.
+
+    fault_of: None for a good schema.
+    """
+    deadline = time.monotonic() + SEARCH_SECONDS
     place, shared = "#", {name: schema[name] for name in SHARED if name in schema}
     while True:
         for step, part in parts(schema):
+            if time.monotonic() > deadline:
+                return place
             if fault_of({**part, **shared}) == fault:
                 place, schema = place + step, part
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Lifespan, Receive, Scope, Send
 
+from outrider.serve.errors import ApiError
 from outrider.serve.guard import middleware
 from outrider.serve.replicas.metrics import metrics_of
 from outrider.serve.replicas.relay import Pool, Question, Relay
@@ -18,6 +20,8 @@ from outrider.serve.replicas.router import LOADING, UNLOADING, Router
 from outrider.serve.wire import Json, strict_json
 from outrider.version import VERSION
 
+LONGEST_TARGET = 8192
+IN_QUERY = "%!$&'()*+,;=:@/?"  # characters that stay as they are
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -75,6 +79,10 @@ def _everywhere(router: Router) -> Handler:
 
 
 async def _question(root_path: str, request: Request) -> Question:
-    path, query = request.url.path.removeprefix(root_path), request.url.query
-    target = f"{path}?{query}" if query else path
+    """The request as replicas get it.  Raises ApiError for a URL that is too long to pass on."""
+    target = quote(request.scope["path"].removeprefix(root_path))  # it is decoded
+    if query := request.scope["query_string"]:
+        target += f"?{quote(query, IN_QUERY)}"
+    if len(target) > LONGEST_TARGET:
+        raise ApiError(414, f"the path and query may have {LONGEST_TARGET} characters at most.")
     return Question.of(request.method, target, list(request.headers.items()), await request.body())

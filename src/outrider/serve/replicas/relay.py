@@ -50,7 +50,8 @@ class NotReached(Exception):
 class Question:
     """A request as replicas get it.
 
-    target: path with query, without `root_path`.  blocks: keys of its prompt.  samples: rows that it makes.
+    target: path with query, percent-encoded, without `root_path`.
+    blocks: keys of its prompt.  samples: rows that it makes.
     """
 
     method: str

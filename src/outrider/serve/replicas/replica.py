@@ -202,8 +202,9 @@ class Replica:
     async def _send(self, question: Question, opened: AsyncExitStack) -> HttpAnswer:
         assert self._client is not None
         try:
+            headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in question.headers]
             stream = self._client.stream(
-                question.method, question.target, headers=list(question.headers), content=question.body
+                question.method, question.target, headers=headers, content=question.body
             )
             response = await opened.enter_async_context(stream)
         except (httpx.ConnectError, RuntimeError) as error:  # the client is closed once the process has ended

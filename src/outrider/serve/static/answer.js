@@ -21,9 +21,11 @@ function entries(logprobs) {
 }
 
 export class Answer {
-  // tokens: {source, depth, start, end}.  alternatives: entries of log-probabilities, by token.
+  // characters: of the text, by code points, as the server counts.  tokens: {source, depth, start, end}.
+  // alternatives: entries of log-probabilities, by token.
   constructor(title, most) {
     this.text = "";
+    this.characters = [];
     this.tokens = [];
     this.alternatives = [];
     this.history = { perStep: [], rate: [], cost: [] };
@@ -36,25 +38,30 @@ export class Answer {
     this.seconds = 0;
     this.reason = null;
     this.element = made("article", "run");
+    this.element.ariaBusy = "true"; // a screen reader reads the answer once it is complete
     this.body = made("div", "text");
     this.facts = made("p", "facts");
     this.bar = made("div");
     const progress = made("div", "progress");
     progress.append(this.bar);
     progress.hidden = !title;
-    this.element.append(made("h3", "", title), progress, this.body, this.facts);
+    this.element.append(...(title ? [made("h3", "", title)] : []), progress, this.body, this.facts);
     this.body.tabIndex = 0;
     this.body.role = "group";
     this.body.ariaLabel = `${title || "Answer"}: arrow keys select a token`;
     this.body.addEventListener("pointerover", (event) => this.show(Number(event.target.dataset?.at ?? -1)));
-    this.body.addEventListener("pointerleave", () => this.show(-1));
+    this.body.addEventListener("pointerleave", (event) => {
+      if (event.pointerType !== "touch") this.show(-1); // a finger leaves as soon as it is lifted
+    });
     this.body.addEventListener("blur", () => this.show(-1));
     this.body.addEventListener("keydown", (event) => this.move(event));
   }
 
   // Take in one choice of an event.  Returns the draft tree of its last step, if it tells one.
   add(choice) {
-    this.text += choice.delta?.content ?? choice.text ?? "";
+    const added = choice.delta?.content ?? choice.text ?? "";
+    this.text += added;
+    this.characters.push(...added);
     this.reason = choice.finish_reason ?? this.reason;
     this.alternatives.push(...entries(choice.logprobs));
     const told = choice.outrider;
@@ -79,7 +86,7 @@ export class Answer {
     for (; this.drawn < this.tokens.length; this.drawn++) {
       const { source, depth, start, end } = this.tokens[this.drawn];
       if (end <= start) continue; // a special token, or a part of a character
-      const span = made("span", "token", this.text.slice(start, end));
+      const span = made("span", "token", this.characters.slice(start, end).join(""));
       span.dataset.at = this.drawn;
       const mark = markOf(source, depth);
       if (mark) span.style.setProperty("--mark", mark);
@@ -124,7 +131,6 @@ export class Answer {
     const above = box.bottom + details.offsetHeight + 12 > innerHeight;
     details.style.left = `${Math.max(8, left)}px`;
     details.style.top = `${above ? box.top - details.offsetHeight - 6 : box.bottom + 6}px`;
-    details.ariaLive = "polite";
   }
 
   // Table of the most probable tokens at a place.

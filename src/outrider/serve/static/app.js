@@ -80,49 +80,66 @@ function showCharts({ perStep, rate, cost }) {
   );
 }
 
-// Keep the end of the conversation in sight, unless the reader has gone up.
+// Keep the end of the conversation in sight, unless the reader has gone up.  In a narrow window, where the
+// page scrolls and not the conversation, that is the composer below it.
 function follow() {
   const left = conversation.scrollHeight - conversation.scrollTop - conversation.clientHeight;
   if (left < 120) conversation.scrollTop = conversation.scrollHeight;
+  const below = $("composer").getBoundingClientRect().bottom - innerHeight;
+  if (below > 0 && below < 120) scrollBy(0, below);
 }
 
-function say(prompt) {
+// Add a prompt and its answers to the conversation.  Returns their elements.
+function show(prompt, answers) {
   conversation.querySelector(".hint")?.remove();
   const mine = document.createElement("p");
   mine.className = "mine";
   mine.textContent = prompt;
-  conversation.append(mine);
+  const runs = document.createElement("div");
+  runs.className = "runs";
+  runs.append(...answers.map((answer) => answer.element));
+  conversation.append(mine, runs);
+  conversation.scrollTop = conversation.scrollHeight;
+  $("composer").scrollIntoView({ block: "nearest" });
+  return [mine, runs];
 }
 
 // Ask with and, in a race, without speculation.  Both answers have the same seed and so the same text.
 async function send() {
   const prompt = $("prompt").value;
   if (running || !prompt.trim()) return;
-  const race = $("race").checked;
+  const turns = messages; // a new conversation may begin meanwhile
+  let answers = [];
+  let elements = [];
+  let complete = false;
   $("failure").textContent = "";
-  messages.push({ role: "user", content: prompt });
+  turns.push({ role: "user", content: prompt });
   try {
     const [path, body] = asked(prompt);
-    const answers = [new Answer(race ? "With speculation" : "", body.max_tokens)];
-    if (race) answers.push(new Answer("Without speculation", body.max_tokens));
+    const titles = $("race").checked ? ["With speculation", "Without speculation"] : [""];
+    answers = titles.map((title) => new Answer(title, body.max_tokens));
     busy(new AbortController());
-    say(prompt);
-    const runs = document.createElement("div");
-    runs.className = "runs";
-    runs.append(...answers.map((answer) => answer.element));
-    conversation.append(runs);
-    conversation.scrollTop = conversation.scrollHeight;
+    elements = show(prompt, answers);
     $("prompt").value = "";
     const plain = { ...body, speculation: { enabled: false } };
-    const streams = answers.map((answer, i) => stream(answer, path, i ? plain : body, !i));
-    await Promise.all(streams).finally(() => messages.push({ role: "assistant", content: answers[0].text }));
-    if (race) verdict(answers);
+    await Promise.all(answers.map((answer, i) => stream(answer, path, i ? plain : body, !i)));
+    complete = true;
+    if (answers.length > 1) verdict(answers);
   } catch (error) {
-    if (messages.at(-1).role === "user") messages.pop();
     failed(error);
-  } finally {
-    busy(null);
   }
+  running?.abort(); // the other answer of a race
+  for (const answer of answers) answer.element.ariaBusy = "false";
+  if (complete || answers[0]?.text) turns.push({ role: "assistant", content: answers[0].text });
+  else takeBack(turns, elements);
+  busy(null);
+}
+
+// Take back the last prompt, which has no answer.  It can be edited and sent again.
+function takeBack(turns, elements) {
+  const { content } = turns.pop();
+  for (const element of elements) element.remove();
+  if (turns === messages) $("prompt").value ||= content;
 }
 
 function verdict([fast, plain]) {

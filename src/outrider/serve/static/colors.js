@@ -12,7 +12,7 @@ export function markOf(source, depth) {
     showLegend();
   }
   const strength = 0.25 + (0.45 * Math.min(depth, DEEPEST)) / DEEPEST;
-  return `hsl(var(--hue-${known.get(source)}) 75% var(--tone) / ${strength})`;
+  return `oklch(var(--tone) var(--hue-${known.get(source)}) / ${strength})`;
 }
 
 export function showLegend() {
