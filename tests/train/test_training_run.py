@@ -297,6 +297,17 @@ def test_mistakes_are_refused_by_name(run_options: Any, tmp_path: Path) -> None:
     assert method("eagle2") is method("eagle")
 
 
+def test_a_folder_of_another_model_is_refused_and_left_alone(
+    target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "collect", lambda *_: pytest.fail("the data is read"))
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"of a model")
+    with pytest.raises(ConfigError, match="no run of this command"):
+        train(target, "medusa", run_options("medusa", tmp_path), Report())
+    assert weights.read_bytes() == b"of a model" and [*tmp_path.iterdir()] == [weights]
+
+
 def test_a_head_that_another_method_makes_is_named() -> None:
     with pytest.raises(ConfigError, match="'dspark' is trained by 'dflash' with the option 'markov'"):
         method("dspark")
