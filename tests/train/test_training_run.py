@@ -246,6 +246,13 @@ def test_the_result_tells_where_it_came_from(
     assert (tmp_path / "out" / "acceptance.png").exists() and (tmp_path / "out" / "loss.png").exists()
 
 
+def test_an_evaluation_without_accepted_drafts_is_shown() -> None:
+    shown = io.StringIO()
+    record = {"step": 0, "held_loss": 1.5, "by_depth": [], "tokens_per_step": 1.0}
+    Report(Console(file=shown)).evaluated(record)
+    assert shown.getvalue() == "step 0: held-out loss 1.500, accepted 0.00, 1.00 tokens/step\n"
+
+
 def test_other_layouts_and_bits_are_served(target: LLM, run_options: Any, tmp_path: Path) -> None:
     for i, given in enumerate(({"format": "vllm"}, {"quantization": "int8", "own": False})):
         folder = tmp_path / str(i)
