@@ -48,7 +48,9 @@ def test_pairs_and_turns_are_conversations(record: dict[str, Any], asked: str, a
     assert found.answer == answer
 
 
-@pytest.mark.parametrize("bad", [b"{", b"[1]", b'{"text": " "}', b'{"messages": [{"role": "user"}]}'])
+@pytest.mark.parametrize(
+    "bad", [b"{", b"[1]", b'{"text": " "}', b'{"messages": [{"role": "user"}]}', b"[" * 100_000]
+)
 def test_other_lines_are_refused(bad: bytes) -> None:
     with pytest.raises(RequestError):
         example_of(bad, ".jsonl")
@@ -89,3 +91,16 @@ def test_texts_are_cut_and_long_prompts_left_out(target: LLM, run_options: Any, 
         read(target, given)
     with pytest.raises(RequestError, match="cannot be read"):
         read(target, run_options("medusa", tmp_path, data=("missing.jsonl",)))
+
+
+def test_lines_that_the_tokenizer_cannot_read_are_left_out(
+    target: LLM, run_options: Any, tmp_path: Path
+) -> None:
+    """Half of a surrogate pair, of an emoji that was cut."""
+    path = tmp_path / "a.jsonl"
+    good = {"prompt": "the cat", "response": "ate it all up"}
+    wrong = [{"text": "a \ud83d"}, {**good, "response": "a \ud83d"}, {**good, "prompt": "a \ud83d"}]
+    path.write_bytes(b"\n".join(line(one) for one in (good, *wrong, good)))
+    items, (source,) = read(target, run_options("medusa", tmp_path, data=(str(path),), regenerate=False))
+    assert len(items) == 2 and [bad.split(":")[0] for bad in source.bad] == ["line 2", "line 3", "line 4"]
+    assert all("cannot" in bad for bad in source.bad)

@@ -246,6 +246,13 @@ def test_the_result_tells_where_it_came_from(
     assert (tmp_path / "out" / "acceptance.png").exists() and (tmp_path / "out" / "loss.png").exists()
 
 
+def test_an_evaluation_without_accepted_drafts_is_shown() -> None:
+    shown = io.StringIO()
+    record = {"step": 0, "held_loss": 1.5, "by_depth": [], "tokens_per_step": 1.0}
+    Report(Console(file=shown)).evaluated(record)
+    assert shown.getvalue() == "step 0: held-out loss 1.500, accepted 0.00, 1.00 tokens/step\n"
+
+
 def test_other_layouts_and_bits_are_served(target: LLM, run_options: Any, tmp_path: Path) -> None:
     for i, given in enumerate(({"format": "vllm"}, {"quantization": "int8", "own": False})):
         folder = tmp_path / str(i)
@@ -295,6 +302,17 @@ def test_mistakes_are_refused_by_name(run_options: Any, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             run_options(name, tmp_path, **wrong)
     assert method("eagle2") is method("eagle")
+
+
+def test_a_folder_of_another_model_is_refused_and_left_alone(
+    target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "collect", lambda *_: pytest.fail("the data is read"))
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"of a model")
+    with pytest.raises(ConfigError, match="no run of this command"):
+        train(target, "medusa", run_options("medusa", tmp_path), Report())
+    assert weights.read_bytes() == b"of a model" and [*tmp_path.iterdir()] == [weights]
 
 
 def test_a_head_that_another_method_makes_is_named() -> None:

@@ -87,6 +87,15 @@ def _more_wordings() -> dict[str, list[str]]:
     return found
 
 
+def divided(*templates: str) -> tuple[list[str], list[str]]:
+    """Training templates and held-out ones.  Those in `wordings` are for training."""
+    if len(templates) < 3:
+        raise ValueError(f"a wording needs three templates or more, got {len(templates)}")
+    cut, more = len(templates) - max(1, len(templates) // 5), _more_wordings()
+    extra = (added for each in templates for added in more.get(each, ()))
+    return [*templates[:cut], *extra], list(templates[cut:])
+
+
 @dataclass(frozen=True)
 class Turn:
     """One question, its reference answer, and a predicate that accepts right answers."""
@@ -177,14 +186,8 @@ class Draw:
 
         The files in `wordings` hold more templates for training.
         """
-        if len(templates) < 3:
-            raise ValueError(f"a wording needs three templates or more, got {len(templates)}")
-        cut = len(templates) - max(1, len(templates) // 5)
-        possible = list(templates[cut:])
-        if self.split != "wordings":
-            more = _more_wordings()
-            possible = [*templates[:cut], *(extra for each in templates for extra in more.get(each, ()))]
-        chosen = self.rng.choice(possible)
+        train, held = divided(*templates)
+        chosen = self.rng.choice(held if self.split == "wordings" else train)
         self.wordings.append(chosen)
         return chosen.format(**values)
 

@@ -242,7 +242,7 @@ def capitals(d: Draw) -> list[Turn]:
             "Which country has the capital {c}?",
             "{c} is the capital of which country?",
             "Of which country is {c} the capital?",
-            "What country is {c} the capital of?",
+            "{c} is a capital. Name its country.",
             c=CAPITALS[country],
         )
         answer = f"{CAPITALS[country]} is the capital of {country}."

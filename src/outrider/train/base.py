@@ -96,13 +96,18 @@ class Method:
                 tensors[name] = tensor.detach().cpu()
         return self.head.config(), tensors
 
+    def published(self) -> Files:
+        """Config and tensors in the layout of the options.  Raises ConfigError as `convert`."""
+        config, tensors = self.files()
+        if self.options.format is None:
+            return config, tensors
+        return self.export(config, tensors, self.options.format)
+
     def save(self, folder: Path) -> None:
         """Write config.json and model.safetensors, each in one step."""
-        config, tensors = self.files()
-        layout, bits = self.options.format, bits_of(self.options.quantization)
-        if layout is not None:
-            config, tensors = self.export(config, tensors, layout)
-        write_head(folder, {**config, FINGERPRINT: self.target.checkpoint.fingerprint}, tensors, bits)
+        config, tensors = self.published()
+        config = {**config, FINGERPRINT: self.target.checkpoint.fingerprint}
+        write_head(folder, config, tensors, bits_of(self.options.quantization))
 
     def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
         """speculative_config that drafts chains with the saved weights."""
@@ -151,16 +156,21 @@ def write_head(
 ) -> None:
     """Write config.json and model.safetensors, each in one step: in bfloat16, or quantized to `bits` bits."""
     config = {**config, "torch_dtype": "bfloat16"}
-    stored = {name: _half(tensor) for name, tensor in tensors.items()}
     if bits is not None:
-        matrices = (name for name, tensor in stored.items() if tensor.dim() == 2)
-        whole = [name for name in matrices if stored[name].shape[1] % GROUP]  # not quantized
+        matrices = (name for name, tensor in tensors.items() if tensor.dim() == 2)
+        whole = [name for name in matrices if tensors[name].shape[1] % GROUP]  # not quantized
         config["quantization_config"] = scheme(bits, whole)
-        stored = packed(stored.items(), bits)
+    stored = stored_tensors(tensors, bits)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(stored, folder / "model.safetensors.tmp", {"format": "pt"})
     shutil.move(folder / "model.safetensors.tmp", folder / "model.safetensors")
     replace_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
+
+
+def stored_tensors(tensors: Mapping[str, Tensor], bits: int | None) -> dict[str, Tensor]:
+    """Tensors as the file of a head holds them: in bfloat16, or quantised to `bits` bits."""
+    halves = {name: _half(tensor) for name, tensor in tensors.items()}
+    return halves if bits is None else packed(halves.items(), bits)
 
 
 def _half(tensor: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def example_of(raw: bytes, suffix: str) -> Example:
         return Example(text=text)
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"no JSON ({error})") from error
     if isinstance(given, dict):
         listed = given.get("messages") or given.get("conversations")
@@ -159,7 +159,7 @@ def encoded(llm: LLM, example: Example, options: TrainOptions) -> Item:
     tokenizer = llm.tokenizer
     if example.text or not getattr(tokenizer, "chat_template", None):
         text = example.text or "\n\n".join(one["content"] for one in example.messages)
-        ids = list(tokenizer.encode(text))
+        ids = _tokens(tokenizer, text)
         cut = len(ids)
         if example.text:
             cut = options.prompt_tokens if options.regenerate else 1
@@ -168,10 +168,17 @@ def encoded(llm: LLM, example: Example, options: TrainOptions) -> Item:
         cut = len(ids)
     answer = ids[cut:]
     if example.answer:
-        answer = [*tokenizer.encode(example.answer, add_special_tokens=False), *sorted(llm.engine.ending)[:1]]
+        answer = [*_tokens(tokenizer, example.answer, special=False), *sorted(llm.engine.ending)[:1]]
     prompt, room = ids[:cut], min(options.length, llm.engine.max_len) - cut
     if not prompt or room < SHORTEST:
         raise RequestError(f"a prompt of {len(prompt)} tokens, and texts have at most {options.length}")
     if not options.regenerate and len(answer) < SHORTEST:
         raise RequestError(f"an answer of {len(answer)} tokens, and answers are not regenerated")
     return Item(prompt, answer[:room])
+
+
+def _tokens(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=special))
+    except Exception as error:  # tokenizers raise any type, for a lone surrogate for instance
+        raise RequestError(f"the tokenizer cannot read {shortened(text)}: {error}") from error

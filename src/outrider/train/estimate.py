@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from rich.table import Table
 
+from outrider.checkpoints.quantize import bits_of
 from outrider.llm import LLM
-from outrider.train import answers, data
-from outrider.train.base import parameter_count
+from outrider.train import answers, data, run
+from outrider.train.base import parameter_count, stored_tensors
 from outrider.train.loop import Trainer
 from outrider.train.options import TrainOptions
 from outrider.train.report import Report
-from outrider.train.run import Texts, new_features, new_method, step_count
 
 MEASURED = 16  # texts
 STEPS = 2
@@ -42,21 +42,17 @@ class Estimate:
 def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Estimate:
     """Measure a few texts and two steps, and extrapolate.  Nothing is written."""
     limit, options = options.cache_gb * 1e9, replace(options, cache_gb=0.0, minutes=None, schedule="steps")
+    run.check(llm, name, options)
     items, sources = data.read(llm, options)
     report.sources(sources)
     some = items[:MEASURED]
-    if options.regenerate:
-        seconds, made = _timed(lambda: answers.answered(llm, dict(enumerate(some)), options))
-        texts = [answers.Text(item.prompt + made.get(i, []), len(item.prompt)) for i, item in enumerate(some)]
-    else:
-        seconds, texts = 0.0, answers.given(some)
-    texts = [text for text in texts if text.usable] or answers.given(some)
+    seconds, texts = _timed(lambda: _answers(llm, some, options))
     share = len(items) / len(some)
-    sample = Texts(texts, [0], list(range(len(texts))), sources, "")
-    steps = step_count(options, replace(sample, chosen=list(range(len(items)))))
+    sample = run.Texts(texts, [0], list(range(len(texts))), sources, "")
+    steps = run.step_count(options, replace(sample, chosen=list(range(len(items)))))
     assert steps is not None, "the schedule is one of steps"
-    method = new_method(llm, name, options, sample)
-    features = new_features(llm, method, sample)
+    method = run.new_method(llm, name, options, sample)
+    features = run.new_features(llm, method, sample)
     spent = {"answers": seconds * share}
     spent["features"] = _timed(lambda: [features.sample(i) for i in range(len(texts))])[0] * share
     trainer = Trainer(method, features, sample.chosen, STEPS)
@@ -64,14 +60,25 @@ def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Esti
         trainer.advance()
     for what in ("loss", "optimizer"):
         spent[what] = trainer.seconds[what] / STEPS * steps
-    weights, bits = parameter_count(method.network), 2 if options.quantization is None else 1
+    stored = stored_tensors(method.published()[1], bits_of(options.quantization))
+    head = sum(tensor.nbytes for tensor in stored.values())
     places = features.states.starts[-1] * share
     tokens = round(share * sum(len(text.ids) - text.prompt for text in texts))
     size = round(2 * features.states.width * places)
     again = max(0.0, 1 - limit / size)  # share of the features that every step computes
     spent["features"] *= 1 - again
     spent["features"] += again * trainer.seconds["features"] / STEPS * steps
-    return Estimate(len(items), tokens, steps, weights, bits * weights, size, spent)
+    weights = parameter_count(method.network)
+    return Estimate(len(items), tokens, steps, weights, head, size, spent)
+
+
+def _answers(llm: LLM, items: Sequence[data.Item], options: TrainOptions) -> list[answers.Text]:
+    """Usable texts of the items; those of the data if the target answers none."""
+    if not options.regenerate:
+        return answers.given(items)
+    made = answers.answered(llm, dict(enumerate(items)), options)
+    texts = [answers.Text(item.prompt + made.get(i, []), len(item.prompt)) for i, item in enumerate(items)]
+    return [text for text in texts if text.usable] or answers.given(items)
 
 
 def table(found: Estimate, limit: float) -> Table:

@@ -84,7 +84,7 @@ class Report:
             yield tick
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        depths = " ".join(f"{share:.2f}" for share in record["by_depth"])
+        depths = " ".join(f"{share:.2f}" for share in record["by_depth"]) or "0.00"
         self.found = f", accepted {depths}, {record['tokens_per_step']:.2f} tokens/step"
         self.say(f"step {record['step']}: held-out loss {record['held_loss']:.3f}{self.found}")
 

@@ -34,6 +34,7 @@ from outrider.train.report import Report
 
 WEIGHTS = (".safetensors", ".bin")
 ONE_FOLDER = "the processes have different answers or checkpoints: they need one folder for cache and out."
+PROVENANCE = "training.json"
 SHARE = 10  # at most one text of so many is held out
 
 
@@ -130,7 +131,7 @@ def check(llm: LLM, name: str, options: TrainOptions) -> None:
     """Build the method without its texts and drop it: mistakes are found before the target answers.
 
     Raises ConfigError for options that do not fit the target or the engine, for a head in `init` that does
-    not fit, for an unknown format and for a folder that cannot be made.
+    not fit, for an unknown format, and for a folder that holds another model.
     """
     for option, needed in options.engine.items():
         if getattr(llm.engine.options, option) < needed:
@@ -138,12 +139,13 @@ def check(llm: LLM, name: str, options: TrainOptions) -> None:
     torch.manual_seed(options.seed)
     target = llm.engine.target
     made = method(name)(options, target, torch.zeros(target.vocabulary, dtype=torch.int64))
-    if options.format is not None:
-        made.export(*made.files(), options.format)
-    try:
-        Path(options.out).expanduser().mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out: {options.out!r} cannot be made: {error}") from error
+    made.published()
+    out = Path(options.out).expanduser()
+    held = any((out / name).exists() for name in ("config.json", "model.safetensors"))
+    if held and not (options.work.is_dir() or (out / PROVENANCE).exists()):
+        raise ConfigError(
+            f"out: {options.out!r} holds a model of no run of this command: give a new folder as out."
+        )
 
 
 def new_method(llm: LLM, name: str, options: TrainOptions, texts: Texts) -> Method:
@@ -175,6 +177,10 @@ def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
     Under a launcher every process calls it; the first one's result has the evaluations.
     """
     check(llm, name, options)
+    try:
+        Path(options.out).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: {options.out!r} cannot be made: {error}") from error
     deadline = time.perf_counter() + 60 * (options.minutes or math.inf)
     processes = Processes.joined()
     if (prepared := _prepare(llm, name, options, report, deadline, processes)) is None:
@@ -212,7 +218,7 @@ def fit(
     if not trainer.records or trainer.records[-1]["step"] != trainer.step:
         evaluate()
     trainer.save()
-    replace_text(Path(options.out).expanduser() / "training.json", _provenance(name, trainer, texts))
+    replace_text(Path(options.out).expanduser() / PROVENANCE, _provenance(name, trainer, texts))
     report.finish(trainer, finished)
     return Result(finished, trainer.losses, trainer.records)
 
