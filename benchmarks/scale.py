@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py [--trace benchmarks/acceptance.json] [--json OUT]
     python benchmarks/scale.py --record benchmarks/acceptance.json       accepted lengths of real runs
-    python benchmarks/scale.py --validate 1 [--processes 2]              real processes against the simulation
+    python benchmarks/scale.py --validate PROCESSES [--json OUT]         real processes against the simulation
 
 Requests arrive at random (Poisson) and go to the replica with the fewest open ones.  `Machine` gives the
 seconds of a step.  Hardware figures are data sheets' times an efficiency, not measurements; accepted lengths
@@ -21,6 +21,8 @@ from typing import Any
 
 from scale_real import record, validate
 from simulation import CHUNK, MOST_DEPTH, Cost, Replica, Request, Trace, best_depth, simulate
+
+from outrider.bench.conditions import conditions
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,10 @@ def main() -> None:
         given.record.write_text(json.dumps({"depth": MOST_DEPTH, "runs": record(MOST_DEPTH)}) + "\n")
         return
     if given.validate:
-        print(validate(given.validate))
+        found = validate(given.validate)
+        print(found)
+        if given.json:
+            given.json.write_text(json.dumps({"conditions": conditions(), "rows": found}, indent=1) + "\n")
         return
     trace = Trace(json.loads(given.trace.read_text())["runs"])
     print("tokens a step by depth:", *(f"{gain:.2f}" for gain in trace.emitted_by_depth()))
@@ -164,7 +169,8 @@ def main() -> None:
         print(edge)
     rows = table(trace, MACHINES, given.batch, given.seconds)
     if given.json:
-        given.json.write_text(json.dumps({"borders": edges, "rows": rows}, indent=1) + "\n")
+        made = {"conditions": conditions(), "borders": edges, "rows": rows}
+        given.json.write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

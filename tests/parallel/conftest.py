@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 from helpers import answer
+from machines import machines
 from parallel_cases import LAYOUTS, PROMPTS, crowded, params_of
 
 from outrider import LLM
@@ -15,7 +16,7 @@ from outrider.testing import tiny_checkpoint, visible_parts
 
 Ranks = Callable[[Layout], LLM]
 Plain = Callable[[str, float], list[tuple[object, ...]]]
-__all__ = ["crowded"]
+__all__ = ["crowded", "machines"]
 
 
 @pytest.fixture(scope="session")

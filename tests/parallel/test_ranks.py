@@ -165,11 +165,14 @@ def run(*given: str, **variables: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.full
-def test_ranks_placed_by_a_launcher_give_the_tokens_of_local_ones(long_model: str) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_ranks_placed_by_a_launcher_give_the_tokens_of_local_ones(long_model: str, address: str) -> None:
     """As torchrun starts them, over gloo."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    if ":" in address and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    with socket.create_server(("", 0)) as free:
         port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port}
     other, first = (run(long_model, RANK=rank, LOCAL_RANK=rank, **common) for rank in "10")
     found = [process.communicate()[0] for process in (first, other)]
     assert found == [f"{tokens(LLM(long_model, tensor_parallel_size=2))}\n", ""]

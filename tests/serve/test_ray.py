@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -30,7 +31,8 @@ from outrider.serve.replicas.routing import BLOCK_TOKENS  # noqa: E402
 
 def question(text: str) -> Any:
     body = json.dumps({"prompt": text}).encode()
-    return SimpleNamespace(args=[Question.of("POST", "/v1/completions", [], body)])
+    metadata = SimpleNamespace(internal_request_id=uuid4().hex)
+    return SimpleNamespace(args=[Question.of("POST", "/v1/completions", [], body)], metadata=metadata)
 
 
 class Routed:
@@ -41,6 +43,7 @@ class Routed:
         self.router.initialize_state()
         stats = {"tokens": tokens}
         self.replicas = [SimpleNamespace(replica_id=name, routing_stats=stats) for name in "abc"]
+        self.open: dict[str, list[str]] = {name: [] for name in "abc"}
 
     def ask(self, text: str) -> str:
         """The replica of a request, which stays open."""
@@ -49,10 +52,14 @@ class Routed:
         chosen: str = ranked[0][0].replica_id
         assert sorted(one.replica_id for rank in ranked for one in rank) == [*"abc"]
         self.router.on_request_routed(request, chosen, None)
+        self.open[chosen].append(request.metadata.internal_request_id)
         return chosen
 
     def end(self, replica: str) -> None:
-        self.router.on_request_completed(replica, "")
+        """Complete a request of a replica, if it has one."""
+        for id in self.open[replica][:1]:
+            self.router.on_request_completed(replica, id)
+            self.open[replica].remove(id)
 
 
 def test_a_conversation_returns_to_its_replica() -> None:
@@ -72,6 +79,16 @@ def test_load_outweighs_a_short_prefix() -> None:
     assert routed.ask(text) != place, "128 tokens of work are more than the 80 that are cached"
 
 
+def test_requests_that_a_replica_rejects_do_not_lower_its_load() -> None:
+    """Ray reports their completion, and routes them again."""
+    routed, text = Routed(), "Anna walked through the village. " * 10
+    places = [routed.ask(text) for _ in range(3)]
+    assert sorted(places) == [*"abc"]
+    for _ in range(2):
+        routed.router.on_request_completed(places[2], "rejected")
+    assert routed.ask(text) == places[0], "the first one that was used, of three with the same load"
+
+
 def test_replicas_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     routed = Routed()
     for name in ("on_replica_actor_died", "update_replicas"):
@@ -83,7 +100,7 @@ def test_replicas_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -
     for replica in "abc":
         routed.end(replica)
     assert [*routed.router.prefixes] == [*routed.router.open] == [*routed.router.used] == ["b"]
-    assert routed.router.open["b"] == 0
+    assert not routed.router.open["b"]
 
 
 def replica_with(app: Any) -> Any:

@@ -126,8 +126,7 @@ class Placed:
                 f"pipeline_parallel_size is {size}: make them equal."
             )
         self.store = _environment_store()
-        listener = socket.create_server(("", 0))
-        listener.settimeout(JOIN_TIMEOUT)
+        listener = _listener()
         key = secrets.token_hex()
         host = os.environ["MASTER_ADDR"]
         self.store.set(CONTROL, f"{host} {listener.getsockname()[1]} {key}")
@@ -172,6 +171,16 @@ def run_rank() -> None:
     RankProcess(
         connection, rank, local_rank, lambda layout, device: TorchLinks(layout, rank, device, store)
     ).run()
+
+
+def _listener() -> socket.socket:
+    """A server for the other ranks, on all addresses of this machine."""
+    if socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server(("", 0))
+    listener.settimeout(JOIN_TIMEOUT)
+    return listener
 
 
 def _accept(listener: socket.socket, key: bytes, size: int) -> Connection[Any, Any]:

@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -294,7 +294,7 @@ class PrefixRouter(RequestRouter):
 
     def initialize_state(self, **_: Any) -> None:
         self.prefixes: dict[ReplicaID, Prefixes] = {}
-        self.open = Counter[ReplicaID]()
+        self.open: dict[ReplicaID, set[str]] = defaultdict(set)  # ids of requests
         self.used: dict[ReplicaID, int] = {}
         self.uses = itertools.count(1)
 
@@ -311,16 +311,17 @@ class PrefixRouter(RequestRouter):
         return [[replica] for replica in ranked]
 
     def _work(self, id: ReplicaID, keys: Sequence[int]) -> tuple[int, int, int]:
-        return *work(self.prefixes[id], self.open[id], keys), self.used.get(id, 0)
+        return *work(self.prefixes[id], len(self.open[id]), keys), self.used.get(id, 0)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        self.open[replica_id] += 1
+        self.open[replica_id].add(pending_request.metadata.internal_request_id)
         self.used[replica_id] = next(self.uses)
         self.prefixes.setdefault(replica_id, Prefixes()).add(_blocks(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        if self.open[replica_id]:  # not of a replica that has been forgotten
-            self.open[replica_id] -= 1
+        """Also called for a request that the replica rejected, without `on_request_routed`."""
+        if replica_id in self.open:  # not of a replica that has been forgotten
+            self.open[replica_id].discard(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
