@@ -167,7 +167,10 @@ def smalltalk(d: Draw) -> list[Turn]:
             ("What can you do?", "How can you help me?", "What are you good at?", "What do you know?"),
             _ABILITIES,
         ),
-        (("Thank you!", "Thanks a lot.", "Thanks!", "That helped a lot, cheers."), f"You are welcome, {name}."),
+        (
+            ("Thank you!", "Thanks a lot.", "Thanks!", "That helped a lot, cheers."),
+            f"You are welcome, {name}.",
+        ),
         (("Bye!", "Goodbye.", "See you!", "That was all, goodbye."), f"Goodbye, {name}!"),
     ]
     for wordings, answer in d.picks(others, d.int(1, 3)):

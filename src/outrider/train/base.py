@@ -168,7 +168,7 @@ def write_head(
 
 
 def stored_tensors(tensors: Mapping[str, Tensor], bits: int | None) -> dict[str, Tensor]:
-    """Tensors as the file of a head holds them: in bfloat16, or quantised to `bits` bits."""
+    """Tensors as the file of a head holds them: in bfloat16, or quantized to `bits` bits."""
     halves = {name: _half(tensor) for name, tensor in tensors.items()}
     return halves if bits is None else packed(halves.items(), bits)
 
