@@ -178,7 +178,7 @@ def test_the_shortest_ngram_is_never_longer_than_the_longest(longest: int, short
         ("max_model_length", "max_model_len"),
         ("max_seqs", "max_num_seqs"),
         ("kv_cache_memory", "kv_cache_memory_bytes"),
-        ("quantization", "quantization"),
+        ("quantisation", "quantization"),
         ("kv_cache_type", "kv_cache_dtype"),
         ("rope_theta", None),
     ],

@@ -103,7 +103,8 @@ while not ready() and time.monotonic() < deadline:
     time.sleep(0.1)
 answer = client.post(f"{url}/v1/completions", json={**body, "max_tokens": 24}).json()
 print(json.dumps(answer["choices"][0]["text"]), flush=True)
-with client.stream("POST", f"{url}/v1/completions", json={**body, "max_tokens": 900, "stream": True}) as answer:
+long = {**body, "max_tokens": 900, "stream": True}
+with client.stream("POST", f"{url}/v1/completions", json=long) as answer:
     for line in answer.iter_lines():
         print(line, flush=True)
 """
