@@ -135,6 +135,39 @@ def test_a_grammar_that_cannot_be_read_is_refused(
         made(compiler, form)
 
 
+def chained(count: int) -> list[dict[str, Any]]:
+    """A grammar, a schema of objects and one of references, each of so many rules in a chain."""
+    last = {f"d{count}": {"type": "string"}}
+    links = [{"$ref": f"#/$defs/d{i + 1}"} for i in range(count)]
+    objects = [{"type": "object", "properties": {"a": link}} for link in links]
+    rules = [f"r{i}: r{i + 1}" for i in range(count)]
+    return [
+        {"grammar": "\n".join(["start: r0", *rules, f'r{count}: "x"'])},
+        *[
+            {"json": {"$ref": "#/$defs/d0", "$defs": {f"d{i}": part for i, part in enumerate(parts)} | last}}
+            for parts in (objects, links)
+        ],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("form", "first"), zip(chained(9_900), 'x{"', strict=True), ids=["rules", "objects", "references"]
+)
+def test_rules_may_lie_deeper_than_the_stack_of_a_thread(
+    compiler: GrammarCompiler, form: Any, first: str
+) -> None:
+    """The library recurses along them: the process ended with a segmentation fault."""
+    state = made(compiler, form)
+    assert mask(state, [], []).isfinite().any()
+    assert state.move(Ids(PROMPT, compiler.tokenizer.encode(first)))
+
+
+@pytest.mark.parametrize("form", chained(11_000), ids=["rules", "objects", "references"])
+def test_more_rules_than_the_stack_has_room_for_are_refused(compiler: GrammarCompiler, form: Any) -> None:
+    with pytest.raises(RequestError, match="a grammar may have 10000"):
+        made(compiler, form)
+
+
 def test_a_lark_grammar_may_have_the_sign_of_gbnf_in_a_text(compiler: GrammarCompiler) -> None:
     state = made(compiler, {"grammar": 'start: "a ::= b"'})
     assert compiler.tokenizer.decode(state.forced(Ids([1, 2, 3]))) == "a ::= b"

@@ -160,3 +160,17 @@ def test_errors_before_the_first_event_of_a_stream_have_a_status(server: Served)
 def test_the_server_is_well_afterwards(server: Served) -> None:
     assert server.get("/health").json() == {"status": "ready"} and server.idle()
     assert "Traceback" not in server.log
+
+
+def test_schemas_of_tools_may_be_nested_deeply(server: Served) -> None:
+    """Reading, checking and compiling them recurse."""
+    for depth in (100, 300, 900):
+        parameters = '{"a":' * depth + "1" + "}" * depth
+        body = (
+            '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "tool_choice": "required", '
+            '"tools": [{"type": "function", "function": {"name": "f", "parameters": ' + parameters + "}}]}"
+        )
+        answer = httpx.post(server.url + CHAT, content=body, headers=JSON, timeout=HANG)
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            refused(answer, 400)

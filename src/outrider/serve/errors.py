@@ -72,6 +72,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="engine_error", retry_after=5)
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than the server allows.", code="timeout")
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the request is nested too deeply.")
     log.error("a request failed", exc_info=error)
     return ApiError(500, f"an unexpected {type(error).__name__}; the log of the server has more.")
 

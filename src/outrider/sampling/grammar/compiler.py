@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import astuple
 from functools import cached_property
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider.core.structured import FORMS, WHERE, StructuredOutputs
 from outrider.errors import RequestError, shortened
@@ -20,7 +22,11 @@ from outrider.sampling.grammar.faults import place_of, readable
 from outrider.sampling.grammar.state import GrammarState
 
 CACHED = 64  # compiled grammars
+MOST_RULES = 10_000  # or references of a schema
+STACK = 256 << 20  # bytes to compile on: the library recurses along rules, with up to 10 KB for each
 MOST_GBNF = 20_000  # characters: the conversion of n rules takes up to n² steps, a second for 1,000 rules
+STACK_SIZE = Lock()  # of threads that start: of the whole process
+T = TypeVar("T")
 GBNF_RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")
 # Between two JSON tokens: nothing, a space, or a line break with indentation.  Unbounded whitespace is where
 # small models get lost.
@@ -70,7 +76,7 @@ class GrammarCompiler:
 
     def _matcher(self, form: StructuredOutputs) -> Any:
         key = json.dumps(astuple(form))
-        matcher = self.compiled.pop(key, None) or self._compile(form)
+        matcher = self.compiled.pop(key, None) or on_large_stack(lambda: self._compile(form))
         self.compiled[key] = matcher
         if len(self.compiled) > CACHED:
             del self.compiled[next(iter(self.compiled))]
@@ -80,6 +86,9 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         grammar = self._grammar(form)
+        count, what = (grammar.count("$ref"), "references") if form.json else (grammar.count(":"), "rules")
+        if count > MOST_RULES:
+            raise RequestError(f"{WHERE}: a grammar may have {MOST_RULES} {what} at most, got {count}.")
         matcher = LLMatcher(self.library, grammar, log_level=0)
         if matcher.is_error():
             raise self._fault(form, self._refusal(grammar) or matcher.get_error())
@@ -120,6 +129,26 @@ class GrammarCompiler:
             return RequestError(f"{WHERE}: {kind}: {readable(message)}.")
         place = place_of(form.json, message, lambda part: self._refusal(self._schema(form, part)))
         return RequestError(f"{WHERE}: json, at {place}: {readable(message)}.")
+
+
+def on_large_stack(run: Callable[[], T]) -> T:
+    """The result of `run` in a thread with `STACK` bytes.  Where a stack ends in the library, so does the
+    process."""
+    future = Future[T]()
+
+    def work() -> None:
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    with STACK_SIZE:
+        usual = threading.stack_size(STACK)
+        try:
+            threading.Thread(target=work).start()
+        finally:
+            threading.stack_size(usual)
+    return future.result()
 
 
 def _lark(grammar: str) -> str:
