@@ -4,8 +4,8 @@
                               [--json OUT]
 
 A cell is a kind of text, a temperature, a batch size and a model.  All settings of a cell answer the same
-stream of batches, in lockstep (outrider/bench/lockstep.py), since the speed of a machine varies: batches
-until plain decoding has taken --seconds.  Drafters and controllers are new in each cell; what earlier cells
+stream of prompts in a full batch, in lockstep (outrider/bench/lockstep.py), since the speed of a machine
+varies, until plain decoding has taken --seconds.  Drafters and controllers are new in each cell; what earlier cells
 have taught is on disk, as for every user.  Cells are shuffled, so that `--minutes` gives a fair part of the
 grid; the cells that are left out are counted.  OUT is written after every cell; a further run with the same
 OUT goes on where it ended.  --folder adds the Llama shape of 100 M random weights, which is written there.
@@ -16,6 +16,7 @@ OMP_NUM_THREADS=1, since threads that wait would count.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -49,8 +50,8 @@ OPEN = ("random ids", "trap")  # kinds of token ids
 KINDS = (
     "translation", "summary", "question", "arithmetic", "retrieval", "chat", "code", "German", *OPEN,
 )  # fmt: skip
-MOST_BATCHES = 16  # of a cell
-LENGTH, MEMORY = 1024, 1 << 29  # tokens of a request, and bytes of K/V of each setting: all have their own
+MOST_BATCHES = 16  # of prompts, in a cell
+LENGTH, MEMORY = 1024, 1 << 28  # tokens of a request, and bytes of K/V of each setting: all have their own
 TEMPERATURES, BATCHES = (0.0, 0.8, 1.0), (1, 4, 8, 16, 32)
 
 
@@ -105,17 +106,20 @@ def run(llm: LLM, cell: Cell, tokens: int, seconds: float) -> dict[str, Any]:
     params = SamplingParams(temperature=cell.temperature, max_tokens=tokens, ignore_eos=True, seed=1)
     configs = settings(cell.model)
     asked = prompts(cell.kind, MOST_BATCHES * cell.batch, llm.get_tokenizer())
-    batches = [asked[i : i + cell.batch] for i in range(0, len(asked), cell.batch)]
-    plain = lockstep(llm, {PLAIN: configs[PLAIN]}, batches[:1], params)[PLAIN].seconds
-    sides = lockstep(llm, configs, batches[: math.ceil(seconds / plain)], params)
+    whole = tokens * cell.batch  # of a batch
+    plain = lockstep(llm, {PLAIN: configs[PLAIN]}, asked, params, cell.batch, whole)[PLAIN].seconds
+    # the last batch stays open, so that the others are full
+    batches = min(max(2, math.ceil(seconds / plain)), MOST_BATCHES - 1)
+    sides = lockstep(llm, configs, asked, params, cell.batch, batches * whole)
     spent = {label: side.seconds for label, side in sides.items()}
+    gc.collect()
     return {
         "cell": cell._asdict(),
-        "batches": len(sides[PLAIN].groups),
+        "batches": batches,
         "seconds": spent,
         "time over plain": {label: own / spent[PLAIN] for label, own in spent.items()},
         "of ideal": {label: side.of_ideal(sides[PLAIN]) for label, side in sides.items()},
-        "same tokens": {label: side.tokens == sides[PLAIN].tokens for label, side in sides.items()},
+        "same tokens": {label: side.agrees(sides[PLAIN]) for label, side in sides.items()},
     }
 
 

@@ -9,8 +9,9 @@ from outrider.bench.lockstep import Side, lockstep
 from outrider.bench.measure import Configs
 
 CONFIGS: Configs = {"plain": {"method": "off"}, "ngram": {"method": "ngram", "num_speculative_tokens": 3}}
-GROUPS = [["one two one two one", "a b c a b"], ["1 2 3 4 1 2 3"]]
+PROMPTS = ["one two one two one", "a b c a b", "1 2 3 4 1 2 3", "x y x y", "up down up", "left right left"]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
+BATCH, TOKENS = 2, 72
 
 
 @pytest.fixture(scope="module")
@@ -19,25 +20,35 @@ def llm() -> LLM:
 
 
 def test_every_side_emits_what_it_emits_alone(llm: LLM) -> None:
-    sides = lockstep(llm, CONFIGS, GROUPS, PARAMS)
-    alone = [output.outputs[0].token_ids for group in GROUPS for output in llm.generate(group, PARAMS)]
+    sides = lockstep(llm, CONFIGS, PROMPTS, PARAMS, BATCH, TOKENS)
+    alone = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
     for side in sides.values():
-        assert side.finished and side.tokens == alone
+        assert TOKENS <= side.progress[0] < TOKENS + BATCH * 4
+        assert all(mine == theirs[: len(mine)] for mine, theirs in zip(side.outputs, alone))
         assert side.seconds > 0 and side.steps == side.llm.engine.steps
+        assert side.agrees(sides["plain"])
     assert sides["ngram"].steps < sides["plain"].steps
     assert 0 < sides["ngram"].of_ideal(sides["plain"]) < 1.5
+    sides["ngram"].tickets[0].rows[0].tokens[-1] += 1
+    assert not sides["ngram"].agrees(sides["plain"])
 
 
-def test_no_side_is_ahead_by_more_than_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_is_full_and_no_side_is_ahead_by_more_than_a_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sides, ahead, advance = list[Side](), list[int](), Side.advance
 
     def watched(side: Side) -> None:
+        open_before = sum(not ticket.finished for ticket in side.tickets)
         advance(side)
-        if side.groups is GROUPS and side not in sides:
-            sides.append(side)
-        emitted = [each.progress[0] for each in sides if not each.finished]
-        ahead.append(max(emitted) - min(emitted) if len(emitted) == 2 else 0)
+        if side.prompts is PROMPTS:
+            began = len(side.tickets) - sum(ticket.finished for ticket in side.tickets)
+            assert open_before <= BATCH and began <= BATCH
+            if side not in sides:
+                sides.append(side)
+            emitted = [each.progress[0] for each in sides if not each.finished]
+            ahead.append(max(emitted) - min(emitted) if len(emitted) == 2 else 0)
 
     monkeypatch.setattr(Side, "advance", watched)
-    lockstep(llm, CONFIGS, GROUPS, PARAMS)
-    assert 0 < max(ahead) <= 2 * (3 + 1)  # two rows, each three draft tokens and one more
+    lockstep(llm, CONFIGS, PROMPTS, PARAMS, BATCH, TOKENS)
+    assert 0 < max(ahead) <= BATCH * (3 + 1)  # rows, each with three draft tokens and one more

@@ -9,10 +9,14 @@ step, and the one that has emitted the fewest tokens is next:
 
 So all are at the same place of the stream at the same time.  A slow moment of the machine then costs each of
 them the same part of its time, and ratios stay where times do not.
+
+The batch is always full: the next prompt begins where one ends, as on a busy server.  A setting has finished
+when it has emitted so many tokens, while prompts are left: in a closed batch the slowest request would decide.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +24,7 @@ from typing import Any
 
 from outrider.bench.measure import Configs
 from outrider.core.params import SamplingParams
+from outrider.core.row import Row
 from outrider.engine.loop import Ticket
 from outrider.llm import LLM
 
@@ -28,28 +33,47 @@ from outrider.llm import LLM
 class Side:
     """One setting and its place in the stream.
 
-    groups: prompts that are answered at once, group after group.
-    seconds: of all steps so far.  tokens: emitted ids of each finished request, in order.
+    batch: requests at once.  tokens: to emit.
+    seconds: of all steps so far.  tickets: of all prompts that have begun, in order.
     """
 
     llm: LLM
-    groups: Sequence[Sequence[Any]]
+    prompts: Sequence[Any]
     params: SamplingParams
+    batch: int
+    tokens: int
     seconds: float = 0.0
     steps: int = 0
-    tokens: list[list[int]] = field(default_factory=list)
-    begun: int = 0  # groups
-    tickets: Sequence[Ticket] = ()
+    tickets: list[Ticket] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Row]:
+        """Of each prompt that has begun."""
+        return [row for ticket in self.tickets for row in ticket.rows]
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """Ids emitted for each prompt that has begun."""
+        return [row.tokens[row.prompt :] for row in self.rows]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Emitted tokens, then steps: prefill emits nothing."""
+        return sum([len(row.tokens) - row.prompt for row in self.rows]), self.steps
 
     @property
     def finished(self) -> bool:
-        return self.begun == len(self.groups) and not self.tickets
+        return self.progress[0] >= self.tokens
 
-    @property
-    def progress(self) -> tuple[int, int, int]:
-        """Emitted tokens, then groups begun and steps: prefill emits nothing."""
-        running = sum(len(row.tokens) - row.prompt for ticket in self.tickets for row in ticket.rows)
-        return sum(map(len, self.tokens)) + running, self.begun, self.steps
+    def advance(self) -> None:
+        """Run steps until one has news.  Prompts begin while there is room."""
+        began = time.perf_counter()
+        while len(self.llm.loop.tickets) < self.batch and len(self.tickets) < len(self.prompts):
+            self.tickets += self.llm.enqueue(self.prompts[len(self.tickets)], self.params)
+        news = iter((False, True))
+        self.llm.loop.run_until(lambda: next(news))
+        self.seconds += time.perf_counter() - began
+        self.steps += 1
 
     def of_ideal(self, plain: Side) -> float:
         """Part of the ideal speed-up that is reached: that of drafting and forwards alone."""
@@ -59,32 +83,25 @@ class Side:
         ]
         return shares[0] / shares[1]
 
-    def advance(self) -> None:
-        """Run steps until one has news; this may begin a group."""
-        began = time.perf_counter()
-        if not self.tickets:
-            self.tickets = self.llm.enqueue(self.groups[self.begun], self.params)
-            self.begun += 1
-        news = iter((False, True))
-        self.llm.loop.run_until(lambda: next(news))
-        self.seconds += time.perf_counter() - began
-        self.steps += 1
-        if all(ticket.finished for ticket in self.tickets):
-            rows = [row for ticket in self.tickets for row in ticket.rows]
-            self.tokens += [row.tokens[row.prompt :] for row in rows]
-            self.tickets = ()
+    def agrees(self, other: Side) -> bool:
+        """Whether both have emitted the same tokens, as far as both are."""
+        pairs = list(zip(self.outputs, other.outputs))
+        return all(mine[: len(theirs)] == theirs[: len(mine)] for mine, theirs in pairs)
 
 
 def lockstep(
-    llm: LLM,
-    configs: Configs,
-    groups: Sequence[Sequence[Any]],
-    params: SamplingParams,
+    llm: LLM, configs: Configs, prompts: Sequence[Any], params: SamplingParams, batch: int, tokens: int
 ) -> dict[str, Side]:
-    """Run the stream with every config.  A label's drafter and controller are new when it begins."""
+    """Run the stream with every config until it has emitted so many tokens.
+
+    A label's drafter and controller are new when it begins.  The prompts must suffice.
+    """
     for config in configs.values():  # load weights and compile, outside the clock
-        Side(llm.variant(config), [groups[0][:1]], params).advance()
-    sides = {label: Side(llm.variant(config), groups, params) for label, config in configs.items()}
+        Side(llm.variant(config), prompts[:1], params, 1, 1).advance()
+    gc.collect()  # engines refer to themselves, and hold their K/V until then
+    sides = {
+        label: Side(llm.variant(config), prompts, params, batch, tokens) for label, config in configs.items()
+    }
     while open_sides := [side for side in sides.values() if not side.finished]:
         min(open_sides, key=lambda side: side.progress).advance()
     return sides
