@@ -103,13 +103,17 @@ def settings(model: str) -> dict[str, Mapping[str, Any] | None]:
 
 def run(llm: LLM, cell: Cell, tokens: int, seconds: float) -> dict[str, Any]:
     """Seconds by setting, and the same over plain decoding."""
-    params = SamplingParams(temperature=cell.temperature, max_tokens=tokens, ignore_eos=True, seed=1)
+    lengths = random.Random(0).choices(range(tokens // 2, 3 * tokens // 2), k=MOST_BATCHES * cell.batch)
+    params = [
+        SamplingParams(temperature=cell.temperature, max_tokens=length, ignore_eos=True, seed=1)
+        for length in lengths
+    ]
     configs = settings(cell.model)
-    asked = prompts(cell.kind, MOST_BATCHES * cell.batch, llm.get_tokenizer())
+    asked = prompts(cell.kind, len(params), llm.get_tokenizer())
     whole = tokens * cell.batch  # of a batch
     plain = lockstep(llm, {PLAIN: configs[PLAIN]}, asked, params, cell.batch, whole)[PLAIN].seconds
-    # the last batch stays open, so that the others are full
-    batches = min(max(2, math.ceil(seconds / plain)), MOST_BATCHES - 1)
+    # the last ones stay open, so that the others are full
+    batches = min(max(2, math.ceil(seconds / plain)), MOST_BATCHES - 3)
     sides = lockstep(llm, configs, asked, params, cell.batch, batches * whole)
     spent = {label: side.seconds for label, side in sides.items()}
     gc.collect()
@@ -179,7 +183,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--temperatures", nargs="+", type=float, default=TEMPERATURES)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64, help="of a request, half as many more or less")
     parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--folder", type=Path)

@@ -10,7 +10,7 @@ from outrider.bench.measure import Configs
 
 CONFIGS: Configs = {"plain": {"method": "off"}, "ngram": {"method": "ngram", "num_speculative_tokens": 3}}
 PROMPTS = ["one two one two one", "a b c a b", "1 2 3 4 1 2 3", "x y x y", "up down up", "left right left"]
-PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
+PARAMS = [SamplingParams(max_tokens=20 + i, ignore_eos=True, temperature=0.0) for i in range(len(PROMPTS))]
 BATCH, TOKENS = 2, 72
 
 

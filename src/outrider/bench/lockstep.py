@@ -12,6 +12,7 @@ them the same part of its time, and ratios stay where times do not.
 
 The batch is always full: the next prompt begins where one ends, as on a busy server.  A setting has finished
 when it has emitted so many tokens, while prompts are left: in a closed batch the slowest request would decide.
+Lengths should vary: of equal ones, plain decoding begins and ends all at once, and computes prompts together.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from outrider.llm import LLM
 class Side:
     """One setting and its place in the stream.
 
-    batch: requests at once.  tokens: to emit.
+    params: one for each prompt.  batch: requests at once.  tokens: to emit.
     seconds: of all steps so far.  tickets: of all prompts that have begun, in order.
     """
 
     llm: LLM
     prompts: Sequence[Any]
-    params: SamplingParams
+    params: Sequence[SamplingParams]
     batch: int
     tokens: int
     seconds: float = 0.0
@@ -69,7 +70,8 @@ class Side:
         """Run steps until one has news.  Prompts begin while there is room."""
         began = time.perf_counter()
         while len(self.llm.loop.tickets) < self.batch and len(self.tickets) < len(self.prompts):
-            self.tickets += self.llm.enqueue(self.prompts[len(self.tickets)], self.params)
+            i = len(self.tickets)
+            self.tickets += self.llm.enqueue(self.prompts[i], self.params[i])
         news = iter((False, True))
         self.llm.loop.run_until(lambda: next(news))
         self.seconds += time.perf_counter() - began
@@ -90,14 +92,19 @@ class Side:
 
 
 def lockstep(
-    llm: LLM, configs: Configs, prompts: Sequence[Any], params: SamplingParams, batch: int, tokens: int
+    llm: LLM,
+    configs: Configs,
+    prompts: Sequence[Any],
+    params: Sequence[SamplingParams],
+    batch: int,
+    tokens: int,
 ) -> dict[str, Side]:
     """Run the stream with every config until it has emitted so many tokens.
 
-    A label's drafter and controller are new when it begins.  The prompts must suffice.
+    params: one for each prompt.  A label's drafter and controller are new when it begins.  The prompts must suffice.
     """
     for config in configs.values():  # load weights and compile, outside the clock
-        Side(llm.variant(config), prompts[:1], params, 1, 1).advance()
+        Side(llm.variant(config), prompts[:1], params[:1], 1, 1).advance()
     gc.collect()  # engines refer to themselves, and hold their K/V until then
     sides = {
         label: Side(llm.variant(config), prompts, params, batch, tokens) for label, config in configs.items()
