@@ -5,10 +5,11 @@
 
 A cell is a kind of text, a temperature, a batch size and a model.  All settings of a cell answer the same
 stream of prompts in a full batch, in lockstep (outrider/bench/lockstep.py), since the speed of a machine
-varies, until plain decoding has taken --seconds.  Drafters and controllers are new in each cell; what earlier cells
-have taught is on disk, as for every user.  Cells are shuffled, so that `--minutes` gives a fair part of the
-grid; the cells that are left out are counted.  OUT is written after every cell; a further run with the same
-OUT goes on where it ended.  --folder adds the Llama shape of 100 M random weights, which is written there.
+varies, until plain decoding has taken --seconds.  Drafters and controllers are new in each cell; what earlier
+cells have taught is on disk, as for every user.  Cells are shuffled, so that `--minutes` gives a fair part of
+the grid; the cells that are left out are counted.  OUT is written after every cell; a further run with the
+same OUT goes on where it ended.  --folder adds the Llama shape of 100 M random weights, which is written
+there.
 The machine should be idle; on a busy one --cpu-time takes the process's CPU time for all clocks, with
 OMP_NUM_THREADS=1, since threads that wait would count.
 """

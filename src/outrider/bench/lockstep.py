@@ -11,8 +11,9 @@ So all are at the same place of the stream at the same time.  A slow moment of t
 them the same part of its time, and ratios stay where times do not.
 
 The batch is always full: the next prompt begins where one ends, as on a busy server.  A setting has finished
-when it has emitted so many tokens, while prompts are left: in a closed batch the slowest request would decide.
-Lengths should vary: of equal ones, plain decoding begins and ends all at once, and computes prompts together.
+when it has emitted so many tokens, while prompts are left: in a closed batch the slowest request would
+decide.  Lengths should vary: of equal ones, plain decoding begins and ends all at once, and computes prompts
+together.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def lockstep(
 ) -> dict[str, Side]:
     """Run the stream with every config until it has emitted so many tokens.
 
-    params: one for each prompt.  A label's drafter and controller are new when it begins.  The prompts must suffice.
+    params: one for each prompt.  The prompts must suffice for the tokens.
+    A label's drafter and controller are new when it begins.
     """
     for config in configs.values():  # load weights and compile, outside the clock
         Side(llm.variant(config), prompts[:1], params[:1], 1, 1).advance()

@@ -226,8 +226,9 @@ KEY = {"Authorization": "Bearer secret"}
 def status(client: TestClient, path: str, query: bytes = b"", *headers: tuple[bytes, bytes]) -> int:
     """Status of GET for a decoded path: clients of Python encode paths and headers in ways of their own."""
     scope = {
-        "type": "http", "http_version": "1.1", "method": "GET", "path": path, "root_path": "", "scheme": "http",
-        "raw_path": quote(path).encode(), "query_string": query, "client": ("client", 1), "server": ("host", 80),
+        "type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "root_path": "",
+        "path": path, "raw_path": quote(path).encode(), "query_string": query,
+        "client": ("client", 1), "server": ("host", 80),
         "headers": [(b"host", b"host"), (b"authorization", b"Bearer secret"), *headers],
     }  # fmt: skip
     sent: list[Any] = []
