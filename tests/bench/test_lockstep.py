@@ -33,6 +33,11 @@ def test_every_side_emits_what_it_emits_alone(llm: LLM) -> None:
     assert not sides["ngram"].agrees(sides["plain"])
 
 
+def test_prompts_that_do_not_suffice_are_an_error(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="fewer than 100 tokens"):
+        lockstep(llm, CONFIGS, PROMPTS[:2], PARAMS[:2], BATCH, 100)
+
+
 def test_the_batch_is_full_and_no_side_is_ahead_by_more_than_a_step(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,26 @@ def test_nothing_is_planned_for_new_requests_while_nothing_may_be_lost() -> None
     assert not looks
 
 
+def test_steps_that_repeat_are_not_looked_at_while_nothing_may_be_lost() -> None:
+    auto = controller(accepted=DEPTH)
+    rows = [make_row([1, 2, 3], id=str(i)) for i in range(3)]
+    auto.evidence.ledger.loss = 1.0
+    step(auto, rows[:1])
+    step(auto, rows)  # new ones
+    step(auto, rows)
+    assert auto.rest is not None and not auto.rest.fresh
+
+
+def test_requests_that_are_alike_are_considered_once() -> None:
+    auto = controller(accepted=DEPTH)
+    rows = [make_row([1, 2, 3], id=str(i)) for i in range(8)]
+    auto.evidence.ledger.loss = 1.0
+    chosen, choose = [], auto.planner._choose
+    auto.planner._choose = lambda row, *given: (chosen.append(row), choose(row, *given))[1]  # type: ignore
+    step(auto, rows)
+    assert auto.rest is not None and len(chosen) == 1
+
+
 @pytest.mark.parametrize(("look_seconds", "ends"), [(0.0, True), (20 * PLAIN, False)])
 def test_a_rest_ends_for_a_promising_request_if_a_plan_may_pay(look_seconds: float, ends: bool) -> None:
     auto, grades = controller(accepted=DEPTH), [0]

@@ -170,6 +170,10 @@ def test_more_rules_than_the_stack_has_room_for_are_refused(compiler: GrammarCom
         made(compiler, form)
 
 
+def test_a_choice_may_have_more_colons_than_a_grammar_lines(compiler: GrammarCompiler) -> None:
+    assert made(compiler, {"choice": [f"{i}:{i}:{i}:{i}" for i in range(3_500)]})
+
+
 def test_a_lark_grammar_may_have_the_sign_of_gbnf_in_a_text(compiler: GrammarCompiler) -> None:
     state = made(compiler, {"grammar": 'start: "a ::= b"'})
     assert compiler.tokenizer.decode(state.forced(Ids([1, 2, 3]))) == "a ::= b"

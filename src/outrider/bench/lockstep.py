@@ -73,6 +73,10 @@ class Side:
         while len(self.llm.loop.tickets) < self.batch and len(self.tickets) < len(self.prompts):
             i = len(self.tickets)
             self.tickets += self.llm.enqueue(self.prompts[i], self.params[i])
+        if not self.llm.loop.tickets:
+            raise ValueError(
+                f"the outputs of {len(self.prompts)} prompts have fewer than {self.tokens} tokens."
+            )
         news = iter((False, True))
         self.llm.loop.run_until(lambda: next(news))
         self.seconds += time.perf_counter() - began
@@ -102,8 +106,8 @@ def lockstep(
 ) -> dict[str, Side]:
     """Run the stream with every config until it has emitted so many tokens.
 
-    params: one for each prompt.  The prompts must suffice for the tokens.
-    A label's drafter and controller are new when it begins.
+    params: one for each prompt.  A label's drafter and controller are new when it begins.
+    Raises ValueError if the outputs of all prompts have fewer tokens.
     """
     for config in configs.values():  # load weights and compile, outside the clock
         Side(llm.variant(config), prompts[:1], params[:1], 1, 1).advance()

@@ -215,10 +215,13 @@ class Planner:
         return None
 
     def _kind(self, row: Row, most: int) -> tuple[Any, ...] | None:
-        """What the plan of a row that was never considered depends on; None where its length does, too."""
+        """What the plan of a row without a state depends on; None if on its tokens, too.
+
+        Nothing speaks for drafts for such a row: its grades are 0.
+        """
         if any(self._lacks(k, row) for k in self.prefilling):
             return None
-        return most, row.steps > 0, row.params.draft_method, *[arm.grade(row) for arm in self.arms]
+        return most, row.steps > 0, row.left_out, row.params.draft_method
 
     def _choose(
         self, row: Row, state: RowState | None, most: int, room: float

@@ -68,9 +68,9 @@ class Rest:
 
     def promises(self, batch: Batch, evidence: Evidence, load: Load, look_seconds: float) -> bool:
         """Whether so much speaks for drafts that did not when the rest began that a plan may pay."""
+        self.fresh = not all(step.emits for step in batch)
         if evidence.ledger.room + SHARE * self.taken * load.decode <= 0:
             return False
-        self.fresh = not all(step.emits for step in batch)
         rows = [step.row for step in batch if step.emits and step.row.draft_depth]
         self.promising += sum([evidence.promising(row) for row in rows])
         return self.promising * PROMISED * load.token > look_seconds

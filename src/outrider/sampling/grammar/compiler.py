@@ -22,7 +22,7 @@ from outrider.sampling.grammar.faults import place_of, readable
 from outrider.sampling.grammar.state import GrammarState
 
 CACHED = 64  # compiled grammars
-MOST_RULES = 10_000  # or references of a schema
+MOST_RULES = 10_000  # lines of a grammar, or references of a schema
 STACK = 256 << 20  # bytes to compile on: the library recurses along rules, with up to 10 KB for each
 MOST_GBNF = 20_000  # characters: the conversion of n rules takes up to n² steps, a second for 1,000 rules
 STACK_SIZE = Lock()  # of threads that start: of the whole process
@@ -86,9 +86,11 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         grammar = self._grammar(form)
-        count, what = (grammar.count("$ref"), "references") if form.json else (grammar.count(":"), "rules")
-        if count > MOST_RULES:
-            raise RequestError(f"{WHERE}: a grammar may have {MOST_RULES} {what} at most, got {count}.")
+        references = 0 if form.json is None else grammar.count("$ref")
+        lines = 0 if form.grammar is None else len(form.grammar.splitlines())
+        for count, what in (references, "references"), (lines, "lines"):
+            if count > MOST_RULES:
+                raise RequestError(f"{WHERE}: a grammar may have {MOST_RULES} {what} at most, got {count}.")
         matcher = LLMatcher(self.library, grammar, log_level=0)
         if matcher.is_error():
             raise self._fault(form, self._refusal(grammar) or matcher.get_error())
