@@ -44,6 +44,18 @@ def budget(auto: AutoController, row: Row) -> tuple[Batch, Budget]:
     raise AssertionError("only plain steps")
 
 
+def test_one_interrupted_step_with_drafts_does_not_use_up_what_may_be_lost() -> None:
+    """Also where so many rows were never computed before: plain decoding is interrupted as often."""
+    auto, row = controller(), make_row([1, 2, 3])
+    batch, asked = budget(auto, row)
+    batch[0].tree = DraftTree.chain([7] * asked.depth, [0.99] * asked.depth)
+    auto.trim(batch)
+    batch[0].emitted = [8]
+    auto.learn(Commit(batch), Times(0.0, 50 * PLAIN.forward, 0.0))
+    auto.release([row])
+    assert 0 < auto.evidence.ledger.loss < 4 * PLAIN.forward
+
+
 def test_a_single_arm_owns_all_nodes() -> None:
     auto, row = controller(), make_row([1, 2, 3])
     batch, asked = budget(auto, row)

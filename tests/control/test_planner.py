@@ -247,13 +247,16 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
     adaptive.engine.check()
 
 
-def test_a_plan_that_was_interrupted_does_not_lengthen_the_rests() -> None:
+def test_a_plan_that_was_interrupted_does_not_lengthen_the_rests_nor_count_as_loss() -> None:
     """They are so long that planning takes a small part of the time."""
     auto, row = controller(acceptance=0.0, level=0.8, prefill=0.05), make_row([1] * PROMPT)
     ticks = iter([0.0, 0.02])  # another process had the processor
     auto.clock = lambda: next(ticks, 0.02)
-    auto.budget(Batch([RowStep(row, PROMPT - 1, 1)]))
+    batch = Batch([RowStep(row, PROMPT - 1, 1)])
+    auto.budget(batch)
     assert 0 < auto.look_seconds < 1e-4
+    auto._begin_rest()
+    assert 0 < auto.evidence.host < 1e-3
 
 
 def crowd(node: float, rows: int = 16) -> tuple[AutoController, Batch]:

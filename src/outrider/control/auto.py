@@ -145,7 +145,12 @@ class AutoController:
         load, depth = self.load, self.limits.depth_for(len(self.rows))
         self.rest = Rest(self.rows, longest - 1, closed, load.batch, depth, not load.decodes_only)
         self.anchored, self.since_plain = False, 0
-        self.evidence.host, self.looked = self.evidence.host + self.looked, 0.0
+        self._charge(self.looked)
+        self.looked = 0.0
+
+    def _charge(self, seconds: float) -> None:
+        """Enter seconds of the controller's own work.  What an interruption adds is the machine's."""
+        self.evidence.host += min(seconds, OUTLIER * self.look_seconds + LONG_PLAN)
 
     def _rests(self, rest: Rest, batch: Batch) -> bool:
         """Whether a rest goes on in this step.  Takes in its steps where it ends or the load changes."""
@@ -293,7 +298,7 @@ class AutoController:
     def _note(self, batch: Batch, times: Times, ended: bool) -> None:
         """Log a step, and take in the log if it is due."""
         seconds = times.forward + times.rest - self.looked
-        self.evidence.host += self.looked
+        self._charge(self.looked)
         self.looked = 0.0
         record = StepRecord(batch, self.load, self.tries, times.propose, seconds, {**self.spent}, ended)
         self.log.append(record)
@@ -326,7 +331,8 @@ class AutoController:
         self.evidence.learn(self.log)
         self.log, self.expected, self.shortfall, self.stale = [], 0.0, 0.0, True
         seconds = self.clock() - began
-        self.digested, self.evidence.host = self.digested + seconds, self.evidence.host + seconds
+        self.digested += seconds
+        self._charge(seconds)
 
     def shared(self, rows: Collection[Row]) -> int:
         """How many of these rows were in its last step."""

@@ -197,8 +197,8 @@ class Evidence:
         measured = expected
         if load.decodes_only:
             self._forward(load, nodes, seconds)
-            settled = self.forward.settled(load.rows + nodes)
-            measured = max(expected, min(seconds, MAX_CLIP * expected)) if settled else seconds
+            clip = MAX_CLIP if self.forward.settled(load.rows + nodes) else OUTLIER
+            measured = max(expected, min(seconds, clip * expected))
         late = record.late
         if batch.prefill or late:
             propose = self._prefill(record, asks, late)
