@@ -9,7 +9,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.control.auto import ANCHOR, AutoController
 from outrider.control.fixed import FixedController, Options
-from outrider.control.plan import Arm
+from outrider.control.plan import Arm, Load
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -129,6 +129,18 @@ def test_a_plain_step_that_is_due_refuses_forced_text() -> None:
     auto = controller()
     batch = step_of(make_row([1, 2, 3]))
     assert auto.budget(batch) == [NO_BUDGET] and not auto.forced(0)
+
+
+def test_a_step_with_prompt_tokens_is_no_anchor() -> None:
+    """Its time does not tell the cost of a plain step, and other rows would lose their drafts."""
+    auto, row = controller(), make_row([1, 2, 3])
+    batch, _ = budget(auto, row)
+    auto.learn(Commit(batch), PLAIN)
+    auto.evidence.surprises = 4
+    auto.load = Load(auto.evidence.forward, batch=1, rows=3)
+    assert not auto._anchor()
+    auto.load = Load(auto.evidence.forward, batch=1, rows=1)
+    assert auto._anchor()
 
 
 def test_plain_steps_without_number_leave_the_distance_between_anchors_bounded() -> None:

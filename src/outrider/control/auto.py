@@ -169,10 +169,12 @@ class AutoController:
         return False
 
     def _anchor(self) -> bool:
-        """Whether a plain step is due, to measure its cost again."""
-        seen = self.evidence.forward.plain_steps[self.load.batch]
+        """Whether a plain step is due, to measure its cost again.  One with prompt tokens does not tell it."""
+        load = self.load
+        seen = self.evidence.forward.plain_steps[load.batch]
         longest = min(ANCHOR, 4 << min(5, seen)) if seen else 0
-        return not self.load.batch or self.since_plain >= longest or self.evidence.surprises >= 4
+        due = self.since_plain >= longest or self.evidence.surprises >= 4
+        return not load.batch or (due and load.decodes_only)
 
     def forced(self, r: int) -> bool:
         """Whether row r may get forced text: not in a plain step.  Its drafters are not asked then."""
