@@ -42,11 +42,89 @@ def test_the_options_of_vllms_page_are_read(dash: str, run: Run, started: list[S
     assert speculation == {"model": "builtin-draft", "num_speculative_tokens": 5}
 
 
+def test_an_option_behind_the_model_takes_several_values(run: Run, started: list[Started]) -> None:
+    line = "builtin --served-model-name a b --api_key k l --port 1 --allowed-origins http://x http://y"
+    assert run("serve", *line.split()).status == 0
+    assert run("serve", "--model", "builtin", "--served_model_name", "a", "b").status == 0
+    assert run("serve", "--served-model-name", "a", "builtin-draft").status == 0
+    options, _, last = (options for options, _, _ in started)
+    assert (options.served_model_name, options.api_key) == (("a", "b"), ("k", "l"))
+    assert (options.port, options.allowed_origins) == (1, ("http://x", "http://y"))
+    assert [engine["model"] for _, engine, _ in started] == ["builtin", "builtin", "builtin-draft"]
+    assert last.served_model_name == ("a",)
+
+
+def test_origins_may_be_a_list_in_json(run: Run, started: list[Started]) -> None:
+    assert run("serve", "builtin", "--allowed-origins", '["http://x", "http://y"]').status == 0
+    assert started[0][0].allowed_origins == ("http://x", "http://y")
+    result = run("serve", "builtin", "--allowed-origins", "[1]")
+    assert result.status == 2 and "allowed_origins must be" in result.err
+
+
+@pytest.mark.parametrize(
+    ("line", "same"),
+    [
+        ("-c 64 -np 4 -dev cpu -ngl 99 -s 7", "--max-model-len 64 --max-num-seqs 4 --device cpu --seed 7"),
+        ("-c 0", ""),
+        ("-q int8 -dp 2", "--quantization int8 --replicas 2"),
+        ("--enable-log-requests --alias a", "--log-requests --served-model-name a"),
+        ("--chat-template-file a", "--chat-template a"),
+        ("--method off", "--speculative-config off"),
+        (
+            "-md builtin-draft --draft-max 5",
+            '--speculative-config {"model":"builtin-draft","num_speculative_tokens":5}',
+        ),
+    ],
+)
+def test_other_names_of_options_mean_the_same(line: str, same: str, run: Run, started: list[Started]) -> None:
+    for words in (line, same):
+        result = run("serve", "builtin", *words.split())
+        assert result.status == 0, result.err
+    one, other = started
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--enforce-eager",
+        "--swap-space 4",
+        "--block-size 16",
+        "--enable-chunked-prefill",
+        "--disable-log-requests",
+        "--disable-log-stats",
+        "--enable-auto-tool-choice",
+        "--generation-config vllm",
+        "--load_format auto",
+        "-fa",
+        "--jinja",
+        "--metrics",
+        "-ctk q8_0",
+        "-ngl 99 --device cpu",
+    ],
+)
+def test_options_without_effect_are_noted(line: str, run: Run, started: list[Started]) -> None:
+    result = run("serve", "builtin", *line.split())
+    name = line.split()[0].replace("_", "-")
+    assert result.status == 0 and started, result.err
+    assert result.err.startswith("note: ") and result.err.count("\n") == 1, result.err
+    assert name in result.err or name in ("-fa", "-ctk")
+
+
 @pytest.mark.parametrize(
     ("line", "text"),
     [
         ("--speculative_model x", "use --speculative-config"),
         ("--speculative-model x --num-speculative-tokens 5", "use --speculative-config"),
+        ("--reasoning-parser qwen3", "--reasoning-parser is not supported: "),
+        ("--override-generation-config {}", "give them in the requests"),
+        ("--temp 0.5", "give them in the requests"),
+        ("--download-dir /x", "HF_HOME"),
+        ("--hf-token x", "HF_TOKEN"),
+        ("--cpu-offload-gb 4", "--gpu-layers"),
+        ("--ssl-ca-certs x", "proxy"),
+        ("-hf a/b", "as MODEL"),
+        ("-sm none", "--split-mode is not supported: use -tp"),
         ("-tp 0", "tensor_parallel_size must be"),
         ("--port 99999", "port must be"),
         ("--replicas 0", "replicas must be"),

@@ -27,10 +27,10 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="session")
 def adaptive() -> Iterator[Served]:
-    """A server with an API key, whose controller chooses between two drafters."""
+    """A server with an API key and two names, whose controller chooses between two drafters."""
     config = '{"method": "auto", "model": "builtin-draft"}'
     with forked("builtin", "--speculative-config", config, "--api-key", "secret", "--max-model-len",
-                "512", "--served-model-name", "builtin") as running:  # fmt: skip
+                "512", "--served-model-name", "builtin", "alias") as running:  # fmt: skip
         yield running
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -86,6 +87,25 @@ def test_an_endless_head_is_refused() -> None:
         for _ in range(1000):
             connection.sendall(b"X-A: " + b"a" * 60_000 + b"\r\n")
             time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x00\x01\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    ],
+)
+def test_malformed_http_gets_an_error_in_openais_shape(sent: bytes) -> None:
+    with connected() as connection:
+        connection.sendall(sent)
+        head, body = answer(connection).split(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ") and b"content-type: application/json" in head
+        error = json.loads(body)["error"]
+        assert error["type"] == "invalid_request_error" and error["param"] is None and error["message"]
+        assert is_closed(connection)
 
 
 def test_a_slow_answer_is_no_slow_head() -> None:

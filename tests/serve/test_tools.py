@@ -82,5 +82,6 @@ def test_bare_json_that_calls_no_tool_is_content() -> None:
 def test_the_template_names_the_format() -> None:
     assert parser_for("auto", "… [TOOL_CALLS] …") is PARSERS["mistral"]
     assert parser_for("auto", "<|python_tag|>") is PARSERS["llama3"]
+    assert parser_for("llama3_json", "") is PARSERS["llama3"]
     assert parser_for("auto", "<tool_call>") is parser_for("auto", "") is PARSERS["hermes"]
     assert parser_for("mistral", "<tool_call>") is PARSERS["mistral"]

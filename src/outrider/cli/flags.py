@@ -11,7 +11,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -239,18 +239,27 @@ def shared(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def spread(**typed: Any) -> None:
-        for flag in ignored:
-            if typed.pop(flag.word) not in (None, False):
-                note(f"{flag.names.split()[0]} does nothing here: {flag.help}.")
+        note_ignored(ignored, typed)
         for name, group in mine.items():
-            values = [(flag, typed.pop(flag.word)) for flag in group]
-            given = {flag.field: flag.read(value) for flag, value in values if value is not None}
-            typed[name] = given
+            typed[name] = values_of(group, typed)
         function(**typed)
 
     spread.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {}
     return spread
+
+
+def note_ignored(ignored: Iterable[Flag], typed: Given) -> None:
+    """Remove flags that have no effect from the arguments of a command, with a note for each one given."""
+    for flag in ignored:
+        if typed.pop(flag.word) not in (None, False):
+            note(f"{flag.names.split()[0]} does nothing here: {flag.help}.")
+
+
+def values_of(group: Iterable[Flag], typed: Given) -> Given:
+    """Remove the flags of a group from the arguments of a command.  Returns the values that were given."""
+    values = [(flag, typed.pop(flag.word)) for flag in group]
+    return {flag.field: flag.read(value) for flag, value in values if value is not None}
 
 
 def note(text: str) -> None:
@@ -284,7 +293,6 @@ def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Map
     Prints a note for each change.
     """
     from outrider.checkpoints.hub import Checkpoint
-    from outrider.models.placement import pick_device
 
     engine, wanted = dict(engine), engine.get("max_model_len")
     if wanted is not None and wanted > 0:
@@ -295,21 +303,25 @@ def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Map
                 f"gets {context}."
             )
             engine["max_model_len"] = context
+    return without_gpu_layers(engine, config)
+
+
+def without_gpu_layers(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Given | None]:
+    """The given options without numbers of GPU layers where the device is a CPU, with a note for each."""
+    from outrider.models.placement import pick_device
+
+    engine, draft = dict(engine), dict(config or {})
     device = engine.get("device") or "auto"
+    own = draft.get("draft_device") or "auto"
     if engine.get("gpu_layers") and pick_device(device).type == "cpu":
-        note(f"-ngl {engine.pop('gpu_layers')} does nothing here: all layers are on the CPU.")
-    config = None if config is None else dict(config)
-    own = (config or {}).get("draft_device") or "auto"
-    if (
-        config
-        and config.get("draft_gpu_layers")
-        and pick_device(device if own == "auto" else own).type == "cpu"
-    ):
+        note(f"-ngl {engine['gpu_layers']} does nothing here: all layers are on the CPU.")
+        engine["gpu_layers"] = None
+    if draft.get("draft_gpu_layers") and pick_device(device if own == "auto" else own).type == "cpu":
         note(
-            f"-ngld {config.pop('draft_gpu_layers')} does nothing here: the draft's device is a CPU, and "
+            f"-ngld {draft.pop('draft_gpu_layers')} does nothing here: the draft's device is a CPU, and "
             "all its layers are there."
         )
-    return engine, config
+    return engine, None if config is None else draft
 
 
 def config_of(speculation: Given, default: dict[str, Any] | None = None) -> dict[str, Any] | None:

@@ -6,29 +6,33 @@ Every field of EngineOptions and ServerOptions is an option of its name; its hel
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from importlib.util import find_spec
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.cli.flags import AUTO, CONTEXT, MODEL_HELP, Flag, config_of
+from outrider.cli.flags import (
+    AUTO,
+    CONTEXT,
+    MODEL_HELP,
+    SPECULATION,
+    Flag,
+    config_of,
+    note_ignored,
+    values_of,
+    without_gpu_layers,
+)
+from outrider.cli.serve_flags import ALIASES, IGNORED, REFUSED, repeated
 from outrider.errors import ConfigError
 
-ALIASES = {
-    "model": "-m", "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "threads": "-t"
-}  # fmt: skip
 ENVIRONMENT = {"api_key": "OUTRIDER_API_KEY"}
-NEW_SPELLING = """use --speculative-config, such as '{"model": "…", "num_speculative_tokens": 5}'"""
-REFUSED = (  # options of earlier versions of vLLM
-    "speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min",
-    "speculative_draft_tensor_parallel_size", "speculative_disable_by_batch_size",
-    "speculative_max_model_len",
-)  # fmt: skip
+SEVERAL = ("--served-model-name", "--api-key", "--allowed-origins", "--lora-modules")  # values of one option
 
 
 def serve(context: typer.Context) -> None:
@@ -37,7 +41,7 @@ def serve(context: typer.Context) -> None:
         raise ConfigError("the server needs more packages: pip install 'outrider[serve]'.")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=CONTEXT)
     app.command()(command())
-    app(context.args, prog_name="outrider serve", standalone_mode=False)
+    app(repeated(context.args, SEVERAL), prog_name="outrider serve", standalone_mode=False)
 
 
 def command() -> Callable[..., None]:
@@ -45,30 +49,34 @@ def command() -> Callable[..., None]:
     from outrider.config import EngineOptions, options
     from outrider.serve.options import ServerOptions
 
-    def serve(place: str | None, speculative_config: str | None, threads: int | None, **given: Any) -> None:
+    def serve(place: str | None, threads: int | None, **given: Any) -> None:
         """Serve a model with OpenAI's protocol.
 
         Example:  outrider serve builtin --speculative-config '{"model": "builtin-draft"}' --port 8000
         """
-        for name in REFUSED:
-            if given.pop(name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} is not supported: {NEW_SPELLING}.")
+        for flag in REFUSED:
+            if given.pop(flag.word) not in (None, False):
+                raise ConfigError(f"{flag.names.split()[0]} is not supported: {flag.help}.")
+        note_ignored(IGNORED, given)
+        config = config_of(values_of(SPECULATION, given), AUTO)
         own = {field.name: given.pop(field.name) for field in fields(ServerOptions)}
         own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+        own["allowed_origins"] = listed(own["allowed_origins"])
         server = options(ServerOptions, own, "server option")
         if place is not None and given["model"] not in (None, place):
             raise ConfigError(f"the model is given twice, as {place!r} and as --model {given['model']!r}.")
         engine = {**given, "model": place or given["model"] or "builtin"}
-        start(server, engine, config_of({"config": speculative_config or "{}"}, AUTO), threads)
+        engine["max_model_len"] = given["max_model_len"] or None  # llama.cpp's -c 0
+        start(server, *without_gpu_layers(engine, config), threads)
 
     argument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
     parameters = [
         inspect.Parameter("place", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=argument),
-        _flag("speculative_config", str, "JSON, @FILE, or a method such as off.").parameter("Speculation"),
+        *(flag.parameter("Speculation") for flag in SPECULATION),
         _flag("threads", int, "CPU threads; default: OMP_NUM_THREADS, or one per core.").parameter("Model"),
         *_parameters(EngineOptions, "Model"),
         *_parameters(ServerOptions, "Server"),
-        *(replace(_flag(name, str, NEW_SPELLING), hidden=True).parameter("Speculation") for name in REFUSED),
+        *(flag.parameter("Server") for flag in (*IGNORED, *REFUSED)),
     ]
     serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return serve
@@ -116,8 +124,18 @@ def _parameters(kind: type[Any], panel: str) -> list[inspect.Parameter]:
 
 def _flag(name: str, hint: Any, help: str, default: Any = None) -> Flag:
     flag = name.replace("_", "-")
-    names = f"--{flag}/--no-{flag}" if hint is bool else f"--{flag} {ALIASES.get(name, '')}"
-    return Flag(name, hint, names, help, default, variable=ENVIRONMENT.get(name))
+    names = f"--{flag}/--no-{flag}" if hint is bool else f"--{flag}"
+    return Flag(name, hint, f"{names} {ALIASES.get(name, '')}", help, default, variable=ENVIRONMENT.get(name))
+
+
+def listed(given: tuple[str, ...]) -> Any:
+    """Values of an option, which vLLM has as one list in JSON."""
+    if len(given) != 1 or not given[0].startswith("["):
+        return given
+    try:
+        return tuple(json.loads(given[0]))
+    except ValueError as error:
+        raise ConfigError(f"{given[0]!r} is no JSON: {error}.") from error
 
 
 def documented(kind: type[Any]) -> dict[str, str]:

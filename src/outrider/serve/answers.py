@@ -57,7 +57,7 @@ class Job:
     created: int = field(default_factory=now)
 
     def head(self, kind: str) -> dict[str, Any]:
-        model = self.body.model or self.server.names[0]
+        model = self.server.name_of(self.body.model)
         return {"id": self.id, "object": kind, "created": self.created, "model": model}
 
     async def response(self) -> dict[str, Any]:

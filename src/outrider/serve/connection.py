@@ -1,10 +1,12 @@
-"""HTTP connections with limits on the head of a request, which uvicorn's lack."""
+"""HTTP connections with limits on the head of a request, and with errors in OpenAI's shape."""
 
 from __future__ import annotations
 
 import asyncio
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from outrider.serve.errors import ApiError
 
 MOST_HEAD = 64 << 10  # bytes of a request line and headers
 
@@ -37,6 +39,14 @@ class Connection(HttpToolsProtocol):
             self._timer = None
         elif not is_answered and self._timer is None:
             self._timer = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a request that cannot be parsed, and close the connection."""
+        response = ApiError(400, msg).response()
+        headers = [*self.server_state.default_headers, *response.raw_headers, (b"connection", b"close")]
+        head = b"".join(b"%b: %b\r\n" % header for header in headers)
+        self.transport.write(STATUS_LINE[400] + head + b"\r\n" + response.body)
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

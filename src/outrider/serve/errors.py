@@ -109,11 +109,12 @@ def _place(fault: Mapping[str, Any], body: Any) -> list[str | int]:
     return place
 
 
+async def refused(_: Request, error: Exception) -> Json:
+    """Handler of an exception for an application."""
+    return api_error(error).response()
+
+
 def install(app: FastAPI) -> None:
     """Give every error of the routes OpenAI's shape."""
-
-    async def refused(_: Request, error: Exception) -> Json:
-        return api_error(error).response()
-
     for kind in (RequestValidationError, HTTPException, ApiError, RequestError, EngineError, TimeoutError):
         app.add_exception_handler(kind, refused)

@@ -39,7 +39,7 @@ from outrider.parallel.start import run_rank
 from outrider.serve.app import make_app
 from outrider.serve.guard import middleware
 from outrider.serve.options import ServerOptions
-from outrider.serve.replicas.app import passed_on
+from outrider.serve.replicas.app import HANDLERS, passed_on
 from outrider.serve.replicas.relay import Answer, Pool, Question, ReplicaLost, whole_events
 from outrider.serve.replicas.routing import BLOCK_TOKENS, Prefixes, work
 from outrider.serve.run import WATCH_INTERVAL, Service
@@ -238,7 +238,7 @@ class Front(Pool):
 
     def __serve_build_asgi_app__(self) -> Starlette:
         route = Mount("/", passed_on(self, self.options.root_path))
-        return Starlette(routes=[route], middleware=middleware(self))
+        return Starlette(routes=[route], middleware=middleware(self), exception_handlers=HANDLERS)
 
     def check_ready(self) -> None:
         """Accept every request: Ray queues them while no replica is ready."""

@@ -149,7 +149,7 @@ class Responses:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": body.model or self.server.names[0],
+            "model": self.server.name_of(body.model),
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,

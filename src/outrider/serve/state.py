@@ -140,6 +140,10 @@ class Server:
             raise ApiError(404, f"there is no model {model!r}, but {served}.", "model", "model_not_found")
         return self.adapters[model]
 
+    def name_of(self, model: str | None) -> str:
+        """Name in the response to a request's `model`: an adapter's own, else the first one."""
+        return self.names[0] if model is None or model in self.names else model
+
     def check_room(self, samples: int = 1) -> None:
         """Raise ApiError with status 429 if so many samples more exceed max_requests."""
         most = self.options.max_requests

@@ -190,10 +190,12 @@ def _named(name: str, text: str) -> Pieces:
 
 
 HERMES = ToolParser("<tool_call>", _hermes)
+LLAMA3 = ToolParser("<|python_tag|>", _llama3, bare=True)
 PARSERS: dict[str, ToolParser] = {
     "hermes": HERMES,
     "qwen": HERMES,
-    "llama3": ToolParser("<|python_tag|>", _llama3, bare=True),
+    "llama3": LLAMA3,
+    "llama3_json": LLAMA3,
     "mistral": ToolParser("[TOOL_CALLS]", _mistral),
 }
 

@@ -224,7 +224,13 @@ KEY = {"Authorization": "Bearer secret"}
 
 
 def status(client: TestClient, path: str, query: bytes = b"", *headers: tuple[bytes, bytes]) -> int:
-    """Status of GET for a decoded path: clients of Python encode paths and headers in ways of their own."""
+    return answer(client, path, query, *headers)[0]
+
+
+def answer(
+    client: TestClient, path: str, query: bytes = b"", *headers: tuple[bytes, bytes]
+) -> tuple[int, bytes]:
+    """Status and body of GET for a decoded path.  Clients of Python encode paths and headers differently."""
     scope = {
         "type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "root_path": "",
         "path": path, "raw_path": quote(path).encode(), "query_string": query,
@@ -241,7 +247,7 @@ def status(client: TestClient, path: str, query: bytes = b"", *headers: tuple[by
         sent.append(message)
 
     asyncio.run(client.app(scope, receive, send))  # type: ignore[arg-type]
-    return int(sent[0]["status"])
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 
 @pytest.mark.parametrize("name", ["a%0d%0ab", "ÿþÃ©", "a?b#c%2e", "a b", "日本"])
@@ -264,7 +270,9 @@ def test_paths_that_are_too_long_or_of_several_lines_are_refused(
     path: str, code: int, passed: tuple[TestClient, list[httpx.Request]]
 ) -> None:
     client, got = passed
-    assert status(client, path) == code and not got
+    found, body = answer(client, path)
+    assert found == code and not got
+    assert json.loads(body)["error"]["code"] == str(code)
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/"), ("PUT", "/static/x"), ("GET", "/v1/models")])

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 from urllib.parse import quote
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Lifespan, Receive, Scope, Send
 
-from outrider.serve.errors import ApiError
+from outrider.serve.errors import ApiError, refused
 from outrider.serve.guard import middleware
 from outrider.serve.replicas.metrics import metrics_of
 from outrider.serve.replicas.relay import Pool, Question, Relay
@@ -22,6 +23,7 @@ from outrider.version import VERSION
 
 LONGEST_TARGET = 8192
 IN_QUERY = "%!$&'()*+,;=:@/?"  # characters that stay as they are
+HANDLERS = {HTTPException: refused}  # a path of several lines matches no route
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -32,7 +34,12 @@ def make_app(router: Router, lifespan: Lifespan[Starlette] | None = None) -> Sta
         *(Route(path, _everywhere(router), methods=["POST"]) for path in (LOADING, UNLOADING)),
         Mount("/", passed_on(router, router.options.root_path)),
     ]
-    return Starlette(routes=routes, middleware=middleware(router), lifespan=lifespan)
+    return Starlette(
+        routes=routes,
+        middleware=middleware(router),
+        exception_handlers=HANDLERS,
+        lifespan=lifespan,
+    )
 
 
 def _own_routes(router: Router) -> dict[str, Handler]:
