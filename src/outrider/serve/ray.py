@@ -46,7 +46,7 @@ from outrider.serve.run import WATCH_INTERVAL, Service
 from outrider.serve.state import Server, cancelled
 
 MOST_ONGOING = 1024  # requests of one Front; a Model has max_requests
-ON_HEAD = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}  # whose loss ends the cluster anyway
+ON_HEAD = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}  # the cluster ends with it
 KV_USE = "kv_cache_use"
 TARGET_KV_USE = 0.8  # above which another replica is asked for
 HEALTH_SECONDS = 5.0  # between two checks of a replica
