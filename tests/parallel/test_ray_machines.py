@@ -1,4 +1,4 @@
-"""Ray on several machines, here network namespaces: replicas and ranks on each, and a machine that is lost."""
+"""Ray on several machines, here network namespaces: replicas, ranks, and a machine that is lost."""
 
 from __future__ import annotations
 
