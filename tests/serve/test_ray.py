@@ -199,7 +199,7 @@ import json, sys, ray
 from ray import serve
 from outrider.serve.options import ServerOptions
 from outrider.serve.ray import deployment
-ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
+ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
 serve.start(http_options={"port": int(sys.argv[1])})
 app = deployment("builtin-draft", speculative_config={"method": "ngram"}, threads=1, max_model_len=512,
                  server=ServerOptions(api_key=("secret",)), actor={"num_cpus": 0.1},

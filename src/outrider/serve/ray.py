@@ -45,7 +45,11 @@ from outrider.serve.replicas.routing import BLOCK_TOKENS, Prefixes, work
 from outrider.serve.run import WATCH_INTERVAL, Service
 from outrider.serve.state import Server, cancelled
 
-MOST_ONGOING = 1024  # requests of one Front; a Model has max_requests
+FRONT: dict[str, Any] = {
+    "max_ongoing_requests": 1024,  # a Model has max_requests
+    # on the head node, with which the cluster ends anyway
+    "ray_actor_options": {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
+}
 KV_USE = "kv_cache_use"
 TARGET_KV_USE = 0.8  # above which another replica is asked for
 HEALTH_SECONDS = 5.0  # between two checks of a replica
@@ -98,7 +102,7 @@ def deployment(
         **number,
     )(Model)
     inner = replace(options, api_key=(), api_key_file=None, allowed_origins=(), root_path="")
-    front = serve.deployment(max_ongoing_requests=MOST_ONGOING)(serve.ingress()(Front))
+    front = serve.deployment(**FRONT)(serve.ingress()(Front))
     placed = dict(actor or {}) if placement is not None else None
     service = Service(inner, {"model": model, **engine}, speculative_config, threads)
     return front.bind(routed.bind(service, placed), options)
