@@ -171,6 +171,9 @@ class ChatBody(Classic, Calling):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     modalities: list[Literal["text"]] | None = None
+    # of models that reason: without effect here
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
     # vLLM's
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -189,6 +192,7 @@ class ResponsesBody(Sampling, Calling):
     max_output_tokens: Count | None = None
     stream: bool | None = None
     text: ResponseText | None = None
+    reasoning: dict[str, Any] | None = None  # of models that reason: without effect here
     previous_response_id: str | None = None
     background: bool | None = None
     include: Many[str] | None = None

@@ -74,7 +74,8 @@ def of_format(format: ResponseFormat) -> list[dict[str, Any]]:
 def tool_form(tools: Sequence[Mapping[str, Any]], choice: Any) -> dict[str, Any] | None:
     """The constraint of a tool_choice: None for auto and none.
 
-    A named function constrains the output to its arguments, `required` to a list of calls (as in vLLM).
+    A named function constrains the output to its arguments, `required` to a list of calls (as in vLLM).  The
+    JSON has no line breaks: nobody reads it, and small models get lost in them.
     """
     functions = {
         tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools
@@ -92,11 +93,12 @@ def tool_form(tools: Sequence[Mapping[str, Any]], choice: Any) -> dict[str, Any]
             for i, name in enumerate(functions)
         ]
         parts = {str(i): moved(schema, f"#/$defs/{i}") for i, schema in enumerate(functions.values())}
-        return {"json": {"$defs": parts, "type": "array", "minItems": 1, "items": {"anyOf": calls}}}
+        schema = {"$defs": parts, "type": "array", "minItems": 1, "items": {"anyOf": calls}}
+        return {"json": schema, "disable_any_whitespace": True}
     name = named_tool(choice)
     if name not in functions:
         raise ApiError(400, f"tool_choice names {name!r}, which is none of the tools.", "tool_choice")
-    return {"json": functions[name]}
+    return {"json": functions[name], "disable_any_whitespace": True}
 
 
 def moved(schema: Any, place: str) -> Any:
