@@ -141,6 +141,20 @@ def test_a_drafter_of_which_nothing_is_known_reads() -> None:
     assert left_out(AutoController(limits, arms, ForwardCost({1: PLAIN}), clock=lambda: 0.0)) == 0
 
 
+@pytest.mark.parametrize("asked, prefill, reads", [(100, 0.01, 16), (4, 0.01, 2), (4, 0.0, 1)])
+def test_prompts_of_many_requests_are_read_by_a_new_drafter_as_far_as_losses_allow(
+    asked: int, prefill: float, reads: int
+) -> None:
+    """A prompt takes 2 ms, 10.8 may be lost, half of it for prompts.  The first one tells their cost."""
+    auto = controller(acceptance=0.9, level=0.05, prefill=prefill)
+    auto.evidence.reach[0].asked = asked
+    rows = [make_row([1] * PROMPT, id=str(i), limit=2 * PROMPT) for i in range(16)]
+    auto.budget(Batch([RowStep(row, 0, PROMPT) for row in rows], prefill=True))
+    assert sum(not row.left_out for row in rows) == reads
+    bets = 0 if asked == 100 else reads
+    assert auto.evidence.ledger.loss == pytest.approx(bets * prefill * PLAIN * PROMPT)
+
+
 def test_prefill_is_no_loss_of_the_row_and_its_cost_is_learned() -> None:
     auto, row = controller(acceptance=0.9, level=0.05, prefill=0.0), make_row([1] * PROMPT, limit=2 * PROMPT)
     batch = Batch([RowStep(row, 0, PROMPT)], prefill=True)
@@ -152,7 +166,7 @@ def test_prefill_is_no_loss_of_the_row_and_its_cost_is_learned() -> None:
 
 
 def test_a_prompt_in_chunks_is_decided_on_once() -> None:
-    auto = controller(acceptance=0.1, level=0.8, prefill=0.05)
+    auto = controller(acceptance=0.1, level=0.8, prefill=0.02)
     row = make_row([1] * PROMPT, limit=PROMPT + 50)
     auto.planner.random.random = lambda: 0.0  # type: ignore[method-assign]
     auto.budget(Batch([RowStep(row, 0, 64)], prefill=True))
@@ -223,13 +237,14 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
 ) -> None:
     """Every second request leaves it out at prefill, and others share its pages."""
     from outrider.control.planner import Planner
+    from outrider.control.reading import Reading
 
-    def every_second(self: Planner, batch: Batch) -> None:
+    def every_second(self: Reading, batch: Batch) -> None:
         for row in batch.rows:
             if not row.steps and int(row.id) % 2:
                 row.left_out = frozenset({"draft_model"})
 
-    monkeypatch.setattr(Planner, "leave_out", every_second)
+    monkeypatch.setattr(Reading, "leave_out", every_second)
     monkeypatch.setattr(Planner, "_pays", lambda self, option: True)
     monkeypatch.setattr(AutoController, "_begin_rest", lambda self: None)  # a rest depends on the clock
     monkeypatch.setattr("outrider.control.planner.MOST_GRACE", 1e6)
@@ -286,7 +301,7 @@ def test_a_row_that_ends_soon_does_not_tell_whether_drafts_of_others_could_pay()
     auto.evidence.overhead = 3.2 * PLAIN  # one token a draft cannot pay, four can
     load = Load.of(batch, auto.evidence.forward)
     auto.planner.plans(batch, load)
-    assert not auto.planner._hopeful(0, load, 1) and auto.planner._hopeful(0, load, DEPTH)
+    assert not auto.planner.hopeful(0, load, 1) and auto.planner.hopeful(0, load, DEPTH)
 
 
 def test_all_requests_together_may_lose_some_plain_steps_of_one() -> None:

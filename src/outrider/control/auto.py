@@ -31,6 +31,7 @@ from outrider.control.memory import Memory
 from outrider.control.module import Module
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try, keep, note_depths
 from outrider.control.planner import DIGEST, Planner
+from outrider.control.reading import Reading
 from outrider.control.report import report
 from outrider.control.rest import Rest
 from outrider.core.clock import Times, working_time
@@ -75,7 +76,7 @@ class AutoController:
         self.prefills = any(arm.prefills for arm in arms)
         self.evidence = evidence or Evidence(arms, forward or ForwardCost(), memory, module)
         self.planner = Planner(limits, arms, self.evidence, grace, total_grace, least, seed)
-        self.load = self.planner.load
+        self.reading, self.load = Reading(self.planner, arms), self.planner.load
         # plans of `rows`, by their place in the batch, until `stale`
         self.rows: list[Row] = []
         self.plans: dict[int, Plan] = {}
@@ -158,8 +159,8 @@ class AutoController:
         if goes_on and rest.listens:
             goes_on = not rest.promises(batch, self.evidence, self.load, self.look_seconds)
         if goes_on:
-            if batch.prefill and self.planner.prefilling:
-                self.planner.leave_out(batch)
+            if batch.prefill:
+                self.reading.leave_out(batch)
             if rest.moved and not batch.prefill:
                 rest.settle(self.evidence, self.load)
                 self.load, rest.moved = Load.of(batch, self.evidence.forward), False
@@ -169,7 +170,7 @@ class AutoController:
         return False
 
     def _anchor(self) -> bool:
-        """Whether a plain step is due, to measure its cost again.  One with prompt tokens does not tell it."""
+        """Whether a plain step, without prompt tokens, is due to measure its cost again."""
         load = self.load
         seen = self.evidence.forward.plain_steps[load.batch]
         longest = min(ANCHOR, 4 << min(5, seen)) if seen else 0
@@ -187,8 +188,7 @@ class AutoController:
         if self.log:
             self._digest()
         began = self.clock()
-        if batch.prefill and self.planner.prefilling:
-            self.planner.leave_out(batch)
+        self.reading.leave_out(batch)
         self.load, self.rows = Load.of(batch, self.evidence.forward), batch.rows
         self.plans = self.planner.plans(batch, self.load)
         self.looked, self.stale = self.clock() - began, False

@@ -16,23 +16,21 @@ from typing import Any
 from outrider.control import choose
 from outrider.control.acceptance import Reach
 from outrider.control.choose import Option, Price
-from outrider.control.evidence import FEW_TOKENS, LONGEST_PAUSE, MOST_LOST, Evidence
+from outrider.control.evidence import FEW_TOKENS, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import EXPLORE, KNOWN_GRACE, MOST_GRACE, SHARE, USED, Trials
+from outrider.control.ledger import KNOWN_GRACE, MOST_GRACE, SHARE, USED, Trials
 from outrider.control.plan import Arm, Load, Plan, RowState
 from outrider.control.rest import relieved
 from outrider.core.row import Row
-from outrider.core.step import Batch, RowStep
+from outrider.core.step import Batch
 from outrider.core.tree import Budget
 
 OPTIMISM = 0.2  # standard deviations of a draw of an estimate
 MARGIN = 1.2  # of a step's largest loss over its expected cost
 DIGEST = 16  # steps that are taken in together, once the drafters are known
-FORGET = 0.98  # of a prefill cost, whenever a row leaves a drafter out
 FLOOR_NODES = 4  # of a row: what one of them costs sets its floor
 MOST_FLOOR = 0.9
 SPARE = 0.1  # part of what drafts have saved that one request may lose again
-HOPE = 1.0  # standard deviations above the estimates for a drafter whose prefill has to pay
 DOUBT = 1.25  # costs may be overestimated so much where no acceptance seems to pay
 
 
@@ -58,9 +56,6 @@ class Planner:
         self.random = random.Random(seed)
         self.load = Load(evidence.forward)
         self.order: Sequence[int] = range(len(arms))
-        # drafters that compute prompts, and draft under a name of their own
-        names = [arm.sources for arm in arms]
-        self.prefilling = [k for k, arm in enumerate(arms) if arm.prefills and names.count(arm.sources) == 1]
         # of the last plans
         # seconds: left of the ledger of all requests; what each may lose
         self.room = self.row_grace = 0.0
@@ -69,19 +64,14 @@ class Planner:
         self.zs = [0.0] * len(arms)  # standard deviations
         self.of_new: dict[tuple[Reach, int], Option] = {}  # of rows that never asked
         self.refused: dict[tuple[Any, ...], int] = {}  # kind of such rows that get no plan -> their `wait`
-        self.hopes: dict[tuple[int, int], bool] = {}  # drafter, depth -> `_hopeful`
+        self.hopes: dict[tuple[int, int], bool] = {}  # drafter, depth -> `hopeful`
         self.exponents: dict[int, float] = {}  # of drafters that stop by themselves (`Calibration.exponent`)
 
     def plans(self, batch: Batch, load: Load) -> dict[int, Plan]:
         """Row of the batch -> its plan, for those with a drafter that is expected to pay or due for a try."""
-        evidence = self.evidence
-        ledger, self.load = evidence.ledger, load
-        decode = load.decode or load.pace * load.forward.base(1)  # a chunk of a prompt emits nothing
-        plain = max(decode, self.least)
-        self.row_grace = self.grace * plain + SPARE * max(0.0, -ledger.loss)
-        alone = max(load.pace * load.forward.base(1), self.least)
-        ledger.grace = min(self.total_grace * plain, max(MOST_GRACE, KNOWN_GRACE * alone))
-        self.room, self.wait = ledger.room, LONGEST_PAUSE
+        evidence, self.load = self.evidence, load
+        self.set_grace(load)
+        self.room, self.wait = evidence.ledger.room, LONGEST_PAUSE
         self.trials = [replace(trials) for trials in evidence.trials]
         most = self.limits.depth_for(len(batch))
         # one draw for all rows, since they share what an ask costs
@@ -102,6 +92,14 @@ class Planner:
             self.order = sorted(range(len(self.arms)), key=lambda k: line(k, 1)[::-1])
         return plans
 
+    def set_grace(self, load: Load) -> None:
+        """Set what each request, and all together, may lose beside such a step."""
+        ledger, alone = self.evidence.ledger, load.pace * load.forward.base(1)
+        plain = max(load.decode or alone, self.least)  # a chunk of a prompt emits nothing
+        self.row_grace = self.grace * plain + SPARE * max(0.0, -ledger.loss)
+        most = max(MOST_GRACE, KNOWN_GRACE * max(alone, self.least))
+        ledger.grace = min(self.total_grace * plain, most)
+
     def closed(self) -> int:
         """Steps after the last plans until a new row may get one."""
         most, waits = self.limits.depth_for(self.load.batch), [LONGEST_PAUSE]
@@ -109,7 +107,7 @@ class Planner:
         for k, trials in enumerate(self.trials):
             reach = self.evidence.reach[k]
             depth = self._depth(k, reach, most)
-            if depth and self._hopeful(k, self.load, most):
+            if depth and self.hopeful(k, self.load, most):
                 best = self._best(k, None, reach, depth, courage)
                 if math.isinf(best.cost):
                     waits.append(1)
@@ -140,35 +138,6 @@ class Planner:
             "ms": round(1e3 * best.cost, 3),
             "pays": self._pays(best),
         }
-
-    def leave_out(self, batch: Batch) -> None:
-        """Spare new rows the drafters that are not expected to earn what their prefill costs, or did not
-        earn it in several requests.
-
-        Each is given a chance so rare that prefill in vain takes `EXPLORE` of the time, unless no acceptance
-        would pay.
-        """
-        running = len(batch)
-        rows = [step.row for step in batch if _is_new(step) and step.row.params.speculate]
-        most = self.limits.depth_for(running)
-        if not rows or not most:
-            return
-        load = Load.plain_step(self.evidence.forward, running)
-        self.hopes.clear()  # the load is another one
-        for k in self.prefilling:
-            reach = self.evidence.reach[k]
-            gains = reach.gains(HOPE, self._depth(k, reach, most))
-            best = choose.best_option(k, gains, self._price(k, reach, load), running, load.decode)
-            saved = (best.gain * load.token - best.cost) / (1 + best.gain)  # by each token of the output
-            hopeless = not self._hopeful(k, load, most)
-            for row in rows:
-                cost = self.evidence.prefill_cost[k] * (len(row.tokens) - row.computed)
-                lost = self.random.random() * cost > EXPLORE * row.remaining * load.token
-                unworthy = self.evidence.worth[k] < -MOST_LOST * (cost + load.token)
-                if hopeless or (lost and (saved * row.remaining < cost or unworthy)):
-                    row.left_out |= frozenset(self.arms[k].sources)
-                    if not hopeless:
-                        self.evidence.prefill_cost[k] *= FORGET  # not measured any more, it may be wrong
 
     def interval(self, plans: Iterable[Plan]) -> int:
         """Steps until plans are made again, while losses leave room: few while drafters are new."""
@@ -219,7 +188,7 @@ class Planner:
 
         Nothing speaks for drafts for such a row: its grades are 0.
         """
-        if any(self._lacks(k, row) for k in self.prefilling):
+        if any(self._lacks(k, row) for k in range(len(self.arms))):
             return None
         return most, row.steps > 0, row.left_out, row.params.draft_method
 
@@ -235,7 +204,7 @@ class Planner:
             if wanted and (depth := self._depth(k, reach := self.evidence.reach_of(k, row), most)):
                 found[k] = self._best(k, state, reach, depth, courage)
         # the best one first: what it may lose is set aside, which may leave no room for others
-        for k in sorted(found, key=lambda k: -self._saved(found[k])):
+        for k in sorted(found, key=lambda k: -self.saved(found[k])):
             arm, best = self.arms[k], found[k]
             if math.isinf(best.cost):
                 wait = 1  # beside prompt tokens, or beyond the known costs
@@ -243,9 +212,9 @@ class Planner:
             while MARGIN * best.cost > room and best.depth > 1:  # a shorter draft may be tried
                 best = self._best(k, state, self.evidence.reach_of(k, row), best.depth // 2, courage)
             late, need = self.evidence.prefill_cost[k] * self._lacks(k, row), MARGIN * best.cost
-            pays = self._pays(best) and (not late or late < self._saved(best) * row.remaining)
+            pays = self._pays(best) and (not late or late < self.saved(best) * row.remaining)
             if not pays:
-                if not self._hopeful(k, load, most):
+                if not self.hopeful(k, load, most):
                     continue
                 need *= 2
                 again = 0 if state is None else state.retry[k] - row.steps
@@ -280,10 +249,15 @@ class Planner:
         load, gains = self.load, reach.gains(courage * self.zs[k], depth)
         return choose.best_option(k, gains, self._price(k, reach, load), load.batch, load.decode)
 
+    def best(self, k: int, reach: Reach, z: float, load: Load, most: int) -> Option:
+        """The best depth of a drafter beside a load, with estimates z standard deviations higher."""
+        gains = reach.gains(z, self._depth(k, reach, most))
+        return choose.best_option(k, gains, self._price(k, reach, load), load.batch, load.decode)
+
     def _pays(self, option: Option) -> bool:
         return option.gain * self.load.token > option.cost
 
-    def _hopeful(self, k: int, load: Load, most: int) -> bool:
+    def hopeful(self, k: int, load: Load, most: int) -> bool:
         """Whether a drafter would pay if all its tokens were accepted."""
         key = k, min(most, self.arms[k].depth)
         if key not in self.hopes:
@@ -292,9 +266,9 @@ class Planner:
             self.hopes[key] = math.isinf(best.cost) or DOUBT * best.gain * load.token > best.cost
         return self.hopes[key]
 
-    def _saved(self, option: Option) -> float:
+    def saved(self, option: Option, load: Load | None = None) -> float:
         """Seconds that a drafter saves for each token of the output."""
-        return (option.gain * self.load.token - option.cost) / (1 + option.gain)
+        return (option.gain * (load or self.load).token - option.cost) / (1 + option.gain)
 
     def late(self, plan: Plan, row: Row) -> dict[int, int]:
         """Drafter of a plan -> tokens of a row that it lacks, if they are many."""
@@ -341,8 +315,3 @@ class Planner:
             verify=lambda nodes: added(round(rows * nodes)) / rows,
             stops=self.arms[k].stops,
         )
-
-
-def _is_new(step: RowStep) -> bool:
-    """Whether this is the first step of its row."""
-    return not step.row.steps and step.start == (step.row.cached or 0)

@@ -75,7 +75,7 @@ def tool_form(tools: Sequence[Mapping[str, Any]], choice: Any) -> dict[str, Any]
     """The constraint of a tool_choice: None for auto and none.
 
     A named function constrains the output to its arguments, `required` to a list of calls (as in vLLM).  The
-    JSON has no line breaks: nobody reads it, and small models get lost in them.
+    JSON has no line breaks, in which small models get lost.
     """
     functions = {
         tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools
