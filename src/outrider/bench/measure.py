@@ -49,6 +49,11 @@ class Run:
         return float(statistics.median(self.turns or [self.seconds]))
 
     @property
+    def tokens(self) -> list[list[int]]:
+        """New tokens of each answer."""
+        return [answer.token_ids for answer in self.answers]
+
+    @property
     def tokens_per_step(self) -> float:
         """Of the answer with the most; infinite for another engine, whose steps are not known."""
         return max((a.speculation.tokens_per_step or math.inf for a in self.answers), default=math.inf)
@@ -89,22 +94,30 @@ class Measured:
 
     @property
     def tokens(self) -> list[list[int]]:
-        return [answer.token_ids for answer in self.answers]
+        return [tokens for run in self.runs for tokens in run.tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
 
     @property
     def speed(self) -> float:
         """New tokens per second, in the median of the repeats."""
-        return sum(map(len, self.tokens)) / sum(run.median for run in self.runs)
+        return self.num_tokens / sum(run.median for run in self.runs)
+
+    @property
+    def repeat_seconds(self) -> list[float]:
+        """Seconds of all runs together, in each repeat; empty if there are no repeats."""
+        repeats = min((len(run.turns) for run in self.runs), default=0)
+        return [sum(run.turns[i] for run in self.runs) for i in range(repeats)]
 
     def speed_ups(self, plain: Measured) -> list[float]:
         """Speed-up over plain decoding in each repeat, or of the best times if there are no repeats."""
-        ours, theirs = (
-            [sum(turn) for turn in zip(*(run.turns for run in result.runs))] for result in (self, plain)
-        )
+        ours, theirs = self.repeat_seconds, plain.repeat_seconds
         if not ours or not theirs:
             return [self.speed / plain.speed]
-        tokens: float = sum(map(len, self.tokens)) / sum(map(len, plain.tokens))
-        return [tokens * their / our for our, their in zip(ours, theirs, strict=True)]
+        ratio = self.num_tokens / plain.num_tokens
+        return [ratio * their / our for our, their in zip(ours, theirs, strict=True)]
 
     def speed_up(self, plain: Measured) -> float:
         """Median speed-up of the repeats; the clock rate of a machine varies."""
@@ -117,11 +130,13 @@ class Measured:
 
     def limit(self, plain: Measured) -> float:
         """Largest possible speed-up: tokens per step, since no step is shorter than one of plain decoding."""
-        pairs = list(zip(self.runs, plain.runs))
-        most = sum(theirs.median for _, theirs in pairs) or 1.0
-        least = sum(theirs.median / max(1.0, ours.tokens_per_step) for ours, theirs in pairs)
-        ratio: float = sum(map(len, self.tokens)) / (sum(map(len, plain.tokens)) or 1)
-        return ratio * most / least if least else math.inf
+        plain_seconds = least_seconds = 0.0
+        for ours, theirs in zip(self.runs, plain.runs):
+            plain_seconds += theirs.median
+            least_seconds += theirs.median / max(1.0, ours.tokens_per_step)
+        if not least_seconds:
+            return math.inf
+        return self.num_tokens / (plain.num_tokens or 1) * plain_seconds / least_seconds
 
     def impossible(self, plain: Measured) -> bool:
         """Whether the measured speed-up exceeds the limit: the machine was busy while plain decoding ran."""
@@ -145,18 +160,22 @@ class Measured:
 
         The ideal one is tokens per step / cost of drafting and verification over that of a plain forward.
         """
-        ours, theirs = (
-            sum(run.times.propose + run.times.forward for run in result.runs)
-            / sum(r.seconds for r in result.runs)
-            for result in (self, plain)
-        )
-        return ours / theirs if theirs else 0.0
+        return self.model_share / plain.model_share if plain.model_share else 0.0
+
+    @property
+    def model_share(self) -> float:
+        """Share of the seconds spent on drafting and forwards."""
+        spent = sum(run.times.propose + run.times.forward for run in self.runs)
+        return spent / sum(run.seconds for run in self.runs)
 
     @property
     def repeated(self) -> float:
         """Share of 4-grams that occurred before in the same text.  Loops favour every method that copies."""
-        grams = [[tuple(t[i : i + 4]) for i in range(len(t) - 3)] for t in self.tokens]
-        return 1 - sum(len(set(g)) for g in grams) / max(1, sum(map(len, grams)))
+        count = distinct = 0
+        for tokens in self.tokens:
+            grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+            count, distinct = count + len(grams), distinct + len(set(grams))
+        return 1 - distinct / max(1, count)
 
     @property
     def first_token(self) -> list[float]:
@@ -182,17 +201,12 @@ def too_short(results: Sequence[Measured]) -> set[int]:
     That token comes from prefill, without speculation.  Runs in which a method changed a token are excluded.
     """
     plain, *others = results
-    held = [other for other in others if other.promise == "tokens"]
-    return {
-        i
-        for i, run in enumerate(plain.runs)
-        if all(len(answer.token_ids) <= 1 for answer in run.answers)
-        and all(
-            mine.token_ids == theirs.token_ids
-            for other in held
-            for mine, theirs in zip(run.answers, other.runs[i].answers)
-        )
-    }
+    found = set[int]()
+    for i, run in enumerate(plain.runs):
+        same = all(run.tokens == other.runs[i].tokens for other in others if other.promise == "tokens")
+        if same and all(len(tokens) <= 1 for tokens in run.tokens):
+            found.add(i)
+    return found
 
 
 def demonstrations() -> dict[str, Mapping[str, Any] | None]:
@@ -206,11 +220,13 @@ def demonstrations() -> dict[str, Mapping[str, Any] | None]:
 
 def grouped(prompts: Prompts, size: int) -> list[tuple[str, list[Any]]]:
     """The prompts of each kind, in groups of at most `size`."""
-    kinds = dict.fromkeys(kind for kind, _ in prompts)
-    members = {kind: [prompt for k, prompt in prompts if k == kind] for kind in kinds}
-    return [
-        (kind, all_of[i : i + size]) for kind, all_of in members.items() for i in range(0, len(all_of), size)
-    ]
+    by_kind: dict[str, list[Any]] = {}
+    for kind, prompt in prompts:
+        by_kind.setdefault(kind, []).append(prompt)
+    groups: list[tuple[str, list[Any]]] = []
+    for kind, members in by_kind.items():
+        groups += [(kind, members[i : i + size]) for i in range(0, len(members), size)]
+    return groups
 
 
 def measure(
@@ -283,14 +299,14 @@ class _Peers:
 
 def _results(rounds: Sequence[dict[tuple[str, int], Run]], promises: Mapping[str, str]) -> list[Measured]:
     """The best run of each group, with the seconds of every round."""
-    places = [place for place in rounds[0] if place[0] in promises]
-    best = {place: min((found[place] for found in rounds), key=_seconds) for place in places}
-    for place, run in best.items():
-        run.turns = [found[place].seconds for found in rounds]
-    return [
-        Measured(label, [run for (own, _), run in best.items() if own == label], promise)
-        for label, promise in promises.items()
-    ]
+    results = {label: Measured(label, [], promise) for label, promise in promises.items()}
+    for label, group in rounds[0]:
+        if label in results:
+            runs = [found[label, group] for found in rounds]
+            best = min(runs, key=_seconds)
+            best.turns = [run.seconds for run in runs]
+            results[label].runs.append(best)
+    return list(results.values())
 
 
 def _round(

@@ -165,7 +165,7 @@ def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:
     total = ours.total
     made: dict[str, Any] = {
         "requests": len(ours.answers),
-        "tokens": sum(map(len, ours.tokens)),
+        "tokens": ours.num_tokens,
         "tokens/s": round(ours.speed, 2),
         "speed-up": None if ours.impossible(plain) else round(ours.speed_up(plain), 4),
         "largest possible speed-up": _number(ours.limit(plain)),
