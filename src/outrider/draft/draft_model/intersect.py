@@ -56,9 +56,8 @@ def shared_tokens(draft: Checkpoint, target: Checkpoint) -> SharedTokens:
     if len(pairs) < MIN_SHARED * count:
         raise ConfigError(
             f"the draft {draft.name!r} has only {len(pairs)} of the {count} tokens of the target "
-            f"{target.name!r}, "
-            f"fewer than {MIN_SHARED:.0%}: too few to draft with.  Choose another draft, or set "
-            '"vocab_mismatch": "retokenize".'
+            f"{target.name!r}, fewer than {MIN_SHARED:.0%}: too few to draft with.  Choose another draft, or "
+            'set "vocab_mismatch": "retokenize".'
         )
     special = [getattr(draft_tokenizer, role, None) for role in ("bos_token_id", *ROLES)]
     blank = next((i for i in special if i is not None), 0)

@@ -14,8 +14,7 @@ MISMATCH = ("refuse", "allow", "intersect", "retokenize")
 
 _CURE = (
     'Choose a draft of the same family, or set "vocab_mismatch": "intersect" to draft among the tokens that '
-    "both have, "
-    '"retokenize" to draft text, or "allow" if both mean the same by an id.'
+    'both have, "retokenize" to draft text, or "allow" if both mean the same by an id.'
 )
 
 
