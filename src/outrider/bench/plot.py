@@ -110,6 +110,7 @@ def _row_of_panels(count: int, size: tuple[float, float]) -> tuple[Any, Sequence
 
 
 def _draw_gain(axes: Any, y: int, gain: Gain) -> None:
+    """A line from the least to the most speed-up, and a mark at the median."""
     if gain.low <= 1 <= gain.high:
         colour = GREY
     else:

@@ -88,6 +88,7 @@ def speed_ups(results: Sequence[Measured]) -> dict[str, list[Gain | None]]:
 
 
 def _speed_up(result: Measured, plain: Measured, spread: bool = True) -> str:
+    """Text of a speed-up: its limit if it is impossible, else in the colour of gain or loss."""
     gain, noise = result.speed_up(plain), result.noise(plain)
     if result.impossible(plain):
         return f"≤ {result.limit(plain):.2f}×"
@@ -129,6 +130,7 @@ def remarks(results: Sequence[Measured]) -> list[str]:
 
 
 def _kept(result: Measured, plain: Measured) -> str:
+    """Text of the last column: whether the promise was kept."""
     if result.promise == "tokens":
         return "[bold red]✗[/]" if result.differs(plain) else "[green]✓[/]"
     if not result.promise:

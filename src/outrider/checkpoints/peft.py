@@ -95,6 +95,7 @@ class PeftAdapter:
 
 
 def _locate(path: str) -> Path:
+    """The folder of an adapter, downloaded if `path` is a hub id.  Raises ModelError."""
     folder = Path(expanduser(path))
     if not isdir(folder):
         if not on_hub(path):

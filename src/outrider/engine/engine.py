@@ -89,6 +89,7 @@ class Engine:
         return speculation.method.create(speculation.options, self.target_for(speculation))
 
     def _load_target(self, options: EngineOptions) -> Model:
+        """The target on its devices or ranks."""
         dtype = pick_dtype(options.dtype, self.checkpoint.stored_dtype, self.device)
         precision = Precision(dtype, options.quantization, options.kv_cache_dtype, options.activations)
         args = self.checkpoint, precision, self.device, self.max_len

@@ -169,6 +169,7 @@ class Union(Drafter):
         return drafter.propose(batch.within(budgets))
 
     def _merge(self, batch: Batch, drafts: Sequence[Draft]) -> Draft:
+        """The draft of merged trees.  Keeps what each drafter proposed until it is observed."""
         if not any(tree.tokens for own in drafts for tree in own.trees):
             return Draft([EMPTY_TREE] * len(batch))
         first_sources = [0, *itertools.accumulate(len(drafter.sources) for drafter in self.drafters)]

@@ -48,6 +48,7 @@ def fits(draft: Checkpoint, target: Checkpoint) -> None:
 
 
 def _differences(draft: dict[str, int], target: dict[str, int], limit: int) -> Iterator[str]:
+    """Descriptions of the tokens with other ids, among the first `limit` ids of the draft."""
     for token, i in draft.items():
         j = target.get(token)
         if i < limit and j != i:
