@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,6 +24,7 @@ TOLERANCE = 1.01  # of a speed-up above the limit
 Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config
 Prompts = Sequence[tuple[str, Any]]  # (kind, prompt for LLM.generate)
 Attempt = Callable[[str, list[Any]], "Run"]  # answers a group of a kind once
+_seconds = operator.attrgetter("seconds")  # of a run
 
 
 class Stopped(Exception):
@@ -105,19 +107,16 @@ class Measured:
         """New tokens per second, in the median of the repeats."""
         return self.num_tokens / sum(run.median for run in self.runs)
 
-    @property
-    def repeat_seconds(self) -> list[float]:
-        """Seconds of all runs together, in each repeat; empty if there are no repeats."""
-        repeats = min((len(run.turns) for run in self.runs), default=0)
-        return [sum(run.turns[i] for run in self.runs) for i in range(repeats)]
-
     def speed_ups(self, plain: Measured) -> list[float]:
         """Speed-up over plain decoding in each repeat, or of the best times if there are no repeats."""
-        ours, theirs = self.repeat_seconds, plain.repeat_seconds
-        if not ours or not theirs:
+        repeats = min((len(run.turns) for run in (*self.runs, *plain.runs)), default=0)
+        if not repeats:
             return [self.speed / plain.speed]
-        ratio = self.num_tokens / plain.num_tokens
-        return [ratio * their / our for our, their in zip(ours, theirs, strict=True)]
+        gains, ratio = list[float](), self.num_tokens / plain.num_tokens
+        for i in range(repeats):
+            ours, theirs = (sum(run.turns[i] for run in result.runs) for result in (self, plain))
+            gains.append(ratio * theirs / ours)
+        return gains
 
     def speed_up(self, plain: Measured) -> float:
         """Median speed-up of the repeats; the clock rate of a machine varies."""
@@ -171,11 +170,8 @@ class Measured:
     @property
     def repeated(self) -> float:
         """Share of 4-grams that occurred before in the same text.  Loops favour every method that copies."""
-        count = distinct = 0
-        for tokens in self.tokens:
-            grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
-            count, distinct = count + len(grams), distinct + len(set(grams))
-        return 1 - distinct / max(1, count)
+        texts = [[tuple(text[i : i + 4]) for i in range(len(text) - 3)] for text in self.tokens]
+        return 1 - sum(len(set(grams)) for grams in texts) / max(1, sum(map(len, texts)))
 
     @property
     def first_token(self) -> list[float]:
@@ -325,24 +321,16 @@ def _round(
         first = (i + number) % len(order)
         for label in order[first:] + order[:first]:
             if label in variants:
-                attempt = _attempt(variants[label], params)
-                best[label, i] = min((attempt(kind, group) for _ in range(runs)), key=_seconds)
+                variant = variants[label]
+                memory = variant.engine.drafter.memory  # all runs start from what the drafter knows now
+                attempts = (once(variant, kind, group, params, memory) for _ in range(runs))
+                best[label, i] = min(attempts, key=_seconds)
             elif (run := peers.run(label, kind, group, runs)) is not None:
                 best[label, i] = run
             tick(label)
     for variant in variants.values():
         variant.engine.check()
     return best
-
-
-def _attempt(variant: LLM, params: SamplingParams) -> Attempt:
-    """Runs that all start from what the drafter knows now."""
-    memory = variant.engine.drafter.memory
-    return lambda kind, group: once(variant, kind, group, params, memory)
-
-
-def _seconds(run: Run) -> float:
-    return run.seconds
 
 
 def once(llm: LLM, kind: str, prompts: list[Any], params: SamplingParams, memory: Any = None) -> Run:
