@@ -183,7 +183,7 @@ class Packed:
         head, self.backend, self.model = reader.head, reader.backend, target.decoder
         self.heads, blocks = counts(head)
         hidden, numbers = self.model.spec.hidden, range(self.heads)
-        self.blocks = []
+        self.blocks: list[list[Any]] = []
         for i in numbers:
             self.blocks.append(reader.repeated([f"{i}.{j}.linear" for j in range(blocks)], hidden))
         names = ["lm_head", *(f"{i}.lm_head" for i in numbers)]

@@ -201,7 +201,7 @@ class Tuner:
             for i, config in enumerate(configs):
                 run = self._decode(config)
                 drafting, other = min(run.drafting, best[i].drafting), min(run.other, best[i].other)
-                best[i] = Decoded(run.counts, drafting, other)
+                best[i] = Decoded(best[i].counts, drafting, other)
         return best
 
 
