@@ -49,8 +49,9 @@ def shared_tokens(draft: Checkpoint, target: Checkpoint) -> SharedTokens:
     pairs = {i: draft_id[key] for key, i in target_id.items() if key in draft_id}
     for role in ROLES:
         of_draft, of_target = getattr(draft_tokenizer, role, None), getattr(target_tokenizer, role, None)
-        known = of_draft is not None and of_target is not None
-        if known and of_target not in pairs and of_draft not in pairs.values():
+        if of_draft is None or of_target is None:
+            continue
+        if of_target not in pairs and of_draft not in pairs.values():
             pairs[of_target] = of_draft
     count = sum(map(bool, target_keys))
     if len(pairs) < MIN_SHARED * count:
