@@ -93,11 +93,14 @@ def made_of(
     others: keys that are read elsewhere.  elsewhere: hints for keys of other programs.
     Raises ConfigError for a key of no class, suggesting the nearest valid one.
     """
-    keys_of = {kind: {field.name for field in fields(kind)} for kind in kinds}
-    refuse_unknown(given, {*others}.union(*keys_of.values()), "key", where, elsewhere)
+    known = {*others}
+    for kind in kinds:
+        known |= {field.name for field in fields(kind)}
+    refuse_unknown(given, known, "key", where, elsewhere)
     made: list[Any] = []
-    for kind, keys in keys_of.items():
-        made.append(kind(**{key: value for key, value in given.items() if key in keys}))
+    for kind in kinds:
+        own = {field.name for field in fields(kind)}
+        made.append(kind(**{key: value for key, value in given.items() if key in own}))
     return made
 
 
