@@ -65,7 +65,7 @@ class Candidates(Protocol):
 
 
 class Record(NamedTuple):
-    """A candidate node.  score: log of the joint probability, -inf for padding.  parent: its record, or -1."""
+    """A candidate node.  score: log of the joint probability; -inf: padding.  parent: its record, or -1."""
 
     token: int
     share: float
