@@ -21,7 +21,7 @@ import numpy as np
 
 from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
-from outrider.bench.plot import check_plot, reliability
+from outrider.bench.plot import Point, check_plot, reliability
 from outrider.bench.prompts import PROMPTS, TASKS, rendered
 from outrider.bench.questions import prompts_of, read
 from outrider.control.acceptance import Reliability
@@ -70,7 +70,7 @@ def compared(answers: Sequence[Answered], module: Module) -> dict[str, Any]:
 def panel(found: dict[str, Any]) -> dict[str, Any]:
     """Legend -> points."""
     return {
-        f"{name}, {part['log loss, nats']:.3f} nats": part["points"]
+        f"{name}, {part['log loss, nats']:.3f} nats": [Point(*point) for point in part["points"]]
         for name, part in found.items()
         if isinstance(part, dict)
     }

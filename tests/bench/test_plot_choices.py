@@ -38,8 +38,10 @@ def test_predictions_are_drawn_for_each_drafter_with_what_was_seen_often_enough(
     drawn: list[Any] = []
     save = plot.save
     monkeypatch.setattr(plot, "save", lambda figure, *more: (drawn.append(figure), save(figure, *more)))
-    bins, module = [(0.2, 0.3, 50), (0.7, 0.6, 9)], [(0.25, 0.25, 40), (0.8, 1.0, 10)]
-    panels = {"suffix": {"bins": bins, "module": module}, "ngram": {"bins": [(0.1, 0.0, 3)], "module": bins}}
+    point = plot.Point
+    bins, module = [point(0.2, 0.3, 50), point(0.7, 0.6, 9)], [point(0.25, 0.25, 40), point(0.8, 1.0, 10)]
+    few = [point(0.1, 0.0, 3)]
+    panels = {"suffix": {"bins": bins, "module": module}, "ngram": {"bins": few, "module": bins}}
     plot.reliability(panels, "title", tmp_path / "x.svg")
     suffix, ngram = drawn[0].axes
     bars = [[c for c in axes.containers if hasattr(c, "lines")] for axes in (suffix, ngram)]

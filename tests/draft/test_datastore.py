@@ -295,8 +295,8 @@ def test_the_built_in_datastore_is_small_and_in_order() -> None:
     (count,) = store.header.shards
     assert 100_000 < count < 270_000
     assert len(zlib.compress(path_of("builtin-datastore").read_bytes(), 9)) < 1 << 20
-    ((_, at, _),) = store.header.sections
-    text = store.tokens[at // 2 :][: count + SPAN].astype(np.uint16)
+    (section,) = store.header.sections
+    text = store.tokens[section.text // 2 :][: count + SPAN].astype(np.uint16)
     assert (
         text[count:].tolist() == [end_mark(2)] * SPAN
         and text[text != end_mark(2)].max() < store.header.vocabulary

@@ -64,23 +64,37 @@ class Candidates(Protocol):
         """The likeliest of all recorded nodes, parents first."""
 
 
+class Record(NamedTuple):
+    """A candidate node.  score: log of the joint probability; -inf: padding.  parent: its record, or -1."""
+
+    token: int
+    share: float
+    score: float
+    parent: int
+
+
 class Plain:
-    """Reference implementation in Python.  picks: the backend's picker."""
+    """Reference implementation in Python.  picks: the backend's picker.
+
+    front: records of the nodes of the last forward, -1 for the root.
+    """
 
     def __init__(self, picks: Picks, k: int, wide: int) -> None:
         self.picks, self.k, self.wide = picks, k, wide
-        self.records: list[tuple[int, float, float, int]] = []  # token, share, score, record of the parent
+        self.records: list[Record] = []
         self.front = [-1]
 
     def widen(self, found: Found) -> tuple[list[int], list[int]]:
         first, k = len(self.records), found.entries.shape[1]
-        for parent, tokens, shares in zip(self.front, *(part.tolist() for part in found.read())):
-            joint = 0.0 if parent < 0 else self.records[parent][2]
+        tokens_of, shares_of = found.read()
+        for parent, tokens, shares in zip(self.front, tokens_of.tolist(), shares_of.tolist()):
+            joint = 0.0 if parent < 0 else self.records[parent].score
             for token, share in zip(tokens, shares):
                 score = math.log(max(share, TINY)) + joint if token >= 0 else -math.inf
-                self.records.append((token, share, score, parent))
+                self.records.append(Record(token, share, score, parent))
         self.front = self._likeliest(first, self.wide)
-        return [(at - first) // k for at in self.front], [self.records[at][0] for at in self.front]
+        parents = [(at - first) // k for at in self.front]
+        return parents, [self.records[at].token for at in self.front]
 
     def grow(
         self, logits: Tensor, distribution: DistributionParams, key: int, ids: Table, ranked: Table
@@ -91,10 +105,12 @@ class Plain:
         return self.widen(Found(*found, ids, ranked))
 
     def keep(self, nodes: int) -> Nodes:
-        place = {at: node for node, at in enumerate(sorted(self._likeliest(0, nodes)))}
-        kept = [self.records[at] for at in place]
-        return [one[0] for one in kept], [place.get(one[3], -1) for one in kept], [one[1] for one in kept]
+        node_of = {at: node for node, at in enumerate(sorted(self._likeliest(0, nodes)))}
+        kept = [self.records[at] for at in node_of]
+        parents = [node_of.get(record.parent, -1) for record in kept]
+        return [record.token for record in kept], parents, [record.share for record in kept]
 
     def _likeliest(self, first: int, most: int) -> list[int]:
-        likely = [at for at in range(first, len(self.records)) if self.records[at][2] > -math.inf]
-        return sorted(likely, key=lambda at: -self.records[at][2])[:most]
+        """Numbers of the records with the highest scores from `first` on, best first."""
+        likely = [at for at in range(first, len(self.records)) if self.records[at].score > -math.inf]
+        return sorted(likely, key=lambda at: -self.records[at].score)[:most]

@@ -19,6 +19,7 @@ from outrider.version import VERSION
 
 
 def conditions() -> dict[str, Any]:
+    """Versions, machine and command of this process, for JSON."""
     import transformers
 
     name = Path(sys.argv[0]).name

@@ -84,11 +84,13 @@ class Side:
 
     def of_ideal(self, plain: Side) -> float:
         """Part of the ideal speed-up that is reached: that of drafting and forwards alone."""
-        shares = [
-            (side.llm.engine.times.propose + side.llm.engine.times.forward) / side.seconds
-            for side in (self, plain)
-        ]
-        return shares[0] / shares[1]
+        return self.model_share / plain.model_share
+
+    @property
+    def model_share(self) -> float:
+        """Share of the seconds spent on drafting and forwards."""
+        times = self.llm.engine.times
+        return (times.propose + times.forward) / self.seconds
 
     def agrees(self, other: Side) -> bool:
         """Whether both have emitted the same tokens, as far as both are."""

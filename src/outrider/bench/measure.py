@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,6 +24,7 @@ TOLERANCE = 1.01  # of a speed-up above the limit
 Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config
 Prompts = Sequence[tuple[str, Any]]  # (kind, prompt for LLM.generate)
 Attempt = Callable[[str, list[Any]], "Run"]  # answers a group of a kind once
+_seconds = operator.attrgetter("seconds")  # of a run
 
 
 class Stopped(Exception):
@@ -47,6 +49,11 @@ class Run:
     @property
     def median(self) -> float:
         return float(statistics.median(self.turns or [self.seconds]))
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """New tokens of each answer."""
+        return [answer.token_ids for answer in self.answers]
 
     @property
     def tokens_per_step(self) -> float:
@@ -89,22 +96,27 @@ class Measured:
 
     @property
     def tokens(self) -> list[list[int]]:
-        return [answer.token_ids for answer in self.answers]
+        return [tokens for run in self.runs for tokens in run.tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
 
     @property
     def speed(self) -> float:
         """New tokens per second, in the median of the repeats."""
-        return sum(map(len, self.tokens)) / sum(run.median for run in self.runs)
+        return self.num_tokens / sum(run.median for run in self.runs)
 
     def speed_ups(self, plain: Measured) -> list[float]:
         """Speed-up over plain decoding in each repeat, or of the best times if there are no repeats."""
-        ours, theirs = (
-            [sum(turn) for turn in zip(*(run.turns for run in result.runs))] for result in (self, plain)
-        )
-        if not ours or not theirs:
+        repeats = min((len(run.turns) for run in (*self.runs, *plain.runs)), default=0)
+        if not repeats:
             return [self.speed / plain.speed]
-        tokens: float = sum(map(len, self.tokens)) / sum(map(len, plain.tokens))
-        return [tokens * their / our for our, their in zip(ours, theirs, strict=True)]
+        gains, ratio = list[float](), self.num_tokens / plain.num_tokens
+        for i in range(repeats):
+            ours, theirs = (sum(run.turns[i] for run in result.runs) for result in (self, plain))
+            gains.append(ratio * theirs / ours)
+        return gains
 
     def speed_up(self, plain: Measured) -> float:
         """Median speed-up of the repeats; the clock rate of a machine varies."""
@@ -117,11 +129,13 @@ class Measured:
 
     def limit(self, plain: Measured) -> float:
         """Largest possible speed-up: tokens per step, since no step is shorter than one of plain decoding."""
-        pairs = list(zip(self.runs, plain.runs))
-        most = sum(theirs.median for _, theirs in pairs) or 1.0
-        least = sum(theirs.median / max(1.0, ours.tokens_per_step) for ours, theirs in pairs)
-        ratio: float = sum(map(len, self.tokens)) / (sum(map(len, plain.tokens)) or 1)
-        return ratio * most / least if least else math.inf
+        plain_seconds = least_seconds = 0.0
+        for ours, theirs in zip(self.runs, plain.runs):
+            plain_seconds += theirs.median
+            least_seconds += theirs.median / max(1.0, ours.tokens_per_step)
+        if not least_seconds:
+            return math.inf
+        return self.num_tokens / (plain.num_tokens or 1) * plain_seconds / least_seconds
 
     def impossible(self, plain: Measured) -> bool:
         """Whether the measured speed-up exceeds the limit: the machine was busy while plain decoding ran."""
@@ -145,18 +159,19 @@ class Measured:
 
         The ideal one is tokens per step / cost of drafting and verification over that of a plain forward.
         """
-        ours, theirs = (
-            sum(run.times.propose + run.times.forward for run in result.runs)
-            / sum(r.seconds for r in result.runs)
-            for result in (self, plain)
-        )
-        return ours / theirs if theirs else 0.0
+        return self.model_share / plain.model_share if plain.model_share else 0.0
+
+    @property
+    def model_share(self) -> float:
+        """Share of the seconds spent on drafting and forwards."""
+        spent = sum(run.times.propose + run.times.forward for run in self.runs)
+        return spent / sum(run.seconds for run in self.runs)
 
     @property
     def repeated(self) -> float:
         """Share of 4-grams that occurred before in the same text.  Loops favour every method that copies."""
-        grams = [[tuple(t[i : i + 4]) for i in range(len(t) - 3)] for t in self.tokens]
-        return 1 - sum(len(set(g)) for g in grams) / max(1, sum(map(len, grams)))
+        texts = [[tuple(text[i : i + 4]) for i in range(len(text) - 3)] for text in self.tokens]
+        return 1 - sum(len(set(grams)) for grams in texts) / max(1, sum(map(len, texts)))
 
     @property
     def first_token(self) -> list[float]:
@@ -182,17 +197,12 @@ def too_short(results: Sequence[Measured]) -> set[int]:
     That token comes from prefill, without speculation.  Runs in which a method changed a token are excluded.
     """
     plain, *others = results
-    held = [other for other in others if other.promise == "tokens"]
-    return {
-        i
-        for i, run in enumerate(plain.runs)
-        if all(len(answer.token_ids) <= 1 for answer in run.answers)
-        and all(
-            mine.token_ids == theirs.token_ids
-            for other in held
-            for mine, theirs in zip(run.answers, other.runs[i].answers)
-        )
-    }
+    found = set[int]()
+    for i, run in enumerate(plain.runs):
+        same = all(run.tokens == other.runs[i].tokens for other in others if other.promise == "tokens")
+        if same and all(len(tokens) <= 1 for tokens in run.tokens):
+            found.add(i)
+    return found
 
 
 def demonstrations() -> dict[str, Mapping[str, Any] | None]:
@@ -206,11 +216,13 @@ def demonstrations() -> dict[str, Mapping[str, Any] | None]:
 
 def grouped(prompts: Prompts, size: int) -> list[tuple[str, list[Any]]]:
     """The prompts of each kind, in groups of at most `size`."""
-    kinds = dict.fromkeys(kind for kind, _ in prompts)
-    members = {kind: [prompt for k, prompt in prompts if k == kind] for kind in kinds}
-    return [
-        (kind, all_of[i : i + size]) for kind, all_of in members.items() for i in range(0, len(all_of), size)
-    ]
+    by_kind: dict[str, list[Any]] = {}
+    for kind, prompt in prompts:
+        by_kind.setdefault(kind, []).append(prompt)
+    groups: list[tuple[str, list[Any]]] = []
+    for kind, members in by_kind.items():
+        groups += [(kind, members[i : i + size]) for i in range(0, len(members), size)]
+    return groups
 
 
 def measure(
@@ -283,14 +295,14 @@ class _Peers:
 
 def _results(rounds: Sequence[dict[tuple[str, int], Run]], promises: Mapping[str, str]) -> list[Measured]:
     """The best run of each group, with the seconds of every round."""
-    places = [place for place in rounds[0] if place[0] in promises]
-    best = {place: min((found[place] for found in rounds), key=_seconds) for place in places}
-    for place, run in best.items():
-        run.turns = [found[place].seconds for found in rounds]
-    return [
-        Measured(label, [run for (own, _), run in best.items() if own == label], promise)
-        for label, promise in promises.items()
-    ]
+    results = {label: Measured(label, [], promise) for label, promise in promises.items()}
+    for label, group in rounds[0]:
+        if label in results:
+            runs = [found[label, group] for found in rounds]
+            best = min(runs, key=_seconds)
+            best.turns = [run.seconds for run in runs]
+            results[label].runs.append(best)
+    return list(results.values())
 
 
 def _round(
@@ -309,24 +321,16 @@ def _round(
         first = (i + number) % len(order)
         for label in order[first:] + order[:first]:
             if label in variants:
-                attempt = _attempt(variants[label], params)
-                best[label, i] = min((attempt(kind, group) for _ in range(runs)), key=_seconds)
+                variant = variants[label]
+                memory = variant.engine.drafter.memory  # all runs start from what the drafter knows now
+                attempts = (once(variant, kind, group, params, memory) for _ in range(runs))
+                best[label, i] = min(attempts, key=_seconds)
             elif (run := peers.run(label, kind, group, runs)) is not None:
                 best[label, i] = run
             tick(label)
     for variant in variants.values():
         variant.engine.check()
     return best
-
-
-def _attempt(variant: LLM, params: SamplingParams) -> Attempt:
-    """Runs that all start from what the drafter knows now."""
-    memory = variant.engine.drafter.memory
-    return lambda kind, group: once(variant, kind, group, params, memory)
-
-
-def _seconds(run: Run) -> float:
-    return run.seconds
 
 
 def once(llm: LLM, kind: str, prompts: list[Any], params: SamplingParams, memory: Any = None) -> Run:

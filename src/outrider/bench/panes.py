@@ -57,6 +57,7 @@ def palette_of(pieces: Sequence[Piece]) -> dict[str, str]:
 
 
 def legend(palette: dict[str, str]) -> Text:
+    """A line that names the colour of each method."""
     text = Text("drafted and accepted: ", style="dim")
     for source, colour in palette.items():
         text.append(f"■ {source}  ", style=f"bold {colour}")

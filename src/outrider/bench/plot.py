@@ -13,7 +13,6 @@ from outrider.errors import ConfigError
 FORMATS = (".png", ".svg", ".pdf")
 BLUE, RED, GREY = "#0072b2", "#d55e00", "#7a7a7a"  # of Okabe and Ito, whom colour-blind readers can follow
 FEWEST = 10  # observations of a point that is drawn
-Point = tuple[float, float, int]  # predicted, observed, number of observations
 TICKS, NEAR_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20), (0.5, 0.7, 1, 1.5, 2, 3)
 
 
@@ -23,6 +22,19 @@ class Gain(NamedTuple):
     median: float
     low: float
     high: float
+
+
+class Point(NamedTuple):
+    """A probability as predicted, and as observed in so many cases."""
+
+    predicted: float
+    observed: float
+    cases: int
+
+    @property
+    def spread(self) -> float:
+        """Half a 95 % interval of `observed`."""
+        return float(1.96 * (self.observed * (1 - self.observed) / self.cases + self.cases**-2) ** 0.5)
 
 
 def check_plot(out: Path) -> None:
@@ -57,24 +69,27 @@ def speed_ups(
     methods: name -> its gain in each task; an impossible one (None) is not drawn.  Rows are sorted by the
     last task, whose medians are written out.  Grey ones are not shown to differ from 1.
     """
-    order = sorted(methods, key=lambda name: -(gain.median if (gain := methods[name][-1]) else 0.0))
+
+    def last_median(name: str) -> float:
+        last = methods[name][-1]
+        return 0.0 if last is None else last.median
+
+    order = sorted(methods, key=last_median, reverse=True)
     size = (max(6.0, 2.2 + 1.4 * len(tasks)), 1.4 + 0.25 * len(order))
-    figure, panels = pyplot().subplots(
-        1, len(tasks), sharex=True, sharey=True, squeeze=False, figsize=size, layout="constrained"
-    )
-    for task, axes, gains in zip(tasks, panels[0], zip(*(methods[name] for name in order))):
+    figure, panels = _row_of_panels(len(tasks), size)
+    for i, (task, axes) in enumerate(zip(tasks, panels)):
         axes.set(xscale="log", axisbelow=True)
         axes.set_title(task, fontsize=9)
         axes.axvline(1, color="black", linewidth=0.8)
         axes.grid(color="#e4e4e4", linewidth=0.6)
         axes.tick_params(labelsize=8, length=0)
-        for y, gain in enumerate(gains):
-            if gain is not None:
-                colour = GREY if gain.low <= 1 <= gain.high else BLUE if gain.low > 1 else RED
-                axes.plot((gain.low, gain.high), (y, y), color=colour, linewidth=2)
-                axes.plot(gain.median, y, "ov"[gain.median < 1], color=colour, markersize=4.5)
-    for y, gain in enumerate(gains):
-        text = f"{gain.median:.2f}×" if gain is not None else "–"
+        for y, name in enumerate(order):
+            if (gain := methods[name][i]) is not None:
+                _draw_gain(axes, y, gain)
+    axes = panels[-1]
+    for y, name in enumerate(order):
+        last = methods[name][-1]
+        text = "–" if last is None else f"{last.median:.2f}×"
         axes.text(1.04, y, text, fontsize=8, va="center", transform=axes.get_yaxis_transform())
     low, high = axes.get_xlim()
     near = NEAR_TICKS if low >= 0.5 and high <= 3 else TICKS
@@ -84,6 +99,25 @@ def speed_ups(
     axes.set_xticks([], minor=True)
     axes.set_yticks(range(len(order)), order)
     save(figure, title, out)
+
+
+def _row_of_panels(count: int, size: tuple[float, float]) -> tuple[Any, Sequence[Any]]:
+    """A figure and its axes, side by side.  size: in inches."""
+    figure, panels = pyplot().subplots(
+        1, count, sharex=True, sharey=True, squeeze=False, figsize=size, layout="constrained"
+    )
+    return figure, panels[0]
+
+
+def _draw_gain(axes: Any, y: int, gain: Gain) -> None:
+    """A line from the least to the most speed-up, and a mark at the median."""
+    if gain.low <= 1 <= gain.high:
+        colour = GREY
+    else:
+        colour = BLUE if gain.low > 1 else RED
+    marker = "o" if gain.median >= 1 else "v"
+    axes.plot((gain.low, gain.high), (y, y), color=colour, linewidth=2)
+    axes.plot(gain.median, y, marker, color=colour, markersize=4.5)
 
 
 def lines(series: Mapping[str, Sequence[float]], x: str, y: str, title: str, out: Path) -> None:
@@ -104,24 +138,23 @@ def reliability(panels: Mapping[str, Mapping[str, Sequence[Point]]], title: str,
     panels: drafter -> predictor -> points, of which those with few observations are left out.  The bars below
     are the numbers of observations of the first predictor.
     """
-    size = (0.6 + 2.7 * len(panels), 3.5)
-    figure, grid = pyplot().subplots(
-        1, len(panels), sharex=True, sharey=True, squeeze=False, figsize=size, layout="constrained"
-    )
-    for axes, (drafter, predictors) in zip(grid[0], panels.items()):
+    figure, row = _row_of_panels(len(panels), (0.6 + 2.7 * len(panels), 3.5))
+    for axes, (drafter, predictors) in zip(row, panels.items()):
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
-        for points, name, colour, marker in zip(predictors.values(), predictors, (BLUE, RED), "os"):
-            if not (known := [point for point in points if point[2] >= FEWEST]):
+        for i, (name, points) in enumerate(predictors.items()):
+            known = [point for point in points if point.cases >= FEWEST]
+            if not known:
                 continue
-            predicted, observed, counts = zip(*known)
-            spread = [1.96 * (p * (1 - p) / n + 1 / n**2) ** 0.5 for p, n in zip(observed, counts)]
-            axes.errorbar(predicted, observed, spread, fmt=marker, color=colour, markersize=4, label=name)
-            if colour == BLUE:
-                axes.bar(predicted, [0.2 * n / max(counts) for n in counts], 0.06, color="#d4dde4")
+            x, colour = [point.predicted for point in known], (BLUE, RED)[i]
+            y, spread = [point.observed for point in known], [point.spread for point in known]
+            axes.errorbar(x, y, spread, fmt="os"[i], color=colour, markersize=4, label=name)
+            if i == 0:
+                most = max(point.cases for point in known)
+                axes.bar(x, [0.2 * point.cases / most for point in known], 0.06, color="#d4dde4")
         axes.set_title(drafter, fontsize=9)
         axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", aspect="equal")
         axes.legend(frameon=False, fontsize=7, loc="upper left")
-    grid[0][0].set_ylabel("share accepted")
+    row[0].set_ylabel("share accepted")
     save(figure, title, out)
 
 
@@ -134,26 +167,24 @@ def choices(history: Sequence[Moment], title: str, out: Path) -> None:
         raise ConfigError("there is nothing to draw: few steps, or no adaptive controller.")
     plt = pyplot()
     figure, (top, middle, bottom) = plt.subplots(3, sharex=True, figsize=(7, 6), layout="constrained")
-    spans = list(pairwise(history))
-    at = [after.seconds for _, after in spans]
-    names = list(history[-1].steps)
-    counts = [
-        [after.steps.get(name, 0) - before.steps.get(name, 0) for before, after in spans] for name in names
-    ]
-    totals = [max(1, sum(each)) for each in zip(*counts)]
-    shares = [[count / total for count, total in zip(each, totals)] for each in counts]
-    top.stackplot(at, shares, labels=names, step="pre")
+    gains = list[float]()
+    shares: dict[str, list[float]] = {name: [] for name in history[-1].steps}  # of the steps of each span
+    for before, after in pairwise(history):
+        seconds = max(1e-9, after.seconds - before.seconds)
+        gains.append((after.plain_seconds - before.plain_seconds) / seconds)
+        counts = {name: after.steps.get(name, 0) - before.steps.get(name, 0) for name in shares}
+        total = max(1, sum(counts.values()))
+        for name, count in counts.items():
+            shares[name].append(count / total)
+    at = [moment.seconds for moment in history[1:]]
+    top.stackplot(at, list(shares.values()), labels=list(shares), step="pre")
     top.set_ylabel("share of steps")
     top.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    gains = [
-        (after.plain_seconds - before.plain_seconds) / max(1e-9, after.seconds - before.seconds)
-        for before, after in spans
-    ]
     middle.step(at, gains, linewidth=1)
     middle.axhline(1, color="#b8c4ce", linewidth=1)
     middle.set_ylabel("plain time / time")
-    bottom.step(at, [1e3 * after.loss for _, after in spans], label="loss")
-    bottom.step(at, [1e3 * after.room for _, after in spans], label="may be lost")
+    bottom.step(at, [1e3 * moment.loss for moment in history[1:]], label="loss")
+    bottom.step(at, [1e3 * moment.room for moment in history[1:]], label="may be lost")
     bottom.set_ylabel("ms")
     bottom.set_xlabel("seconds")
     bottom.legend(frameon=False, fontsize=7)

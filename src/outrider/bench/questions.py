@@ -46,6 +46,7 @@ def read(path: Path, limit: int | None = None, raw: bool = False) -> list[Questi
 
 
 def _limited(questions: Iterable[Question], limit: int | None) -> Iterable[Question]:
+    """The first `limit` questions of each category."""
     seen: dict[str, int] = {}
     for question in questions:
         seen[question.category] = seen.get(question.category, 0) + 1
@@ -109,6 +110,7 @@ def prompts_for(
 def _asked(
     llm: LLM, question: Question, params: SamplingParams, templated: bool, all_turns: bool
 ) -> Iterator[tuple[str, list[int]]]:
+    """(category, token ids) of the turns that are asked, each after the answers to those before it."""
     history: list[dict[str, str]] = []
     for turn in question.turns if all_turns else question.turns[:1]:
         if question.raw or not templated:

@@ -88,6 +88,7 @@ def speed_ups(results: Sequence[Measured]) -> dict[str, list[Gain | None]]:
 
 
 def _speed_up(result: Measured, plain: Measured, spread: bool = True) -> str:
+    """Text of a speed-up: its limit if it is impossible, else in the colour of gain or loss."""
     gain, noise = result.speed_up(plain), result.noise(plain)
     if result.impossible(plain):
         return f"≤ {result.limit(plain):.2f}×"
@@ -129,6 +130,7 @@ def remarks(results: Sequence[Measured]) -> list[str]:
 
 
 def _kept(result: Measured, plain: Measured) -> str:
+    """Text of the last column: whether the promise was kept."""
     if result.promise == "tokens":
         return "[bold red]✗[/]" if result.differs(plain) else "[green]✓[/]"
     if not result.promise:
@@ -165,7 +167,7 @@ def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:
     total = ours.total
     made: dict[str, Any] = {
         "requests": len(ours.answers),
-        "tokens": sum(map(len, ours.tokens)),
+        "tokens": ours.num_tokens,
         "tokens/s": round(ours.speed, 2),
         "speed-up": None if ours.impossible(plain) else round(ours.speed_up(plain), 4),
         "largest possible speed-up": _number(ours.limit(plain)),

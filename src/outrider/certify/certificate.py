@@ -131,6 +131,7 @@ def distribution_check(test: DistributionTest, lossless: bool) -> Check:
 def _chi_square_text(
     cases: Sequence[ChiSquareResult], combined: ChiSquareResult, p: float, level: float
 ) -> str:
+    """The result of the tests in words.  p: the smallest.  level: below which a test alarms."""
     if not combined.degrees_of_freedom:
         return "too few samples for a test: give it more --minutes"
     worst = max(cases, key=lambda result: result.distance - result.expected_distance)

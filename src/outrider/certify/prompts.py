@@ -46,6 +46,7 @@ class PromptSource:
         return sorted((list(ids) for ids in dict.fromkeys(map(tuple, self.prompts))), key=len)[:count]
 
     def _passage(self) -> list[int]:
+        """A random part of a random text."""
         text = self.rng.choice(self.texts)
         size = self.rng.randint(min(MIN_PASSAGE, len(text)), min(MAX_PASSAGE, len(text), self.max_tokens))
         start = self.rng.randint(0, len(text) - size)

@@ -29,6 +29,7 @@ PROMISES = {
 
 
 def subject(llm: LLM, config: Mapping[str, Any], certificate: Certificate) -> dict[str, str]:
+    """What was tested: model, method, rule, number formats and kernels."""
     decoder, options = llm.engine.decoder, llm.engine.options
     bits = f", weights in {options.quantization}" if options.quantization else ""
     cache = f", K/V in {options.kv_cache_dtype}" if options.kv_cache_dtype != "auto" else ""
@@ -43,6 +44,7 @@ def subject(llm: LLM, config: Mapping[str, Any], certificate: Certificate) -> di
 
 
 def panel(llm: LLM, config: Mapping[str, Any], certificate: Certificate, left_out: int = 0) -> Panel:
+    """The certificate for the terminal.  left_out: prompts that exceed the context."""
     facts = Table.grid(padding=(0, 2))
     for name, value in subject(llm, config, certificate).items():
         facts.add_row(Text(name, style="bold"), Text(value))

@@ -91,10 +91,11 @@ class PackedWeights:
 
     def bits(self, names: Iterable[str]) -> int | None:
         """The most bits that a value of these weights has; None if none of them is quantized."""
-        layers, words = [self.layer_of[name] for name in names if name in self.layer_of], self.layout.words
-        sizes = [math.prod(self._layer_shape(layer)) for layer in layers]
-        stored = [32 * math.prod(self.files.shape(f"{layer}.{words}")) for layer in layers]
-        return max((bits // size for bits, size in zip(stored, sizes)), default=None)
+        bits: int | None = None
+        for layer in (self.layer_of[name] for name in names if name in self.layer_of):
+            stored = 32 * math.prod(self.files.shape(f"{layer}.{self.layout.words}"))
+            bits = max(bits or 0, stored // math.prod(self._layer_shape(layer)))
+        return bits
 
     def _layer_shape(self, name: str) -> tuple[int, int]:
         """(outputs, inputs) of a quantized layer, from headers."""

@@ -76,6 +76,7 @@ def _gptq(settings: dict[str, Any]) -> Scheme:
 
 
 def _compressed_tensors(settings: dict[str, Any]) -> Scheme:
+    """Raise ModelError for other formats than pack-quantized, and for what it cannot hold."""
     format = settings.get("format")
     if format != "pack-quantized":
         raise ModelError(

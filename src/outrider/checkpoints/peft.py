@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os.path import expanduser, isdir
 from pathlib import Path
@@ -86,19 +86,16 @@ class PeftAdapter:
             layers[part.layer][part.name] = Low(tensors[part.a], tensors[part.b], part.scale)
         return layers
 
-    def _shapes(self) -> list[tuple[Part, str, tuple[int, int]]]:
+    def _shapes(self) -> Iterator[tuple[Part, str, tuple[int, int]]]:
+        """(part, tensor name, its shape) of every matrix."""
         sizes = places(self.spec)
-        return [
-            (part, name, shape)
-            for part in self.parts
-            for name, shape in (
-                (part.a, (part.rank, sizes[part.name].inputs)),
-                (part.b, (sizes[part.name].outputs, part.rank)),
-            )
-        ]
+        for part in self.parts:
+            yield part, part.a, (part.rank, sizes[part.name].inputs)
+            yield part, part.b, (sizes[part.name].outputs, part.rank)
 
 
 def _locate(path: str) -> Path:
+    """The folder of an adapter, downloaded if `path` is a hub id.  Raises ModelError."""
     folder = Path(expanduser(path))
     if not isdir(folder):
         if not on_hub(path):

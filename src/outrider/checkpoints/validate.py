@@ -106,6 +106,7 @@ def read_json(path: Path, table: Table | None = None) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object.  Raises ValueError for a key that occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)

@@ -167,15 +167,16 @@ def show(results: Sequence[Measured], left_out: int, short: int, console: Consol
 
     kinds, (plain, *others) = results[0].kinds, ran(results)
     if kinds:
-        stopped = [result for result in results if result.stopped]
-        results = [plain, *sorted(others, key=lambda other: -other.speed_up(plain))]
-        ours, peers = ([r for r in results if bool(r.promise) == own] for own in (True, False))
-        best = {peer.method.split()[0]: peer for peer in sorted(peers, key=lambda peer: peer.speed)}
+        others.sort(key=lambda other: other.speed_up(plain), reverse=True)
+        ours = [plain, *(other for other in others if other.promise)]
+        peers = [other for other in others if not other.promise]
+        best_of = {peer.method.split()[0]: peer for peer in sorted(peers, key=lambda peer: peer.speed)}
         if len(kinds) > 1 or peers:
-            console.print(matrix(ours, [*best.values()]), "")
-        console.print(table(f"all {len(results[0].answers)} prompts", [*results, *stopped]), "")
-        console.print(latencies(results))
-        for remark in remarks(results):
+            console.print(matrix(ours, [*best_of.values()]), "")
+        stopped = [result for result in results if result.stopped]
+        console.print(table(f"all {len(plain.answers)} prompts", [plain, *others, *stopped]), "")
+        console.print(latencies([plain, *others]))
+        for remark in remarks([plain, *others]):
             console.print(remark)
     if short:
         what = "Every answer has" if not kinds else f"Left out: {short} whose answers have"

@@ -79,6 +79,7 @@ def generate(
 
 
 def read_prompt(prompt: str | None, file: str | None, escape: bool) -> str:
+    """The prompt, as text or from a file.  Raises RequestError for both, none, or an unreadable file."""
     if (prompt is None) == (file is None):
         raise RequestError("give the prompt either as TEXT, with -p TEXT or with -f FILE.")
     if file is not None:

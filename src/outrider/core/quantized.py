@@ -46,11 +46,10 @@ class QuantizedWeight:
 
     def regrouped(self, size: int) -> QuantizedWeight:
         """The same weight in groups of `size`, which divides `group`."""
-        scales, offsets = (
-            None if part is None else part.repeat_interleave(self.group // size, dim=1)
-            for part in (self.scales, self.offsets)
-        )
-        assert scales is not None and self.group % size == 0
+        assert self.group % size == 0
+        repeats = self.group // size
+        scales = self.scales.repeat_interleave(repeats, dim=1)
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(repeats, dim=1)
         return QuantizedWeight(self.values, scales, offsets, self.bits, size)
 
 
@@ -68,10 +67,10 @@ def join(parts: Sequence[Tensor | QuantizedWeight], dtype: torch.dtype) -> Tenso
         return quantized[0]
     size = math.gcd(*(part.group for part in quantized))
     quantized = [part.regrouped(size) for part in quantized]
-    values, scales = ([getattr(part, name) for part in quantized] for name in ("values", "scales"))
+    values = torch.cat([part.values for part in quantized])
+    scales = torch.cat([part.scales for part in quantized])
     offsets = None
     if any(part.offsets is not None for part in quantized):
-        zeros = map(torch.zeros_like, scales)
-        offsets = torch.cat([zero if p.offsets is None else p.offsets for p, zero in zip(quantized, zeros)])
-    bits = max(part.bits for part in quantized)
-    return QuantizedWeight(torch.cat(values), torch.cat(scales), offsets, bits, size)
+        zeros = torch.zeros_like
+        offsets = torch.cat([zeros(p.scales) if p.offsets is None else p.offsets for p in quantized])
+    return QuantizedWeight(values, scales, offsets, max(part.bits for part in quantized), size)

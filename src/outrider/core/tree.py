@@ -94,15 +94,16 @@ class DraftTree(NamedTuple):
 
     def only(self, keep: Sequence[int]) -> DraftTree:
         """Subtree of the nodes `keep`, ascending and closed under parents."""
-        place = {ROOT: ROOT, **{node: at for at, node in enumerate(keep)}}
+        new_number = {node: number for number, node in enumerate(keep)}
+        new_number[ROOT] = ROOT
         return self._replace(
-            tokens=[self.tokens[i] for i in keep],
-            parents=[place[self.parents[i]] for i in keep],
-            confidence=[self.confidence[i] for i in keep],
-            probs_of=[self.probs_of[i] for i in keep] if self.probs_of else (),
-            probes=sum(i >= self.size for i in keep),
-            source=[self.source[i] for i in keep] if self.source else (),
-            proposers=[self.proposers[i] for i in keep] if self.proposers else (),
+            tokens=[self.tokens[node] for node in keep],
+            parents=[new_number[self.parents[node]] for node in keep],
+            confidence=[self.confidence[node] for node in keep],
+            probs_of=[self.probs_of[node] for node in keep] if self.probs_of else (),
+            probes=sum(node >= self.size for node in keep),
+            source=[self.source[node] for node in keep] if self.source else (),
+            proposers=[self.proposers[node] for node in keep] if self.proposers else (),
         )
 
     def source_of(self, node: int) -> int:

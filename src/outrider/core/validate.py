@@ -93,9 +93,15 @@ def made_of(
     others: keys that are read elsewhere.  elsewhere: hints for keys of other programs.
     Raises ConfigError for a key of no class, suggesting the nearest valid one.
     """
-    names = [{field.name for field in fields(kind)} for kind in kinds]
-    refuse_unknown(given, {*others}.union(*names), "key", where, elsewhere)
-    return [kind(**{key: given[key] for key in given if key in own}) for kind, own in zip(kinds, names)]
+    known = {*others}
+    for kind in kinds:
+        known |= {field.name for field in fields(kind)}
+    refuse_unknown(given, known, "key", where, elsewhere)
+    made: list[Any] = []
+    for kind in kinds:
+        own = {field.name for field in fields(kind)}
+        made.append(kind(**{key: value for key, value in given.items() if key in own}))
+    return made
 
 
 SHARE = real("a number in [0, 1]", lambda value: 0 <= value <= 1)

@@ -138,16 +138,18 @@ class Network(TapNetwork):
         counted, device = sample.host_places(0, len(states)), tokens.device
         theirs = sample.logits[to_device(counted, device), : self.vocabulary]
         known, theirs = self.known(theirs), theirs[:, self.ids]
-        within = [(sample.offsets[counted] > step).nonzero().flatten() for step in range(self.steps)]
-        used = torch.zeros(len(tokens), dtype=torch.bool)
+        judged = list[Tensor]()  # by step: which of the counted places it predicts
+        used = torch.zeros(len(tokens), dtype=torch.bool)  # the places from which some step predicts
         used[0] = True  # so that there is a row
-        for step, found in enumerate(within):
-            used[counted[found] - step - 1] = True
+        for step in range(self.steps):
+            judged.append((sample.offsets[counted] > step).nonzero().flatten())
+            used[counted[judged[step]] - step - 1] = True
         rows = Rows.of(used.nonzero().flatten(), sample.lengths or [len(states)], device)
-        total, number = states.new_zeros(()), used.cumsum(0) - 1
+        total, row_of = states.new_zeros(()), used.cumsum(0) - 1
         outputs = self.outputs(states, F.pad(tokens, (0, self.steps)), outer.embedding, self.steps, rows)
-        for step, (o, found) in enumerate(zip(outputs, within)):
-            at, found = (to_device(index, device) for index in (number[counted[found] - step - 1], found))
+        for step, o in enumerate(outputs):
+            at = to_device(row_of[counted[judged[step]] - step - 1], device)
+            found = to_device(judged[step], device)
             losses = self.row_loss(self.logits(o.index_select(0, at)), theirs[found])
             weights = known[found].to(losses.dtype)
             total = total + self.decay**step * (losses * weights).sum() / weights.sum().clamp_min(1)

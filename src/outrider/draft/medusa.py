@@ -176,23 +176,24 @@ class Network(nn.ModuleList):
 class Packed:
     """The heads on the target's kernels.  ids: int32 [Vd], the target's tokens; None: all.  outputs: Vd."""
 
+    ids: Tensor | None = None
+
     def __init__(self, reader: Reader, target: Target) -> None:
         """reader: of a head under our names.  Raises ModelError where it does not fit the target."""
         head, self.backend, self.model = reader.head, reader.backend, target.decoder
         self.heads, blocks = counts(head)
-        hidden = self.model.spec.hidden
-        self.blocks = [
-            reader.repeated([f"{i}.{j}.linear" for j in range(blocks)], hidden) for i in range(self.heads)
-        ]
-        names = ("lm_head", *(f"{i}.lm_head" for i in range(self.heads)))
-        own = [name for name in names if f"{name}.weight" in head]
-        mapped = own and "token_map" in head  # the target's lm_head has all tokens
-        self.ids = listed_ids(head, "token_map", target.vocabulary) if mapped else None
-        self.outputs = target.vocabulary if self.ids is None else len(self.ids)
-        if self.ids is None:
-            self.lm_heads = [reader.outer.linear(name, self.outputs, hidden) for name in own]
+        hidden, numbers = self.model.spec.hidden, range(self.heads)
+        self.blocks: list[list[Any]] = []
+        for i in numbers:
+            self.blocks.append(reader.repeated([f"{i}.{j}.linear" for j in range(blocks)], hidden))
+        names = ["lm_head", *(f"{i}.lm_head" for i in numbers)]
+        names = [name for name in names if f"{name}.weight" in head]
+        if names and "token_map" in head:  # otherwise the target's lm_head serves, which has all tokens
+            self.ids = listed_ids(head, "token_map", target.vocabulary)
+            self.lm_heads = [reader.some(name, self.ids, hidden) for name in names]
         else:
-            self.lm_heads = [reader.some(name, self.ids, hidden) for name in own]
+            self.lm_heads = [reader.outer.linear(name, target.vocabulary, hidden) for name in names]
+        self.outputs = target.vocabulary if self.ids is None else len(self.ids)
         vllm = head.config.get("model_type") == "medusa"
         self.scale = float(head.config.get("logit_scale", 1.0)) if vllm else 1.0
 
@@ -242,9 +243,8 @@ class Medusa(RankedDrafter):
         levels = max((len(path) for shape in shapes.values() for path in shape), default=0)
         if levels:
             for r, logits in zip(rows, self.heads(self.states(batch, rows), levels)):
-                row, shape, stream = batch[r].row, shapes[batch[r].budget], self.target.stream_id
-                tree = BlockTree(row, logits, shape, self.samples(row), stream)
-                tree.accuracy = self.memory.accuracy
-                trees[r] = tree
+                row, shape = batch[r].row, shapes[batch[r].budget]
+                trees[r] = BlockTree(row, logits, shape, self.samples(row), self.target.stream_id)
+                trees[r].accuracy = self.memory.accuracy
         grow_blocks([*trees.values()], self.choose)
         return self.propose_for(batch, {r: tree.draft_tree for r, tree in trees.items()})

@@ -180,24 +180,25 @@ class MlpSpeculator(SpeculatorDrafter):
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        steps = steps_of(self.head)
+        numbers_of = steps_of(self.head)
+        count, vocabulary = len(numbers_of["emb"]), target.vocabulary
         self.steps: list[Step] = []
         modules, width = lru_cache(None)(partial(_modules, self.reader)), self.hidden
-        for places in zip(*(steps[kind] for kind in KINDS)):
-            emb, proj, ln, out = (f"{kind}.{place}" for kind, place in zip(KINDS, places))
-            wide = self.head.shape(f"{emb}.0.weight")[-1]
-            table = self.outer(f"{emb}.0", target.vocabulary, wide)
-            after, wide = modules(emb, wide, 1)
+        for step in range(count):
+            emb, proj, ln, out = (f"{kind}.{numbers_of[kind][step]}" for kind in KINDS)
+            emb_width = self.head.shape(f"{emb}.0.weight")[-1]
+            table = self.outer(f"{emb}.0", vocabulary, emb_width)
+            after, emb_width = modules(emb, emb_width, 1)
             projected, proj_width = modules(proj, width, 0)
-            if proj_width != wide:
+            if proj_width != emb_width:
                 raise ModelError(
-                    f"{self.head.name!r} adds {proj} of {proj_width} numbers to {emb} of {wide}: the two "
-                    "must be alike."
+                    f"{self.head.name!r} adds {proj} of {proj_width} numbers to {emb} of {emb_width}: the "
+                    "two must be alike."
                 )
-            normed, width = modules(ln, wide, 0)
-            lm_head, share = self.outer(out, target.vocabulary, width), token_share(len(steps["emb"]), wide)
+            normed, width = modules(ln, emb_width, 0)
+            lm_head, share = self.outer(out, vocabulary, width), token_share(count, emb_width)
             self.steps.append(Step(table, after, projected, normed, lm_head, share))
-        self.plan(len(self.steps))
+        self.plan(count)
 
     @classmethod
     def claims(cls, head: Head) -> int:

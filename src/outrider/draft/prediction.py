@@ -73,14 +73,17 @@ class Follower:
     def _find(self, last: Sequence[int]) -> tuple[int, int]:
         """(index behind the longest, then nearest match of the last tokens, its length); (0, 0) if none."""
         places = self.behind.get(last[-1], ())
-        middle, best = bisect_left(places, self.next), (0, 0, 0)
+        middle = bisect_left(places, self.next)
+        best = best_length = best_off = 0
         for place in places[max(0, middle - PLACES) : middle + PLACES]:
             length, off = 1, abs(place - self.next)
             while length < min(place, len(last)) and self.tokens[place - 1 - length] == last[-1 - length]:
                 length += 1
-            if length > 1 or off <= NEAR:
-                best = max(best, (length, -off, place))
-        return best[2], best[0]
+            # of equally near places the later one
+            longer = length > best_length or (length == best_length and off <= best_off)
+            if longer and (length > 1 or off <= NEAR):
+                best, best_length, best_off = place, length, off
+        return best, best_length
 
     def learn(self, drafted: int, accepted: int) -> None:
         """Take in how much of a draft was accepted."""

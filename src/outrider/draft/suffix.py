@@ -147,6 +147,7 @@ class Suffix(TextDrafter):
         return min(GRADES, 1 + length // GRADE) if repeat.count < len(repeat.tokens) else 0
 
     def _repeat(self, row: Row) -> Repeat:
+        """The earlier output that a row's output repeats so far."""
         repeat = self.repeats.get(row)
         if repeat is None:
             end = tuple(row.tokens[max(0, row.prompt - self.longest) : row.prompt])

@@ -193,6 +193,7 @@ class Stop:
                 self._learn(row, tree, step.accepted, round)
 
     def _learn(self, row: Row, tree: DraftTree, accepted: Sequence[int], round: Round) -> None:
+        """Update length and thresholds by one judged draft."""
         options, memory, drafted = self.options, self.memory, max(tree.depths, default=0)
         if options.num_assistant_tokens_schedule != "constant":
             length = self._length(row)

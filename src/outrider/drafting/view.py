@@ -117,6 +117,5 @@ def check(options: Any) -> None:
         if (value := getattr(options, name)) != getattr(type(options), name):
             raise ConfigError(
                 f'{name} = {value!r} is about a draft with weights of its own, and model "self" has the '
-                f"target's: "
-                "leave it out."
+                "target's: leave it out."
             )

@@ -89,6 +89,7 @@ class Engine:
         return speculation.method.create(speculation.options, self.target_for(speculation))
 
     def _load_target(self, options: EngineOptions) -> Model:
+        """The target on its devices or ranks."""
         dtype = pick_dtype(options.dtype, self.checkpoint.stored_dtype, self.device)
         precision = Precision(dtype, options.quantization, options.kv_cache_dtype, options.activations)
         args = self.checkpoint, precision, self.device, self.max_len
@@ -105,14 +106,12 @@ class Engine:
         max_nodes = drafter.size(limits.max_depth)
         if max_nodes > limits.max_depth and not speculation.rule.branches:
             trees = ", ".join(name for name, rule in rules().items() if rule.branches and rule.lossless)
-            rule, method = (module_name(thing) for thing in (speculation.rule, drafter))
             raise ConfigError(
-                f'verification "{rule}" judges chains, and "{method}" drafts trees here: '
-                f"choose one of {trees}."
+                f'verification "{module_name(speculation.rule)}" judges chains, and "{module_name(drafter)}" '
+                f"drafts trees here: choose one of {trees}."
             )
-        learner = None
-        if speculation.online is not None:
-            learner = Learner(drafter, speculation.online, self)
+        online = speculation.online
+        learner = None if online is None else Learner(drafter, online, self)
         cache, self.drafter_caches = self.build_cache(drafter, max_nodes)
         self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
         texts = [method(method.Options(), self.target) for method in automatic()]
@@ -121,20 +120,23 @@ class Engine:
         self.flights, self.overlap = deque[Flight](), self.decoder.stages  # steps in flight at once
         # whether one is in flight between two calls of `step`
         self.ahead = self.decoder.in_process and self.decoder.device.type != "cpu"
-        self.controller: Controller = limits
-        self.adaptive: list[AutoController] = []  # one for each step in flight
-        if speculation.adaptive:
-            self.costs = self.costs or forward_cost(self.decoder, self.max_len, *self._numbers())
-            arms, stored = drafter.arms(limits.max_depth), StoredJson("drafting", *self._about(speculation))
-            own = self.checkpoint.folder == locate("builtin")
-            module = module_for(speculation.control_module, [arm.name for arm in arms], own)
-            evidence = Evidence(arms, copy.deepcopy(self.costs), stored, module)
-            self.adaptive = [AutoController(limits, arms, evidence=evidence) for _ in range(self.overlap)]
-            self.controller = self.adaptive[0]
+        self.adaptive = self._adaptive_controllers(limits, speculation) if speculation.adaptive else []
+        self.controller: Controller = self.adaptive[0] if self.adaptive else limits
         self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()
+
+    def _adaptive_controllers(
+        self, limits: FixedController, speculation: SpeculativeOptions
+    ) -> list[AutoController]:
+        """One for each step in flight, all with the same evidence."""
+        self.costs = self.costs or forward_cost(self.decoder, self.max_len, *self._numbers())
+        arms, stored = self.drafter.arms(limits.max_depth), StoredJson("drafting", *self._about(speculation))
+        own = self.checkpoint.folder == locate("builtin")
+        module = module_for(speculation.control_module, [arm.name for arm in arms], own)
+        evidence = Evidence(arms, copy.deepcopy(self.costs), stored, module)
+        return [AutoController(limits, arms, evidence=evidence) for _ in range(self.overlap)]
 
     def _about(self, speculation: SpeculativeOptions) -> tuple[Any, ...]:
         """What acceptance and costs of drafters depend on."""

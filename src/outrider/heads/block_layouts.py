@@ -27,7 +27,7 @@ from outrider.heads.outer import checked_taps
 
 SLIDING = "sliding_attention"
 DEFAULT_THETA = 1000000.0  # vLLM's
-TAPS = ("aux_hidden_state_layer_ids", "target_layer_ids")  # inputs of layers, outputs of layers
+INPUT_TAPS, OUTPUT_TAPS = "aux_hidden_state_layer_ids", "target_layer_ids"  # of layers with these numbers
 PREFIXES = ("model.", "draft_model.")
 ARCHITECTURE = "DFlashDraftModel"  # also of heads that correct their logits
 ROWS = (("verifier_{rest}", None), ("rotary_emb.{rest}", None), ("draft_id_to_target_id", "d2t"), *UNCHANGED)
@@ -79,14 +79,15 @@ class BlockLayout:
             )
         sliding = [kind == SLIDING for kind in kinds[:layers]]
         window = config.get("swa_window_size", config.get("sliding_window")) or 0
-        limits = {"block_size": 1, "mask_token_id": 0} | ({"sliding_window": 1} if any(sliding) else {})
-        for key, least in limits.items():
-            value = window if key == "sliding_window" else config.get(key)
-            whole(least).check(value, f"{key} of {head.name!r}", ModelError)
+        whole(1).check(config.get("block_size"), f"block_size of {head.name!r}", ModelError)
+        whole(0).check(config.get("mask_token_id"), f"mask_token_id of {head.name!r}", ModelError)
+        if any(sliding):
+            whole(1).check(window, f"sliding_window of {head.name!r}", ModelError)
         taps = _taps(head, target_layers, layers, tap_offset)
         if config["block_size"] + anchored < 2:
             raise ModelError(f"{head.name!r} has a block of 1 token, which drafts nothing.")
-        windows, causal = zip(*((window * one, _causal(config, one)) for one in sliding))
+        windows = tuple(window if slides else 0 for slides in sliding)
+        causal = tuple(_causal(config, slides) for slides in sliding)
         return BlockLayout(taps, config["block_size"], config["mask_token_id"], anchored, windows, causal)
 
 
@@ -107,7 +108,7 @@ def _causal(config: Mapping[str, Any], sliding: bool) -> bool:
 
 def _taps(head: Head, target_layers: int, layers: int, offset: int | None) -> tuple[int, ...]:
     """The states that the head reads, as inputs of the target's layers."""
-    key, own = (TAPS[0], 0) if TAPS[0] in head.config else (TAPS[1], 1)
+    key, own = (INPUT_TAPS, 0) if INPUT_TAPS in head.config else (OUTPUT_TAPS, 1)
     listed = head.config.get(key, spread(target_layers, layers))
     return checked_taps(head, listed, own if offset is None else offset, target_layers, key)
 
@@ -163,7 +164,7 @@ def block_format(
         ),
         hidden=(("fc.weight", 1),),
         vocabulary=("lm_head.weight",),
-        taps=TAPS,
+        taps=(INPUT_TAPS, OUTPUT_TAPS),
         depth=depth,
         known=rf"(fc|hidden_norm|norm|lm_head|embed_tokens)\.(weight|bias)|d2t|t2d|"
         rf"layers\.\d+\.({BLOCK_NAMES}){known and f'|{known}'}",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from outrider.core.device import to_device
 from outrider.core.ragged import Ragged
 from outrider.drafting.base import Target
-from outrider.heads.block_layouts import DEFAULT_THETA, TAPS
+from outrider.heads.block_layouts import DEFAULT_THETA, INPUT_TAPS
 from outrider.heads.layer import Sizes
 from outrider.heads.layouts import speculators
 from outrider.heads.parts import Layer, register_vocabulary, rotary_angles, sizes_config
@@ -60,14 +60,12 @@ class Blocks:
         offsets = torch.cat([torch.arange(length) for length in lengths])
         positions = (begins[:, None] + torch.arange(block)).flatten()
         owners = torch.arange(len(anchors)).repeat_interleave(block)
-        offsets, positions, owners, starts = (
-            to_device(each, device) for each in (offsets, positions, owners, begins.repeat_interleave(block))
-        )
+        owners, starts = to_device(owners, device), to_device(begins.repeat_interleave(block), device)
         texts, rows = Ragged.of(lengths, device), Ragged.of((block * counts).tolist(), device)
         owner = rows.entries(owners).masked_fill(~rows.valid, -1)
         before = torch.arange(max(lengths), device=device) < rows.entries(starts)[..., None]
         seen = torch.cat([before, owner[:, :, None] == owner[:, None]], dim=-1)[:, None]
-        return Blocks(offsets, positions, texts, rows, seen)
+        return Blocks(to_device(offsets, device), to_device(positions, device), texts, rows, seen)
 
 
 class BlockLayer(Layer):
@@ -76,9 +74,8 @@ class BlockLayer(Layer):
     def read(self, x: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
         """x [A * block, hidden] of all blocks, context [T, hidden] -> [A * block, hidden]."""
         attention, u, pad, own = self.self_attn, self.input_layernorm(x), blocks.texts.pad, blocks.rows.pad
-        before, within = (
-            rotary_angles(at, attention.head_dim, DEFAULT_THETA) for at in (blocks.offsets, blocks.positions)
-        )
+        before = rotary_angles(blocks.offsets, attention.head_dim, DEFAULT_THETA)
+        within = rotary_angles(blocks.positions, attention.head_dim, DEFAULT_THETA)
         k = torch.cat([pad(attention.keys(context, before)), own(attention.keys(u, within))], dim=-2)
         v = torch.cat([pad(attention.values(context)), own(attention.values(u))], dim=-2)
         q = own(attention.queries(u, within))
@@ -141,7 +138,7 @@ class BlockNetwork(nn.Module):
 
     def speculators(self, kind: str, architecture: str, **own: Any) -> dict[str, Any]:
         """The config in the format of speculators.  own: further keys of the method."""
-        own |= {"block_size": self.block, "mask_token_id": self.mask, TAPS[0]: list(self.taps)}
+        own |= {"block_size": self.block, "mask_token_id": self.mask, INPUT_TAPS: list(self.taps)}
         own |= {"sliding_window_non_causal": False, "sample_from_anchor": False}
         own["draft_vocab_size"] = self.outputs
         return speculators(kind, architecture, self.block - 1, self.layer_config(), own)

@@ -137,20 +137,21 @@ class BlockDrafter(HeadDrafter):
         if not rows:
             return self.propose_for(batch, {})
         levels = [min(batch[r].budget.depth, self.layout.levels) for r in rows]
-        logits, states = self.block_logits(batch, rows, levels)
-        sizes = [count + self.skipped for count in levels]
-        of_rows = zip(rows, torch.split(logits, levels), torch.split(states, sizes))
-        plain, corrected = dict[int, BlockTree](), dict[int, CorrectedTree]()
-        for r, own, x in of_rows:
-            row, stream, paths = batch[r].row, self.target.stream_id, self._paths(batch[r], len(own))
+        all_logits, all_states = self.block_logits(batch, rows, levels)
+        logits_of = torch.split(all_logits, levels)
+        states_of = torch.split(all_states, [count + self.skipped for count in levels])
+        plain, corrected, grown = list[BlockTree](), list[CorrectedTree](), dict[int, RankTree]()
+        for r, logits, states in zip(rows, logits_of, states_of):
+            row, stream, paths = batch[r].row, self.target.stream_id, self._paths(batch[r], len(logits))
             if self.correction is None:
-                plain[r] = BlockTree(row, own, paths, self.samples(row), stream)
+                plain.append(BlockTree(row, logits, paths, self.samples(row), stream))
+                grown[r] = plain[-1]
             else:
-                corrected[r] = CorrectedTree(row, own, x, paths, self.samples(row), stream)
+                corrected.append(CorrectedTree(row, logits, states, paths, self.samples(row), stream))
+                grown[r] = corrected[-1]
         if self.correction is not None:
-            grow_corrected(list(corrected.values()), self.correction, self.choose)
-        grow_blocks([*plain.values()], self.choose)
-        grown: dict[int, RankTree] = {**plain, **corrected}
+            grow_corrected(corrected, self.correction, self.choose)
+        grow_blocks(plain, self.choose)
         return self.propose_for(batch, {r: tree.draft_tree for r, tree in grown.items()})
 
     def _paths(self, step: RowStep, depth: int) -> list[Path]:

@@ -65,7 +65,8 @@ def grow_corrected(trees: Sequence[CorrectedTree], correct: Correction, choose: 
         x = torch.cat([tree.at(tree.states, level) for tree in now])
         bias, state, acceptance = correct(level, frontier_tokens(now), x, state[growth.sources])
         if acceptance is not None:
-            for tree, part in zip(now, torch.split(acceptance, [len(tree.frontier) for tree in now])):
-                tree.acceptance = part.tolist()
+            sizes = [len(tree.frontier) for tree in now]
+            for tree, own in zip(now, torch.split(acceptance, sizes)):
+                tree.acceptance = own.tolist()
         logits = torch.cat([tree.at(tree.logits, level) for tree in now])
         growth.add(logits if bias is None else logits + bias)

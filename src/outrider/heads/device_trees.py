@@ -87,33 +87,31 @@ class _Level(NamedTuple):
 class DynamicGrowth:
     """`DeviceGrowth` of dynamic trees, sorted by their depth: those that go on are always the first.
 
-    order: place of each in the caller's order.  front: records [T, P] of the nodes of the last forward.
-    joint: [T, P], their scores.  paths: int32 [rows of the last forward, level], the slots of their paths.
-    counts: nodes of each tree in the last forward.  used: slots that each has used.
+    front: records [T, P] of the nodes of the last forward.  joint: [T, P], their scores.
+    paths: int32 [rows of the last forward, level], the slots of their paths.
+    rows: the request of each row of the last forward.  counts: nodes of each tree in it.
+    records: their number so far.
     """
 
     def __init__(self, trees: Sequence[DynamicTree], choose: Chooser) -> None:
         self.device, self.level = choose.backend.device, 0
-        self.order = sorted(range(len(trees)), key=lambda i: -trees[i].budget.depth)
-        self.trees = [trees[i] for i in self.order]
+        order = sorted(range(len(trees)), key=lambda i: -trees[i].budget.depth)
+        self.trees = [trees[i] for i in order]
         self.k, self.width = max(tree.k for tree in trees), max(tree.width for tree in trees)
-        self.counts, self.used, self.records = [1] * len(trees), 0, 0
+        self.rows = [tree.row for tree in trees]  # the first logits are in the caller's order
+        self.counts, self.records = [1] * len(trees), 0
         self.levels: list[_Level] = []
-        self.sources = to_device(torch.tensor(self.order), self.device)
+        self.sources = to_device(torch.tensor(order), self.device)
         self.front = torch.full((len(trees), 1), ROOT, device=self.device)
         self.joint = torch.zeros(len(trees), 1, dtype=torch.float64, device=self.device)
         self.paths = torch.zeros(len(trees), 0, dtype=torch.int32, device=self.device)
 
     def begin_level(self) -> list[Row]:
-        return self._owners(self._growing)
-
-    @property
-    def _growing(self) -> list[DynamicTree]:
-        return [tree for tree in self.trees if tree.budget.depth > self.level]
+        return self.rows
 
     def add(self, tokens: Tensor, shares: Tensor) -> StepInput | None:
-        trees = self._growing
-        places = self._places(trees)
+        trees = [tree for tree in self.trees if tree.budget.depth > self.level]
+        places = self._places()
         tokens, shares = tokens[places], shares[places]
         scores = shares.double().clamp_min(TINY).log() + self.joint[: len(trees), :, None]
         scores.masked_fill_((tokens < 0) | self._beyond(trees, scores), LOWEST)
@@ -131,29 +129,33 @@ class DynamicGrowth:
         return self._forward(trees, tokens[:going].flatten(1).gather(1, at), parents)
 
     def read(self) -> None:
-        count, most = len(self.trees), max(tree.budget.nodes for tree in self.trees)
-        scores, tokens, shares, above = (self._recorded(name) for name in _Level._fields)
-        best, at = (part[:, :most] for part in scores.sort(dim=-1, descending=True, stable=True))
-        nodes = to_device(torch.tensor([tree.budget.nodes for tree in self.trees]), self.device)
-        ranks = torch.arange(best.shape[1], device=self.device).expand(count, -1)
-        none = (best == LOWEST) | (ranks >= nodes[:, None])
-        at = at.masked_fill(none, self.records).sort(-1).values  # in the order of records: parents first
-        numbers = torch.full((count, self.records + 1), ROOT, device=self.device).scatter_(1, at, ranks)
-        gone, at = at == self.records, at.clamp_max(self.records - 1)
-        records = above.gather(1, at)
-        parents = numbers.gather(1, records.clamp_min(0)).masked_fill(records < 0, ROOT)
-        kept = tokens.gather(1, at).masked_fill(gone, -1), parents, shares.gather(1, at)
-        found = torch.stack([part.double() for part in kept], 1).tolist()
-        for tree, columns in zip(self.trees, found):
+        scores = self._of_all_levels([level.scores for level in self.levels], LOWEST)
+        tokens = self._of_all_levels([level.tokens for level in self.levels], ROOT)
+        shares = self._of_all_levels([level.shares for level in self.levels], ROOT)
+        above = [level.above[:, :, None].expand_as(level.tokens) for level in self.levels]
+        parents = self._of_all_levels(above, ROOT)
+
+        # The records of the likeliest nodes, [trees, most], in their order: parents come first.  One beyond
+        # the last record stands for none.
+        budgets = [tree.budget.nodes for tree in self.trees]
+        most, none = max(budgets), self.records
+        best, kept = scores.sort(dim=-1, descending=True, stable=True)
+        best, kept = best[:, :most], kept[:, :most]
+        ranks = torch.arange(best.shape[1], device=self.device).expand(len(budgets), -1)
+        too_many = ranks >= to_device(torch.tensor(budgets), self.device)[:, None]
+        kept = kept.masked_fill((best == LOWEST) | too_many, none).sort(-1).values
+
+        # A node's number is the place of its record among those.
+        numbers = torch.full((len(budgets), none + 1), ROOT, device=self.device).scatter_(1, kept, ranks)
+        missing, kept = kept == none, kept.clamp_max(none - 1)
+        tokens, shares, parents = (part.gather(1, kept) for part in (tokens, shares, parents))
+        tokens = tokens.masked_fill(missing, -1)
+        parents = numbers.gather(1, parents.clamp_min(0)).masked_fill(parents < 0, ROOT)
+        read = torch.stack([tokens.double(), parents.double(), shares.double()], 1).tolist()
+        for tree, columns in zip(self.trees, read):
             tree.read = _tree_of(*columns)
 
-    def _owners(self, trees: Sequence[DynamicTree]) -> list[Row]:
-        """The request of every row of the logits."""
-        if not self.level:
-            return [tree.row for _, tree in sorted(zip(self.order, trees), key=lambda pair: pair[0])]
-        return [tree.row for tree, count in zip(trees, self.counts) for _ in range(count)]
-
-    def _places(self, trees: Sequence[DynamicTree]) -> Tensor:
+    def _places(self) -> Tensor:
         """The row of the logits after each node of each tree, [T, P]; any row for a missing node."""
         if not self.level:
             return self.sources[:, None]
@@ -175,6 +177,7 @@ class DynamicGrowth:
         """The forward of the nodes [T, W] with these tokens, after rows `parents` of the last one."""
         wide = tokens.shape[1]
         self.counts = [min(tree.width, wide) for tree in trees]
+        self.rows = [tree.row for tree, count in zip(trees, self.counts) for _ in range(count)]
         real = [t * wide + i for t, count in enumerate(self.counts) for i in range(count)]
         step_input, slots = StepInput(), list[int]()
         for tree, count in zip(trees, self.counts):
@@ -190,15 +193,12 @@ class DynamicGrowth:
         step_input.device_paths = self.paths
         return step_input.build()
 
-    def _recorded(self, name: str) -> Tensor:
-        """One number of all records, [trees, records]; level after level, of complete trees of no node."""
-        blank = LOWEST if name == "scores" else ROOT
+    def _of_all_levels(self, levels: Sequence[Tensor], blank: float) -> Tensor:
+        """[trees, records] of the levels [T, P, K].  Trees that were complete before have `blank`."""
         parts = list[Tensor]()
-        for level in self.levels:
-            part: Tensor = getattr(level, name)
-            part = part[:, :, None].expand_as(level.tokens) if name == "above" else part
-            lost = part.new_full((len(self.trees) - len(part), part[0].numel()), blank)
-            parts.append(torch.cat([part.flatten(1), lost]))
+        for level in levels:
+            rest = level.new_full((len(self.trees) - len(level), level[0].numel()), blank)
+            parts.append(torch.cat([level.flatten(1), rest]))
         return torch.cat(parts, 1)
 
 
@@ -310,14 +310,20 @@ def grow_blocks(trees: Sequence[BlockTree], choose: Chooser) -> None:
     chosen = [tree for tree in trees if not tree.sampled and tree.children]
     chosen = [tree for tree in chosen if choose.stays_on_device([tree.row])]
     if chosen:
-        rows = [tree.row for tree in chosen for _ in tree.logits]
-        depths = [level for tree in chosen for level in range(len(tree.logits))]
-        k = max(max(tree.children.values()) for tree in chosen)
-        logits = torch.cat([tree.logits for tree in chosen])
-        picked = torch.stack([part.double() for part in choose.next_tokens(rows, depths, logits, k)], -1)
-        read = iter(picked.tolist())
-        for tree in chosen:
-            best = [[(int(token), share) for token, share in next(read) if token >= 0] for _ in tree.logits]
-            tree.level_rankings = best
+        _rank_levels(chosen, choose)
     for tree in trees:
         tree.grow(choose)
+
+
+def _rank_levels(trees: Sequence[BlockTree], choose: Chooser) -> None:
+    """Set the best tokens of all levels of all trees, by one read of the device."""
+    rows, depths = list[Row](), list[int]()  # of all levels
+    for tree in trees:
+        rows += [tree.row] * len(tree.logits)
+        depths += range(len(tree.logits))
+    k = max(max(tree.children.values()) for tree in trees)
+    tokens, shares = choose.next_tokens(rows, depths, torch.cat([tree.logits for tree in trees]), k)
+    levels = iter(torch.stack([tokens.double(), shares.double()], -1).tolist())
+    for tree in trees:
+        for _ in tree.logits:
+            tree.level_rankings.append([(int(token), share) for token, share in next(levels) if token >= 0])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.backends.base import Backend, LayerKV, Norms, Weight
+from outrider.backends.base import Backend, DecoderLayer, LayerKV, Norms, Weight
 from outrider.backends.torch.backend import beside
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
@@ -93,6 +93,8 @@ class Stack:
     """
 
     divided: ParallelModel | None = None
+    layers: list[DecoderLayer]
+    packed: list[Any]
 
     def __init__(
         self,
@@ -113,32 +115,42 @@ class Stack:
         """
         head, self.model = reader.head, target.decoder
         windows = tuple(windows) or (0,) * len(names)
-        specs = [_spec(head, name, width, windows) for name in names]
         self.sizes = sizes = Sizes.of(head, names[0], width)
         rotated = int(sizes.head_dim * (head.config.get("partial_rotary_factor") or 1))
         table = rotary_table(head.config, replace(sizes, head_dim=rotated), target.max_len + more)
-        given = [width * (bare and f"{name}.input_layernorm.weight" not in head) for name in names]
-        blocks = list(zip(names, [inputs or given[0], *given[1:]]))
-        for name, spec in zip(names, specs):
+        specs, blocks = list[Spec](), list[tuple[str, int]]()  # blocks: name, and width of a given u or 0
+        for i, name in enumerate(names):
+            spec = _spec(head, name, width, windows)
             if (spec.kv_heads, spec.head_dim) != (sizes.kv_heads, sizes.head_dim):
                 raise ModelError(
                     f"{head.name!r}: {name} has other K/V heads than its first layer, which is not supported."
                 )
-        if reader.ranks > 1 and len({*specs}) > 1:
-            raise ModelError(
-                f"{head.name!r} has layers of several sizes: leave draft_tensor_parallel_size out."
-            )
+            lacks_norm = bare and f"{name}.input_layernorm.weight" not in head
+            given = inputs if i == 0 and inputs else width * lacks_norm
+            specs.append(spec)
+            blocks.append((name, given))
         if reader.ranks > 1:
-            bits, layout = f"int{reader.bits}" if reader.bits else None, Layout(reader.ranks)
-            precision, kind = self.model.precision._replace(quantization=bits), self.model.device.type
-            options = ModelOptions(specs[0], layout, kind, precision, table, blocks)
-            self.divided = divide(self.model, head, options)
+            self._divide(reader, specs, table, blocks)
             return
         self.backend, self.rotations = reader.backend, table.to(reader.backend.device)
-        readers = [LayerReader(head, spec, torch.float32, reader.bits) for spec in specs]
-        self.layers = [each.layer(self.backend, i, *blocks[i]) for i, each in enumerate(readers)]
-        pairs = zip(specs, self.layers)
-        self.packed = [self.backend.pack_layers(spec, [layer], self.rotations) for spec, layer in pairs]
+        self.layers, self.packed = [], []
+        for i, (spec, block) in enumerate(zip(specs, blocks)):
+            layer = LayerReader(head, spec, torch.float32, reader.bits).layer(self.backend, i, *block)
+            self.layers.append(layer)
+            self.packed.append(self.backend.pack_layers(spec, [layer], self.rotations))
+
+    def _divide(
+        self, reader: Reader, specs: Sequence[Spec], table: Tensor, blocks: list[tuple[str, int]]
+    ) -> None:
+        """Divide the blocks over the ranks.  Raises ModelError for blocks of several sizes."""
+        if len({*specs}) > 1:
+            raise ModelError(
+                f"{reader.head.name!r} has layers of several sizes: leave draft_tensor_parallel_size out."
+            )
+        bits, layout = f"int{reader.bits}" if reader.bits else None, Layout(reader.ranks)
+        precision, kind = self.model.precision._replace(quantization=bits), self.model.device.type
+        options = ModelOptions(specs[0], layout, kind, precision, table, blocks)
+        self.divided = divide(self.model, reader.head, options)
 
     @property
     def slot_bytes(self) -> int:

@@ -110,8 +110,11 @@ class LayerForwards(Forwards):
             if not step_input.length:
                 break
             o = self.net.forward(step_input.build(), self.pool, g, layer)
-            ends = zip(self.readings, accumulate(counts))
-            self.roots.append(take(o, [end - 1 for reading, end in ends if reading.tree is not None]))
+            last_pairs = list[int]()  # rows of o, of the trees
+            for reading, end in zip(self.readings, accumulate(counts)):
+                if reading.tree is not None:
+                    last_pairs.append(end - 1)
+            self.roots.append(take(o, last_pairs))
             g = torch.cat([part[:-1] for part in torch.split(self.net.from_output(o, layer), counts)])
             counts = [max(0, count - 1) for count in counts]
         return self.roots[0]

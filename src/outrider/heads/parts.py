@@ -118,10 +118,8 @@ class Layer(nn.Module):
         texts = texts or Ragged.of([len(x)], x.device)
         positions = torch.arange(texts.valid.shape[1], device=x.device).expand_as(texts.valid)
         angles = rotary_angles(texts.rows(positions), attention.head_dim)
-        q, k, v = (
-            texts.pad(each)
-            for each in (attention.queries(u, angles), attention.keys(u, angles), attention.values(u))
-        )
+        q, k = texts.pad(attention.queries(u, angles)), texts.pad(attention.keys(u, angles))
+        v = texts.pad(attention.values(u))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.feed_forward(x + attention.o_proj(texts.join(out)))
 

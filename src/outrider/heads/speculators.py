@@ -47,13 +47,13 @@ def steps_of(head: Head, kinds: Sequence[str] = KINDS, shared: bool = False) -> 
     head: under our names.  shared: all steps have the same.  Raises ModelError for an incomplete file.
     """
     found = {kind: sorted(numbers(head, f"{kind}.{{i}}.{{rest}}")) for kind in kinds}
-    count = max(1 + steps[-1] if steps else 0 for steps in found.values())
+    count = 1 + max((step for steps in found.values() for step in steps), default=-1)
     missing = [f"{kind}.{i}" for kind in kinds for i in range(count) if i not in found[kind]]
     shared = shared or head.config.get("tie_weights") is True
     shared = shared or (found["emb"] == found["ln"] == [0] and found["proj"] == [0, 1])
-    if not shared and missing:
-        raise ModelError(f"{head.name!r} has weights for {count} steps, but no {missing[0]}.")
     if not shared:
+        if missing:
+            raise ModelError(f"{head.name!r} has weights for {count} steps, but no {missing[0]}.")
         return found
     if count < 2 or (count == 2 and missing):
         announced: Any = head.config.get("n_predict")

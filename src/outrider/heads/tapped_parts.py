@@ -85,9 +85,10 @@ class PathLayer(Layer):
         keys.append((attention.keys(u, angles), attention.values(u)))
         if first:
             g, u, angles = (part.index_select(0, rows.places) for part in (g, u, angles))
-        padded = [
-            (of.pad(k), of.pad(v)) for of, (k, v) in zip((rows.texts, *[rows.rows] * (len(keys) - 1)), keys)
-        ]
+        padded = Keys()
+        for step, (k, v) in enumerate(keys):
+            of = rows.rows if step else rows.texts  # step 0 has all places
+            padded.append((of.pad(k), of.pad(v)))
         out = attend_to_paths(rows.rows.pad(attention.queries(u, angles)), padded, rows.seen)
         return self.feed_forward(g + attention.o_proj(rows.rows.join(out)))
 

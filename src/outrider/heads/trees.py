@@ -196,10 +196,10 @@ class RankTree(LevelBuilder):
         if self.acceptance is not None:
             noised = self.row.distribution.temperature > 0
             ranked = [expected(best, a, noised) for best, a in zip(ranked, self.acceptance)]
-        return [
-            [self.add(parent, token, confidence) for token, confidence in best[:count]]
-            for parent, count, best in zip(self.frontier, counts, ranked)
-        ]
+        added: list[list[int]] = []
+        for parent, count, best in zip(self.frontier, counts, ranked):
+            added.append([self.add(parent, token, confidence) for token, confidence in best[:count]])
+        return added
 
     def _sample(self, choose: Chooser, logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
         """Add samples from q after every node of the frontier; returns the new nodes of each.

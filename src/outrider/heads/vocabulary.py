@@ -77,6 +77,7 @@ def _read(head: Head, known: Tensor | None, vocabulary: int) -> Tensor:
 
 
 def _column(head: Head, name: str) -> Tensor:
+    """A list of whole numbers.  Raises ModelError for another tensor."""
     column = head.raw(name)
     if column.dim() != 1 or column.is_floating_point():
         raise ModelError(

@@ -129,15 +129,17 @@ def _judged(rule: StopRule, level: Level, depth: int) -> tuple[list[Tip], list[b
 
 def _read(levels: Iterable[Level], count: int) -> Chained:
     """Tokens and features of each chain, up to its first token that could not be picked."""
-    found, ended = [(list[int](), list[NodeFeatures]()) for _ in range(count)], set[int]()
+    tokens_of: list[list[int]] = [[] for _ in range(count)]
+    features_of: list[list[NodeFeatures]] = [[] for _ in range(count)]
+    ended = set[int]()
     numbers = [torch.cat([level.tokens[:, None].double(), level.features], 1) for level in levels]
-    read = iter(torch.cat(numbers).tolist())
+    rows = iter(torch.cat(numbers).tolist())  # of all levels
     for level in levels:
-        for tip, (token, *features) in zip(level.tips, read):
+        for tip, (token, *features) in zip(level.tips, rows):
             if token < 0:
                 ended.add(tip.number)
             elif tip.number not in ended:
-                found[tip.number][0].append(int(token))
-                found[tip.number][1].append(features)
+                tokens_of[tip.number].append(int(token))
+                features_of[tip.number].append(features)
     measured = numbers[0].shape[1] > 1
-    return [tokens for tokens, _ in found], [features for _, features in found if measured]
+    return tokens_of, features_of if measured else []

@@ -33,12 +33,12 @@ def tiny_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    letter = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    letter_of = bytes_to_unicode()  # type: ignore[no-untyped-call]
     octets = [0x0A, *range(0x20, 0x7F), 0xC3, 0xE2, *range(0x80, 0x90)]
-    words = ["<|bos|>", "<|end|>", "<|pad|>", *(letter[b] for b in octets)]
-    merges = [(a, b) for a, b in itertools.product([letter[ord(c)] for c in " etaoinshrdlu"], repeat=2)]
-    merges = merges[: VOCABULARY - len(words)]
-    words += [a + b for a, b in merges]
+    words = ["<|bos|>", "<|end|>", "<|pad|>", *(letter_of[octet] for octet in octets)]
+    common = [letter_of[ord(character)] for character in " etaoinshrdlu"]
+    merges = list(itertools.product(common, repeat=2))[: VOCABULARY - len(words)]
+    words += [first + second for first, second in merges]
     words += [f"<|spare {i}|>" for i in range(VOCABULARY - len(words))]
     core = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -51,7 +51,8 @@ def assert_same_text(
         accepted = 0
         for p, plain in zip(params, expected):
             llm.engine.forget_prefixes()
-            for prompt, before, after in zip(prompts, plain, run_staggered(llm, prompts, p)):
+            found = run_staggered(llm, prompts, p)
+            for prompt, before, after in zip(prompts, plain, found):
                 assert visible_parts(after.outputs) == visible_parts(before), f"prompt {list(prompt)}, {p}"
                 check_statistics(after.outputs)
                 accepted += after.speculation.accepted

@@ -124,19 +124,22 @@ class Features(Generic[S]):
 
     def sample(self, *numbers: int, seeds: Sequence[int] = ()) -> Sample:
         """The sample of the texts of these numbers, one behind the other, on the target's device."""
-        texts, device = [self.texts[i] for i in numbers], self.model.device
-        parts = to_device(self.states.of(numbers), device).float().chunk(len(self.states.kept), dim=-1)
-        states = {which: part.contiguous() for which, part in zip(self.states.kept, parts)}
-        lengths = [len(text.ids) for text in texts]
-        mask = torch.cat([torch.arange(1, len(text.ids) + 1) >= text.prompt for text in texts])
-        mask[torch.tensor(lengths).cumsum(0) - 1] = False  # nothing follows the last token of a text
-        logits = torch.empty(0, device=device)
+        device, kept = self.model.device, self.states.kept
+        ids, lengths, masks = list[int](), list[int](), list[Tensor]()
+        for text in (self.texts[i] for i in numbers):
+            ids += text.ids
+            lengths.append(len(text.ids))
+            counts = torch.arange(1, len(text.ids) + 1) >= text.prompt
+            counts[-1] = False  # nothing follows the last token of a text
+            masks.append(counts)
+        parts = to_device(self.states.of(numbers), device).float().chunk(len(kept), dim=-1)
+        states = {which: part.contiguous() for which, part in zip(kept, parts)}
+        mask, logits = torch.cat(masks), torch.empty(0, device=device)
         if self.logits:  # where they are read only
             counted = to_device(mask.nonzero().flatten(), device)
             logits = torch.zeros(len(mask), self.model.spec.vocabulary, device=device)
             logits[counted] = target_logits(self.model, states[FINAL][counted])
-        tokens = to_device(torch.tensor([token for text in texts for token in text.ids]), device)
-        return Sample(tokens, states, logits, mask, lengths, seeds)
+        return Sample(to_device(torch.tensor(ids), device), states, logits, mask, lengths, seeds)
 
 
 def gathered(parts: Sequence[Tensor], device: torch.device) -> Tensor:

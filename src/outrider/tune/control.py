@@ -192,27 +192,33 @@ def tensors(answers: Sequence[Answered], methods: Sequence[str]) -> Nodes:
 
 def fit(answers: Sequence[Answered], about: Mapping[str, str], seed: int = 0) -> Fitted:
     """Fit a network to answers not held out.  Raises ConfigError for too few nodes, or none held out."""
+    answers = [answer for answer in answers if answer.nodes]
     methods = sorted({method_name(a.names, n.request.method + 1) for a in answers for n in a.nodes})
-    own, held_out = ([a for a in answers if a.held_out == kind and a.nodes] for kind in (False, True))
-    data = tensors(own, methods)
+    data = tensors([answer for answer in answers if not answer.held_out], methods)
+    held_out = [answer for answer in answers if answer.held_out]
     if len(data.accepted) < LEAST or not held_out:
         raise ConfigError(
             f"{len(data.accepted)} draft tokens were judged, and a control module needs {LEAST} and further "
             f"prompts to test it, one in {HOLD_OUT}: give more --prompts, or raise -n."
         )
-    network = fitted(data, methods, seed)
-    parts = [losses(network, tensors([answer], methods)) for answer in held_out]
-    nodes = sum(len(bins) for bins, _ in parts)
-    bins, loss = (float(sum(part[k].sum() for part in parts)) / nodes for k in (0, 1))
-    by_prompt = dict[int, float]()
-    for answer, (b, m) in zip(held_out, parts):
-        by_prompt[answer.prompt] = by_prompt.get(answer.prompt, 0.0) + float((b - m).sum())
-    gains = torch.tensor([*by_prompt.values()])
-    spread = float(gains.std()) * len(gains) ** 0.5 / nodes if len(gains) > 1 else math.inf
-    numbers = {"nodes": str(len(data.accepted)), "held_out": str(nodes)}
-    rates = {"log_loss": f"{loss:.4f}", "log_loss_of_bins": f"{bins:.4f}"}
-    made = network_of(network, methods, {**about, **numbers, **rates})
-    return Fitted(made, len(data.accepted), nodes, bins, loss, spread)
+    network, num_nodes = fitted(data, methods, seed), len(data.accepted)
+    num_held_out, bins_loss, network_loss, gain_of = 0, 0.0, 0.0, dict[int, float]()  # gain: of each prompt
+    for answer in held_out:
+        of_bins, of_network = losses(network, tensors([answer], methods))
+        num_held_out += len(of_bins)
+        bins_loss, network_loss = bins_loss + float(of_bins.sum()), network_loss + float(of_network.sum())
+        gain_of[answer.prompt] = gain_of.get(answer.prompt, 0.0) + float((of_bins - of_network).sum())
+    bins, loss, gains = (
+        bins_loss / num_held_out,
+        network_loss / num_held_out,
+        torch.tensor([*gain_of.values()]),
+    )
+    spread = float(gains.std()) * len(gains) ** 0.5 / num_held_out if len(gains) > 1 else math.inf
+    figures = {"nodes": str(num_nodes), "held_out": str(num_held_out)}
+    figures |= {"log_loss": f"{loss:.4f}", "log_loss_of_bins": f"{bins:.4f}"}
+    return Fitted(
+        network_of(network, methods, {**about, **figures}), num_nodes, num_held_out, bins, loss, spread
+    )
 
 
 def fitted(data: Nodes, methods: Sequence[str], seed: int) -> list[Any]:

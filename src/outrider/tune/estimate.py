@@ -17,7 +17,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.bench.measure import Prompts
 from outrider.control.fixed import FixedController
@@ -90,15 +90,18 @@ def estimate(
     tick("plain decoding")
     variants = {siblings: _variant(llm, draft, siblings, depth) for siblings in SIBLINGS}
     drafter = _drafter(variants[1])
-    texts, step, reading = _plain(llm, prompts, params)
+    plain = _plain(llm, prompts, params)
     tick("the draft over the answers")
-    answers = [judged(drafter, prompt, text, params) for prompt, text in texts]
-    reading += sum(_forward_seconds(drafter, len(prompt)) for prompt, _ in texts)
+    answers = [judged(drafter, text.prompt, text.answer, params) for text in plain.texts]
+    prompt_seconds = plain.prompts
+    prompt_seconds += sum(_forward_seconds(drafter, len(text.prompt)) for text in plain.texts)
     tick("steps")
-    texts.sort(key=lambda each: len(each[0]))
-    behind = [texts[(2 * i + 1) * len(texts) // (2 * REPEATS)] for i in range(REPEATS)]
-    rounds = Rounds(llm, variants, [[*prompt, *text[: len(text) // 2]] for prompt, text in behind], params)
-    return settled(rounds, answers, reading, step)
+    texts = sorted(plain.texts, key=lambda text: len(text.prompt))
+    begun: list[list[int]] = []  # texts of several lengths, up to the middle of the answer
+    for i in range(REPEATS):
+        text = texts[(2 * i + 1) * len(texts) // (2 * REPEATS)]
+        begun.append(text.prompt + text.answer[: len(text.answer) // 2])
+    return settled(Rounds(llm, variants, begun, params), answers, prompt_seconds, plain.step)
 
 
 def _variant(llm: LLM, draft: str, siblings: int, depth: int) -> LLM:
@@ -116,20 +119,35 @@ def _drafter(variant: LLM) -> ModelDrafter:
     return variant.engine.drafter
 
 
-def _plain(
-    llm: LLM, prompts: Prompts, params: SamplingParams
-) -> tuple[list[tuple[list[int], list[int]]], float, float]:
-    """(prompt, answer) of every request, seconds of a decode step, and seconds of all prompts."""
+class Text(NamedTuple):
+    """Token ids of a request."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+class Plain(NamedTuple):
+    """Plain decoding: the texts, median seconds of a decode step, and seconds of all prompts."""
+
+    texts: list[Text]
+    step: float
+    prompts: float
+
+
+def _plain(llm: LLM, prompts: Prompts, params: SamplingParams) -> Plain:
     llm = llm.variant(None)
     llm.generate([prompts[0][1]], params)  # warm up
     llm.engine.forget_prefixes()
-    outputs = [llm.generate([prompt], params)[0] for _, prompt in prompts]
-    texts = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
-    times = [output.outputs[0].token_times for output in outputs]
-    steps = [after - before for each in times for before, after in itertools.pairwise(each)]
+    texts, steps, prompt_seconds = list[Text](), list[float](), 0.0
+    for _, prompt in prompts:
+        (output,) = llm.generate([prompt], params)
+        answer = output.outputs[0]
+        texts.append(Text(output.prompt_token_ids, answer.token_ids))
+        prompt_seconds += answer.token_times[0]
+        steps += [after - before for before, after in itertools.pairwise(answer.token_times)]
     if not steps:
         raise ConfigError("every answer has one token, which comes from prefill: give other prompts.")
-    return texts, statistics.median(steps), sum(each[0] for each in times)
+    return Plain(texts, statistics.median(steps), prompt_seconds)
 
 
 def judged(drafter: ModelDrafter, prompt: list[int], text: list[int], params: SamplingParams) -> Answer:
@@ -158,11 +176,17 @@ def judged(drafter: ModelDrafter, prompt: list[int], text: list[int], params: Sa
 # ---- times
 
 
+class Sample(NamedTuple):
+    """Drafting, and the rest of a step beyond a plain one, both in plain steps of that moment."""
+
+    propose: float
+    verify: float
+
+
 class Rounds:
     """Timings of steps with drafts, each beside plain steps behind the same text.
 
-    samples: shape -> drafting, and the rest beyond a plain step, both in plain steps of that moment.  So a
-    slow minute of the machine changes nothing.
+    samples: relative to plain steps, so a slow minute of the machine changes nothing.
     """
 
     def __init__(
@@ -178,7 +202,7 @@ class Rounds:
             )
         self.texts = itertools.cycle([ids[: llm.engine.max_len - most] for ids in texts])
         self.params = replace(params, max_tokens=most, ignore_eos=True, stop=None, stop_token_ids=None)
-        self.samples: dict[Shape, list[tuple[float, float]]] = {}
+        self.samples: dict[Shape, list[Sample]] = {}
 
     def run(self, shapes: Sequence[Shape], rounds: int) -> None:
         for _ in range(rounds):
@@ -187,19 +211,21 @@ class Rounds:
             for siblings, levels in shapes:
                 _controller(self.variants[siblings]).depth = levels
                 times = _times(self.variants[siblings], ids, self.params)
-                sample = times.propose / base, (sum(times) - times.propose) / base - 1
+                sample = Sample(times.propose / base, (sum(times) - times.propose) / base - 1)
                 self.samples.setdefault((siblings, levels), []).append(sample)
 
     def costs(self, prompts: float, step: float) -> Costs:
         """Medians.  Shapes of as many nodes cost the same to verify, so their timings count together."""
-        added: dict[int, list[float]] = {}
-        for (siblings, depth), found in self.samples.items():
-            added.setdefault(siblings * depth, []).extend(verify for _, verify in found)
-        propose = {shape: statistics.median(p for p, _ in found) for shape, found in self.samples.items()}
-        verify = {(s, d): max(0.0, statistics.median(added[s * d])) for s, d in self.samples}
-        nothing = {(siblings, 0): 0.0 for siblings in self.variants}
-        own, rest = ({shape: step * n for shape, n in each.items()} for each in (propose, verify))
-        return Costs(prompts, step, nothing | own, nothing | rest)
+        verify_by_nodes: dict[int, list[float]] = {}
+        for (siblings, depth), samples in self.samples.items():
+            verify_by_nodes.setdefault(siblings * depth, []).extend(sample.verify for sample in samples)
+        propose: Seconds = {(siblings, 0): 0.0 for siblings in self.variants}
+        verify = dict(propose)
+        for shape, samples in self.samples.items():
+            siblings, depth = shape
+            propose[shape] = step * statistics.median(sample.propose for sample in samples)
+            verify[shape] = step * max(0.0, statistics.median(verify_by_nodes[siblings * depth]))
+        return Costs(prompts, step, propose, verify)
 
 
 def settled(

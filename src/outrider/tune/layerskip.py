@@ -147,12 +147,12 @@ class Tuner:
 
     def _try(self, switches: Sequence[bool], depth: int) -> Trial:
         """Run a trial, or take the counts of an equal one."""
-        parts, layers = (switches[: self.layers], switches[self.layers :]), range(self.layers)
-        attention, mlp = (tuple(itertools.compress(layers, part)) for part in parts)
-        skip = Skip(attention, mlp)
-        equal = (trial for trial in self.trials if trial.skip == skip and trial.depth == depth)
-        if (earlier := next(equal, None)) is not None:
-            counts = earlier.counts
+        attention, mlp = switches[: self.layers], switches[self.layers :]
+        layers = range(self.layers)
+        skip = Skip(tuple(itertools.compress(layers, attention)), tuple(itertools.compress(layers, mlp)))
+        equal = [trial for trial in self.trials if trial.skip == skip and trial.depth == depth]
+        if equal:
+            counts = equal[0].counts
         elif all(switches):  # without any sublayer there is no model left
             counts = Speculation(1)
         else:
@@ -196,11 +196,13 @@ class Tuner:
 
         The configs take turns, so that a slow moment of the machine slows down all of them.
         """
-        rounds = [[self._decode(config) for config in configs] for _ in range(ROUNDS)]
-        return [
-            Decoded(same[0].counts, min(run.drafting for run in same), min(run.other for run in same))
-            for same in zip(*rounds)
-        ]
+        best = [self._decode(config) for config in configs]
+        for _ in range(ROUNDS - 1):
+            for i, config in enumerate(configs):
+                run = self._decode(config)
+                drafting, other = min(run.drafting, best[i].drafting), min(run.other, best[i].other)
+                best[i] = Decoded(best[i].counts, drafting, other)
+        return best
 
 
 def compared(best: Trial, layers: int) -> Configs:

@@ -63,6 +63,7 @@ def quota(groups: Path, own: Path) -> float | None:
 
 
 def _quotas(groups: Path, own: Path) -> Iterator[float]:
+    """Processors allowed by each control group that sets a quota, the own one and its parents."""
     with suppress(OSError):
         for line in own.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)

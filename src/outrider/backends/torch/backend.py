@@ -177,20 +177,16 @@ class TorchBackend:
         return Stack(stack.layers, stack.rotations, skips)
 
     def pack_adapter(self, spec: LayerSizes, layers: Adapted) -> Adapter:
-        places = lora.places(spec)
-
-        def packed(name: str, low: lora.Low) -> tuple[slice, Tensor, Tensor]:
-            start, outputs = places[name].start, places[name].outputs
-            a, b = (matrix.to(self.device, self.wide).T for matrix in (low.a, low.b))
-            return slice(start, start + outputs), a, b * low.scale
-
-        return [
-            {
-                fused: [packed(name, layer[name]) for name in names if name in layer]
-                for fused, names in lora.FUSED.items()
-            }
-            for layer in layers
-        ]
+        places, packed = lora.places(spec), Adapter()
+        for layer in layers:
+            packed.append({fused: [] for fused in lora.FUSED})
+            for fused, names in lora.FUSED.items():
+                for name in names:
+                    if (low := layer.get(name)) is not None:
+                        start, outputs = places[name].start, places[name].outputs
+                        a, b = low.a.to(self.device, self.wide), low.b.to(self.device, self.wide)
+                        packed[-1][fused].append((slice(start, start + outputs), a.T, b.T * low.scale))
+        return packed
 
     def run_layers(
         self, stack: Stack, x: Tensor, kv: LayerKV, runs: Runs = (), u: Tensor | None = None

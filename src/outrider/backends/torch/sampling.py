@@ -99,6 +99,7 @@ def scores(logits: Tensor, distribution: DistributionParams, key: int) -> Tensor
 
 
 def _noisy(low: Tensor, distribution: DistributionParams, key: int, ids: Tensor | None) -> Tensor:
+    """Filtered logits [n] plus the noise of their tokens, which is none at temperature 0."""
     if distribution.temperature == 0:
         return low
     if ids is None:

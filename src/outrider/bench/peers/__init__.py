@@ -80,6 +80,7 @@ def _needs_gguf(model: str) -> None:
 
 
 def _needs_converted(model: str) -> None:
+    """Raise ConfigError for a folder without an OpenVINO model."""
     folder = locate(model)
     if not (folder / "openvino_model.xml").is_file():
         raise ConfigError(

@@ -58,6 +58,7 @@ class GgufFile:
             self._read(shard)
 
     def _other_shards(self) -> list[Path]:
+        """Paths of the shards after the first.  Raises ModelError for a shard that is not the first."""
         count, name = self.metadata.get("split.count", 1), self.path.name
         if count < 2:
             return []
@@ -169,6 +170,7 @@ class HeaderReader:
 
 
 def _tensor_entry(path: Path, data: mmap.mmap, header: TensorHeader, data_start: int) -> TensorEntry:
+    """The tensor of a header.  Raises ModelError for an unknown type, or beyond the end of the file."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     name, shape = header.name, header.shape

@@ -40,6 +40,7 @@ class GgufWeights:
         return self._unpack(f"{name}.weight", (outputs, inputs))
 
     def _unpack(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
+        """The weight of this shape.  Raises ModelError if it is missing or has another shape."""
         entry = self.file.tensors.get(name)
         if entry is None:
             raise ModelError(

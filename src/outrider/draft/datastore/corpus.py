@@ -58,6 +58,7 @@ def build(
 
 
 def _files(inputs: Sequence[str]) -> list[Path]:
+    """All files of a corpus.  Raises ConfigError for a path that holds none."""
     found: list[Path] = []
     for name in inputs:
         path = Path(name).expanduser()
@@ -120,6 +121,7 @@ def _ids(file: Path, tokenizer: Any) -> Iterator[tuple[Ids, bool, int]]:
 def _tokenized(
     batch: list[tuple[str | list[int], bool]], tokenizer: Any, file: Path
 ) -> Iterator[tuple[Ids, bool]]:
+    """(ids, whether a document ends there) of each piece."""
     texts = [piece for piece, _ in batch if isinstance(piece, str)]
     if texts and tokenizer is None:
         raise ConfigError(f"{file} holds text, and the model has no tokenizer: give token ids.")
@@ -148,6 +150,7 @@ def _pieces(file: Path) -> Iterator[tuple[str | list[int], bool, int]]:
 
 
 def _document(line: str, file: Path, number: int) -> str | list[int]:
+    """The text or the ids of a line of .jsonl.  Raises ConfigError for another form."""
     try:
         entry = json.loads(line)
     except ValueError as error:

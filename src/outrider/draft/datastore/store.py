@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,15 @@ from outrider.errors import ConfigError
 FORMAT, VERSION, HEADER = "outrider-datastore", 1, 16384
 SPAN = 16  # number of tokens that places are sorted by, and of the longest match
 BUILTIN = {"builtin-datastore": Path(__file__).parents[2] / "builtin" / "datastore" / "answers.store"}
+
+
+class Section(NamedTuple):
+    """A shard in the file: its number of tokens, and byte offsets of its text, of its places, of its end."""
+
+    tokens: int
+    text: int
+    places: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -47,18 +56,17 @@ class Header:
     version: int = VERSION
 
     @property
-    def sections(self) -> list[tuple[int, int, int]]:
-        """(number of tokens, byte offset of the text, byte offset of the places) of each shard."""
-        found, at = [], HEADER
+    def sections(self) -> list[Section]:
+        found, text = list[Section](), HEADER
         for tokens in self.shards:
-            places = at + _padded((tokens + SPAN) * self.width)
-            found.append((tokens, at, places))
-            at = places + _padded(tokens * 4)
+            places = text + _padded((tokens + SPAN) * self.width)
+            found.append(Section(tokens, text, places, places + _padded(tokens * 4)))
+            text = found[-1].end
         return found
 
     @property
     def file_size(self) -> int:
-        return HEADER + sum(_padded((n + SPAN) * self.width) + _padded(n * 4) for n in self.shards)
+        return self.sections[-1].end if self.shards else HEADER
 
     def packed(self) -> bytes:
         line = json.dumps(asdict(self)).encode()
@@ -108,7 +116,7 @@ class Store:
         width = self.header.width
         # the text of a shard is a part of it
         self.tokens = np.frombuffer(self.map, f">u{width}", self.header.file_size // width)
-        self.shards = [_Shard(self.map, width, *section) for section in self.header.sections]
+        self.shards = [_Shard(self.map, width, section) for section in self.header.sections]
 
     def find(
         self, context: Sequence[int], low: int, high: int, places: int, depth: int
@@ -125,12 +133,18 @@ class Store:
         length = max((agreed for agreed, _ in nearest), default=0)
         if length < low:
             return 0, []
-        best = [(shard, at) for shard, (agreed, at) in zip(self.shards, nearest) if agreed == length]
-        parts = [(shard, shard.part(suffix[: length * width], at)) for shard, at in best]
+        match, parts = suffix[: length * width], list[tuple[_Shard, range]]()
+        for shard, (agreed, at) in zip(self.shards, nearest):
+            if agreed == length:
+                parts.append((shard, shard.part(match, at)))
         step = max(1, -(-sum(len(part) for _, part in parts) // places))
-        chosen = [(shard.first, shard.first + shard.places[i]) for shard, part in parts for i in part[::step]]
-        first, at = np.array(chosen).T[:, :, None]
-        after = at - np.arange(1, depth + 1)  # the text runs backwards
+        firsts, ats = list[int](), list[int]()  # of every occurrence: its shard's first token, its own place
+        for shard, part in parts:
+            for i in part[::step]:
+                firsts.append(shard.first)
+                ats.append(shard.first + shard.places[i])
+        first = np.array(firsts)[:, None]
+        after = np.array(ats)[:, None] - np.arange(1, depth + 1)  # the text runs backwards
         found = self.tokens[np.maximum(after, first)].astype(np.int64)
         found[(after < first) | (found == end_mark(width))] = -1
         texts: list[list[int]] = found.tolist()
@@ -140,9 +154,10 @@ class Store:
 class _Shard:
     """first: offset of its text in the file, in tokens."""
 
-    def __init__(self, map: mmap.mmap, width: int, size: int, text: int, places: int) -> None:
-        self.map, self.width, self.size, self.text, self.first = map, width, size, text, text // width
-        self.places = memoryview(map)[places : places + 4 * size].cast("I")
+    def __init__(self, map: mmap.mmap, width: int, section: Section) -> None:
+        self.map, self.width, self.size = map, width, section.tokens
+        self.text, self.first = section.text, section.text // width
+        self.places = memoryview(map)[section.places : section.places + 4 * self.size].cast("I")
 
     def _slices(self, length: int) -> Callable[[int], bytes]:
         """Return a function: index in the order -> the first `length` bytes at that place."""

@@ -48,22 +48,23 @@ def shared_tokens(draft: Checkpoint, target: Checkpoint) -> SharedTokens:
     target_id = {key: i for i, key in enumerate(target_keys) if key}
     pairs = {i: draft_id[key] for key, i in target_id.items() if key in draft_id}
     for role in ROLES:
-        a, b = getattr(draft_tokenizer, role, None), getattr(target_tokenizer, role, None)
-        if a is not None and b is not None and b not in pairs and a not in pairs.values():
-            pairs[b] = a
-    known = sum(map(bool, target_keys))
-    if len(pairs) < MIN_SHARED * known:
+        of_draft, of_target = getattr(draft_tokenizer, role, None), getattr(target_tokenizer, role, None)
+        if of_draft is None or of_target is None:
+            continue
+        if of_target not in pairs and of_draft not in pairs.values():
+            pairs[of_target] = of_draft
+    count = sum(map(bool, target_keys))
+    if len(pairs) < MIN_SHARED * count:
         raise ConfigError(
-            f"the draft {draft.name!r} has only {len(pairs)} of the {known} tokens of the target "
-            f"{target.name!r}, "
-            f"fewer than {MIN_SHARED:.0%}: too few to draft with.  Choose another draft, or set "
-            '"vocab_mismatch": "retokenize".'
+            f"the draft {draft.name!r} has only {len(pairs)} of the {count} tokens of the target "
+            f"{target.name!r}, fewer than {MIN_SHARED:.0%}: too few to draft with.  Choose another draft, or "
+            'set "vocab_mismatch": "retokenize".'
         )
-    roles = (getattr(draft_tokenizer, role, None) for role in ("bos_token_id", *ROLES))
-    blank = next((i for i in roles if i is not None), 0)
-    draft_id_of = [
-        pairs[i] if i in pairs else _nearest(key, draft_id, blank) for i, key in enumerate(target_keys)
-    ]
+    special = [getattr(draft_tokenizer, role, None) for role in ("bos_token_id", *ROLES)]
+    blank = next((i for i in special if i is not None), 0)
+    draft_id_of: list[int] = []
+    for i, key in enumerate(target_keys):
+        draft_id_of.append(pairs[i] if i in pairs else _nearest(key, draft_id, blank))
     return SharedTokens(draft_id_of, torch.tensor(list(pairs.values())), torch.tensor(list(pairs)))
 
 

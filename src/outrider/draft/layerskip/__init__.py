@@ -77,6 +77,7 @@ class LayerSkip(Drafter):
         return cls(cls.Options(early_exit=max(1, target.decoder.spec.layers // 2)), target)
 
     def _initial_skip(self) -> Skip:
+        """The set of the options, or the published one of this model.  Raises ConfigError."""
         options, layers, model = self.options, self.decoder.spec.layers, repr(self.target.checkpoint.name)
         if self.early_exit is not None:
             if not is_whole(self.early_exit, 1, layers - 1):

@@ -63,6 +63,7 @@ class LayerSkipOptions(Checked):
         super().__post_init__()
 
     def _check_set(self) -> None:
+        """Raise ConfigError for two ways to name the set."""
         given = {
             "skip_attention and skip_mlp": self.skip_attention is not None or self.skip_mlp is not None,
             "layers": self.layers is not None,

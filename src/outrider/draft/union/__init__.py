@@ -169,13 +169,17 @@ class Union(Drafter):
         return drafter.propose(batch.within(budgets))
 
     def _merge(self, batch: Batch, drafts: Sequence[Draft]) -> Draft:
-        trees_of_rows = list(zip(*(own.trees for own in drafts)))
-        if not any(tree.tokens for trees in trees_of_rows for tree in trees):
+        """The draft of merged trees.  Keeps what each drafter proposed until it is observed."""
+        if not any(tree.tokens for own in drafts for tree in own.trees):
             return Draft([EMPTY_TREE] * len(batch))
-        first = [0, *itertools.accumulate(len(drafter.sources) for drafter in self.drafters)]
-        merged = [merge(trees, step.budget.nodes, first) for trees, step in zip(trees_of_rows, batch)]
-        self.asked.update(zip(batch.rows, map(Asked, trees_of_rows, merged)))
-        return Draft([each.tree for each in merged])
+        first_sources = [0, *itertools.accumulate(len(drafter.sources) for drafter in self.drafters)]
+        proposed: list[DraftTree] = []
+        for r, step in enumerate(batch):
+            trees = [own.trees[r] for own in drafts]
+            merged = merge(trees, step.budget.nodes, first_sources)
+            self.asked[step.row] = Asked(trees, merged)
+            proposed.append(merged.tree)
+        return Draft(proposed)
 
     def observe(self, commit: Commit) -> None:
         asked = [self.asked.pop(step.row, None) for step in commit.batch]

@@ -44,11 +44,7 @@ def merge(trees: Sequence[DraftTree], nodes: int, first: Sequence[int] = ()) -> 
     trees = [sourced(tree, first[k] if first else k) for k, tree in enumerate(trees)]
     proposing = [k for k, tree in enumerate(trees) if tree.tokens]
     if len(proposing) == 1 and len(trees[proposing[0]].tokens) <= nodes:
-        tree = trees[proposing[0]]
-        if len(trees) > 1:
-            tree = tree._replace(proposers=[1 << proposing[0]] * len(tree.tokens))
-        unchanged = {i: i for i in range(len(tree.tokens))}
-        return Merged(tree, [unchanged if k in proposing else {} for k in range(len(trees))])
+        return unmerged(trees, proposing[0])
     if len({tree.repeats for tree in trees if tree.distributions}) > 1:
         trees = [independent(tree) for tree in trees]
     merger = Merger(nodes)
@@ -59,6 +55,16 @@ def merge(trees: Sequence[DraftTree], nodes: int, first: Sequence[int] = ()) -> 
         merger.add_probes(k, tree)
     tree = merger.built.draft_tree._replace(source=merger.source, proposers=merger.proposers)
     return Merged(tree, merger.node_of)
+
+
+def unmerged(trees: Sequence[DraftTree], only: int) -> Merged:
+    """The tree of this number, the only one with nodes."""
+    tree = trees[only]
+    if len(trees) > 1:
+        tree = tree._replace(proposers=[1 << only] * len(tree.tokens))
+    node_of: list[dict[int, int]] = [{} for _ in trees]
+    node_of[only] = {node: node for node in range(len(tree.tokens))}
+    return Merged(tree, node_of)
 
 
 @dataclass

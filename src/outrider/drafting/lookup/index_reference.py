@@ -43,11 +43,13 @@ class ReferenceIndex:
 
     def _hashes(self, tokens: Sequence[int]) -> list[list[int]]:
         """Hashes of all runs, by order, then by their ends.  Those of the halves make that of a run."""
-        sums, power = [[token * FIRST & WORD for token in tokens]], NEXT
+        halves, power = [token * FIRST & WORD for token in tokens], NEXT
+        hashes = [[value >> self.shift for value in halves]]
         for run in reversed(RUNS[1:]):
-            sums.append([last + first * power & WORD for first, last in zip(sums[-1], sums[-1][run:])])
+            halves = [last + first * power & WORD for first, last in zip(halves, halves[run:])]
+            hashes.insert(0, [value >> self.shift for value in halves])
             power = power * power & WORD
-        return [[value >> self.shift for value in values] for values in reversed(sums)]
+        return hashes
 
     def find(self, tokens: Sequence[int], ahead: Sequence[int], texts: Sequence[ReferenceIndex]) -> Places:
         longest, depth = self.longest, self.depth

@@ -167,10 +167,11 @@ class LevelBuilder(TreeBuilder):
     @property
     def frontier_paths(self) -> list[tuple[list[int], list[int]]]:
         """Tokens and slots from the root to every node of the frontier.  For views that leave no slot out."""
-        return [
-            (self.path_tokens(node), [self.table[self.base + i] for i in self.paths[node]])
-            for node in self.frontier
-        ]
+        found: list[tuple[list[int], list[int]]] = []
+        for node in self.frontier:
+            slots = [self.table[self.base + i] for i in self.paths[node]]
+            found.append((self.path_tokens(node), slots))
+        return found
 
     def add_to(self, step_input: StepInput) -> None:
         """Add the frontier as rows of the next forward."""

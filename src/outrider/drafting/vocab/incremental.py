@@ -26,8 +26,7 @@ class TextCodec:
         if not tokenizer.is_fast:
             raise ConfigError(
                 f"the tokenizer of the {whose} {checkpoint.name!r} does not say which characters a token "
-                f"stands for: "
-                'it needs a tokenizer.json where "vocab_mismatch" is "retokenize".'
+                'stands for: it needs a tokenizer.json where "vocab_mismatch" is "retokenize".'
             )
         self.pieces = pieces(tokenizer, checkpoint.spec.vocabulary)
         self.ending, self.eos = checkpoint.ending, tokenizer.eos_token_id

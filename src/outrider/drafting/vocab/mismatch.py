@@ -14,8 +14,7 @@ MISMATCH = ("refuse", "allow", "intersect", "retokenize")
 
 _CURE = (
     'Choose a draft of the same family, or set "vocab_mismatch": "intersect" to draft among the tokens that '
-    "both have, "
-    '"retokenize" to draft text, or "allow" if both mean the same by an id.'
+    'both have, "retokenize" to draft text, or "allow" if both mean the same by an id.'
 )
 
 
@@ -49,6 +48,7 @@ def fits(draft: Checkpoint, target: Checkpoint) -> None:
 
 
 def _differences(draft: dict[str, int], target: dict[str, int], limit: int) -> Iterator[str]:
+    """Descriptions of the tokens with other ids, among the first `limit` ids of the draft."""
     for token, i in draft.items():
         j = target.get(token)
         if i < limit and j != i:

@@ -16,8 +16,7 @@ def tokenizer_of(checkpoint: Checkpoint, whose: str) -> Any:
     if checkpoint.tokenizer is None:
         raise ConfigError(
             f"the {whose} {checkpoint.name!r} ships no tokenizer, so its tokens cannot be translated: add "
-            f"one, or set "
-            '"vocab_mismatch": "allow" if both models mean the same by an id.'
+            'one, or set "vocab_mismatch": "allow" if both models mean the same by an id.'
         )
     return checkpoint.tokenizer
 

@@ -16,8 +16,7 @@ from outrider.draft import dflash, domino, dspark
 from outrider.draft.dspark import MARKOV, VANILLA
 from outrider.draft.dspark import Network as DSparkNetwork
 from outrider.errors import ConfigError
-from outrider.heads.block_layouts import ARCHITECTURE, SLIDING
-from outrider.heads.block_layouts import TAPS as KEYS
+from outrider.heads.block_layouts import ARCHITECTURE, INPUT_TAPS, OUTPUT_TAPS, SLIDING
 from outrider.heads.block_parts import ANCHORS, BlockNetwork
 from outrider.heads.blocks import BlockDrafter
 from outrider.heads.layouts import speculators
@@ -123,9 +122,9 @@ class DFlash(Method):
             return kept, {published(name): tensor for name, tensor in tensors.items()}
         why = ["sample_from_anchor"] if anchored else []
         refuse(layout, [*why, *(name for name in tensors if name.startswith(("d2t", "markov", "conf")))])
-        taps = [tap - 1 for tap in given[KEYS[0]]]
+        taps = [tap - 1 for tap in given[INPUT_TAPS]]
         refuse(layout, ["a tap of the embeddings"] if min(taps) < 0 else [])
-        own = {"mask_token_id": given["mask_token_id"], KEYS[1]: taps}
+        own = {"mask_token_id": given["mask_token_id"], OUTPUT_TAPS: taps}
         if given.get("sliding_window_non_causal", True):
             own["causal"] = False
         outer = {"architectures": [ARCHITECTURE], "block_size": given["block_size"], "dflash_config": own}
@@ -134,22 +133,37 @@ class DFlash(Method):
 
 def _of_z_lab(head: Head, tensors: Mapping[str, Tensor], anchored: bool) -> dict[str, Any]:
     """The config of a z-lab head, under our names, in the format of speculators."""
-    config, confidence = plain(head.config), tensors.get("confidence_head.proj.weight")
-    rank = tensors["markov_w1.weight"].shape[1] if "markov_w1.weight" in tensors else 0
-    spark: dict[str, Any] = {}
-    if rank or confidence is not None:
-        spark = {"markov_rank": rank, "markov_head_type": config.get("markov_head_type", VANILLA)}
-        wide = confidence is not None and confidence.shape[1] > tensors["norm.weight"].shape[0]
-        spark |= {"enable_confidence_head": confidence is not None, "confidence_head_with_markov": wide}
-    if KEYS[1] not in config:
-        raise ConfigError(f"{head.name!r} does not list its {KEYS[1]}: add them to its config.")
+    config = plain(head.config)
+    spark = _dspark_config(config, tensors)
+    if OUTPUT_TAPS not in config:
+        raise ConfigError(f"{head.name!r} does not list its {OUTPUT_TAPS}: add them to its config.")
     causal, kinds = config.get("is_causal", config.get("causal")), config.get("layer_types") or ()
     if causal and {*kinds} != {SLIDING}:
         raise ConfigError("a head whose blocks are causal in all layers can be written as 'z-lab' only.")
-    block, kind = config["block_size"], "dspark" if spark else "dflash"
-    vocabulary = len(tensors["lm_head.weight"]) if "d2t" in tensors else config.get("vocab_size")
-    own = {**spark, **{key: config[key] for key in ("block_size", "mask_token_id")}}
-    own |= {KEYS[0]: [tap + 1 for tap in config[KEYS[1]]], "draft_vocab_size": vocabulary}
-    own |= {"sliding_window_non_causal": causal is False, "sample_from_anchor": anchored}
+    block = config["block_size"]
+    own = {
+        **spark,
+        "block_size": block,
+        "mask_token_id": config["mask_token_id"],
+        INPUT_TAPS: [tap + 1 for tap in config[OUTPUT_TAPS]],
+        "draft_vocab_size": len(tensors["lm_head.weight"]) if "d2t" in tensors else config.get("vocab_size"),
+        "sliding_window_non_causal": causal is False,
+        "sample_from_anchor": anchored,
+    }
     layer = {key: value for key, value in config.items() if key not in OUTER}
-    return speculators(kind, ARCHITECTURE, block - (not anchored), layer, own)
+    return speculators("dspark" if spark else "dflash", ARCHITECTURE, block - (not anchored), layer, own)
+
+
+def _dspark_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The keys about DSpark's table and predictor; empty for a head with neither."""
+    confidence = tensors.get("confidence_head.proj.weight")
+    rank = tensors["markov_w1.weight"].shape[1] if "markov_w1.weight" in tensors else 0
+    if not rank and confidence is None:
+        return {}
+    hidden = tensors["norm.weight"].shape[0]
+    return {
+        "markov_rank": rank,
+        "markov_head_type": config.get("markov_head_type", VANILLA),
+        "enable_confidence_head": confidence is not None,
+        "confidence_head_with_markov": confidence is not None and confidence.shape[1] > hidden,
+    }

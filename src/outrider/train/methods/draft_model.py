@@ -86,11 +86,10 @@ class DraftModel(Method):
 
     def files(self) -> Files:
         config = json.loads(self.network.config.to_json_string(use_diff=False))
-        tied = config.get("tie_word_embeddings", False)
-        named = self.network.state_dict().items()
-        return config, {
-            name: tensor.detach().cpu() for name, tensor in named if not (tied and name == "lm_head.weight")
-        }
+        tensors = {name: tensor.detach().cpu() for name, tensor in self.network.state_dict().items()}
+        if config.get("tie_word_embeddings", False):
+            tensors.pop("lm_head.weight", None)
+        return config, tensors
 
     def save(self, folder: Path) -> None:
         super().save(folder)

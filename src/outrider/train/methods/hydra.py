@@ -64,13 +64,11 @@ class Hydra(Method):
             if layers == 2:  # one module for all further blocks
                 layers = max(2, ours.config.get("hydra_num_layers", 2))
             for block in range(layers):
-                at = f"hydra_mlp.{i}.{slots[min(block, len(slots) - 1)]}."
+                ours_at = f"hydra_mlp.{i}.{slots[min(block, len(slots) - 1)]}."
                 slot = 2 * block + 1 if prefix else block
-                named |= {
-                    f"hydra_mlp.{i}.{slot}.{name.removeprefix(at)}": tensor
-                    for name, tensor in tensors.items()
-                    if name.startswith(at)
-                }
+                for name, tensor in tensors.items():
+                    if name.startswith(ours_at):
+                        named[f"hydra_mlp.{i}.{slot}.{name.removeprefix(ours_at)}"] = tensor
             out = f"{LM_HEAD}{i}.1" if prefix else f"{LM_HEAD}{i}"
             named |= {f"{out}.{kind}": tensors[f"{LM_HEAD}{i}.{kind}"] for kind in ("weight", "bias")}
         named |= {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
