@@ -162,7 +162,7 @@ class AutoController:
             if batch.prefill:
                 self.reading.leave_out(batch)
             if rest.moved and not batch.prefill:
-                rest.settle(self.evidence, self.load)
+                rest.settle_plain(self.evidence, self.load)
                 self.load, rest.moved = Load.of(batch, self.evidence.forward), False
             return True
         rest.settle(self.evidence, self.load)
@@ -283,19 +283,19 @@ class AutoController:
         elif batch.prefill or self.guided:
             load, seconds = Load.of(batch, self.evidence.forward), times.forward + times.rest
             self.rest.records.append(StepRecord(batch, load, {}, times.propose, seconds, {}, bool(ended)))
-            if len(self.rest.records) == DIGEST:
+            if self.guided or len(self.rest.records) == DIGEST:
                 self.rest.settle(self.evidence, self.load)
         else:
             self.rest.add(times)
         if ended:
-            if self.rest is not None:
-                self.rest.settle(self.evidence, self.load)
             for row in ended:
                 self.evidence.close(row, self.load)
             self.evidence.save(time.perf_counter())
             self.rows, self.plans, self.tries, self.stale = [], {}, {}, True
             if self.rest is not None:
                 self.rest.rows = [row for row in self.rest.rows if row.finish_reason is None]
+                if not self.rest.rows:
+                    self.rest.settle(self.evidence, self.load)
 
     def _note(self, batch: Batch, times: Times, ended: bool) -> None:
         """Log a step, and take in the log if it is due."""

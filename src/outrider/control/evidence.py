@@ -165,14 +165,19 @@ class Evidence:
 
     def close(self, row: Row, load: Load) -> None:
         """Complete the summary of a row that has ended."""
-        self.credit(row, state := self.state(row), load)
+        state = self.states.pop(row, None)
+        if state is not None:
+            self.credit(row, state, load)
+        elif row.steps:  # no drafter was considered
+            row.drafting, plain = DraftingSummary(), row.steps * load.token
+            row.drafting.add("off", 0, 0.0, 0, plain, plain, row.steps)
         for k, arm in enumerate(self.arms):
             if arm.prefills and row.params.speculate and not row.left_out.issuperset(arm.sources):
                 lost = self.prefill_cost[k] * (row.prompt - (row.cached or 0))
                 most = MOST_LOST * (lost + load.token)
                 least = min(self.worth[k], -2 * most)  # so that a few good requests make up for many bad ones
-                self.worth[k] = max(least, min(self.worth[k] + state.earned[k] - lost, most))
-        del self.states[row]
+                earned = state.earned[k] if state is not None else 0.0
+                self.worth[k] = max(least, min(self.worth[k] + earned - lost, most))
 
     def drop_ended(self) -> None:
         """Forget rows that ended outside a step."""

@@ -6,6 +6,7 @@ A prompt is a bet, as its cost comes before anything is known of the request.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from outrider.control.evidence import KNOWN, MOST_LOST
 from outrider.control.ledger import EXPLORE
@@ -19,13 +20,31 @@ HOPE = 1.0  # standard deviations above the estimates for a drafter whose prefil
 BET = 0.5  # part of what may be lost that prompts may take which are not expected to pay
 
 
+class Outlook(NamedTuple):
+    """What a drafter is expected to do beside so many requests.
+
+    asked, steps: asks and steps with drafts that this comes from.  hopeful: it would pay if all its tokens
+    were accepted.  expected, hoped: seconds that it saves for each token of the output.
+    """
+
+    asked: float
+    steps: int
+    hopeful: bool
+    expected: float
+    hoped: float
+
+
 class Reading:
-    """drafters: those that compute prompts, and draft under a name of their own."""
+    """drafters: those that compute prompts, and draft under a name of their own.
+
+    outlooks: by drafter, requests and depth.
+    """
 
     def __init__(self, planner: Planner, arms: Sequence[Arm]) -> None:
         names = [arm.sources for arm in arms]
         self.planner, self.arms = planner, arms
         self.drafters = [k for k, arm in enumerate(arms) if arm.prefills and names.count(arm.sources) == 1]
+        self.outlooks: dict[tuple[int, int, int], Outlook] = {}
 
     def leave_out(self, batch: Batch) -> None:
         """Spare new rows the drafters that are not expected to earn what their prefill costs, or did not
@@ -34,33 +53,44 @@ class Reading:
         Each is given a chance so rare that prefill in vain takes `EXPLORE` of the time, unless no acceptance
         would pay.  What nothing but hope or chance speaks for is taken from what may be lost.
         """
-        planner, running = self.planner, len(batch)
-        rows = [step.row for step in batch if _is_new(step) and step.row.params.speculate]
-        most = planner.limits.depth_for(running)
-        if not rows or not most or not self.drafters:
+        if not self.drafters:
             return
-        load = Load.plain_step(planner.evidence.forward, running)
-        planner.set_grace(load)
-        planner.hopes.clear()  # the load is another one
+        rows = [step.row for step in batch if _is_new(step) and step.row.params.speculate]
+        most = self.planner.limits.depth_for(len(batch))
+        if not rows or not most:
+            return
+        load = Load.plain_step(self.planner.evidence.forward, len(batch))
+        self.planner.set_grace(load)
         for k in self.drafters:
-            if planner.hopeful(k, load, most):
-                self._read(k, rows, load, most)
+            outlook = self._outlook(k, load, most)
+            if outlook.hopeful:
+                self._read(k, rows, load, outlook)
             else:
                 _leave(rows, self.arms[k])
 
-    def _read(self, k: int, rows: Sequence[Row], load: Load, most: int) -> None:
+    def _outlook(self, k: int, load: Load, most: int) -> Outlook:
+        planner, key = self.planner, (k, load.batch, most)
+        reach, steps = planner.evidence.reach[k], planner.evidence.forward.steps
+        found = self.outlooks.get(key)
+        if found is None or (found.asked, found.steps) != (reach.asked, steps):
+            planner.hopes.clear()  # the load is another one
+            hopeful = planner.hopeful(k, load, most)
+            expected, hoped = (
+                planner.saved(planner.best(k, reach, z, load, most), load) for z in (0.0, HOPE)
+            )
+            found = self.outlooks[key] = Outlook(reach.asked, steps, hopeful, expected, hoped)
+        return found
+
+    def _read(self, k: int, rows: Sequence[Row], load: Load, outlook: Outlook) -> None:
         """Decide for each row whether drafter k reads its prompt."""
-        planner, evidence = self.planner, self.planner.evidence
-        reach = evidence.reach[k]
-        # seconds saved for each token of the output
-        expected, hoped = (planner.saved(planner.best(k, reach, z, load, most), load) for z in (0.0, HOPE))
+        evidence, draw = self.planner.evidence, self.planner.random.random
         room, cost_known = BET * evidence.ledger.room, evidence.prefill_cost[k] > 0
         for row in rows:
             cost = evidence.prefill_cost[k] * (len(row.tokens) - row.computed)
-            by_chance = planner.random.random() * cost <= EXPLORE * row.remaining * load.token
+            by_chance = draw() * cost <= EXPLORE * row.remaining * load.token
             worthy = evidence.worth[k] >= -MOST_LOST * (cost + load.token)
-            reads = by_chance or (worthy and hoped * row.remaining >= cost)
-            is_bet = not worthy or reach.asked < KNOWN or expected * row.remaining < cost
+            reads = by_chance or (worthy and outlook.hoped * row.remaining >= cost)
+            is_bet = not worthy or outlook.asked < KNOWN or outlook.expected * row.remaining < cost
             affordable = cost <= room if cost_known else row is rows[0]
             if not reads:
                 evidence.prefill_cost[k] *= FORGET  # not measured any more, it may be wrong

@@ -72,6 +72,8 @@ class Rest:
         if evidence.ledger.room + SHARE * self.taken * load.decode <= 0:
             return False
         rows = [step.row for step in batch if step.emits and step.row.draft_depth]
+        if self.taken % LISTEN:
+            rows = [row for row in rows if not row.steps]  # the new ones
         self.promising += sum([evidence.promising(row) for row in rows])
         return self.promising * PROMISED * load.token > look_seconds
 
@@ -79,9 +81,14 @@ class Rest:
         """Hand over the steps since costs were last taken in."""
         if self.records:
             evidence.learn(self.records)
+            self.records = []
+        self.settle_plain(evidence, load)
+
+    def settle_plain(self, evidence: Evidence, load: Load) -> None:
+        """Hand over those that only decoded, before the load changes."""
         if self.seconds:
             evidence.rested(load, self.seconds, self.propose)
-        self.seconds, self.propose, self.records = [], 0.0, []
+            self.seconds, self.propose = [], 0.0
 
     def add(self, times: Times) -> None:
         self.seconds.append(times.forward + times.rest)
