@@ -237,14 +237,14 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
 ) -> None:
     """Every second request leaves it out at prefill, and others share its pages."""
     from outrider.control.planner import Planner
-    from outrider.control.reading import Reading
+    from outrider.control.prefill_choice import PrefillChoice
 
-    def every_second(self: Reading, batch: Batch) -> None:
+    def every_second(self: PrefillChoice, batch: Batch) -> None:
         for row in batch.rows:
             if not row.steps and int(row.id) % 2:
                 row.left_out = frozenset({"draft_model"})
 
-    monkeypatch.setattr(Reading, "leave_out", every_second)
+    monkeypatch.setattr(PrefillChoice, "leave_out", every_second)
     monkeypatch.setattr(Planner, "_pays", lambda self, option: True)
     monkeypatch.setattr(AutoController, "_begin_rest", lambda self: None)  # a rest depends on the clock
     monkeypatch.setattr("outrider.control.planner.MOST_GRACE", 1e6)

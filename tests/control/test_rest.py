@@ -196,6 +196,7 @@ def test_a_rest_is_in_the_summary_of_every_request() -> None:
     assert [row.drafting and row.drafting.steps for row in rows] == [{"off": n} for n in (4, 5, 6)]
     assert rows[0].drafting is not None and rows[0].drafting.plain_seconds > 0
     assert auto.evidence.total.plain_seconds == pytest.approx(6 * PLAIN, rel=0.2)
+    assert auto.evidence.total.steps == {"off": 15}
     assert not auto.evidence.states
 
 

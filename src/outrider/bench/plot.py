@@ -25,16 +25,18 @@ class Gain(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A probability as predicted, and as observed in so many cases."""
+    """A probability as predicted, and as observed so many times."""
 
     predicted: float
     observed: float
-    cases: int
+    observations: int
 
     @property
     def spread(self) -> float:
         """Half a 95 % interval of `observed`."""
-        return float(1.96 * (self.observed * (1 - self.observed) / self.cases + self.cases**-2) ** 0.5)
+        return float(
+            1.96 * (self.observed * (1 - self.observed) / self.observations + self.observations**-2) ** 0.5
+        )
 
 
 def check_plot(out: Path) -> None:
@@ -142,15 +144,15 @@ def reliability(panels: Mapping[str, Mapping[str, Sequence[Point]]], title: str,
     for axes, (drafter, predictors) in zip(row, panels.items()):
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
         for i, (name, points) in enumerate(predictors.items()):
-            known = [point for point in points if point.cases >= FEWEST]
+            known = [point for point in points if point.observations >= FEWEST]
             if not known:
                 continue
             x, colour = [point.predicted for point in known], (BLUE, RED)[i]
             y, spread = [point.observed for point in known], [point.spread for point in known]
             axes.errorbar(x, y, spread, fmt="os"[i], color=colour, markersize=4, label=name)
             if i == 0:
-                most = max(point.cases for point in known)
-                axes.bar(x, [0.2 * point.cases / most for point in known], 0.06, color="#d4dde4")
+                most = max(point.observations for point in known)
+                axes.bar(x, [0.2 * point.observations / most for point in known], 0.06, color="#d4dde4")
         axes.set_title(drafter, fontsize=9)
         axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", aspect="equal")
         axes.legend(frameon=False, fontsize=7, loc="upper left")

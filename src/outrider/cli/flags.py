@@ -96,7 +96,7 @@ def _unless_negative(value: int) -> int | None:
     return None if value < 0 else value
 
 
-def _layers(text: str) -> int | None:
+def layers(text: str) -> int | None:
     """A number of layers; None, all of them, for llama.cpp's all, auto and -1."""
     try:
         return None if text in ("all", "auto") else _unless_negative(int(text))
@@ -124,7 +124,7 @@ ENGINE = (
     Flag("device", str, "--device -dev", "auto, cpu, cuda, cuda:1 or mps."),
     Flag("gpu_layers", str, "--gpu-layers -ngl --n-gpu-layers",
          "Number of last layers on the GPU, the others on the CPU; default: all on the device.",
-         read=_layers),
+         read=layers),
     Flag("tensor_parallel_size", int, "--tensor-parallel-size -tp", "Processes that share every layer."),
     Flag("pipeline_parallel_size", int, "--pipeline-parallel-size -pp", "Stages of consecutive layers."),
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id of the tokenizer, if the model has none."),
@@ -139,7 +139,7 @@ SPECULATION = (
     Flag("draft_device", str, "--device-draft -devd --draft-device --spec-draft-device",
          "As --device; auto is the target's."),
     Flag("draft_gpu_layers", str, "--gpu-layers-draft -ngld --n-gpu-layers-draft --spec-draft-ngl",
-         "As --gpu-layers.", read=_layers),
+         "As --gpu-layers.", read=layers),
     Flag("num_speculative_tokens", int, _names(*LEVELS), "Draft tokens per step."),
     Flag("assistant_confidence_threshold", float, "--draft-p-min --spec-draft-p-min",
          "Stop drafting after a token with a draft probability below this."),
@@ -167,7 +167,7 @@ SAMPLING = (
 
 _ONE_POOL = "drafts run on the threads of -t"
 _KV = "K/V has one type for keys, values and the draft: use --kv-cache-dtype"
-_STEP = "the engine sizes its steps itself"
+STEP = "the engine sizes its steps itself"
 _MEMORY = "weights are read from the file once and stay in memory"
 _LOOK = "the terminal is left as it is"
 _LLAMA_CPP = (  # of llama.cpp, without effect here; the help is the reason, and is not shown in --help
@@ -181,8 +181,8 @@ _LLAMA_CPP = (  # of llama.cpp, without effect here; the help is the reason, and
     Flag("", str, "--cache-type-v -ctv", _KV),
     Flag("", str, "--cache-type-k-draft -ctkd --spec-draft-type-k", _KV),
     Flag("", str, "--cache-type-v-draft -ctvd --spec-draft-type-v", _KV),
-    Flag("", str, "--batch-size -b", _STEP),
-    Flag("", str, "--ubatch-size -ub", _STEP),
+    Flag("", str, "--batch-size -b", STEP),
+    Flag("", str, "--ubatch-size -ub", STEP),
     Flag("", str, "--flash-attn -fa", "attention has one form here"),
     Flag("", str, "--repeat-last-n", "penalties look at the whole text"),
     Flag("", str, "--keep", "the text ends where the context is full"),
@@ -253,7 +253,9 @@ def note_ignored(ignored: Iterable[Flag], typed: Given) -> None:
     """Remove flags that have no effect from the arguments of a command, with a note for each one given."""
     for flag in ignored:
         if typed.pop(flag.word) not in (None, False):
-            note(f"{flag.names.split()[0]} does nothing here: {flag.help}.")
+            first, *others = flag.names.split()
+            name = "/".join([first, *(other for other in others if other.startswith("--no-"))])
+            note(f"{name} does nothing here: {flag.help}.")
 
 
 def values_of(group: Iterable[Flag], typed: Given) -> Given:
@@ -327,7 +329,7 @@ def without_gpu_layers(engine: Given, config: Mapping[str, Any] | None) -> tuple
 def config_of(speculation: Given, default: dict[str, Any] | None = None) -> dict[str, Any] | None:
     """speculative_config from the flags, JSON or the name of a method; the default without any."""
     given = dict(speculation)
-    text = given.pop("config", "{}")
+    text = given.pop("config", "") or "{}"
     config = {"method": text} if re.fullmatch("[a-z]\\w*", text) else parsed(text)
     return {**config, **given} or default
 

@@ -24,6 +24,7 @@ from outrider.cli.flags import (
     SPECULATION,
     Flag,
     config_of,
+    layers,
     note_ignored,
     values_of,
     without_gpu_layers,
@@ -67,6 +68,8 @@ def command() -> Callable[..., None]:
             raise ConfigError(f"the model is given twice, as {place!r} and as --model {given['model']!r}.")
         engine = {**given, "model": place or given["model"] or "builtin"}
         engine["max_model_len"] = given["max_model_len"] or None  # llama.cpp's -c 0
+        if given["gpu_layers"] is not None:
+            engine["gpu_layers"] = layers(given["gpu_layers"])
         start(server, *without_gpu_layers(engine, config), threads)
 
     argument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
@@ -115,6 +118,8 @@ def _parameters(kind: type[Any], panel: str) -> list[inspect.Parameter]:
     made = []
     for field in fields(kind):
         hint, default = hints[field.name], field.default
+        if field.name == "gpu_layers":
+            hint = str  # a number, or llama.cpp's all and auto
         if str(hint) == "tuple[str, ...]":
             hint, default = list[str], []
         default = None if default is MISSING else default
@@ -129,13 +134,13 @@ def _flag(name: str, hint: Any, help: str, default: Any = None) -> Flag:
 
 
 def listed(given: tuple[str, ...]) -> Any:
-    """Values of an option, which vLLM has as one list in JSON."""
+    """Values of --allowed-origins, which vLLM has as one list in JSON."""
     if len(given) != 1 or not given[0].startswith("["):
         return given
     try:
         return tuple(json.loads(given[0]))
     except ValueError as error:
-        raise ConfigError(f"{given[0]!r} is no JSON: {error}.") from error
+        raise ConfigError(f"--allowed-origins: {given[0]!r} is no JSON: {error}.") from error
 
 
 def documented(kind: type[Any]) -> dict[str, str]:

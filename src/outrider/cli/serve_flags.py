@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
-from outrider.cli.flags import LLAMA_CPP, Flag
+from outrider.cli.flags import LLAMA_CPP, STEP, Flag
 
 ALIASES = {  # field -> further names of its option
     "model": "-m",
@@ -28,7 +28,6 @@ ALIASES = {  # field -> further names of its option
 
 _FILES = "the files of the model decide"
 _BACKEND = "the backend chooses its kernels"
-_STEP = "the engine sizes its steps itself"
 _HTTP = "one process answers HTTP"
 _PAGES = "pages of --allowed-origins may send GET and POST, with the headers Authorization and Content-Type"
 _TEXT = "models take and make text"
@@ -43,8 +42,8 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", str, "--block-size", "pages of the KV cache have one size"),
     Flag("", bool, "--enable-chunked-prefill --no-enable-chunked-prefill",
          "long prompts are always computed in chunks", False),
-    Flag("", bool, "--async-scheduling --no-async-scheduling", _STEP, False),
-    Flag("", str, "--num-scheduler-steps", _STEP),
+    Flag("", bool, "--async-scheduling --no-async-scheduling", STEP, False),
+    Flag("", str, "--num-scheduler-steps", STEP),
     Flag("", str, "--scheduling-policy", "the field priority of a request always counts"),
     Flag("", str, "--distributed-executor-backend", "every rank is a process"),
     Flag("", str, "--load-format", _FILES),
@@ -124,18 +123,20 @@ REFUSED = tuple(replace(flag, hidden=True) for flag in _REFUSED)
 def repeated(words: Sequence[str], options: Container[str]) -> list[str]:
     """Arguments in which every value has its option: `--api-key a b` as `--api-key a --api-key b`.
 
-    options: those that may be given several times.  Only behind MODEL, since `b` could be that.
+    options: those that may be given several times.  Only where MODEL is the first word, or --model is given,
+    since `b` could be MODEL otherwise.
     """
     has_model = any(word.split("=")[0] in ("--model", "-m") for word in words)
     if not words or (words[0].startswith("-") and not has_model):
         return [*words]
     made: list[str] = []
-    option, values = "", 0
+    option, has_value = "", False  # the last one that may have several values
     for word in words:
-        if word.startswith("-") and not (option and values == 0):
-            option, values = word if word.replace("_", "-") in options else "", -1
-        elif option and values > 0:
+        if option and not has_value:
+            has_value = True  # a value may begin with a dash
+        elif word.startswith("-"):
+            option, has_value = word if word.replace("_", "-") in options else "", False
+        elif option:
             made.append(option)
         made.append(word)
-        values += 1
     return made

@@ -8,7 +8,7 @@
 Plans hold for several steps, up to `DIGEST`, where planning takes longer than `PLANNING` of a step and the
 ledgers have room for what the next step may lose; then the outcomes are taken in together.  While no row
 drafts, the controller rests (rest.py): it counts plain steps and decides nothing, whichever requests come and
-go.
+go.  Which drafters prefill new requests is decided apart (prefill_choice.py).
 
 No decision changes the text under the rule "match".  Under the other rules the distribution stays, but a seed
 does not repeat the text, because budgets depend on the clock.
@@ -30,8 +30,8 @@ from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, TOTAL_GRACE
 from outrider.control.memory import Memory
 from outrider.control.module import Module
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try, keep, note_depths
-from outrider.control.planner import DIGEST, Planner
-from outrider.control.reading import Reading
+from outrider.control.planner import Planner
+from outrider.control.prefill_choice import PrefillChoice
 from outrider.control.report import report
 from outrider.control.rest import Rest
 from outrider.core.clock import Times, working_time
@@ -76,7 +76,7 @@ class AutoController:
         self.prefills = any(arm.prefills for arm in arms)
         self.evidence = evidence or Evidence(arms, forward or ForwardCost(), memory, module)
         self.planner = Planner(limits, arms, self.evidence, grace, total_grace, least, seed)
-        self.reading, self.load = Reading(self.planner, arms), self.planner.load
+        self.prefill_choice, self.load = PrefillChoice(self.planner, arms), self.planner.load
         # plans of `rows`, by their place in the batch, until `stale`
         self.rows: list[Row] = []
         self.plans: dict[int, Plan] = {}
@@ -154,13 +154,13 @@ class AutoController:
         self.evidence.host += min(seconds, OUTLIER * self.look_seconds + LONG_PLAN)
 
     def _rests(self, rest: Rest, batch: Batch) -> bool:
-        """Whether a rest goes on in this step.  Takes in its steps where it ends or the load changes."""
+        """Whether a rest goes on.  Takes in its steps where it ends, the plain ones where the load changes."""
         goes_on = rest.goes_on(batch.rows, self.limits.depth_for(len(batch)))
         if goes_on and rest.listens:
             goes_on = not rest.promises(batch, self.evidence, self.load, self.look_seconds)
         if goes_on:
             if batch.prefill:
-                self.reading.leave_out(batch)
+                self.prefill_choice.leave_out(batch)
             if rest.moved and not batch.prefill:
                 rest.settle_plain(self.evidence, self.load)
                 self.load, rest.moved = Load.of(batch, self.evidence.forward), False
@@ -171,11 +171,10 @@ class AutoController:
 
     def _anchor(self) -> bool:
         """Whether a plain step, without prompt tokens, is due to measure its cost again."""
-        load = self.load
-        seen = self.evidence.forward.plain_steps[load.batch]
+        seen = self.evidence.forward.plain_steps[self.load.batch]
         longest = min(ANCHOR, 4 << min(5, seen)) if seen else 0
         due = self.since_plain >= longest or self.evidence.surprises >= 4
-        return not load.batch or (due and load.decodes_only)
+        return not self.load.batch or (due and self.load.decodes_only)
 
     def forced(self, r: int) -> bool:
         """Whether row r may get forced text: not in a plain step.  Its drafters are not asked then."""
@@ -188,7 +187,7 @@ class AutoController:
         if self.log:
             self._digest()
         began = self.clock()
-        self.reading.leave_out(batch)
+        self.prefill_choice.leave_out(batch)
         self.load, self.rows = Load.of(batch, self.evidence.forward), batch.rows
         self.plans = self.planner.plans(batch, self.load)
         self.looked, self.stale = self.clock() - began, False
@@ -282,9 +281,10 @@ class AutoController:
             self._note(batch, times, bool(ended))
         elif batch.prefill or self.guided:
             load, seconds = Load.of(batch, self.evidence.forward), times.forward + times.rest
-            self.rest.records.append(StepRecord(batch, load, {}, times.propose, seconds, {}, bool(ended)))
-            if self.guided or len(self.rest.records) == DIGEST:
-                self.rest.settle(self.evidence, self.load)
+            record = StepRecord(batch, load, {}, times.propose, seconds, {}, bool(ended))
+            # at once: forced drafts of a row that ends, and what a first prefill costs
+            at_once = self.guided or not self.prefill_choice.costs_known
+            self.rest.add_record(record, at_once, self.evidence, self.load)
         else:
             self.rest.add(times)
         if ended:
@@ -293,9 +293,7 @@ class AutoController:
             self.evidence.save(time.perf_counter())
             self.rows, self.plans, self.tries, self.stale = [], {}, {}, True
             if self.rest is not None:
-                self.rest.rows = [row for row in self.rest.rows if row.finish_reason is None]
-                if not self.rest.rows:
-                    self.rest.settle(self.evidence, self.load)
+                self.rest.drop_ended(self.evidence, self.load)
 
     def _note(self, batch: Batch, times: Times, ended: bool) -> None:
         """Log a step, and take in the log if it is due."""
@@ -344,6 +342,8 @@ class AutoController:
         """Take in the steps so far, if they have rows of these: another controller gets them."""
         if self.log and self.shared(rows):
             self._digest()
+        if self.rest is not None and self.shared(rows):
+            self.rest.settle(self.evidence, self.load)
 
     def report(self) -> dict[str, Any]:
         """What was chosen and why (report.py)."""

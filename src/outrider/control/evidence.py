@@ -202,8 +202,11 @@ class Evidence:
         measured = expected
         if load.decodes_only:
             self._forward(load, nodes, seconds)
-            clip = MAX_CLIP if self.forward.settled(load.rows + nodes) else OUTLIER
-            measured = max(expected, min(seconds, clip * expected))
+            measured = seconds
+            if self.forward.settled(load.rows + nodes):
+                measured = max(expected, min(seconds, MAX_CLIP * expected))
+            elif nodes:
+                measured = min(seconds, OUTLIER * expected)
         late = record.late
         if batch.prefill or late:
             propose = self._prefill(record, asks, late)
@@ -231,8 +234,8 @@ class Evidence:
         """Note what drafters take for prefill.  Returns the seconds of a step that fall to drafts.
 
         Prefill and catching up (`late`: tokens by drafter) are decided on before, by what they are expected
-        to save (planner.py), so no row's ledger is charged with them.  That of all requests is, with
-        catching up.
+        to save, so no row's ledger is charged with them.  That of all requests is charged with catching up,
+        and with doubtful prefill where that is decided (prefill_choice.py).
         """
         pace, expected, prefill = record.load.pace, 0.0, record.batch.prefill
         for k, depths in asks.items():

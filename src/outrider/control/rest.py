@@ -12,6 +12,7 @@ from outrider.core.row import Row
 from outrider.core.step import Batch
 
 PROMISED = 4  # tokens that a promising row may gain
+MOST_RECORDS = 16  # that wait: taken in together, they cost a quarter
 LISTEN = 8  # steps after which what speaks for drafts is looked at again
 
 
@@ -89,6 +90,18 @@ class Rest:
         if self.seconds:
             evidence.rested(load, self.seconds, self.propose)
             self.seconds, self.propose = [], 0.0
+
+    def drop_ended(self, evidence: Evidence, load: Load) -> None:
+        """Drop the rows that ended, after which the load is another one."""
+        self.rows, self.moved = [row for row in self.rows if row.finish_reason is None], True
+        if not self.rows:
+            self.settle(evidence, load)
+
+    def add_record(self, record: StepRecord, at_once: bool, evidence: Evidence, load: Load) -> None:
+        """Add a step with prompt tokens or forced text.  Hand over the steps at once, or if they are many."""
+        self.records.append(record)
+        if at_once or len(self.records) >= MOST_RECORDS:
+            self.settle(evidence, load)
 
     def add(self, times: Times) -> None:
         self.seconds.append(times.forward + times.rest)

@@ -90,7 +90,7 @@ class DynamicGrowth:
     front: records [T, P] of the nodes of the last forward.  joint: [T, P], their scores.
     paths: int32 [rows of the last forward, level], the slots of their paths.
     rows: the request of each row of the last forward.  counts: nodes of each tree in it.
-    records: their number so far.
+    records: number of records so far.
     """
 
     def __init__(self, trees: Sequence[DynamicTree], choose: Chooser) -> None:
@@ -138,16 +138,16 @@ class DynamicGrowth:
         # The records of the likeliest nodes, [trees, most], in their order: parents come first.  One beyond
         # the last record stands for none.
         budgets = [tree.budget.nodes for tree in self.trees]
-        most, none = max(budgets), self.records
+        most, no_record = max(budgets), self.records
         best, kept = scores.sort(dim=-1, descending=True, stable=True)
         best, kept = best[:, :most], kept[:, :most]
         ranks = torch.arange(best.shape[1], device=self.device).expand(len(budgets), -1)
         too_many = ranks >= to_device(torch.tensor(budgets), self.device)[:, None]
-        kept = kept.masked_fill((best == LOWEST) | too_many, none).sort(-1).values
+        kept = kept.masked_fill((best == LOWEST) | too_many, no_record).sort(-1).values
 
         # A node's number is the place of its record among those.
-        numbers = torch.full((len(budgets), none + 1), ROOT, device=self.device).scatter_(1, kept, ranks)
-        missing, kept = kept == none, kept.clamp_max(none - 1)
+        numbers = torch.full((len(budgets), no_record + 1), ROOT, device=self.device).scatter_(1, kept, ranks)
+        missing, kept = kept == no_record, kept.clamp_max(no_record - 1)
         tokens, shares, parents = (part.gather(1, kept) for part in (tokens, shares, parents))
         tokens = tokens.masked_fill(missing, -1)
         parents = numbers.gather(1, parents.clamp_min(0)).masked_fill(parents < 0, ROOT)

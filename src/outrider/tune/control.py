@@ -202,22 +202,19 @@ def fit(answers: Sequence[Answered], about: Mapping[str, str], seed: int = 0) ->
             f"prompts to test it, one in {HOLD_OUT}: give more --prompts, or raise -n."
         )
     network, num_nodes = fitted(data, methods, seed), len(data.accepted)
-    num_held_out, bins_loss, network_loss, gain_of = 0, 0.0, 0.0, dict[int, float]()  # gain: of each prompt
+    num_judged, bins_loss, network_loss, gain_of = 0, 0.0, 0.0, dict[int, float]()  # gain: of each prompt
     for answer in held_out:
         of_bins, of_network = losses(network, tensors([answer], methods))
-        num_held_out += len(of_bins)
+        num_judged += len(of_bins)
         bins_loss, network_loss = bins_loss + float(of_bins.sum()), network_loss + float(of_network.sum())
         gain_of[answer.prompt] = gain_of.get(answer.prompt, 0.0) + float((of_bins - of_network).sum())
-    bins, loss, gains = (
-        bins_loss / num_held_out,
-        network_loss / num_held_out,
-        torch.tensor([*gain_of.values()]),
-    )
-    spread = float(gains.std()) * len(gains) ** 0.5 / num_held_out if len(gains) > 1 else math.inf
-    figures = {"nodes": str(num_nodes), "held_out": str(num_held_out)}
+    bins, loss = bins_loss / num_judged, network_loss / num_judged
+    gains = torch.tensor([*gain_of.values()])
+    spread = float(gains.std()) * len(gains) ** 0.5 / num_judged if len(gains) > 1 else math.inf
+    figures = {"nodes": str(num_nodes), "held_out": str(num_judged)}
     figures |= {"log_loss": f"{loss:.4f}", "log_loss_of_bins": f"{bins:.4f}"}
     return Fitted(
-        network_of(network, methods, {**about, **figures}), num_nodes, num_held_out, bins, loss, spread
+        network_of(network, methods, {**about, **figures}), num_nodes, num_judged, bins, loss, spread
     )
 
 

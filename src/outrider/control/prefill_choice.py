@@ -1,6 +1,6 @@
-"""Which drafters compute the prompts of new requests: some have a model of their own that has to.
+"""Choice of the drafters that prefill new requests: those with a model of their own have to.
 
-A prompt is a bet, as its cost comes before anything is known of the request.
+Its cost comes before anything is known of the request.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from outrider.core.step import Batch, RowStep
 
 FORGET = 0.98  # of a prefill cost, whenever a row leaves a drafter out
 HOPE = 1.0  # standard deviations above the estimates for a drafter whose prefill has to pay
-BET = 0.5  # part of what may be lost that prompts may take which are not expected to pay
+MOST_PREFILL = 0.5  # of what may still be lost, in a step: for requests in which it is not expected to pay
 
 
 class Outlook(NamedTuple):
     """What a drafter is expected to do beside so many requests.
 
-    asked, steps: asks and steps with drafts that this comes from.  hopeful: it would pay if all its tokens
-    were accepted.  expected, hoped: seconds that it saves for each token of the output.
+    known: asks and steps with drafts that this comes from, and the pace of the machine.
+    hopeful: it would pay if all its tokens were accepted.
+    expected, hoped: seconds that it saves for each token of the output.
     """
 
-    asked: float
-    steps: int
+    known: tuple[float, int, float]
     hopeful: bool
     expected: float
     hoped: float
 
 
-class Reading:
-    """drafters: those that compute prompts, and draft under a name of their own.
+class PrefillChoice:
+    """Decides which drafters prefill new rows.
 
+    drafters: those that compute prompts, and draft under a name of their own.
     outlooks: by drafter, requests and depth.
     """
 
@@ -51,7 +52,7 @@ class Reading:
         earn it in several requests.
 
         Each is given a chance so rare that prefill in vain takes `EXPLORE` of the time, unless no acceptance
-        would pay.  What nothing but hope or chance speaks for is taken from what may be lost.
+        would pay.  Where nothing but hope or chance speaks for it, it counts as loss.
         """
         if not self.drafters:
             return
@@ -64,41 +65,45 @@ class Reading:
         for k in self.drafters:
             outlook = self._outlook(k, load, most)
             if outlook.hopeful:
-                self._read(k, rows, load, outlook)
+                self._choose(k, rows, load, outlook)
             else:
                 _leave(rows, self.arms[k])
 
     def _outlook(self, k: int, load: Load, most: int) -> Outlook:
         planner, key = self.planner, (k, load.batch, most)
-        reach, steps = planner.evidence.reach[k], planner.evidence.forward.steps
-        found = self.outlooks.get(key)
-        if found is None or (found.asked, found.steps) != (reach.asked, steps):
+        reach, found = planner.evidence.reach[k], self.outlooks.get(key)
+        known = reach.asked, planner.evidence.forward.steps, round(load.pace, 1)
+        if found is None or found.known != known:
             planner.hopes.clear()  # the load is another one
             hopeful = planner.hopeful(k, load, most)
             expected, hoped = (
                 planner.saved(planner.best(k, reach, z, load, most), load) for z in (0.0, HOPE)
             )
-            found = self.outlooks[key] = Outlook(reach.asked, steps, hopeful, expected, hoped)
+            found = self.outlooks[key] = Outlook(known, hopeful, expected, hoped)
         return found
 
-    def _read(self, k: int, rows: Sequence[Row], load: Load, outlook: Outlook) -> None:
-        """Decide for each row whether drafter k reads its prompt."""
+    def _choose(self, k: int, rows: Sequence[Row], load: Load, outlook: Outlook) -> None:
+        """Leave drafter k out of the rows that it does not prefill."""
         evidence, draw = self.planner.evidence, self.planner.random.random
-        room, cost_known = BET * evidence.ledger.room, evidence.prefill_cost[k] > 0
+        room, cost_known = MOST_PREFILL * evidence.ledger.room, evidence.prefill_cost[k] > 0
         for row in rows:
             cost = evidence.prefill_cost[k] * (len(row.tokens) - row.computed)
             by_chance = draw() * cost <= EXPLORE * row.remaining * load.token
             worthy = evidence.worth[k] >= -MOST_LOST * (cost + load.token)
-            reads = by_chance or (worthy and outlook.hoped * row.remaining >= cost)
-            is_bet = not worthy or outlook.asked < KNOWN or outlook.expected * row.remaining < cost
+            chosen = by_chance or (worthy and outlook.hoped * row.remaining >= cost)
+            doubtful = not worthy or outlook.known[0] < KNOWN or outlook.expected * row.remaining < cost
             affordable = cost <= room if cost_known else row is rows[0]
-            if not reads:
+            if not chosen or (doubtful and not affordable):
                 evidence.prefill_cost[k] *= FORGET  # not measured any more, it may be wrong
-            if not reads or (is_bet and not affordable):
                 _leave([row], self.arms[k])
-            elif is_bet:
+            elif doubtful:
                 room -= cost
                 evidence.ledger.add(cost, 0.0)
+
+    @property
+    def costs_known(self) -> bool:
+        """Whether the prefill of every drafter was measured."""
+        return all(self.planner.evidence.prefill_cost[k] for k in self.drafters)
 
 
 def _leave(rows: Sequence[Row], arm: Arm) -> None:
