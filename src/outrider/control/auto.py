@@ -154,7 +154,7 @@ class AutoController:
         self.evidence.host += min(seconds, OUTLIER * self.look_seconds + LONG_PLAN)
 
     def _rests(self, rest: Rest, batch: Batch) -> bool:
-        """Whether a rest goes on.  Takes in its steps where it ends, the plain ones where the load changes."""
+        """Whether a rest goes on.  Takes in its steps if it ends, plain ones if the load changes."""
         goes_on = rest.goes_on(batch.rows, self.limits.depth_for(len(batch)))
         if goes_on and rest.listens:
             goes_on = not rest.promises(batch, self.evidence, self.load, self.look_seconds)
