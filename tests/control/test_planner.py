@@ -155,6 +155,17 @@ def test_prompts_of_many_requests_are_read_by_a_new_drafter_as_far_as_losses_all
     assert auto.evidence.ledger.loss == pytest.approx(bets * prefill * PLAIN * PROMPT)
 
 
+@pytest.mark.parametrize(
+    "left_out, known, tells", [((), 0.0, True), (("draft_model",), 0.0, False), ((), 0.01, False)]
+)
+def test_only_the_first_prefill_of_a_drafter_is_taken_in_at_once(
+    left_out: tuple[str, ...], known: float, tells: bool
+) -> None:
+    auto = controller(acceptance=0.9, level=0.05, prefill=known)
+    row = make_row([1] * PROMPT, limit=2 * PROMPT, left_out=frozenset(left_out))
+    assert auto.prefill_choice.tells_cost(Batch([RowStep(row, 0, PROMPT)], prefill=True)) == tells
+
+
 def test_prefill_is_no_loss_of_the_row_and_its_cost_is_learned() -> None:
     auto, row = controller(acceptance=0.9, level=0.05, prefill=0.0), make_row([1] * PROMPT, limit=2 * PROMPT)
     batch = Batch([RowStep(row, 0, PROMPT)], prefill=True)

@@ -75,7 +75,8 @@ ENVIRONMENT = {
     "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
 }
 pytestmark = [no_namespaces, pytest.mark.full, pytest.mark.timeout(400)]
-OWN_FILES = 'mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && exec "$@"'  # of a machine's processes only
+# Ray's default folder, one for each machine
+OWN_FILES = 'mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && exec "$@"'
 
 
 def cluster(machines: Machines, *places: int) -> None:

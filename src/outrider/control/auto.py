@@ -283,7 +283,7 @@ class AutoController:
             load, seconds = Load.of(batch, self.evidence.forward), times.forward + times.rest
             record = StepRecord(batch, load, {}, times.propose, seconds, {}, bool(ended))
             # at once: forced drafts of a row that ends, and what a first prefill costs
-            at_once = self.guided or not self.prefill_choice.costs_known
+            at_once = self.guided or self.prefill_choice.tells_cost(batch)
             self.rest.add_record(record, at_once, self.evidence, self.load)
         else:
             self.rest.add(times)

@@ -106,7 +106,7 @@ class Planner:
         courage = self._courage(min(self.room, USED * self.row_grace))
         for k, trials in enumerate(self.trials):
             reach = self.evidence.reach[k]
-            depth = self._depth(k, reach, most)
+            depth = self.depth(k, reach, most)
             if depth and self.hopeful(k, self.load, most):
                 best = self._best(k, None, reach, depth, courage)
                 if math.isinf(best.cost):
@@ -129,7 +129,7 @@ class Planner:
     def outlook(self, k: int) -> dict[str, Any]:
         """What a drafter is expected to do for a new request beside those of the last plans."""
         load, reach = self.load, self.evidence.reach[k]
-        if not load.batch or not (depth := self._depth(k, reach, self.limits.depth_for(load.batch))):
+        if not load.batch or not (depth := self.depth(k, reach, self.limits.depth_for(load.batch))):
             return {}
         best = self._option(k, reach, 0.0, depth)
         return {
@@ -201,10 +201,10 @@ class Planner:
         found: dict[int, Option] = {}
         for k, arm in enumerate(self.arms):
             wanted = row.accepts(arm.sources) if row.steps else row.drafts_with(arm.sources)
-            if wanted and (depth := self._depth(k, reach := self.evidence.reach_of(k, row), most)):
+            if wanted and (depth := self.depth(k, reach := self.evidence.reach_of(k, row), most)):
                 found[k] = self._best(k, state, reach, depth, courage)
         # the best one first: what it may lose is set aside, which may leave no room for others
-        for k in sorted(found, key=lambda k: -self.saved(found[k])):
+        for k in sorted(found, key=lambda k: -self.saved(found[k], load)):
             arm, best = self.arms[k], found[k]
             if math.isinf(best.cost):
                 wait = 1  # beside prompt tokens, or beyond the known costs
@@ -212,7 +212,7 @@ class Planner:
             while MARGIN * best.cost > room and best.depth > 1:  # a shorter draft may be tried
                 best = self._best(k, state, self.evidence.reach_of(k, row), best.depth // 2, courage)
             late, need = self.evidence.prefill_cost[k] * self._lacks(k, row), MARGIN * best.cost
-            pays = self._pays(best) and (not late or late < self.saved(best) * row.remaining)
+            pays = self._pays(best) and (not late or late < self.saved(best, load) * row.remaining)
             if not pays:
                 if not self.hopeful(k, load, most):
                     continue
@@ -246,12 +246,11 @@ class Planner:
         return self.of_new[above, depth]
 
     def _option(self, k: int, reach: Reach, courage: float, depth: int) -> Option:
-        load, gains = self.load, reach.gains(courage * self.zs[k], depth)
-        return choose.best_option(k, gains, self._price(k, reach, load), load.batch, load.decode)
+        return self.best(k, reach, courage * self.zs[k], self.load, depth)
 
-    def best(self, k: int, reach: Reach, z: float, load: Load, most: int) -> Option:
-        """The best depth of a drafter beside a load, with estimates z standard deviations higher."""
-        gains = reach.gains(z, self._depth(k, reach, most))
+    def best(self, k: int, reach: Reach, z: float, load: Load, depth: int) -> Option:
+        """The best depth, up to this one, beside a load, with estimates z standard deviations higher."""
+        gains = reach.gains(z, depth)
         return choose.best_option(k, gains, self._price(k, reach, load), load.batch, load.decode)
 
     def _pays(self, option: Option) -> bool:
@@ -266,9 +265,9 @@ class Planner:
             self.hopes[key] = math.isinf(best.cost) or DOUBT * best.gain * load.token > best.cost
         return self.hopes[key]
 
-    def saved(self, option: Option, load: Load | None = None) -> float:
+    def saved(self, option: Option, load: Load) -> float:
         """Seconds that a drafter saves for each token of the output."""
-        return (option.gain * (load or self.load).token - option.cost) / (1 + option.gain)
+        return (option.gain * load.token - option.cost) / (1 + option.gain)
 
     def late(self, plan: Plan, row: Row) -> dict[int, int]:
         """Drafter of a plan -> tokens of a row that it lacks, if they are many."""
@@ -279,7 +278,7 @@ class Planner:
         lacks = self.arms[k].behind(row) if self.arms[k].prefills else 0
         return lacks if lacks >= FEW_TOKENS else 0
 
-    def _depth(self, k: int, reach: Reach, most: int) -> int:
+    def depth(self, k: int, reach: Reach, most: int) -> int:
         """The deepest draft that a drafter may be asked for.  Its first ones are short: nothing is known."""
         return min(most, self.arms[k].depth, 1 << min(10, reach.asked))
 

@@ -1,6 +1,7 @@
-"""Choice of the drafters that prefill new requests: those with a model of their own have to.
+"""Choice of the drafters that compute the prompts of new requests.
 
-Its cost comes before anything is known of the request.
+One with a model of its own cannot draft before that, and the cost comes before anything is known of the
+request.
 """
 
 from __future__ import annotations
@@ -70,14 +71,15 @@ class PrefillChoice:
                 _leave(rows, self.arms[k])
 
     def _outlook(self, k: int, load: Load, most: int) -> Outlook:
+        """The outlook of drafter k, computed again after further drafts or at another pace."""
         planner, key = self.planner, (k, load.batch, most)
         reach, found = planner.evidence.reach[k], self.outlooks.get(key)
         known = reach.asked, planner.evidence.forward.steps, round(load.pace, 1)
         if found is None or found.known != known:
             planner.hopes.clear()  # the load is another one
-            hopeful = planner.hopeful(k, load, most)
+            hopeful, depth = planner.hopeful(k, load, most), planner.depth(k, reach, most)
             expected, hoped = (
-                planner.saved(planner.best(k, reach, z, load, most), load) for z in (0.0, HOPE)
+                planner.saved(planner.best(k, reach, z, load, depth), load) for z in (0.0, HOPE)
             )
             found = self.outlooks[key] = Outlook(known, hopeful, expected, hoped)
         return found
@@ -100,10 +102,15 @@ class PrefillChoice:
                 room -= cost
                 evidence.ledger.add(cost, 0.0)
 
-    @property
-    def costs_known(self) -> bool:
-        """Whether the prefill of every drafter was measured."""
-        return all(self.planner.evidence.prefill_cost[k] for k in self.drafters)
+    def tells_cost(self, batch: Batch) -> bool:
+        """Whether some drafter computes a prompt in this step whose prefill was never measured."""
+        for k in self.drafters:
+            sources = self.arms[k].sources
+            if not self.planner.evidence.prefill_cost[k] and any(
+                step.known > 1 and not step.row.left_out.issuperset(sources) for step in batch
+            ):
+                return True
+        return False
 
 
 def _leave(rows: Sequence[Row], arm: Arm) -> None:

@@ -135,8 +135,8 @@ class DynamicGrowth:
         above = [level.above[:, :, None].expand_as(level.tokens) for level in self.levels]
         parents = self._of_all_levels(above, ROOT)
 
-        # The records of the likeliest nodes, [trees, most], in their order: parents come first.  One beyond
-        # the last record stands for none.
+        # The records of the likeliest nodes, [trees, most], in their order: parents come first.  A missing
+        # node has the number behind the last record.
         budgets = [tree.budget.nodes for tree in self.trees]
         most, no_record = max(budgets), self.records
         best, kept = scores.sort(dim=-1, descending=True, stable=True)

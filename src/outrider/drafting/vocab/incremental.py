@@ -25,8 +25,8 @@ class TextCodec:
         tokenizer = tokenizer_of(checkpoint, whose)
         if not tokenizer.is_fast:
             raise ConfigError(
-                f"the tokenizer of the {whose} {checkpoint.name!r} does not say which characters a token "
-                'stands for: it needs a tokenizer.json where "vocab_mismatch" is "retokenize".'
+                f"the tokenizer of the {whose} {checkpoint.name!r} does not tell the characters of a token: "
+                'it needs a tokenizer.json where "vocab_mismatch" is "retokenize".'
             )
         self.pieces = pieces(tokenizer, checkpoint.spec.vocabulary)
         self.ending, self.eos = checkpoint.ending, tokenizer.eos_token_id
