@@ -323,9 +323,9 @@ def test_rows_of_different_contexts_share_a_chunk() -> None:
 def test_a_chunk_of_one_prompt_token_is_no_decode_step() -> None:
     pacer = PrefillPacer(512)
     pacer.learn(batch_of((100, 1), (3, 1)), 0.01)
-    batch = batch_of((100, 1), (101, 1), (40, 1))
-    batch[2].emits = False
-    pacer.learn(batch, 0.05)
+    steps = [*batch_of((100, 1), (101, 1), (40, 1))]
+    steps[2].emits = False
+    pacer.learn(Batch(steps), 0.05)
     assert list(pacer.decode_seconds[2]) == [0.01] and 3 not in pacer.decode_seconds
 
 

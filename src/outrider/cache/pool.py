@@ -26,6 +26,7 @@ class Pool:
 
     A row is one head in the pool's dtype, zero-padded to a multiple of 32.  In int8 it has four more bytes,
     the float32 scale.  In memory the slots of one head are contiguous.
+    plane_bytes, head_bytes: from the K of a layer to its V, from one head to the next.
 
     Several pools may share one allocator: the pool of a draft model uses the target's slots.
     """
@@ -42,6 +43,8 @@ class Pool:
             layers, 2, kv_heads, slots, row
         )
         self.data: Tensor = planes.transpose(2, 3)
+        size = dtype.itemsize
+        self.plane_bytes, self.head_bytes = planes.stride(1) * size, planes.stride(2) * size
 
     @staticmethod
     def wide(head_dim: int) -> int:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -146,7 +146,8 @@ class PrefillPacer:
 
     def __init__(self, max_tokens: int, max_slowdown: float | None = None) -> None:
         self.max_tokens, self.max_slowdown = max_tokens, max_slowdown
-        self.decode_seconds: dict[int, deque[float]] = {}  # decoding rows -> recent steps without a chunk
+        # decoding rows -> recent steps without a chunk
+        self.decode_seconds: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=5))
         self.costs: dict[int, ChunkCost] = {}  # context length // CONTEXT_BUCKET -> cost of a chunk
         self.steps_since_refresh = REFRESH_STEPS
         self.surprises = 0  # consecutive steps with a chunk that took much more or less than predicted
@@ -188,18 +189,16 @@ class PrefillPacer:
 
     def learn(self, batch: Batch, seconds: float) -> None:
         """Takes in the duration of a step."""
-        decoding = prefill = context = 0
+        decoding = batch.decoding
+        if decoding == len(batch):
+            self.decode_seconds[decoding].append(seconds)
+            self.steps_since_refresh = 0
+            return
+        prefill = context = 0
         for step in batch:
-            if step.known == 1 and step.emits:
-                decoding += 1
-            else:
+            if step.known > 1 or not step.emits:
                 prefill += step.known
                 context += step.known * (step.start + step.known // 2)
-        if not prefill:
-            if decoding:
-                self.decode_seconds.setdefault(decoding, deque(maxlen=5)).append(seconds)
-                self.steps_since_refresh = 0
-            return
         bucket, decode = context // prefill // CONTEXT_BUCKET, self._decode(decoding or 1) or 0.0
         cost = self.costs.get(bucket) or self._new_cost(bucket)
         if decoding:

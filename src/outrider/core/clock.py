@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.core.step import Batch
+from outrider.core.step import Batch, RowStep
 
 
 class Times(NamedTuple):
@@ -73,16 +73,23 @@ class Work:
     def add(self, batch: Batch, times: Times) -> None:
         self.steps += 1
         self.rows += len(batch)
+        known = emitted = 0
         for step in batch:
-            self.known += step.known
-            self.emitted += len(step.emitted)
-            if batch.prefill:
-                self.prompt += max(0, min(step.end, step.row.prompt) - step.start)
-            self.nodes += len(step.tree.tokens)
-            if size := step.tree.size:
-                accepted = len(step.accepted)
-                self.drafts += 1
-                self.drafted += size
-                self.accepted += accepted
-                self.accepted_lengths[accepted] += 1
+            known += step.known
+            emitted += len(step.emitted)
+            if step.tree.tokens:
+                self._add_draft(step)
+        self.known += known
+        self.emitted += emitted
+        if batch.prefill:
+            self.prompt += sum(max(0, min(step.end, step.row.prompt) - step.start) for step in batch)
         self.times = self.times.plus(times)
+
+    def _add_draft(self, step: RowStep) -> None:
+        self.nodes += len(step.tree.tokens)
+        if size := step.tree.size:
+            accepted = len(step.accepted)
+            self.drafts += 1
+            self.drafted += size
+            self.accepted += accepted
+            self.accepted_lengths[accepted] += 1

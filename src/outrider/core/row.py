@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from outrider.core.block_table import BlockTable
 from outrider.core.logprobs import Logprobs
+from outrider.core.noise import stream_of
 from outrider.core.params import DistributionParams, SamplingParams
 from outrider.core.processor import Grammar, Processor
 from outrider.core.tree import DraftTree
@@ -189,8 +190,10 @@ class Row:
     last_draft: LastDraft | None = None
     # whether it has a grammar or a prediction, from which automatic drafters propose
     guided: bool = field(init=False)
+    stream: int = field(init=False)  # random stream of the sample
 
     def __post_init__(self) -> None:
+        self.stream = stream_of(self.seed, self.index)
         self.guided = self.grammar is not None or bool(self.prediction)
 
     def drafts_with(self, sources: Sequence[str]) -> bool:

@@ -25,7 +25,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from outrider.core.noise import stream_of
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
@@ -176,7 +175,7 @@ class Lookahead(Drafter):
 
     def _state(self, row: Row) -> RowState:
         if row not in self.rows:
-            start = random.Random(stream_of(row.seed, row.index)).choices(row.tokens, k=self.reach)
+            start = random.Random(row.stream).choices(row.tokens, k=self.reach)
             self.rows[row] = RowState(Window([start], self.level - 1))
         return self.rows[row]
 

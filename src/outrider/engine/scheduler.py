@@ -181,8 +181,9 @@ class Scheduler:
         sources: list[int] = []
         targets: list[int] = []
         for step in batch:
-            assert step.row.table is not None
-            slots = step.row.table.slots
+            if not step.accepted:
+                continue
+            slots = step.row.slots
             for place, node in enumerate(step.accepted):
                 if node != place:
                     sources.append(slots[step.end + node])
@@ -190,13 +191,12 @@ class Scheduler:
         if sources:
             self.cache.pools[0].move(sources, targets)
         for step in batch:
-            row = step.row
-            assert row.table is not None
+            row, table = step.row, step.row.table
+            assert table is not None
             # only now: a step that was interrupted before, even in the middle of `move`, is computed again
             row.computed = step.end + len(step.accepted)
-            length, table = max(len(row.tokens), row.computed), row.table
-            if table.room >= length + PAGE:
-                self.cache.shrink(table, length)
+            if step.budget.nodes:
+                self.cache.shrink(table, max(len(row.tokens), row.computed))
             if row.computed >= (len(table.nodes) + 1) * PAGE:
                 self.share(row)
         if self.away:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.core.noise import ACCEPT, DRAW, EMIT, stream_of, uniform
+from outrider.core.noise import ACCEPT, DRAW, EMIT, uniform
 from outrider.core.row import Row
 
 
 def accept(row: Row, node: int, probability: float) -> bool:
     """Return True with this probability.  row.tokens must be those before the step."""
-    return uniform(stream_of(row.seed, row.index), ACCEPT, len(row.tokens), node) < probability
+    return uniform(row.stream, ACCEPT, len(row.tokens), node) < probability
 
 
 def emit(row: Row, node: int, distribution: Tensor) -> int:
     """Sample the token emitted after `node` from `distribution`, float64 [V]."""
-    return index(distribution, uniform(stream_of(row.seed, row.index), EMIT, len(row.tokens), node))
+    return index(distribution, uniform(row.stream, EMIT, len(row.tokens), node))
 
 
 def children(row: Row, distribution: Tensor, nodes: range, repeats: bool = False) -> list[int]:
@@ -28,7 +28,7 @@ def children(row: Row, distribution: Tensor, nodes: range, repeats: bool = False
 
     repeats: sample independently; otherwise without replacement, possibly fewer tokens than nodes.
     """
-    stream, drawn = stream_of(row.seed, row.index), []
+    stream, drawn = row.stream, []
     for node in nodes:
         if not distribution.sum() > 0:
             break

@@ -9,7 +9,7 @@ from torch import Tensor
 from outrider.backends.base import Backend
 from outrider.backends.rules import TreeQueries, TreeQuery
 from outrider.backends.torch.sampling import filtered, probabilities
-from outrider.core.noise import key_of, stream_of
+from outrider.core.noise import MASK, mix
 from outrider.core.params import DistributionParams
 from outrider.core.processor import Ids
 from outrider.core.row import Row
@@ -40,10 +40,8 @@ class Sampler:
 
     def add_query(self, queries: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
         """Queue a tree for the kernels, unless the row has processors.  root: its row of the logits."""
-        if row.processors:
-            return
-        stream = stream_of(row.seed, row.index)
-        queries.add(TreeQuery(key, root, row.distribution, stream, len(row.tokens), tree))
+        if not row.processors:
+            queries.add(TreeQuery(key, root, row.distribution, row.stream, len(row.tokens), tree))
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
         """The distribution that `pick` samples from, float64 [V] on the CPU.  Raises as `pick` does."""
@@ -67,7 +65,7 @@ class Sampler:
         """`random_streams.children`, by the backend if it supports it."""
         if (ops := self.backend.distributions) is None:
             return random_streams.children(row, distribution, nodes, repeats)
-        return ops.sample(distribution, stream_of(row.seed, row.index), len(row.tokens), nodes, repeats)
+        return ops.sample(distribution, row.stream, len(row.tokens), nodes, repeats)
 
     def _nothing(self, row: Row, logits: Tensor, at: int) -> OutriderError:
         """Error for a position without a valid token."""
@@ -126,7 +124,7 @@ class Sampler:
         if row.processors:
             logits, at = self._current(row, path, logits, at)
         distribution = row.distribution
-        key = key_of(row.seed, row.index, len(row.tokens) + len(path)) if distribution.temperature else 0
+        key = mix(row.stream + len(row.tokens) + len(path) & MASK) if distribution.temperature else 0
         return self.backend.pick(logits, distribution, key, k, probs, at)
 
     def _current(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> tuple[Tensor, int]:

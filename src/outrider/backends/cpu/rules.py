@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -58,17 +58,17 @@ class TreeQueries:
         """The trees, as rules.c and fused.c take them."""
         return self.queries, len(self.sizes), self.data.buffer_info()[0]
 
-    def read(self) -> Iterator[tuple[int, Answer | None]]:
-        """Yield (key, answer) of every tree; None where the kernels gave none."""
+    def read(self) -> list[tuple[int, Answer | None]]:
+        """(key, answer) of every tree; None where the kernels gave none."""
+        found: list[tuple[int, Answer | None]] = []
         data, at = self.data.tolist(), 0
         for key, n in self.sizes.items():
             accepted, emitted = at + 3 * n, at + 4 * n
             at += 5 * n + 2
             count = data[at - 1]
-            if count < 0:
-                yield key, None
-            else:
-                yield key, (data[accepted : accepted + count - 1], data[emitted : emitted + count])
+            answer = data[accepted : accepted + count - 1], data[emitted : emitted + count]
+            found.append((key, answer if count >= 0 else None))
+        return found
 
 
 class TreeVerifier:

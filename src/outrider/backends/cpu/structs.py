@@ -33,9 +33,7 @@ class Planes(NamedTuple):
 
 
 def planes(pool: Pool, layer: int = 0) -> Planes:
-    data, size = pool.data, pool.data.element_size()
-    plane = data.stride(1) * size
-    return Planes(data.data_ptr() + 2 * layer * plane, plane, data.stride(3) * size)
+    return Planes(pool.data.data_ptr() + 2 * layer * pool.plane_bytes, pool.plane_bytes, pool.head_bytes)
 
 
 def packer(name: str) -> struct.Struct:

@@ -17,7 +17,6 @@ from outrider.backends.base import Chain, Chains
 from outrider.cache.catch_up import TokenCatchUp
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
-from outrider.core.noise import stream_of
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit
 from outrider.core.step_input import StepInput
@@ -211,7 +210,7 @@ class ModelDrafter(Drafter):
         chains = []
         for start in first.starts:
             row, budget, first_node = batch[start.r].row, start.budget, self.target.stream_id
-            stream, q = stream_of(row.seed, row.index), None
+            stream, q = row.stream, None
             if self.samples(row):
                 q = torch.empty(budget.depth, self.target.vocabulary, dtype=torch.float64)
             what = start.at, budget.depth, row.distribution, stream, 0.0
@@ -237,7 +236,7 @@ class ModelDrafter(Drafter):
         chains = []
         for tree, at in tips:
             row, depth = tree.row, tree.budget.depth - len(tree.tokens)
-            chains.append(Chain(at, depth, row.distribution, stream_of(row.seed, row.index)))
+            chains.append(Chain(at, depth, row.distribution, row.stream))
         found, _ = self.decoder.draft_chain(step_input.build(), self.pool, Chains(chains, self.vocabulary))
         for (tree, _), tokens in zip(tips, found):
             for token in tokens:

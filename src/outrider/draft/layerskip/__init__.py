@@ -26,7 +26,6 @@ from torch import Tensor
 
 from outrider.backends.base import Chain, Chains
 from outrider.cache.pool import Pool
-from outrider.core.noise import stream_of
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.step_input import StepInput
@@ -159,7 +158,7 @@ class LayerSkip(Drafter):
         for i, step in enumerate(steps):
             row = step.row
             step_input.chain(row.slots, step.end - 1, row.tokens[-1:])
-            stream, floor = stream_of(row.seed, row.index), self._threshold(row).value
+            stream, floor = row.stream, self._threshold(row).value
             chains.append(Chain(i, step.budget.depth, row.distribution, stream, floor))
         states = None
         if self.early_exit:
