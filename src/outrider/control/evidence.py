@@ -212,8 +212,8 @@ class Evidence:
             propose = self._prefill(record, asks, late)
         else:
             propose = self._propose(record, asks, asked)
-        emitted = sum(len(step.emitted) for step in batch)
         if load.decodes_only:
+            emitted = sum([len(step.emitted) for step in batch])
             self.forward.learn_rate(load.batch, emitted, propose + self.idle + measured)
         extra = propose + (measured - load.plain if nodes else 0.0) + self.host
         self.host = 0.0
@@ -289,23 +289,33 @@ class Evidence:
         """Enter the step into the ledgers; what drafts cost is shared by the rows that asked for them."""
         batch, load, tries = record.batch, record.load, record.tries
         plain, idle = load.token, self.idle / max(1, load.batch)
-        weights = {
-            r: 1 + len(step.tree.tokens) for r, step in enumerate(batch) if step.tree.tokens or r in tries
-        }
+        weights = {r: 1 + len(s.tree.tokens) for r, s in enumerate(batch) if s.tree.tokens or r in tries}
         whole, spent_by_all, saved_by_all = sum(weights.values()), 0.0, 0.0
+        spent_without = plain + (0.0 if whole else extra / max(1, load.batch))  # by a row that asked for none
+        without = emitted_without = 0  # such rows, and their tokens
         for r, step in enumerate(batch):
             if not step.emits:
                 continue
+            saved = plain * len(step.emitted)
+            saved_by_all += saved
+            if r not in weights:
+                without, emitted_without = without + 1, emitted_without + len(step.emitted)
+                if (state := self.states.get(step.row)) is not None:
+                    state.enter("off", 0, 0.0, 0, spent_without, saved, idle=idle)
+                continue
             nodes, tried = len(step.tree.tokens), tries.get(r)
-            spent = plain + extra * (weights.get(r, 0) / whole if whole else 1 / load.batch)
+            spent = plain + extra * weights[r] / whole
+            spent_by_all += spent
             names = "+".join([self.arms[k].name for k in sorted(tried.asked)]) if tried else ""
             names = names or ("automatic" if nodes else "off")
-            expected, saved = (tried.expected if tried else 0.0), plain * len(step.emitted)
-            spent_by_all, saved_by_all = spent_by_all + spent, saved_by_all + saved
-            self.total.add(names, nodes, expected, len(step.accepted), spent + idle, saved)
-            state = self.state(step.row) if nodes else self.states.get(step.row)
-            if state is not None:
-                state.enter(names, nodes, expected, len(step.accepted), spent, saved, idle=idle)
+            shown = names, nodes, tried.expected if tried else 0.0, len(step.accepted)
+            self.total.add(*shown, spent + idle, saved)
+            if (state := self.state(step.row) if nodes else self.states.get(step.row)) is not None:
+                state.enter(*shown, spent, saved, idle=idle)
+        if without:
+            spent_by_all += without * spent_without
+            seconds = without * (spent_without + idle)
+            self.total.add("off", 0, 0.0, 0, seconds, plain * emitted_without, without)
         self._earn(spent_by_all, saved_by_all, load)
 
     # ---- acceptance

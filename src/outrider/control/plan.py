@@ -155,10 +155,12 @@ class Load:
     def of(batch: Batch, forward: ForwardCost) -> Load:
         emitting = rows = context = read = 0
         for step in batch:
-            emitting += step.emits
-            rows += step.known
-            context += step.known * step.end
-            read += step.emits * step.end
+            known, end = step.known, step.start + step.known
+            rows += known
+            context += known * end
+            if step.emits:
+                emitting += 1
+                read += end
         pace = forward.pace(emitting)
         base = forward.base(rows)
         plain = pace * (base + forward.per_context * context)

@@ -57,7 +57,8 @@ class PrefillChoice:
         """
         if not self.drafters:
             return
-        rows = [step.row for step in batch if _is_new(step) and step.row.params.speculate]
+        fresh = [step for step in batch if not step.row.steps]
+        rows = [step.row for step in fresh if _is_first(step) and step.row.params.speculate]
         most = self.planner.limits.depth_for(len(batch))
         if not rows or not most:
             return
@@ -118,6 +119,6 @@ def _leave(rows: Sequence[Row], arm: Arm) -> None:
         row.left_out |= frozenset(arm.sources)
 
 
-def _is_new(step: RowStep) -> bool:
-    """Whether this is the first step of its row."""
-    return not step.row.steps and step.start == (step.row.cached or 0)
+def _is_first(step: RowStep) -> bool:
+    """Whether this is the first step of a row that has emitted nothing."""
+    return step.start == (step.row.cached or 0)

@@ -69,13 +69,13 @@ class Rest:
 
     def promises(self, batch: Batch, evidence: Evidence, load: Load, look_seconds: float) -> bool:
         """Whether so much speaks for drafts that did not when the rest began that a plan may pay."""
-        self.fresh = not all(step.emits for step in batch)
+        self.fresh = False in [step.emits for step in batch]
         if evidence.ledger.room + SHARE * self.taken * load.decode <= 0:
             return False
-        rows = [step.row for step in batch if step.emits and step.row.draft_depth]
+        rows = [step.row for step in batch if step.emits]
         if self.taken % LISTEN:
             rows = [row for row in rows if not row.steps]  # the new ones
-        self.promising += sum([evidence.promising(row) for row in rows])
+        self.promising += sum([evidence.promising(row) for row in rows if row.draft_depth])
         return self.promising * PROMISED * load.token > look_seconds
 
     def settle(self, evidence: Evidence, load: Load) -> None:

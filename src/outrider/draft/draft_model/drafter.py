@@ -18,7 +18,7 @@ from outrider.cache.catch_up import TokenCatchUp
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.row import Row
-from outrider.core.step import Batch, Commit
+from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Budget, Draft, DraftTree
@@ -118,22 +118,22 @@ class ModelDrafter(Drafter):
         return depth * siblings
 
     def propose(self, batch: Batch) -> Draft:
-        if self._idle(batch):
+        if not (active := self._active(batch)):
             return Draft([EMPTY_TREE] * len(batch))
-        first = self._catch_up(batch)
+        first = self._catch_up(batch, active)
         trees = self._draft(batch, first) if first.step_input.length else {}
         for cursor, end in first.reached:  # only now: a step that raises has to catch up again
             cursor.reach(end)
         return Draft([trees.get(r, EMPTY_TREE) for r in range(len(batch))])
 
-    def _idle(self, batch: Batch) -> bool:
-        """Whether no row drafts, computes its prompt, or is new."""
+    def _active(self, batch: Batch) -> list[tuple[int, RowStep]]:
+        """The rows, with their numbers, that draft, compute their prompt, or are new."""
         cursors = self.catch_up.cursors
-        return all(not step.budget.nodes and step.known == 1 and step.row in cursors for step in batch)
+        return [(r, s) for r, s in enumerate(batch) if s.known > 1 or s.budget.nodes or s.row not in cursors]
 
     # ---- catch-up
 
-    def _catch_up(self, batch: Batch) -> FirstForward:
+    def _catch_up(self, batch: Batch, active: Sequence[tuple[int, RowStep]]) -> FirstForward:
         """Collect the tokens that were committed since the last forward, of the rows that take part.
 
         All rows compute at most `max_num_batched_tokens`, those first that lack few.  What is left follows in
@@ -141,7 +141,7 @@ class ModelDrafter(Drafter):
         """
         first, left = FirstForward(StepInput(self.window.sink), [], []), self.target.max_num_batched_tokens
         self.waiting.clear()
-        for lacks, r, done, budget in sorted(self._lacking(batch)):
+        for lacks, r, done, budget in sorted(self._lacking(active)):
             row, reached = batch[r].row, done + min(lacks, left)
             left -= reached - done
             if reached - done < lacks:
@@ -157,13 +157,13 @@ class ModelDrafter(Drafter):
                 first.starts.append(Start(r, budget, first.step_input.length - 1, view))
         return first
 
-    def _lacking(self, batch: Batch) -> Iterator[tuple[int, int, int, Budget]]:
+    def _lacking(self, active: Sequence[tuple[int, RowStep]]) -> Iterator[tuple[int, int, int, Budget]]:
         """(tokens to compute, row of the batch, tokens computed, what to draft) of the rows that take part.
 
         A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches
         up later.
         """
-        for r, step in enumerate(batch):
+        for r, step in active:
             row, start, end, budget = step.row, step.start, step.end, self.stop.limit(step)
             done = start if self.itself else min(self.catch_up.cursor(row, start).filled, start)
             depth = min(budget.depth, self.context - end) if budget.nodes else 0

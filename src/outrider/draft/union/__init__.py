@@ -146,7 +146,7 @@ class Union(Drafter):
         return [drafter.size(min(depth, own)) for drafter, own in zip(self.drafters, self.depths)]
 
     def propose(self, batch: Batch) -> Draft:
-        if not any(step.budget.nodes for step in batch):
+        if not sum([step.budget.nodes for step in batch]):
             for drafter in self.drafters:
                 drafter.propose(batch)  # some compute what was committed
             return Draft([EMPTY_TREE] * len(batch))
@@ -182,7 +182,8 @@ class Union(Drafter):
         return Draft(proposed)
 
     def observe(self, commit: Commit) -> None:
-        asked = [self.asked.pop(step.row, None) for step in commit.batch]
+        nothing: list[Asked | None] = [None] * len(commit.batch)
+        asked = [self.asked.pop(step.row, None) for step in commit.batch] if self.asked else nothing
         for k, drafter in enumerate(self.drafters):
             if not any(asked) and drafter.needs.topk == self.needs.topk:
                 drafter.observe(commit)  # of no drafts every drafter sees the same
