@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 from commands import Run
 
 from outrider.serve.options import ServerOptions
@@ -109,6 +110,18 @@ def test_options_without_effect_are_noted(line: str, run: Run, started: list[Sta
     assert result.status == 0 and started, result.err
     assert result.err.startswith("note: ") and result.err.count("\n") == 1, result.err
     assert name in result.err or name in ("-fa", "-ctk")
+
+
+def test_gpu_layers_are_checked_without_a_context_on_the_gpu(
+    run: Run, started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the router of several replicas, whose process needs no memory of a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialized"))
+    result = run("serve", "builtin", "-ngl", "5", "-md", "builtin-draft", "-ngld", "all", "--replicas", "2")
+    assert result.status == 0 and not result.err, result.err
+    ((_, engine, speculation),) = started
+    assert engine["gpu_layers"] == 5 and speculation is not None and speculation["model"] == "builtin-draft"
 
 
 @pytest.mark.parametrize(

@@ -309,16 +309,19 @@ def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Map
 
 
 def without_gpu_layers(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Given | None]:
-    """The given options without numbers of GPU layers where the device is a CPU, with a note for each."""
-    from outrider.models.placement import pick_device
+    """The given options without numbers of GPU layers where the device is a CPU, with a note for each.
+
+    Makes no CUDA context: the router of `serve --replicas` has none.
+    """
+    from outrider.models.placement import device_name
 
     engine, draft = dict(engine), dict(config or {})
     device = engine.get("device") or "auto"
     own = draft.get("draft_device") or "auto"
-    if engine.get("gpu_layers") and pick_device(device).type == "cpu":
+    if engine.get("gpu_layers") and device_name(device).startswith("cpu"):
         note(f"-ngl {engine['gpu_layers']} does nothing here: all layers are on the CPU.")
         engine["gpu_layers"] = None
-    if draft.get("draft_gpu_layers") and pick_device(device if own == "auto" else own).type == "cpu":
+    if draft.get("draft_gpu_layers") and device_name(device if own == "auto" else own).startswith("cpu"):
         note(
             f"-ngld {draft.pop('draft_gpu_layers')} does nothing here: the draft's device is a CPU, and "
             "all its layers are there."
