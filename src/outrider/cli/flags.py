@@ -168,7 +168,7 @@ SAMPLING = (
 _ONE_POOL = "drafts run on the threads of -t"
 _KV = "K/V has one type for keys, values and the draft: use --kv-cache-dtype"
 STEP = "the engine sizes its steps itself"
-_MEMORY = "weights are read from the file once and stay in memory"
+MEMORY = "weights are read from the file once and stay in memory"
 _LOOK = "the terminal is left as it is"
 _LLAMA_CPP = (  # of llama.cpp, without effect here; the help is the reason, and is not shown in --help
     Flag("", str, "--threads-draft -td --spec-draft-threads", _ONE_POOL),
@@ -186,8 +186,8 @@ _LLAMA_CPP = (  # of llama.cpp, without effect here; the help is the reason, and
     Flag("", str, "--flash-attn -fa", "attention has one form here"),
     Flag("", str, "--repeat-last-n", "penalties look at the whole text"),
     Flag("", str, "--keep", "the text ends where the context is full"),
-    Flag("", bool, "--mlock", _MEMORY, False),
-    Flag("", bool, "--no-mmap", _MEMORY, False),
+    Flag("", bool, "--mlock", MEMORY, False),
+    Flag("", bool, "--no-mmap", MEMORY, False),
     Flag("", bool, "--color", _LOOK, False),
     Flag("", bool, "--log-disable", _LOOK, False),
     Flag("", bool, "--no-warmup", "nothing is computed before the prompt", False),
