@@ -309,11 +309,8 @@ def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Map
 
 
 def without_gpu_layers(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Given | None]:
-    """The given options without numbers of GPU layers where the device is a CPU, with a note for each.
-
-    Makes no CUDA context: the router of `serve --replicas` has none.
-    """
-    from outrider.models.placement import device_name
+    """The given options without numbers of GPU layers where the device is a CPU, with a note for each."""
+    from outrider.models.placement import device_name  # it makes no CUDA context: a router needs none
 
     engine, draft = dict(engine), dict(config or {})
     device = engine.get("device") or "auto"
