@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 from commands import Run
 
 from outrider.serve.options import ServerOptions
@@ -70,6 +71,8 @@ def test_origins_may_be_a_list_in_json(run: Run, started: list[Started]) -> None
         ("--enable-log-requests --alias a", "--log-requests --served-model-name a"),
         ("--chat-template-file a", "--chat-template a"),
         ("--method off", "--speculative-config off"),
+        ("--no-cache-prompt", "--no-enable-prefix-caching"),
+        ("--api-prefix /llm", "--root-path /llm"),
         (
             "-md builtin-draft --draft-max 5",
             '--speculative-config {"model":"builtin-draft","num_speculative_tokens":5}',
@@ -99,6 +102,16 @@ def test_other_names_of_options_mean_the_same(line: str, same: str, run: Run, st
         "-fa",
         "--jinja",
         "--metrics",
+        "--no-webui",
+        "--kv-unified",
+        "--numa distribute",
+        "--mmap",
+        "--cache-reuse 256",
+        "--verbosity 3",
+        "--convert none",
+        "--enable-expert-parallel",
+        "--long-prefill-token-threshold 64",
+        "--use-v2-block-manager",
         "-ctk q8_0",
         "-ngl 99 --device cpu",
     ],
@@ -111,6 +124,18 @@ def test_options_without_effect_are_noted(line: str, run: Run, started: list[Sta
     assert name in result.err or name in ("-fa", "-ctk")
 
 
+def test_gpu_layers_are_checked_without_a_context_on_the_gpu(
+    run: Run, started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the router of several replicas, whose process needs no memory of a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialized"))
+    result = run("serve", "builtin", "-ngl", "5", "-md", "builtin-draft", "-ngld", "all", "--replicas", "2")
+    assert result.status == 0 and not result.err, result.err
+    ((_, engine, speculation),) = started
+    assert engine["gpu_layers"] == 5 and speculation is not None and speculation["model"] == "builtin-draft"
+
+
 @pytest.mark.parametrize(
     ("line", "text"),
     [
@@ -119,6 +144,17 @@ def test_options_without_effect_are_noted(line: str, run: Run, started: list[Sta
         ("--reasoning-parser qwen3", "--reasoning-parser is not supported: "),
         ("--override-generation-config {}", "give them in the requests"),
         ("--temp 0.5", "give them in the requests"),
+        ("--repeat-penalty 1.1", "give them in the requests"),
+        ("-j {}", "--json-schema is not supported: "),
+        ("--mirostat 2", "leave it out"),
+        ("-ncmoe 4", "--gpu-layers"),
+        ("-nocb", "--max-num-seqs 1"),
+        ("--offline", "HF_HUB_OFFLINE"),
+        ("--nnodes 2", "torchrun"),
+        ("--tokenizer-revision x", "--revision is"),
+        ("--default-chat-template-kwargs {}", "in the requests"),
+        ("--uds x", "proxy"),
+        ("--spec-type ngram-simple", "use --speculative-config"),
         ("--download-dir /x", "HF_HOME"),
         ("--hf-token x", "HF_TOKEN"),
         ("--cpu-offload-gb 4", "--gpu-layers"),

@@ -86,13 +86,19 @@ def test_echo_and_logprobs_cover_prompt_and_output(client: OpenAI, llm: LLM) -> 
         assert len(best) <= 3 and max(best.values()) >= value  # the two best ones, and itself
 
 
-def test_logprobs_of_a_stream_are_those_of_the_whole(client: OpenAI) -> None:
-    given: Any = {"model": "builtin", "prompt": PROMPT, "seed": 3, "max_tokens": 12, "logprobs": 1}
-    whole = client.completions.create(**given).choices[0].logprobs
-    parts = [chunk.choices[0].logprobs for chunk in client.completions.create(stream=True, **given)]
-    assert whole is not None
-    for name in ("tokens", "token_logprobs", "text_offset"):
-        assert [x for part in parts if part for x in getattr(part, name)] == getattr(whole, name)
+@pytest.mark.parametrize(
+    "more", [{}, {"echo": True}, {"guided_choice": ["😀 and 𝄞"], "speculation": {"enabled": False}}]
+)
+def test_logprobs_of_a_stream_are_those_of_the_whole(more: Any, server: Served) -> None:
+    body: Any = {"prompt": PROMPT, "seed": 3, "max_tokens": 12, "logprobs": 1, "n": 2, **more}
+    whole = server.post("/v1/completions", body).json()["choices"]
+    lines = server.post("/v1/completions", {**body, "stream": True}).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    for choice in whole:
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            assert [x for part in parts if (found := part["logprobs"]) for x in found[name]] == values
 
 
 def test_usage_of_a_stream_comes_last_when_asked_for(client: OpenAI) -> None:

@@ -189,6 +189,19 @@ def test_health_is_red_while_open_requests_end_before_a_stop() -> None:
         assert server.process.wait(HANG) == 0
 
 
+@pytest.mark.parametrize("open_requests", [0, 1])
+def test_a_second_signal_ends_all_at_once_and_without_a_traceback(open_requests: int) -> None:
+    body = {"prompt": SECRET, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with forked("builtin-draft", "--shutdown-timeout", "60") as server, contextlib.ExitStack() as streams:
+        for _ in range(open_requests):
+            stream = httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=HANG)
+            next(streams.enter_context(stream).iter_text())
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.stop() == 0 and time.monotonic() - began < 30
+        assert "Traceback" not in server.log
+
+
 def test_the_end_lets_open_requests_finish_and_the_log_has_no_secrets(guarded: Served) -> None:
     """Last of this file: it ends the server."""
     texts: list[str] = []

@@ -40,9 +40,11 @@ def test_a_named_method_drafts_alone_and_the_text_stays(adaptive: Served) -> Non
 
 def test_a_method_that_is_not_loaded_is_refused_by_name(adaptive: Served) -> None:
     body = {**BODY, "speculation": {"method": "medusa"}}
-    error = adaptive.post("/v1/completions", body, headers=KEY)
-    assert error.status_code == 400
-    assert "medusa" in error.json()["error"]["message"] and "suffix" in error.json()["error"]["message"]
+    answer = adaptive.post("/v1/completions", body, headers=KEY)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "speculation.method"
+    assert error["message"].startswith("speculation.method must be one that is loaded (")
+    assert "medusa" in error["message"] and "suffix" in error["message"]
 
 
 def test_statistics_add_up_by_drafter_and_tell_what_was_chosen(adaptive: Served) -> None:

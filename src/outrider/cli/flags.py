@@ -168,7 +168,7 @@ SAMPLING = (
 _ONE_POOL = "drafts run on the threads of -t"
 _KV = "K/V has one type for keys, values and the draft: use --kv-cache-dtype"
 STEP = "the engine sizes its steps itself"
-_MEMORY = "weights are read from the file once and stay in memory"
+MEMORY = "weights are read from the file once and stay in memory"
 _LOOK = "the terminal is left as it is"
 _LLAMA_CPP = (  # of llama.cpp, without effect here; the help is the reason, and is not shown in --help
     Flag("", str, "--threads-draft -td --spec-draft-threads", _ONE_POOL),
@@ -186,8 +186,8 @@ _LLAMA_CPP = (  # of llama.cpp, without effect here; the help is the reason, and
     Flag("", str, "--flash-attn -fa", "attention has one form here"),
     Flag("", str, "--repeat-last-n", "penalties look at the whole text"),
     Flag("", str, "--keep", "the text ends where the context is full"),
-    Flag("", bool, "--mlock", _MEMORY, False),
-    Flag("", bool, "--no-mmap", _MEMORY, False),
+    Flag("", bool, "--mlock", MEMORY, False),
+    Flag("", bool, "--no-mmap", MEMORY, False),
     Flag("", bool, "--color", _LOOK, False),
     Flag("", bool, "--log-disable", _LOOK, False),
     Flag("", bool, "--no-warmup", "nothing is computed before the prompt", False),
@@ -310,15 +310,15 @@ def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Map
 
 def without_gpu_layers(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Given | None]:
     """The given options without numbers of GPU layers where the device is a CPU, with a note for each."""
-    from outrider.models.placement import pick_device
+    from outrider.models.placement import device_name  # it makes no CUDA context: a router needs none
 
     engine, draft = dict(engine), dict(config or {})
     device = engine.get("device") or "auto"
     own = draft.get("draft_device") or "auto"
-    if engine.get("gpu_layers") and pick_device(device).type == "cpu":
+    if engine.get("gpu_layers") and device_name(device).startswith("cpu"):
         note(f"-ngl {engine['gpu_layers']} does nothing here: all layers are on the CPU.")
         engine["gpu_layers"] = None
-    if draft.get("draft_gpu_layers") and pick_device(device if own == "auto" else own).type == "cpu":
+    if draft.get("draft_gpu_layers") and device_name(device if own == "auto" else own).startswith("cpu"):
         note(
             f"-ngld {draft.pop('draft_gpu_layers')} does nothing here: the draft's device is a CPU, and "
             "all its layers are there."

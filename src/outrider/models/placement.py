@@ -49,10 +49,16 @@ def place(layers: int, device: torch.device, gpu_layers: int | None, option: str
     return Placement((cpu,) * (layers - gpu_layers) + (device,) * gpu_layers, cpu)
 
 
+def device_name(name: str) -> str:
+    """The name of a device, of `auto` that of the GPU if there is one.  Makes no CUDA context."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def pick_device(name: str, option: str = "device") -> torch.device:
     """`auto` is the GPU if there is one.  Raises ConfigError for a device that does not exist."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = device_name(name)
     try:
         return torch.empty(1, device=name).device  # with its number: cuda and cuda:0 are the same
     except (RuntimeError, AssertionError, TypeError) as error:

@@ -52,28 +52,31 @@ def _encoded(server: Server, body: CompletionBody) -> list[Prompt]:
 
 
 @dataclass
+class Sent:
+    """What has been sent of one choice: characters, tokens, and the offset of the next token."""
+
+    characters: int = 0
+    tokens: int = 0
+    offset: int = 0
+
+
+@dataclass
 class Completion:
     """`Choices` of texts."""
 
     server: Server
     body: CompletionBody
     requests: Sequence[Request]
-    sent: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # characters and tokens
+    sent: dict[tuple[int, int], Sent] = field(default_factory=dict)
 
     def choice(self, i: int, sample: CompletionOutput) -> dict[str, Any]:
         request = self.requests[i]
-        prefix = self._echo(request)
         logprobs = None
         if self.body.logprobs is not None:
-            entries: list[Entry | None] = list(sample.logprobs or ())
-            ids = list(sample.token_ids)
-            if self.body.echo:
-                asked = request.rows[0].logprobs
-                entries = [*(asked.prompt if asked is not None else ()), *entries]
-                ids = [*request.ids, *ids]
-            logprobs = self._logprobs(ids, entries, 0)
+            ids, entries = self._echoed(request)
+            logprobs = self._logprobs([*ids, *sample.token_ids], [*entries, *(sample.logprobs or ())], 0)
         return {
-            "text": prefix + sample.text,
+            "text": self._echo(request) + sample.text,
             "logprobs": logprobs,
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
@@ -82,21 +85,35 @@ class Completion:
 
     def first(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
         """The prompt, if it is echoed."""
-        prefix = self._echo(self.requests[i])
-        return [{"text": prefix, "logprobs": None, "finish_reason": None}] if prefix else []
+        request = self.requests[i]
+        if not self.body.echo:
+            return []
+        logprobs = None if self.body.logprobs is None else self._logprobs(*self._echoed(request), 0)
+        return [{"text": self._echo(request), "logprobs": logprobs, "finish_reason": None}]
 
     def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
-        characters, tokens = self.sent.get((i, sample.index), (0, 0))
-        text, ids = sample.text[characters:], sample.token_ids[tokens:]
+        prompt, _ = self._echoed(self.requests[i])
+        sent = self.sent.get((i, sample.index)) or Sent(offset=self._length(prompt))
+        text, ids = sample.text[sent.characters :], sample.token_ids[sent.tokens :]
         if not (text or sample.finish_reason):
             return []
-        self.sent[i, sample.index] = (len(sample.text), len(sample.token_ids))
         logprobs = None
         if sample.logprobs is not None:
-            entries: list[Entry | None] = list(sample.logprobs[tokens:])
-            logprobs = self._logprobs(ids, entries, characters)
+            logprobs = self._logprobs(ids, sample.logprobs[sent.tokens :], sent.offset)
+            sent.offset += self._length(ids)
+        sent.characters, sent.tokens = len(sample.text), len(sample.token_ids)
+        self.sent[i, sample.index] = sent
         part = {"text": text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
         return [{**part, "stop_reason": sample.stop_reason}]
+
+    def _echoed(self, request: Request) -> tuple[Sequence[int], Sequence[Entry | None]]:
+        """Tokens of the prompt and their entries, if `logprobs` covers them."""
+        asked = request.rows[0].logprobs
+        return (request.ids, asked.prompt) if self.body.echo and asked is not None else ((), ())
+
+    def _length(self, ids: Sequence[int]) -> int:
+        """Characters of tokens, as `text_offset` counts them."""
+        return sum(len(self.server.reader.piece(token)) for token in ids)
 
     def _echo(self, request: Request) -> str:
         if not self.body.echo:

@@ -216,6 +216,8 @@ class Process(uvicorn.Server):
         left = max(0.0, deadline - asyncio.get_running_loop().time())
         self.config.timeout_graceful_shutdown = int(left + GRACE) + 1
         await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()  # uvicorn leaves it out, and logs a traceback for it
 
     async def _end_engine(self, deadline: float) -> None:
         """End the engine once no request is open, by the deadline or a second signal at the latest."""

@@ -17,7 +17,7 @@ from outrider.async_llm import AsyncLLM
 from outrider.core.params import SamplingParams
 from outrider.core.row import LoRARequest
 from outrider.core.validate import text_of
-from outrider.errors import RequestError
+from outrider.errors import RequestError, shortened
 from outrider.llm import LLM
 from outrider.outputs import RequestOutput
 from outrider.progress import Request
@@ -185,6 +185,10 @@ class Server:
     ) -> list[Request]:
         """Tokenize the prompts of a request and check its parameters.  Raises RequestError and ApiError."""
         engine, several, samples = self.engine, len(prompts) > 1, len(prompts) * params.n
+        loaded, method = self.llm.engine.drafter.sources, params.draft_method
+        if method not in (None, *loaded):
+            text = f"speculation.method must be one that is loaded ({', '.join(loaded) or 'none is'})"
+            raise ApiError(400, f"{text}, got {shortened(method)}.", "speculation.method")
         self.check_room(samples)
         self.open += samples  # reading may take a while: of long prompts, or behind those of others
         try:

@@ -95,7 +95,8 @@ class GrammarCompiler:
         if matcher.is_error():
             raise self._fault(form, self._refusal(grammar) or matcher.get_error())
         if not any(matcher.compute_bitmask()) or matcher.is_error():
-            raise RequestError(f"{WHERE}: no text has the form {shortened(form)}.")
+            kind = _kind(form)
+            raise RequestError(f"{WHERE}: no text has the form of {kind} {shortened(getattr(form, kind))}.")
         return matcher
 
     def _grammar(self, form: StructuredOutputs) -> str:
@@ -127,10 +128,14 @@ class GrammarCompiler:
 
     def _fault(self, form: StructuredOutputs, message: str) -> RequestError:
         if not isinstance(form.json, Mapping):
-            kind = next(name for name in FORMS if getattr(form, name))
-            return RequestError(f"{WHERE}: {kind}: {readable(message)}.")
+            return RequestError(f"{WHERE}: {_kind(form)}: {readable(message)}.")
         place = place_of(form.json, message, lambda part: self._refusal(self._schema(form, part)))
         return RequestError(f"{WHERE}: json, at {place}: {readable(message)}.")
+
+
+def _kind(form: StructuredOutputs) -> str:
+    """The key of structured_outputs that states the form."""
+    return next(name for name in FORMS if getattr(form, name) is not None)
 
 
 def on_large_stack(run: Callable[[], T]) -> T:
