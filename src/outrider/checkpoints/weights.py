@@ -196,6 +196,17 @@ def _check_bin(path: Path, loaded: object) -> None:
             raise ModelError(f"{path} is corrupt: {name!r} has more elements than the file holds of it.")
 
 
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file.  Raises OSError that names it, for a full disk as well."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, {"format": "pt"})
+    except (SafetensorError, OSError) as error:
+        raise OSError(f"{str(path)!r} cannot be written: {error}") from error
+
+
 @contextmanager
 def _naming(path: Path, name: str) -> Iterator[None]:
     """Turn any error of safetensors, torch or numpy while reading a tensor into a ModelError naming it."""

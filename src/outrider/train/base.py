@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import GROUP, bits_of
+from outrider.checkpoints.weights import write_tensors
 from outrider.core.row import LoRARequest
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
@@ -162,7 +162,7 @@ def write_head(
         config["quantization_config"] = scheme(bits, whole)
     stored = stored_tensors(tensors, bits)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(stored, folder / "model.safetensors.tmp", {"format": "pt"})
+    write_tensors(stored, folder / "model.safetensors.tmp")
     shutil.move(folder / "model.safetensors.tmp", folder / "model.safetensors")
     replace_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
 
