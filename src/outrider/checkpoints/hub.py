@@ -46,8 +46,9 @@ def locate(name: str, revision: str | None = None) -> Path:
     if isdir(path):
         return _in_folder(name, path)
     if not on_hub(name):
+        kind = "file" if path.suffix == ".gguf" else "checkpoint folder"
         raise ModelError(
-            f"there is no checkpoint folder {name!r}.{nearest(name, BUILTIN)} Give a folder, a .gguf file, "
+            f"there is no {kind} {name!r}.{nearest(name, BUILTIN)} Give a folder, a .gguf file, "
             f"a hub id (owner/name), or {' or '.join(BUILTIN)}."
         )
     return download(name, revision)
