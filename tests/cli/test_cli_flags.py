@@ -239,6 +239,7 @@ def test_public_names_load_lazily() -> None:
         ("bench --speculative-config @/no/such/file", "/no/such/file"),
         ("bench --speculative-config tree=@/no/such/file", "/no/such/file"),
         ("bench --prompts /", "'/'"),
+        ("generate -p x -m builtin-eagle", "'builtin-eagle' is a draft head, not a model"),
         ("generate -p x -m no.gguf", "no file 'no.gguf'"),
         ("generate -p x -hf owner/name", "-hf owner/name is not known: give the hub id with -m"),
         ("tune disco builtin builtin-draft --prompts /no/file", "/no/file"),
