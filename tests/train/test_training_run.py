@@ -145,6 +145,9 @@ def test_a_full_disk_is_reported_with_the_name_of_the_file(
         train(target, "medusa", run_options("medusa", tmp_path, steps=1), Report())
     with full_disk(), pytest.raises(OSError, match=r"checkpoint\.pt' cannot be written"):
         trainers[0].save()
+    with full_disk(64), pytest.raises(OSError, match=r"answers-\w+\.jsonl' cannot be written"):
+        options = run_options("medusa", tmp_path, steps=1, cache=str(tmp_path / "cache"))
+        train(target, "medusa", options, Report())
     with full_disk(), pytest.raises(OSError, match=r"model\.safetensors\S* cannot be written"):
         trainers[0].method.save(tmp_path)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.checkpoints.validate import read_json
 from outrider.core.quantized import QuantizedWeight
-from outrider.errors import ModelError, first_line
+from outrider.errors import ModelError, first_line, writing
 
 SAFE = ".safetensors"  # all other weight files are pickles
 BODY_PREFIX = "model."  # of the tensors of a body inside the model with its head
@@ -201,10 +201,8 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    try:
+    with writing(path, SafetensorError):
         save_file(dict(tensors), path, {"format": "pt"})
-    except (SafetensorError, OSError) as error:
-        raise OSError(f"{str(path)!r} cannot be written: {error}") from error
 
 
 @contextmanager

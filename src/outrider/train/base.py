@@ -17,7 +17,7 @@ from outrider.checkpoints.weights import write_tensors
 from outrider.core.row import LoRARequest
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
-from outrider.errors import ConfigError, ModelError
+from outrider.errors import ConfigError, ModelError, writing
 from outrider.heads.base import FINGERPRINT
 from outrider.heads.layer import Sizes
 from outrider.heads.sample import Sample, TargetWeights
@@ -180,7 +180,8 @@ def _half(tensor: Tensor) -> Tensor:
 def replace_text(path: Path, text: str) -> None:
     """Write a file beside the old one, then replace it."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 

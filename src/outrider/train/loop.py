@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.errors import ConfigError, first_line
+from outrider.errors import ConfigError, writing
 from outrider.train.base import Method
 from outrider.train.features import Features
 from outrider.train.optimizers import optimizers
@@ -147,13 +147,10 @@ class Trainer:
             "done": self.schedule.done(self.step),
             "seen": self.seen,
         }
-        try:
-            with path.with_suffix(".tmp").open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except (OSError, RuntimeError) as error:  # torch has one of its own for a full disk
-            raise OSError(f"{str(path)!r} cannot be written: {first_line(error)}") from error
+        with writing(path, RuntimeError), path.with_suffix(".tmp").open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
         path.with_suffix(".tmp").replace(path)
 
     def load(self) -> bool:
