@@ -82,9 +82,10 @@ def writing(path: object, *others: type[Exception]) -> Iterator[None]:
 
     others: exceptions that a library raises instead.
     """
+    kinds: tuple[type[Exception], ...] = (OSError, *others)
     try:
         yield
-    except (OSError, *others) as error:
+    except kinds as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise
         raise OSError(f"{str(path)!r} cannot be written: {first_line(error)}") from error
