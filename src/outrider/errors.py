@@ -12,7 +12,8 @@ OutriderError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 NEAR = 0.65  # difflib cutoff of a suggestion
 SHORTEST = 3  # fewest letters that are matched as a prefix or suffix of a name
@@ -73,6 +74,21 @@ def refuse_unknown(
     for name in given:
         if name not in valid:
             raise error(unknown(kind, name, valid, where, elsewhere))
+
+
+@contextmanager
+def writing(path: object, *others: type[Exception]) -> Iterator[None]:
+    """Raise OSError that names the file, in place of one without a name, as that of a full disk.
+
+    others: exceptions that a library raises instead.
+    """
+    kinds: tuple[type[Exception], ...] = (OSError, *others)
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        raise OSError(f"{str(path)!r} cannot be written: {first_line(error)}") from error
 
 
 def shortened(value: object, most: int = 200) -> str:

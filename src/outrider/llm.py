@@ -13,6 +13,7 @@ from functools import partial
 from types import NoneType
 from typing import Any, TypeVar
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.checkpoints.hub import read_tokenizer
@@ -261,8 +262,9 @@ def _is_ids(prompts: Any) -> bool:
 
 @contextmanager
 def _progress(tickets: Sequence[Ticket]) -> Iterator[Callable[[], None]]:
-    """Show a progress bar over requests.  Yields the function that updates it."""
+    """Show a progress bar over requests on a terminal.  Yields the function that updates it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("Answering", total=len(tickets))
         yield lambda: bar.update(task, completed=sum(ticket.finished for ticket in tickets))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from commands import Run
+from full_disk import full_disk
 
 
 def test_built_datastore_drafts(run: Run, tmp_path: Path) -> None:
@@ -20,6 +21,14 @@ def test_built_datastore_drafts(run: Run, tmp_path: Path) -> None:
     assert drafted.out == expected
     (accepted,) = (line for line in drafted.err.splitlines() if line.startswith("n_accept"))
     assert int(accepted.split()[-1]) > 0
+
+
+def test_a_full_disk_is_one_line(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_text("The future of AI is not known. " * 99)
+    with full_disk(64):
+        done = run("datastore", "build", text, "-o", tmp_path / "store")
+    assert done.status == 2 and "store' cannot be written: " in done.err
 
 
 def test_unusable_inputs_are_refused(run: Run, tmp_path: Path) -> None:

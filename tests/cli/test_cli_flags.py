@@ -239,6 +239,9 @@ def test_public_names_load_lazily() -> None:
         ("bench --speculative-config @/no/such/file", "/no/such/file"),
         ("bench --speculative-config tree=@/no/such/file", "/no/such/file"),
         ("bench --prompts /", "'/'"),
+        ("generate -p x -m builtin-eagle", "'builtin-eagle' is a draft head, not a model"),
+        ("generate -p x -m no.gguf", "no file 'no.gguf'"),
+        ("generate -p x -hf owner/name", "-hf owner/name is not known: give the hub id with -m"),
         ("tune disco builtin builtin-draft --prompts /no/file", "/no/file"),
     ],
 )
@@ -288,4 +291,7 @@ def test_what_pays_is_drafted_unless_flags_say_otherwise() -> None:
     assert flags.config_of({}, flags.AUTO) == flags.config_of({"config": "{}"}, flags.AUTO) == auto
     assert flags.config_of({"method": "off"}, flags.AUTO) == {"method": "off"}
     assert flags.config_of({"model": "builtin-draft"}, flags.AUTO) == {"model": "builtin-draft"}
+    depth = {"num_speculative_tokens": 4}
+    assert flags.config_of(depth, flags.AUTO) == {**auto, **depth}
+    assert flags.config_of({"config": json.dumps(depth)}, flags.AUTO) == depth
     assert flags.config_of({}) is None

@@ -38,6 +38,13 @@ def test_memory_equals_the_engines(options: dict[str, Any]) -> None:
     assert card.request_tokens == llm.engine.max_len and card.refused is None and card.chat_template
 
 
+def test_weights_of_a_grown_model_are_those_in_memory() -> None:
+    options = {"max_model_len": 64, "max_num_seqs": 1}
+    card, llm = card_of(EngineOptions("builtin-100m", **options)), LLM("builtin-100m", **options)
+    assert card.weight_bytes == weight_bytes(llm)
+    assert 100e6 < card.parameters < 102e6 and card.stored_as["added while loading"] > 80e6
+
+
 def test_every_weight_is_counted_once(checkpoint: Any, tmp_path: Path) -> None:
     import transformers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from commands import Run
+from full_disk import full_disk
 from helpers import answer
 
 from outrider import LLM, SamplingParams
@@ -39,3 +40,10 @@ def test_what_cannot_be_written_is_one_line(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run("quantize", "-m", tiny_checkpoint(tmp_path / "source"), "--out", tmp_path / "file" / "new")
     assert done.status == 2 and done.err.startswith("error: ") and "Not a directory" in done.err
+
+
+def test_a_full_disk_is_one_line(run: Run, tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "source")
+    with full_disk(1 << 16):
+        done = run("quantize", "-m", source, "-o", tmp_path / "few")
+    assert done.status == 2 and "few/model.safetensors' cannot be written: " in done.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -218,6 +219,16 @@ def test_models_without_an_end_token_or_a_tokenizer_are_refused(builtin: Checkpo
     ):
         with pytest.raises(RequestError, match=message):
             GrammarCompiler(tokenizer, 8192, ending).state(StructuredOutputs(regex="a"), 3)
+
+
+def test_a_missing_library_is_named_with_the_cure(
+    builtin: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    compiler = GrammarCompiler(builtin.tokenizer, builtin.spec.vocabulary, builtin.ending)
+    for stops in ((), (1,)):
+        with pytest.raises(RequestError, match=r"pip install 'outrider\[grammar\]'"):
+            compiler.state(StructuredOutputs(regex="a"), 3, stops)
 
 
 # ---- masks

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import full_disk
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -128,6 +129,27 @@ def test_a_run_that_ends_in_time_goes_on(target: LLM, run_options: Any, tmp_path
     assert len(train(target, "medusa", run_options("medusa", tmp_path, steps=6), Report()).losses) == 6
     with pytest.raises(ConfigError, match="other values of batch, data, seed"):
         train(target, "medusa", run_options("medusa", tmp_path, steps=6, seed=1, batch=3), Report())
+
+
+def test_a_full_disk_is_reported_with_the_name_of_the_file(
+    target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers = list[Trainer]()
+
+    def keep(trainer: Trainer) -> bool:
+        trainers.append(trainer)
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "load", keep)
+        train(target, "medusa", run_options("medusa", tmp_path, steps=1), Report())
+    with full_disk(), pytest.raises(OSError, match=r"checkpoint\.pt' cannot be written"):
+        trainers[0].save()
+    with full_disk(64), pytest.raises(OSError, match=r"answers-\w+\.jsonl' cannot be written"):
+        options = run_options("medusa", tmp_path, steps=1, cache=str(tmp_path / "cache"))
+        train(target, "medusa", options, Report())
+    with full_disk(), pytest.raises(OSError, match=r"model\.safetensors\S* cannot be written"):
+        trainers[0].method.save(tmp_path)
 
 
 def test_a_checkpoint_with_parameters_in_another_order_is_refused(

@@ -125,7 +125,7 @@ def remarks(results: Sequence[Measured]) -> list[str]:
     return [
         *lines,
         f"No difference from plain decoding is shown for {', '.join(unsure)}: the repeats differ by more. "
-        "Measure more of them (--repeats), longer answers (-n) or on an idle machine.",
+        "Measure more of them (`outrider bench --repeats`), longer answers (-n) or on an idle machine.",
     ]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.fields import HEAD
-from outrider.checkpoints.hub import NOT_DOWNLOADED, download, on_hub
+from outrider.checkpoints.hub import HEADS, NOT_DOWNLOADED, download, on_hub
 from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.validate import check, read_json
@@ -24,7 +24,6 @@ from outrider.checkpoints.weights import GivenWeights, Weights
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
-BUILTIN = Path(__file__).parent.parent / "builtin" / "heads"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # other types need a scale
 # Names of heads come first: the folder may also hold a model.
 FILE_NAMES = (
@@ -153,7 +152,7 @@ class Head:
 
 def builtin() -> dict[str, Path]:
     """The small heads for the built-in target: "builtin-<method>" -> its folder."""
-    return {f"builtin-{folder.name}": folder for folder in sorted(BUILTIN.glob("*/"))}
+    return {f"builtin-{folder.name}": folder for folder in sorted(HEADS.glob("*/"))}
 
 
 def folder_of(name: str, revision: str | None = None) -> Path:

@@ -29,6 +29,8 @@ from outrider.checkpoints.validate import read_json
 from outrider.checkpoints.weights import GivenWeights, Source, open_weights
 from outrider.errors import ConfigError, ModelError, first_line, nearest
 
+SHIPPED = Path(__file__).parent.parent / "builtin"
+HEADS = SHIPPED / "heads"
 GROWN = "builtin-100m"  # the built-in target at the cost of 101 M weights (grown.py)
 BUILTIN = {"builtin": "target", "builtin-draft": "draft", GROWN: "target"}
 DOWNLOADED = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.model", "*.txt"]
@@ -39,15 +41,20 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 def locate(name: str, revision: str | None = None) -> Path:
     """The folder or GGUF file of a checkpoint; a hub id is downloaded into the hub's own cache."""
     if name in BUILTIN:
-        return Path(__file__).parent.parent / "builtin" / BUILTIN[name]
+        return SHIPPED / BUILTIN[name]
     path = Path(expanduser(name))  # not Path's own, an error for the homes of unknown users
     if path.suffix == ".gguf" and isfile(path):  # False, not an error, for names that are too long
         return path
     if isdir(path):
         return _in_folder(name, path)
-    if not on_hub(name):
+    if name.startswith("builtin-") and isdir(HEADS / name.removeprefix("builtin-")):
         raise ModelError(
-            f"there is no checkpoint folder {name!r}.{nearest(name, BUILTIN)} Give a folder, a .gguf file, "
+            f"{name!r} is a draft head, not a model: give it as the draft, with its own method or none."
+        )
+    if not on_hub(name):
+        kind = "file" if path.suffix == ".gguf" else "checkpoint folder"
+        raise ModelError(
+            f"there is no {kind} {name!r}.{nearest(name, BUILTIN)} Give a folder, a .gguf file, "
             f"a hub id (owner/name), or {' or '.join(BUILTIN)}."
         )
     return download(name, revision)

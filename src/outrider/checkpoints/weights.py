@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.checkpoints.validate import read_json
 from outrider.core.quantized import QuantizedWeight
-from outrider.errors import ModelError, first_line
+from outrider.errors import ModelError, first_line, writing
 
 SAFE = ".safetensors"  # all other weight files are pickles
 BODY_PREFIX = "model."  # of the tensors of a body inside the model with its head
@@ -194,6 +194,15 @@ def _check_bin(path: Path, loaded: object) -> None:
             )
         if value.nbytes > value.untyped_storage().nbytes():
             raise ModelError(f"{path} is corrupt: {name!r} has more elements than the file holds of it.")
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file.  Raises OSError that names it, for a full disk as well."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with writing(path, SafetensorError):
+        save_file(dict(tensors), path, {"format": "pt"})
 
 
 @contextmanager

@@ -27,8 +27,10 @@ from outrider.cli.quantize import quantize
 from outrider.cli.serve import serve
 from outrider.cli.train import train
 from outrider.cli.verify import verify
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError
 from outrider.version import VERSION
+
+HUB = {"-hf": "-m", "-hfr": "-m", "-hfd": "-md", "-hfrd": "-md"}  # llama.cpp's flags -> ours
 
 # Some versions of typer contain a copy of click; others use click itself.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -78,11 +80,11 @@ def main(arguments: list[str] | None = None) -> None:
     for Ctrl-C.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    given = completed(sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else arguments
     # INFO: reports the compilation of the kernels, which takes seconds
     logging.getLogger("outrider").setLevel(logging.INFO)
     try:
-        status = app(given, prog_name="outrider", standalone_mode=False)
+        status = app(completed(given), prog_name="outrider", standalone_mode=False)
         sys.stdout.flush()
     except OutriderError as error:
         fail(str(error), error)
@@ -99,9 +101,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def completed(words: list[str]) -> list[str]:
-    """Insert the value of -fa, which older versions of llama.cpp do not require."""
+    """Insert the value of -fa, which older versions of llama.cpp do not require.
+
+    Raises ConfigError for llama.cpp's -hf and -hfd, which would be read as -h -f and print the help.
+    """
     made: list[str] = []
     for word, after in zip(words, [*words[1:], ""]):
+        if word in HUB:
+            raise ConfigError(f"{word} {after} is not known: give the hub id with {HUB[word]}.")
         made += [word, "on"] if word == "-fa" and after not in ("on", "off", "auto", "0", "1") else [word]
     return made
 

@@ -38,7 +38,8 @@ def build(
     from outrider.draft.datastore.corpus import build as run
 
     checkpoint = Checkpoint.open(model)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks = {}
 
         def tick(what: str, done: int, total: int) -> None:

@@ -327,11 +327,13 @@ def without_gpu_layers(engine: Given, config: Mapping[str, Any] | None) -> tuple
 
 
 def config_of(speculation: Given, default: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """speculative_config from the flags, JSON or the name of a method; the default without any."""
+    """speculative_config from the flags, JSON or the name of a method.  default: without any of these."""
     given = dict(speculation)
     text = given.pop("config", "") or "{}"
     config = {"method": text} if re.fullmatch("[a-z]\\w*", text) else parsed(text)
-    return {**config, **given} or default
+    if not config and not {"method", "model"} & given.keys():  # --draft alone is the depth of the default
+        config = default or {}
+    return {**config, **given} or None
 
 
 def parsed(text: str, what: str = "speculative_config") -> dict[str, Any]:

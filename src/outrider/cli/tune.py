@@ -110,7 +110,7 @@ def disco(
     with counted("Drafting", len(prompts), Console(stderr=True)) as tick:
         recorded = record(llm, draft, prompts, params, levels, tick)
     found = fit(recorded, seed)
-    found.classifier.save(str(out))
+    found.classifier.save(str(out.expanduser()))
     console = Console()
     console.print(f"{out}: fitted to {found.fitted:,} draft tokens.")
     if found.held_out:

@@ -106,7 +106,7 @@ class Network:
         tensors = {"node": self.node, "request": self.request, "bias": self.bias, "output": self.output}
         try:
             save_file(tensors, file, {**self.about, "methods": " ".join(self.methods)})
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise ConfigError(f"the control module cannot be written to {str(file)!r}: {error}") from error
 
 

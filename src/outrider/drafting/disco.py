@@ -46,7 +46,7 @@ class Classifier(nn.Module):
         try:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             save_file(self.state_dict(), file, {"format": "pt"})
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise ConfigError(f"the stop classifier {file!r} cannot be written: {error}.") from error
 
 

@@ -16,10 +16,12 @@ import torch
 
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.gguf import blocks
+from outrider.checkpoints.grown import LAYER
 from outrider.checkpoints.heads import builtin
 from outrider.checkpoints.hub import BUILTIN, Checkpoint, locate
 from outrider.checkpoints.packed import LAYOUTS, PackedWeights
 from outrider.checkpoints.quantize import GROUP, bits_of
+from outrider.checkpoints.spec import Spec
 from outrider.checkpoints.weights import SAFE, Weights
 from outrider.config import EngineOptions
 from outrider.core.block_table import PAGE
@@ -34,6 +36,7 @@ NAMES = {  # safetensors -> torch
     "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64", "I32": "int32",
     "BOOL": "bool",
 }  # fmt: skip
+ADDED = "added while loading"  # kind of the weights that a grown checkpoint has in memory only
 OUTER = ("model.embed_tokens.weight", "lm_head.weight")  # these keep 8 bits where the others get fewer
 
 
@@ -86,7 +89,11 @@ def card_of(options: EngineOptions) -> Card:
     checkpoint, config, refused = _opened(options)
     heads = getattr(config, "num_attention_heads", 0)
     copy = "lm_head.weight" if config.tie_word_embeddings else None
-    stored = [part for part in _parts(options, checkpoint, config) if part.name != copy]
+    parts = _parts(options, checkpoint, config)
+    if checkpoint is not None and checkpoint.small is not None:
+        assert isinstance(checkpoint.spec, Spec)
+        parts = _grown(parts, checkpoint.small, checkpoint.spec)
+    stored = [part for part in parts if part.name != copy]
     kinds: Counter[str] = Counter()
     for part in stored:
         kinds[part.kind] += part.weights
@@ -208,6 +215,18 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -
             yield Stored(name, count(shape) * 32 // bits, kind, False, few)
         elif not (layout and last in (layout.zeros, layout.scales, layout.group_index, "weight_shape")):
             yield Stored(name, count(shape), kind, len(shape) == 1)
+
+
+def _grown(parts: Iterator[Stored], small: Spec, spec: Spec) -> Iterator[Stored]:
+    """The parts on disk, and those of more layers and wider MLPs.  All are dense in memory."""
+    for part in (part._replace(bits=None) for part in parts):
+        yield part
+        wide = part.weights * spec.inner // small.inner if ".mlp." in part.name else part.weights
+        more = part._replace(kind=ADDED, weights=wide - part.weights)
+        if more.weights:
+            yield more
+        if (layer := LAYER.match(part.name)) and int(layer[1]) == small.layers - 1:
+            yield more._replace(weights=wide * (spec.layers - small.layers))
 
 
 def _fused(name: str) -> str:

@@ -23,7 +23,7 @@ from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.packed import MIDPOINT, PackedWeights
 from outrider.checkpoints.quantize import GROUP, quantize
 from outrider.checkpoints.validate import read_json
-from outrider.checkpoints.weights import SAFE, Weights
+from outrider.checkpoints.weights import SAFE, Weights, write_tensors
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ConfigError, ModelError
 from outrider.models.load import needs_fallback
@@ -78,8 +78,6 @@ def _check(checkpoint: Checkpoint, bits: int) -> None:
 
 def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits: int) -> int:
     """Write the weights file by file, so that at most one file is in memory."""
-    from safetensors.torch import save_file
-
     files: dict[Path, list[str]] = {}
     for name, path in weights.where.items():
         files.setdefault(path, []).append(name)
@@ -93,7 +91,7 @@ def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits:
         else:
             dense = _dense(PackedWeights(weights, checkpoint.scheme), names)
             tensors = {name: tensor.to(PLAIN[bits]).contiguous() for name, tensor in dense.items()}
-        save_file(tensors, target, {"format": "pt"})
+        write_tensors(tensors, target)
         where |= dict.fromkeys(tensors, target.name)
         size += target.stat().st_size
     if len(files) > 1:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.core.params import SamplingParams
-from outrider.errors import RequestError
+from outrider.errors import RequestError, writing
 from outrider.llm import LLM
 from outrider.train.data import SHORTEST, Item
 from outrider.train.options import TrainOptions
@@ -68,7 +68,7 @@ def regenerated(
             raise OutOfTime
         new = answered(llm, {i: items[i] for i in todo[first : first + size]}, options, failed)
         answers.update(new)
-        with path.open("a", encoding="utf-8") as file:
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps([i, ids]) + "\n" for i, ids in new.items())
             file.flush()
             os.fsync(file.fileno())

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import GROUP, bits_of
+from outrider.checkpoints.weights import write_tensors
 from outrider.core.row import LoRARequest
 from outrider.core.step import FINAL
 from outrider.drafting.base import Target
-from outrider.errors import ConfigError, ModelError
+from outrider.errors import ConfigError, ModelError, writing
 from outrider.heads.base import FINGERPRINT
 from outrider.heads.layer import Sizes
 from outrider.heads.sample import Sample, TargetWeights
@@ -162,7 +162,7 @@ def write_head(
         config["quantization_config"] = scheme(bits, whole)
     stored = stored_tensors(tensors, bits)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(stored, folder / "model.safetensors.tmp", {"format": "pt"})
+    write_tensors(stored, folder / "model.safetensors.tmp")
     shutil.move(folder / "model.safetensors.tmp", folder / "model.safetensors")
     replace_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
 
@@ -180,7 +180,8 @@ def _half(tensor: Tensor) -> Tensor:
 def replace_text(path: Path, text: str) -> None:
     """Write a file beside the old one, then replace it."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 

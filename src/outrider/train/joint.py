@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from outrider.checkpoints.weights import write_tensors
 from outrider.core.step import FINAL
 from outrider.draft.medusa import Network
 from outrider.drafting.base import Target
@@ -81,7 +82,7 @@ class Joint(nn.Module):
         """Write the updates in PEFT's format."""
         folder.mkdir(parents=True, exist_ok=True)
         stored = {_published(name): tensor.cpu() for name, tensor in self.updates.state_dict().items()}
-        save_file(stored, folder / f"{WEIGHTS}.tmp", {"format": "pt"})
+        write_tensors(stored, folder / f"{WEIGHTS}.tmp")
         (folder / f"{WEIGHTS}.tmp").replace(folder / WEIGHTS)
         modules = sorted({name.rpartition("/")[2] for name in self.updates})
         config = {"peft_type": "LORA", "r": self.rank, "lora_alpha": SCALE * self.rank, "bias": "none"}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, writing
 from outrider.train.base import Method
 from outrider.train.features import Features
 from outrider.train.optimizers import optimizers
@@ -147,7 +147,7 @@ class Trainer:
             "done": self.schedule.done(self.step),
             "seen": self.seen,
         }
-        with path.with_suffix(".tmp").open("wb") as file:
+        with writing(path, RuntimeError), path.with_suffix(".tmp").open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())

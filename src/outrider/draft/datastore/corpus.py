@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.draft.datastore.store import SPAN, Header, end_mark, fingerprint
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, writing
 
 SHARD = 1 << 25  # tokens that are sorted at once: about 1.5 GB of memory
 PIECE = 1 << 15  # characters that are tokenized at once, cut at the end of a line
@@ -37,7 +37,7 @@ def build(
     if not target.parent.is_dir() or target.is_dir():
         wrong = f"{output!r} is a folder" if target.is_dir() else f"there is no folder {str(target.parent)!r}"
         raise ConfigError(f"{wrong}: name the file to write the datastore to.")
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with writing(target), tempfile.TemporaryDirectory(dir=target.parent) as folder:
         spool = Path(folder) / "tokens"
         with open(spool, "wb") as sink:
             _spool(files, sink, tokenizer, vocabulary, width, progress)

@@ -83,6 +83,7 @@ class GrammarCompiler:
         return matcher
 
     def _compile(self, form: StructuredOutputs) -> Any:
+        library = self.library  # raises RequestError without llguidance
         from llguidance import LLMatcher
 
         grammar = self._grammar(form)
@@ -91,7 +92,7 @@ class GrammarCompiler:
         for count, what in (references, "references"), (lines, "lines"):
             if count > MOST_RULES:
                 raise RequestError(f"{WHERE}: a grammar may have {MOST_RULES} {what} at most, got {count}.")
-        matcher = LLMatcher(self.library, grammar, log_level=0)
+        matcher = LLMatcher(library, grammar, log_level=0)
         if matcher.is_error():
             raise self._fault(form, self._refusal(grammar) or matcher.get_error())
         if not any(matcher.compute_bitmask()) or matcher.is_error():
