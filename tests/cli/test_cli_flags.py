@@ -290,8 +290,10 @@ def test_what_pays_is_drafted_unless_flags_say_otherwise() -> None:
     auto = {"method": "auto"}
     assert flags.config_of({}, flags.AUTO) == flags.config_of({"config": "{}"}, flags.AUTO) == auto
     assert flags.config_of({"method": "off"}, flags.AUTO) == {"method": "off"}
-    assert flags.config_of({"model": "builtin-draft"}, flags.AUTO) == {"model": "builtin-draft"}
-    depth = {"num_speculative_tokens": 4}
+    model, depth = {"model": "builtin-draft"}, {"num_speculative_tokens": 4}
+    assert flags.config_of(model, flags.AUTO) == {**auto, **model}
+    assert flags.config_of({**model, **depth}, flags.AUTO) == {**model, **depth}
+    assert flags.config_of(model) == model
     assert flags.config_of(depth, flags.AUTO) == {**auto, **depth}
     assert flags.config_of({"config": json.dumps(depth)}, flags.AUTO) == depth
     assert flags.config_of({}) is None

@@ -103,11 +103,12 @@ def main(arguments: list[str] | None = None) -> None:
 def completed(words: list[str]) -> list[str]:
     """Insert the value of -fa, which older versions of llama.cpp do not require.
 
-    Raises ConfigError for llama.cpp's -hf and -hfd, which would be read as -h -f and print the help.
+    Raises ConfigError for llama.cpp's -hf and -hfd, which would be read as -h -f and print the help.  `serve`
+    has a refusal of its own.
     """
     made: list[str] = []
     for word, after in zip(words, [*words[1:], ""]):
-        if word in HUB:
+        if word in HUB and words[0] != "serve":
             raise ConfigError(f"{word} {after} is not known: give the hub id with {HUB[word]}.")
         made += [word, "on"] if word == "-fa" and after not in ("on", "off", "auto", "0", "1") else [word]
     return made

@@ -327,11 +327,11 @@ def without_gpu_layers(engine: Given, config: Mapping[str, Any] | None) -> tuple
 
 
 def config_of(speculation: Given, default: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """speculative_config from the flags, JSON or the name of a method.  default: without any of these."""
+    """speculative_config from the flags, JSON or a method's name.  default: also for -md or --draft alone."""
     given = dict(speculation)
     text = given.pop("config", "") or "{}"
     config = {"method": text} if re.fullmatch("[a-z]\\w*", text) else parsed(text)
-    if not config and not {"method", "model"} & given.keys():  # --draft alone is the depth of the default
+    if not config and (given.keys() == {"model"} or not {"method", "model"} & given.keys()):
         config = default or {}
     return {**config, **given} or None
 
