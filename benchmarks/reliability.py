@@ -10,7 +10,6 @@ code and German of questions.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from command_line import parser_of, write
 
 from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
@@ -77,14 +77,11 @@ def panel(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", nargs="?", default="builtin")
     parser.add_argument("--draft", default="builtin-draft")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     check_plot(given.out)
     params = [SamplingParams(temperature=t, max_tokens=given.tokens, seed=1) for t in (0.0, 0.8)]
@@ -103,8 +100,7 @@ def main() -> None:
     title = f"acceptance of draft tokens, {given.model}, {len(own) + len(more)} prompts"
     panels = {f"{name}, {part['nodes']} tokens": panel(part) for name, part in found.items()}
     reliability(panels, title, given.out)
-    if given.json:
-        given.json.write_text(json.dumps({"conditions": conditions(), "drafters": found}, indent=1) + "\n")
+    write(given.json, {"conditions": conditions(), "drafters": found})
 
 
 if __name__ == "__main__":
