@@ -247,11 +247,10 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
         layout != "mimo" or "model.mtp_layers.0.self_attn.q_proj.bias" in out
     )
     ids, f = [5, 9, 400], torch.randn(3, HIDDEN)
-    step_input = StepInput()
-    step_input.chain(array("i", range(1, 40)), 0, ids)
+    step_input = StepInput.of_chain(array("i", range(1, 40)), 0, ids)
     with torch.no_grad():
         again, normed = network(TargetWeights.of(toy.engine.decoder).embedding[ids], f)
-    o = drafter.net.forward(step_input.build(), drafter.net.stack.pool(64), f)
+    o = drafter.net.forward(step_input, drafter.net.stack.pool(64), f)
     assert torch.allclose(drafter.net.from_output(o), again, atol=1e-4) and torch.allclose(
         drafter.net.normed(o), normed, atol=1e-4
     )
