@@ -4,7 +4,7 @@
                               [--json OUT]
 
 A cell is a kind of text, a temperature, a batch size and a model.  All settings of a cell answer the same
-stream of prompts in a full batch, in lockstep (outrider/bench/lockstep.py), since the speed of a machine
+stream of prompts in a full batch, in lockstep (lockstep.py), since the speed of a machine
 varies, until plain decoding has taken --seconds.  Drafters and controllers are new in each cell; what earlier
 cells have taught is on disk, as for every user.  Cells are shuffled, so that `--minutes` gives a fair part of
 the grid; the cells that are left out are counted.  OUT is written after every cell; a further run with the
@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 
 from command_line import parser_of, write
 from core import checkpoint
+from lockstep import lockstep
 from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
-from outrider.bench.lockstep import lockstep
 from outrider.bench.prompts import PROMPTS, Prompt, rendered
 from outrider.bench.questions import read
 
