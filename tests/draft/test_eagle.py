@@ -26,11 +26,6 @@ from outrider.heads.sample import TargetWeights
 from outrider.train.methods.eagle import Eagle as Trained
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
-
-
 def ours(llm: LLM, folder: str, ids: list[int], f: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs of the packed network of a folder for pairs, and the logits of the last one."""
     drafter = Eagle(Eagle.Options(model=folder), llm.engine.target)

@@ -12,7 +12,7 @@ import torch
 from layers import INNER, naive, norm, sized, stored, tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toys import HIDDEN, LAYERS, V, acceptance, read, samples, save_head, teach, toy_target
+from toys import HIDDEN, LAYERS, V, acceptance, read, samples, save_head, teach
 
 from outrider import LLM, SamplingParams
 from outrider.core.step import FINAL, Batch
@@ -26,11 +26,6 @@ from outrider.heads.sample import TargetWeights
 from outrider.train.methods.mtp import Mtp as Trained
 
 STEPS = 40  # of training
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
