@@ -4,7 +4,7 @@
                               [--json OUT]
 
 A cell is a kind of text, a temperature, a batch size and a model.  All settings of a cell answer the same
-stream of prompts in a full batch, in lockstep (outrider/bench/lockstep.py), since the speed of a machine
+stream of prompts in a full batch, in lockstep (lockstep.py), since the speed of a machine
 varies, until plain decoding has taken --seconds.  Drafters and controllers are new in each cell; what earlier
 cells have taught is on disk, as for every user.  Cells are shuffled, so that `--minutes` gives a fair part of
 the grid; the cells that are left out are counted.  OUT is written after every cell; a further run with the
@@ -16,7 +16,6 @@ OMP_NUM_THREADS=1, since threads that wait would count.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
@@ -28,13 +27,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from command_line import parser_of, write
 from core import checkpoint
+from lockstep import lockstep
 from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
-from outrider.bench.lockstep import lockstep
 from outrider.bench.prompts import PROMPTS, Prompt, rendered
 from outrider.bench.questions import read
 
@@ -138,34 +138,39 @@ def best_fixed(times: Mapping[str, float], label: str) -> float:
 
 
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By setting: mean and largest time over plain decoding.
-
-    Of the adaptive ones also: part of the ideal speed-up, mean time over the best fixed setting, and the
-    cells in which they are over 1.02 of plain decoding or 1.05 of the best.
-    """
-    times = [cell["time over plain"] for cell in cells]
-    labels = dict.fromkeys(label for each in times for label in each)
-    by_label = {label: [each[label] for each in times if label in each] for label in labels}
+    """By setting: mean and largest time over plain decoding; of the adaptive ones also `adaptive`."""
+    times: dict[str, list[float]] = {}
+    for cell in cells:
+        for label, own in cell["time over plain"].items():
+            times.setdefault(label, []).append(own)
     found: dict[str, Any] = {
         "cells": len(cells),
-        "mean": {label: round(statistics.mean(own), 3) for label, own in by_label.items()},
-        "largest": {label: round(max(own), 3) for label, own in by_label.items()},
+        "mean": {label: round(statistics.mean(own), 3) for label, own in times.items()},
+        "largest": {label: round(max(own), 3) for label, own in times.items()},
         "same tokens": all(all(cell["same tokens"].values()) for cell in cells),
     }
-    for label in (AUTO, WITH_DRAFT):
-        over = [
-            (cell, each[label], best_fixed(each, label)) for cell, each in zip(cells, times) if label in each
-        ]
-        if over:
-            found[label] = {
-                "of ideal, mean": round(statistics.mean(cell["of ideal"][label] for cell, _, _ in over), 3),
-                "over best fixed, mean": round(statistics.mean(own / best for _, own, best in over), 3),
-                "over 1.02 of plain": [[*cell["cell"].values(), own] for cell, own, _ in over if own > 1.02],
-                "over 1.05 of best": [
-                    [*cell["cell"].values(), own / best] for cell, own, best in over if own > 1.05 * best
-                ],
-            }
-    return found
+    return found | {label: adaptive(cells, label) for label in (AUTO, WITH_DRAFT) if label in times}
+
+
+def adaptive(cells: Sequence[dict[str, Any]], label: str) -> dict[str, Any]:
+    """Part of the ideal speed-up, mean time over the best fixed setting, and the cells with too much time:
+    over 1.02 of plain decoding, or 1.05 of the best.
+    """
+    ideal, over_best = list[float](), list[float]()
+    slow: dict[str, list[Any]] = {"over 1.02 of plain": [], "over 1.05 of best": []}
+    for cell in cells:
+        times = cell["time over plain"]
+        if label not in times:
+            continue
+        own, over = times[label], times[label] / best_fixed(times, label)
+        ideal.append(cell["of ideal"][label])
+        over_best.append(over)
+        if own > 1.02:
+            slow["over 1.02 of plain"].append([*cell["cell"].values(), own])
+        if over > 1.05:
+            slow["over 1.05 of best"].append([*cell["cell"].values(), over])
+    means = {"of ideal, mean": ideal, "over best fixed, mean": over_best}
+    return {name: round(statistics.mean(values), 3) for name, values in means.items()} | slow
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -177,9 +182,7 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=[SMALL, GROWN])
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
@@ -189,7 +192,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--cpu-time", action="store_true", help="in place of wall time, for a busy machine")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.cpu_time:
         time.perf_counter = time.process_time
@@ -221,9 +223,7 @@ def main() -> None:
         ratio = cells[-1]["time over plain"]
         console.print(*cell, {label: round(value, 3) for label, value in ratio.items()})
         found = {"left out": len(grid) - len(cells), **summary(cells)}
-        if given.json:
-            made = {"conditions": conditions(), "summary": found, "cells": cells}
-            given.json.write_text(json.dumps(made, indent=1) + "\n")
+        write(given.json, {"conditions": conditions(), "summary": found, "cells": cells})
     show({"left out": len(grid) - len(cells), **summary(cells)}, console)
 
 

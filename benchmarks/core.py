@@ -9,9 +9,7 @@ be idle.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import statistics
 import subprocess
 import sys
@@ -23,6 +21,7 @@ from typing import Any
 
 import peers
 import torch
+from command_line import parser_of, write
 from rich.console import Console
 from rich.table import Table
 
@@ -31,29 +30,22 @@ from outrider.bench.conditions import conditions
 from outrider.core.step_input import StepInput
 
 PROMPT, NEW = 64, 128
+LLAMA_100M = {  # 100.7 M weights
+    "vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": False,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": 2,
+}  # fmt: skip
 
 
-def checkpoint(
-    folder: Path,
-    vocabulary: int = 16384,
-    layers: int = 12,
-    tied: bool = False,
-    seed: int = 0,
-    positions: int = 4096,
-) -> Path:
-    """A random Llama of the size that the figures are about (100.7 M weights with the defaults)."""
+def checkpoint(folder: Path, seed: int = 0, **sizes: Any) -> Path:
+    """A random Llama of the size that the figures are about; sizes: keys of its config in place of these."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if not (folder / "config.json").is_file():
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=vocabulary, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers,
-            num_attention_heads=12,
-            num_key_value_heads=4, head_dim=64, tie_word_embeddings=tied, max_position_embeddings=positions,
-            rms_norm_eps=1e-6,
-            bos_token_id=0, eos_token_id=1, pad_token_id=2,
-        )  # fmt: skip
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        model = LlamaForCausalLM(LlamaConfig(**{**LLAMA_100M, **sizes}))
+        model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -200,7 +192,7 @@ def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any
     rows, verification = forward_ms(llm, (1, 2, 4, 8, 16, 64)), verification_ms(llm)
     theirs = peers.batched(str(gguf)) if gguf else {}
     sampled = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=NEW, ignore_eos=True, seed=1)
-    small = str(checkpoint(folder / "draft", layers=2, seed=1))
+    small = str(checkpoint(folder / "draft", seed=1, num_hidden_layers=2))
     drafts: dict[str, dict[str, Any] | None] = {
         "plain": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1},
         "draft_model": {"model": small, "num_speculative_tokens": 4},
@@ -212,7 +204,7 @@ def run(folder: Path, gguf: Path | None, openvino: Path | None) -> dict[str, Any
     }
     llm.use(None)
     miss, hit = first_token(llm)
-    wide = checkpoint(folder / "wide", vocabulary=152064, layers=1, tied=True)
+    wide = checkpoint(folder / "wide", vocab_size=152064, num_hidden_layers=1, tie_word_embeddings=True)
     wide = LLM(model=str(wide), speculative_config=None)
     for how, params in (("greedy", greedy(NEW)), ("0.8", sampled)):
         outside[f"ngram, {how}, V = 152064"] = overhead_ms(wide, drafts["ngram"], params)
@@ -236,15 +228,11 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--openvino", type=Path)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found = {"conditions": conditions(), **run(given.folder, given.gguf, given.openvino)}
     show(found, Console())
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(given.json, found)

@@ -9,18 +9,16 @@ T = 0.8, and every form reads them.  Rounded activations give the same bits on e
 
 from __future__ import annotations
 
-import argparse
 import json
-from array import array
-from pathlib import Path
 from typing import Any
 
 import torch
-from core import conditions
+from command_line import parser_of, write
 from rich.console import Console
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
+from outrider.bench.conditions import conditions
 from outrider.bench.prompts import PROMPTS, rendered
 from outrider.core.step_input import StepInput
 
@@ -34,9 +32,8 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def distributions(llm: LLM, text: list[int]) -> Tensor:
     """Log-probabilities [tokens, V] of the token after each position, at T = 1."""
-    step_input, decoder = StepInput(), llm.engine.decoder
-    step_input.chain(array("i", range(len(text))), 0, text)
-    x = decoder.forward(step_input.build(), decoder.pool(len(text)))
+    decoder = llm.engine.decoder
+    x = decoder.forward(StepInput.of_ids(text), decoder.pool(len(text)))
     return decoder.logits(x, list(range(len(text)))).double().log_softmax(-1)
 
 
@@ -67,13 +64,9 @@ def divergence(model: str) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found = {"conditions": conditions(), "divergence": divergence(given.model)}
     Console().print_json(json.dumps(found))
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(given.json, found)

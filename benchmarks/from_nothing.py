@@ -12,7 +12,6 @@ had more tokens per step; null if never.  Give OMP_NUM_THREADS=2; the machine sh
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -22,11 +21,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of, settings, write
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from core import conditions
-
 from outrider import LLM, SamplingParams
+from outrider.bench.conditions import conditions
 from outrider.config import options
 from outrider.core.row import Speculation
 from outrider.engine.chat_template import render
@@ -98,16 +98,13 @@ class Comparison(Report):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--method", default="eagle3")
     parser.add_argument("--options", type=json.loads, help="of the method; default: sizes as shipped")
     parser.add_argument("--prompts", type=int, default=1600)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=50, help="steps between two evaluations")
     parser.add_argument("--minutes", type=float, default=3.0, help="begin no step after this time")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     sizes = SMALL.get(given.method, {}) if given.options is None else given.options
     with tempfile.TemporaryDirectory() as folder:
@@ -124,14 +121,8 @@ def main() -> None:
         train(llm, given.method, options(method(given.method).Options, run, "training option"), comparison)
     better = {figure: comparison.better(figure) for figure in ("tokens/s", "tokens per step")}
     print(json.dumps({"better": better}))
-    made = {
-        **conditions(),
-        "options": {**vars(given), "json": None},
-        "rows": comparison.rows,
-        "better": better,
-    }
-    if given.json is not None:
-        given.json.write_text(json.dumps(made, indent=1) + "\n")
+    made = {"options": settings(given), "rows": comparison.rows, "better": better}
+    write(given.json, {**conditions(), **made})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ whitespace or none.  Needs `pip install xgrammar` beside the extra `grammar`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -25,11 +24,12 @@ import llguidance.hf
 import numpy as np
 import torch
 import xgrammar
-from core import conditions
+from command_line import parser_of, write
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
+from outrider.bench.conditions import conditions
 from outrider.checkpoints.hub import locate
 
 SCHEMAS = Path(__file__).parent / "schemas.jsonl"
@@ -171,12 +171,9 @@ def spread(seconds: list[float], scale: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tokenizer", default="builtin")
     parser.add_argument("--walks", type=int, default=20)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     source = locate("builtin") if given.tokenizer == "builtin" else given.tokenizer
@@ -197,14 +194,9 @@ def main() -> None:
                 str(found["roll back 3, us"]["median"]),
             )  # fmt: skip
     Console(width=110).print(table)
-    if given.json:
-        result = {
-            "conditions": conditions(),
-            "vocabulary": vocabulary,
-            "schemas": len(SCHEMAS.read_text().splitlines()),
-            "libraries": results,
-        }
-        given.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    schemas = len(SCHEMAS.read_text().splitlines())
+    about = {"conditions": conditions(), "vocabulary": vocabulary, "schemas": schemas}
+    write(given.json, {**about, "libraries": results})
 
 
 if __name__ == "__main__":

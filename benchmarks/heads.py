@@ -15,8 +15,6 @@ including the picks of all its levels from given logits.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from array import array
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import parser_of, write
 from core import checkpoint
 from rich.console import Console
 from rich.table import Table
@@ -205,16 +204,10 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with torch.inference_mode():
         found = run(given.folder)
     show(found, Console())
-    if given.json:
-        given.json.write_text(
-            json.dumps({"conditions": conditions(), "bars": BARS, "heads": found}, indent=1) + "\n"
-        )
+    write(given.json, {"conditions": conditions(), "bars": BARS, "heads": found})

@@ -9,8 +9,6 @@ that look-ups find something.  The datastore is made of 400,000 tokens.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -20,36 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from core import conditions
+from command_line import parser_of, write
+from core import checkpoint
 from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
+from outrider.bench.conditions import conditions
 from outrider.draft.datastore.corpus import build
 
 VOCABULARY, CONTEXTS, NEW = 16384, (64, 4000), 128
-BARS = {
-    "lookahead": 0.4,
-    "recycle": 0.4,
-    "ngram": 0.15,
-    "suffix": 0.15,
-    "datastore": 0.5,
-}  # milliseconds a step
-
-
-def checkpoint(folder: Path) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    if not (folder / "config.json").is_file():
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, max_position_embeddings=4200,
-        )  # fmt: skip
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "max_position_embeddings": 4200,
+}  # fmt: skip
+# milliseconds a step
+BARS = {"lookahead": 0.4, "recycle": 0.4, "ngram": 0.15, "suffix": 0.15, "datastore": 0.5}
 
 
 def prompt(length: int) -> dict[str, list[int]]:
@@ -109,13 +94,10 @@ def host_ms(llm: LLM, config: dict[str, Any], context: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    llm = LLM(model=str(checkpoint(given.folder / "host")), max_num_seqs=1, speculative_config=None)
+    llm = LLM(model=str(checkpoint(given.folder / "host", **SIZES)), max_num_seqs=1, speculative_config=None)
     table = Table(
         "method",
         *(f"{context:,} tokens" for context in CONTEXTS),
@@ -134,7 +116,4 @@ if __name__ == "__main__":
             method, *(f"{figures[method][str(context)]['ms a step']:.3f}" for context in CONTEXTS), f"{bar}"
         )
     Console().print(table)
-    if given.json:
-        given.json.write_text(
-            json.dumps({"conditions": conditions(), "bars, ms": BARS, "host": figures}, indent=1) + "\n"
-        )
+    write(given.json, {"conditions": conditions(), "bars, ms": BARS, "host": figures})

@@ -9,13 +9,11 @@ options of `LLM`, such as `--quantization int8`, hold for all sets.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-from pathlib import Path
 from typing import Any
 
+from command_line import parser_of, write
 from core import greedy, prompt, seconds, verification_ms
 from rich.console import Console
 from rich.table import Table
@@ -74,19 +72,15 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--sets", nargs="+", default=build.available()[-2:])
     parser.add_argument("--model", default="builtin-100m")
     parser.add_argument("--quantization")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     under = conditions()
     under.pop("instruction set")
     llms = {name: load(name, given.model, given.quantization) for name in given.sets}
     found = run(llms, given.rounds)
     show(found, Console())
-    if given.json:
-        given.json.write_text(json.dumps({"conditions": under, **found}, indent=1) + "\n")
+    write(given.json, {"conditions": under, **found})

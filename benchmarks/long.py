@@ -16,8 +16,6 @@ K/V within 3 GiB.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import threading
 import time
@@ -25,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of, write
 from core import checkpoint, conditions, greedy, prompt, seconds, show
 from rich.console import Console
 
@@ -143,7 +142,7 @@ def prefill_beside_decoding(model: str, long: int, slowdown: float | None) -> di
 
 
 def run(folder: Path, long: int) -> dict[str, Any]:
-    model = str(checkpoint(folder / "long", positions=ROOM))
+    model = str(checkpoint(folder / "long", max_position_embeddings=ROOM))
     stall = {f"max_decode_slowdown {s}": prefill_beside_decoding(model, long, s) for s in (None, 1.5)}
     if long < 8000:
         return {"prefill beside decoding": stall}
@@ -158,14 +157,10 @@ def run(folder: Path, long: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--prompt", type=int, default=8000, help="fewer tokens: a short trial, pacing only")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found = {"conditions": conditions(), **run(given.folder, given.prompt)}
     show(found, Console())
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(given.json, found)

@@ -10,7 +10,6 @@ steps that drafted.  --drafter builtin-draft trains the draft model.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -19,11 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of, settings, write
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from core import conditions
-
 from outrider import LLM, SamplingParams, draft
+from outrider.bench.conditions import conditions
 from outrider.core.row import Speculation
 from outrider.engine.chat_template import render
 from recipes.builtin import tasks
@@ -66,9 +66,7 @@ def controlled(target: str, drafter: str, asked: list[dict[str, Any]]) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--target", default="builtin")
     parser.add_argument("--grown", default="builtin-100m", help="target for the controller")
     parser.add_argument("--drafter", default="builtin-eagle")
@@ -77,7 +75,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=720)
     parser.add_argument("--batch", type=int, default=24, help="requests at once")
     parser.add_argument("--minutes", type=float, default=2.5, help="begin no batch after this time")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     ends = time.perf_counter() + 60 * given.minutes
     sizes = {"max_num_seqs": given.batch, "max_model_len": 512}
@@ -103,9 +100,8 @@ def main() -> None:
             for name, used in weights.items():
                 control[name].append(controlled(given.grown, used, stream[-FURTHER:]))
     print(json.dumps(control))
-    made = {**conditions(), "options": {**vars(given), "json": None}, "rows": rows, "controller": control}
-    if given.json is not None:
-        given.json.write_text(json.dumps(made, indent=1) + "\n")
+    made = {**conditions(), "options": settings(given), "rows": rows, "controller": control}
+    write(given.json, made)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ after the prompt; OpenVINO keeps its key-value cache in 16 bits here, which was 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -25,6 +24,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from command_line import parser_of, write
 
 Result = dict[str, Any]
 MISSING: Result = {"status": "not installed"}
@@ -193,14 +194,11 @@ def batched(gguf: str, rows: tuple[int, ...] = (1, 2, 4, 8, 16), tools: Tools = 
 
 def main() -> None:
     """Measure, print a table, and write JSON where asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="checkpoint folder, for transformers")
     for name, peer in (("--gguf", "llama.cpp"), ("--openvino", "OpenVINO GenAI")):
         parser.add_argument(name, help=f"the same model for {peer}")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", help="write every figure here")
     args = parser.parse_args()
     tools = Tools(threads=args.threads)
     results: Result = {"plain": plain(args.model, gguf=args.gguf, openvino=args.openvino, tools=tools)}
@@ -210,8 +208,7 @@ def main() -> None:
     results["batched"] = batched(args.gguf, tools=tools) if args.gguf else {}
     for count, step in results["batched"].get("step_ms", {}).items():
         print(f"{'llama.cpp step, rows ' + count:24} {step:8.2f} ms")
-    if args.json:
-        Path(args.json).write_text(json.dumps({"threads": args.threads, **results}, indent=1) + "\n")
+    write(args.json, {"threads": args.threads, **results})
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ round's times are compared with that round's plain ones, steps one after another
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from command_line import parser_of, write
 
 from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
@@ -55,12 +53,9 @@ def measure(llm: LLM, stages: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.stages)  # shared by the ranks: one each
     llm = LLM("builtin", pipeline_parallel_size=given.stages, max_num_seqs=8, max_model_len=256)
@@ -68,8 +63,7 @@ def main() -> None:
     rows = measure(llm, given.stages, given.rounds)
     for row in rows:
         print(*(f"{value:.3f}" if isinstance(value, float) else value for value in row.values()), sep="  ")
-    if given.json:
-        given.json.write_text(json.dumps({"conditions": conditions(), "rows": rows}, indent=1) + "\n")
+    write(given.json, {"conditions": conditions(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ OMP_NUM_THREADS=1.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
@@ -21,12 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core import conditions
+from command_line import parser_of, settings, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
+from outrider.bench.conditions import conditions
 
 QUESTIONS = Path(__file__).parent / "questions.jsonl"
 RATES = (0.0, 0.02, 0.05, 0.1)
@@ -124,14 +124,11 @@ def measure(llm: LLM, prompts: list[str], rounds: int, temperature: float) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="builtin-100m")
     parser.add_argument("--prompts", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     questions = [json.loads(line)["turns"][0] for line in QUESTIONS.read_text().splitlines()]
     llm = LLM(given.model, max_num_seqs=1, max_model_len=1024, speculative_config=None)
@@ -141,9 +138,7 @@ def main() -> None:
         for way, figures in found.items():
             table.add_row(label, way, *(f"{value:.2f}" for value in figures.values()))
     Console().print(table)
-    if given.json:
-        settings = {key: value for key, value in vars(given).items() if key != "json"}
-        given.json.write_text(json.dumps({**conditions(), **settings, "results": results}, indent=1))
+    write(given.json, {**conditions(), **settings(given), "results": results})
 
 
 if __name__ == "__main__":

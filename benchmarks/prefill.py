@@ -7,13 +7,13 @@ DIR gets (or holds) the checkpoint of core.py.  The GGUF files are the same weig
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import peers
+from command_line import parser_of, write
 from core import checkpoint, conditions, greedy, prompt, seconds
 from quantized import FORMS
 from rich.console import Console
@@ -45,19 +45,15 @@ def compare(model: Path, form: str, gguf: Path, tokens: int, rounds: int) -> dic
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--gguf", type=Path, nargs=3, required=True)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     model = checkpoint(given.folder / "llama100m")
     found: dict[str, Any] = {"conditions": conditions(), "tokens": given.tokens}
     for form, gguf in zip(FORMS, given.gguf):
         found[form] = compare(model, form, gguf, given.tokens, given.rounds)
     Console().print_json(json.dumps(found))
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(given.json, found)

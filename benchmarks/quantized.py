@@ -8,7 +8,6 @@ Q8_0 and Q4_0.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import peers
 import torch
+from command_line import parser_of, write
 from core import NEW, PROMPT, checkpoint, conditions, decode_speed, first_token, forward_ms
 from rich.console import Console
 
@@ -79,9 +79,7 @@ def long_step_ms(model: Path, form: str, kv: str) -> float:
     for layer in range(spec.layers):
         for part in (0, 1):
             pool.write(layer, part, slots, torch.randn(CONTEXT, spec.kv_heads, spec.head_dim))
-    step_input, times = StepInput(), []
-    step_input.chain(array("i", range(CONTEXT + 16)), CONTEXT, [100])
-    step_input.build()
+    step_input, times = StepInput.of_chain(array("i", range(CONTEXT + 16)), CONTEXT, [100]), []
     for _ in range(18):
         began = time.perf_counter()
         decoder.logits(decoder.forward(step_input, pool), [0])
@@ -90,13 +88,10 @@ def long_step_ms(model: Path, form: str, kv: str) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--q8", type=Path)
     parser.add_argument("--q4", type=Path)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     model = checkpoint(given.folder / "llama100m")
     ggufs = {"bfloat16": None, "int8": given.q8, "int4": given.q4}
@@ -107,5 +102,4 @@ if __name__ == "__main__":
         for form in ("bfloat16", "int4")
     }
     Console().print_json(json.dumps(found))
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(given.json, found)

@@ -10,7 +10,6 @@ lowest priority otherwise, and its time limits for their start pass.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -20,9 +19,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
+
+from command_line import parser_of, write
 
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # read when ray is imported
 
@@ -124,6 +124,17 @@ class Clients:
             thread.join()
 
 
+def start(name: str, replicas: int | dict[str, Any]) -> None:
+    """Start Ray and an application of this name."""
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
+    serve.start(http_options={"port": PORT})
+    app = deployment(
+        MODEL, speculative_config=CONFIG, replicas=replicas, threads=1,
+        server=ServerOptions(), actor={"num_cpus": 0.1}, **OPTIONS,
+    )  # fmt: skip
+    serve.run(app, name=name)
+
+
 def replicas() -> list[int]:
     """Process ids."""
     lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
@@ -143,22 +154,13 @@ def kill_while(clients: Clients, seconds: float, every: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--every", type=float, default=20)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     talks = conversations()
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
-    serve.start(http_options={"port": PORT})
-    app = deployment(
-        MODEL, speculative_config=CONFIG, replicas=given.replicas, threads=1,
-        server=ServerOptions(), actor={"num_cpus": 0.1}, **OPTIONS,
-    )  # fmt: skip
-    serve.run(app, name="kills")
+    start("kills", given.replicas)
     with ThreadPoolExecutor(CLIENTS) as pool:
         found = list(pool.map(talk, talks))
     possible = sum(turn.cached for turns in talks for turn in turns)
@@ -179,8 +181,7 @@ def main() -> None:
         "longest_seconds": times[-1],
     }
     print(json.dumps(result, indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(given.json, result)
     serve.shutdown()
     ray.shutdown()
     wrong, share = clients.wrong + sum(wrong for _, wrong in found), sum(cached for cached, _ in found)

@@ -7,19 +7,15 @@ Streams of the requests of `ray_kills.py`, which have to be the offline API's wh
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import ray
+from command_line import parser_of, write
 from ray import serve
-from ray_kills import CONFIG, MODEL, OPTIONS, PORT, Clients, conversations
-
-from outrider.serve.options import ServerOptions
-from outrider.serve.ray import deployment
+from ray_kills import Clients, conversations, start
 
 SCALING = {
     "min_replicas": 1,
@@ -50,21 +46,12 @@ def watch(seconds: float, began: float, until: int) -> list[tuple[float, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     turns = [turn for turns in conversations() for turn in turns]
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
-    serve.start(http_options={"port": PORT})
-    app = deployment(
-        MODEL, speculative_config=CONFIG, replicas=SCALING, threads=1,
-        server=ServerOptions(), actor={"num_cpus": 0.1}, **OPTIONS,
-    )  # fmt: skip
-    serve.run(app, name="scaling")
+    start("scaling", SCALING)
     began, clients = time.monotonic(), Clients(turns, given.clients)
     changes = watch(given.seconds, began, 2)
     time.sleep(max(0.0, began + given.seconds - time.monotonic()))
@@ -79,8 +66,7 @@ def main() -> None:
         "median_seconds": median(clients.seconds),
     }
     print(json.dumps(result, indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(given.json, result)
     serve.shutdown()
     ray.shutdown()
     raise SystemExit(bool(clients.wrong) or [count for _, count in changes][:2] != [1, 2])

@@ -10,25 +10,41 @@ code and German of questions.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from command_line import parser_of, write
 
 from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
-from outrider.bench.plot import Point, check_plot, reliability
+from outrider.bench.plot import BLUE, GREY, RED, check_plot, row_of_panels, save
 from outrider.bench.prompts import PROMPTS, TASKS, rendered
 from outrider.bench.questions import prompts_of, read
 from outrider.control.acceptance import Reliability
 from outrider.control.module import DEFAULT, Module, load, method_name, sources
 from outrider.tune.control import Answered, configs, record
 
+FEWEST = 10  # observations of a point that is drawn
 Judged = tuple[float, float, bool]  # probability by bins and by the module, whether it was accepted
+
+
+class Point(NamedTuple):
+    """A probability as predicted, and as observed so many times."""
+
+    predicted: float
+    observed: float
+    observations: int
+
+    @property
+    def spread(self) -> float:
+        """Half a 95 % interval of `observed`."""
+        return float(
+            1.96 * (self.observed * (1 - self.observed) / self.observations + self.observations**-2) ** 0.5
+        )
 
 
 def judged(answer: Answered, module: Module) -> list[Judged]:
@@ -76,15 +92,38 @@ def panel(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def draw(panels: Mapping[str, Mapping[str, Sequence[Point]]], title: str, out: Path) -> None:
+    """Predicted (x) against observed probability (y) with 95 % intervals, a panel for each drafter.
+
+    panels: drafter -> predictor -> points, of which those with few observations are left out.  The bars below
+    are the numbers of observations of the first predictor.
+    """
+    figure, row = row_of_panels(len(panels), (0.6 + 2.7 * len(panels), 3.5))
+    for axes, (drafter, predictors) in zip(row, panels.items()):
+        axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
+        for i, (name, points) in enumerate(predictors.items()):
+            known = [point for point in points if point.observations >= FEWEST]
+            if not known:
+                continue
+            x, colour = [point.predicted for point in known], (BLUE, RED)[i]
+            y, spread = [point.observed for point in known], [point.spread for point in known]
+            axes.errorbar(x, y, spread, fmt="os"[i], color=colour, markersize=4, label=name)
+            if i == 0:
+                most = max(point.observations for point in known)
+                axes.bar(x, [0.2 * point.observations / most for point in known], 0.06, color="#d4dde4")
+        axes.set_title(drafter, fontsize=9)
+        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", aspect="equal")
+        axes.legend(frameon=False, fontsize=7, loc="upper left")
+    row[0].set_ylabel("share accepted")
+    save(figure, title, out)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", nargs="?", default="builtin")
     parser.add_argument("--draft", default="builtin-draft")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     check_plot(given.out)
     params = [SamplingParams(temperature=t, max_tokens=given.tokens, seed=1) for t in (0.0, 0.8)]
@@ -102,9 +141,8 @@ def main() -> None:
         print(name, json.dumps(figure), flush=True)
     title = f"acceptance of draft tokens, {given.model}, {len(own) + len(more)} prompts"
     panels = {f"{name}, {part['nodes']} tokens": panel(part) for name, part in found.items()}
-    reliability(panels, title, given.out)
-    if given.json:
-        given.json.write_text(json.dumps({"conditions": conditions(), "drafters": found}, indent=1) + "\n")
+    draw(panels, title, given.out)
+    write(given.json, {"conditions": conditions(), "drafters": found})
 
 
 if __name__ == "__main__":

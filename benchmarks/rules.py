@@ -9,14 +9,12 @@ time of the rule and its samples is part of tokens/s, which needs an idle machin
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
+from command_line import parser_of, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -52,11 +50,8 @@ def judged(llm: LLM, prompts: list[Any], temperature: float, samples: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     llm = LLM(model="builtin", seed=0, speculative_config=None)
     prompts = [rendered(prompt, llm.tokenizer) for prompt in PROMPTS]
@@ -89,8 +84,7 @@ def main() -> None:
                 ),
             )
     Console(width=150).print(table)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(given.json, found)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ were recorded.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of, write
 from scale_real import record, validate
 from simulation import CHUNK, MOST_DEPTH, Cost, Replica, Request, Trace, best_depth, simulate
 
@@ -141,9 +141,7 @@ def borders(trace: Trace, machine: Machine) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--trace", type=Path, default=Path(__file__).with_name("acceptance.json"))
     parser.add_argument("--record", type=Path)
     parser.add_argument("--validate", type=int, metavar="PROCESSES")
@@ -151,7 +149,6 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=20, help="that 1,000 replicas run; one runs ten times as long"
     )
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.record:
         given.record.write_text(json.dumps({"depth": MOST_DEPTH, "runs": record(MOST_DEPTH)}) + "\n")
@@ -159,8 +156,7 @@ def main() -> None:
     if given.validate:
         found = validate(given.validate)
         print(found)
-        if given.json:
-            given.json.write_text(json.dumps({"conditions": conditions(), "rows": found}, indent=1) + "\n")
+        write(given.json, {"conditions": conditions(), "rows": found})
         return
     trace = Trace(json.loads(given.trace.read_text())["runs"])
     print("tokens a step by depth:", *(f"{gain:.2f}" for gain in trace.emitted_by_depth()))
@@ -168,9 +164,7 @@ def main() -> None:
     for edge in edges:
         print(edge)
     rows = table(trace, MACHINES, given.batch, given.seconds)
-    if given.json:
-        made = {"conditions": conditions(), "borders": edges, "rows": rows}
-        given.json.write_text(json.dumps(made, indent=1) + "\n")
+    write(given.json, {"conditions": conditions(), "borders": edges, "rows": rows})
 
 
 if __name__ == "__main__":

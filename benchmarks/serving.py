@@ -39,7 +39,7 @@ from typing import Any
 
 import httpx
 import torch
-from core import conditions
+from command_line import parser_of, settings, write
 from serve import HEADER, QUESTIONS, Load, Sent, figures, length_of, line, prompt_of
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -47,6 +47,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from served import served
 
 from outrider import LLM, SamplingParams
+from outrider.bench.conditions import conditions
 
 WAYS: dict[str, Any] = {
     "plain": {"method": "off"},
@@ -174,9 +175,7 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="builtin-100m")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=[*WAYS])
     parser.add_argument("--gguf", type=Path, help="the same model for llama-server")
@@ -188,7 +187,6 @@ def main() -> None:
     parser.add_argument("--offline", type=int, default=3, help="rounds beside the offline API; 0: none")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if "plain" not in given.ways or min(given.clients, default=BATCH) > BATCH:
         parser.error(f"the rates of the open loop need the way plain with {BATCH} clients or fewer")
@@ -207,10 +205,8 @@ def main() -> None:
             bench.urls["llama-server"] = stack.enter_context(llama_server(given.gguf, slots))
         bench.run()
         offline = bench.offline(int(threads)) if given.offline else None
-    if given.json:
-        settings = {key: value for key, value in vars(given).items() if key not in ("json", "gguf")}
-        result = {**conditions(), **settings, "results": bench.results, "beside the offline API": offline}
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"results": bench.results, "beside the offline API": offline}
+    write(given.json, {**conditions(), **settings(given, "gguf"), **result})
 
 
 if __name__ == "__main__":

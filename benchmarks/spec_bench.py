@@ -21,13 +21,13 @@ grown pair for other engines; `outrider bench` says how these are found (docs/co
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of, write
 from rich.console import Console
 from spec_figures import by_kind, figures, headline
 
@@ -180,9 +180,7 @@ def run(given: argparse.Namespace, console: Console, save: Callable[[dict[str, A
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--own", type=Path, nargs="*", default=[Path(__file__).parent / "questions.jsonl"])
     parser.add_argument("--models", nargs="+", default=["builtin-100m"])
@@ -196,7 +194,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=512, help="prompt and answer together")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--runs", type=int, default=1, help="of every method for a question; the best counts")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.tokens < 2:
         parser.error("--tokens must be at least 2: the first one comes with the prompt.")
@@ -211,8 +208,7 @@ if __name__ == "__main__":
     def keep(found: dict[str, Any]) -> None:
         """After each part, so that a run that is stopped leaves what it has."""
         made = {"conditions": conditions(), "seconds": round(time.perf_counter() - start), "models": found}
-        if asked_for.json:
-            asked_for.json.write_text(json.dumps(made, indent=1) + "\n")
+        write(asked_for.json, made)
 
     screen = Console(width=180)
     run(asked_for, screen, keep)

@@ -11,7 +11,6 @@ batches, with `auto`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -20,12 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jsonschema
-from core import conditions
+from command_line import parser_of, settings, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from outrider import LLM, CompletionOutput, SamplingParams
+from outrider.bench.conditions import conditions
 
 SCHEMAS = Path(__file__).parent / "schemas.jsonl"
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
@@ -164,14 +164,11 @@ def validity(llm: LLM, schemas: Sequence[Schema], samples: int) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="builtin-100m")
     parser.add_argument("--draft", help="a draft model, for two ways more")
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--every", type=int, default=4, help="speed on one schema of so many")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     llm = LLM(given.model, max_num_seqs=16, max_model_len=1024, speculative_config=None)
     schemas, refused = taken(llm)
@@ -187,10 +184,7 @@ def main() -> None:
             table.add_row(name, label, *map(str, [*figures.values()][:-1]))
     Console(width=110).print(table)
     print(json.dumps({**found, "any": None, "none": None}, ensure_ascii=False))
-    if given.json:
-        settings = {key: value for key, value in vars(given).items() if key != "json"}
-        result = {"conditions": conditions(), **settings, **found}
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(given.json, {"conditions": conditions(), **settings(given), **found})
 
 
 if __name__ == "__main__":

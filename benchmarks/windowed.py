@@ -13,12 +13,11 @@ a trained model (the built-in target, 700 tokens into a text).
 
 from __future__ import annotations
 
-import argparse
-import json
 from array import array
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of, write
 from core import checkpoint, conditions, prompt, show
 from rich.console import Console
 
@@ -62,7 +61,7 @@ def steps(llm: LLM, temperature: float, speculate: bool) -> dict[str, float]:
 
 def far(folder: Path, kv: str, depths: tuple[int, ...]) -> dict[str, Any]:
     llm = LLM(
-        str(checkpoint(folder / "long", positions=17_000)),
+        str(checkpoint(folder / "long", max_position_embeddings=17_000)),
         speculative_config=None,
         max_num_seqs=ROWS + 2,
         max_model_len=LENGTH + 2 * PAGE,
@@ -117,14 +116,11 @@ def pair() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kv", default="auto", help="auto or int8")
     parser.add_argument("--depths", type=int, nargs="*", default=[1, 3])
     parser.add_argument("--pair", action="store_true", help="the built-in target as well")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found = {
         "conditions": conditions(),
@@ -133,5 +129,4 @@ if __name__ == "__main__":
     if given.pair:
         found["3 drafted, built-in target"] = pair()
     show(found, Console())
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(given.json, found)

@@ -190,10 +190,9 @@ def decoder_figures(shape: str, device: torch.device, context: int, tiny: bool) 
     def forward(nodes: int, start: int, wanted: int) -> None:
         from outrider.core.step_input import StepInput
 
-        step = StepInput()
-        step.chain(table, start, [1] * (nodes + 1))
+        step = StepInput.of_chain(table, start, [1] * (nodes + 1))
         step.logits_rows = [*range(nodes + 1 - wanted, nodes + 1)]
-        decoder.forward_step(step.build(), pool, {})
+        decoder.forward_step(step, pool, {})
 
     copied = copy_rate(device, rounds)
     weights = sum(p.numel() * p.element_size() for p in _weights(decoder))

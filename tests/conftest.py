@@ -13,6 +13,7 @@ import modelled_time
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from toys import toy_target
 
 from outrider import LLM, AsyncLLM
 from outrider.backends.torch.backend import leave_out_amx
@@ -79,3 +80,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
 def tiny(checkpoint: Make) -> Path:
     """A two-layer Llama in float32 with a vocabulary of 300 and a context of 256, without a tokenizer."""
     return checkpoint()
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """An engine in float32 on a `toy_target`."""
+    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")

@@ -87,9 +87,8 @@ def test_linear_writes_nothing_past_its_outputs(dtype: torch.dtype) -> None:
 def test_embed_reads_rows_of_a_packed_weight(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     backend, weight = c_backend(dtype), torch.randn(outputs, inputs)
     ids = torch.randint(outputs, (11,))
-    step_input = StepInput()
-    step_input.chain(array("i", range(11)), 0, ids.tolist())
-    assert torch.equal(backend.embed(backend.pack(weight), step_input.build()), weight.to(dtype).float()[ids])
+    step_input = StepInput.of_chain(array("i", range(11)), 0, ids.tolist())
+    assert torch.equal(backend.embed(backend.pack(weight), step_input), weight.to(dtype).float()[ids])
 
 
 @needs_c
@@ -262,9 +261,7 @@ def test_small_kernels_rows_are_independent() -> None:
 
 
 def forward(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens: list[int]) -> Tensor:
-    step_input = StepInput()
-    step_input.chain(table, start, tokens)
-    return decoder.forward(step_input.build(), pool)
+    return decoder.forward(StepInput.of_chain(table, start, tokens), pool)
 
 
 @needs_c

@@ -156,9 +156,8 @@ def test_a_prompt_chunk_gets_the_bits_of_its_tokens_one_by_one(monkeypatch: pyte
     assert len(attention._parts(step_input.query_start, 1000)) == 2
     assert torch.equal(attend(step_input, q, pool, spec, 0, None), found)
     for row in (15, 16):
-        alone = StepInput()
-        alone.chain(slots, 270 + row, [0])
-        assert torch.equal(attend(alone.build(), q[row : row + 1], pool, spec, 0, None), found[row : row + 1])
+        alone = StepInput.of_chain(slots, 270 + row, [0])
+        assert torch.equal(attend(alone, q[row : row + 1], pool, spec, 0, None), found[row : row + 1])
 
 
 @pytest.mark.parametrize("window", [6, -9])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from lockstep import Side, lockstep
 
 from outrider import LLM, SamplingParams
-from outrider.bench.lockstep import Side, lockstep
 from outrider.bench.measure import Configs
 
 CONFIGS: Configs = {"plain": {"method": "off"}, "ngram": {"method": "ngram", "num_speculative_tokens": 3}}

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reliability
 
 from outrider import LLM, SamplingParams
-from outrider.bench import plot
 from outrider.bench.plot import choices
 from outrider.errors import ConfigError
 
@@ -36,13 +36,15 @@ def test_predictions_are_drawn_for_each_drafter_with_what_was_seen_often_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
-    save = plot.save
-    monkeypatch.setattr(plot, "save", lambda figure, *more: (drawn.append(figure), save(figure, *more)))
-    point = plot.Point
+    save = reliability.save
+    monkeypatch.setattr(
+        reliability, "save", lambda figure, *more: (drawn.append(figure), save(figure, *more))
+    )
+    point = reliability.Point
     bins, module = [point(0.2, 0.3, 50), point(0.7, 0.6, 9)], [point(0.25, 0.25, 40), point(0.8, 1.0, 10)]
     few = [point(0.1, 0.0, 3)]
     panels = {"suffix": {"bins": bins, "module": module}, "ngram": {"bins": few, "module": bins}}
-    plot.reliability(panels, "title", tmp_path / "x.svg")
+    reliability.draw(panels, "title", tmp_path / "x.svg")
     suffix, ngram = drawn[0].axes
     bars = [[c for c in axes.containers if hasattr(c, "lines")] for axes in (suffix, ngram)]
     points = {bar.get_label(): [*bar.lines[0].get_xdata()] for bar in bars[0]}

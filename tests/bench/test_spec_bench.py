@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
+import grow
 import pytest
+import spec_bench
+import spec_figures
 import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,22 +21,6 @@ from outrider.core.row import Speculation
 from outrider.outputs import CompletionOutput
 
 HIDDEN, MLP, LAYERS, VOCABULARY = 32, 48, 2, 96
-
-
-@pytest.fixture
-def grow(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import grow
-
-    return grow
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import spec_bench
-
-    return spec_bench
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +37,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("layers", "mlp"), [(2, 80), (5, 48), (7, 100)])
-def test_a_grown_folder_computes_the_same(grow: Any, small: Path, layers: int, mlp: int) -> None:
+def test_a_grown_folder_computes_the_same(small: Path, layers: int, mlp: int) -> None:
     large, before = grow.grown(small, layers, mlp), grow.llama(small)
     ids = torch.arange(40).reshape(2, 20)
     assert before(ids).logits.abs().max() > 0.1
@@ -63,28 +49,26 @@ def test_a_grown_folder_computes_the_same(grow: Any, small: Path, layers: int, m
     )
 
 
-def test_questions_are_spread_over_a_group(bench: Any) -> None:
+def test_questions_are_spread_over_a_group() -> None:
     """The eight categories of MT-bench are one of Spec-Bench's, in which each has its share."""
     chat = [Question(kind, (f"{kind} {i}",)) for kind in ("writing", "coding") for i in range(4)]
-    found = bench.chosen([*chat, *(Question("qa", (str(i),)) for i in range(6))], 2)
+    found = spec_bench.chosen([*chat, *(Question("qa", (str(i),)) for i in range(6))], 2)
     assert {kind: [question.turns[0] for question in group] for kind, group in found.items()} == {
         "multi-turn": ["writing 0", "coding 0"], "question": ["0", "3"],
     }  # fmt: skip
 
 
-def test_a_long_question_loses_its_middle(bench: Any) -> None:
+def test_a_long_question_loses_its_middle() -> None:
     tokenizer = read_tokenizer(str(locate("builtin")))
     text = " ".join(f"word{i}" for i in range(300))
-    ids = bench.fitted(text, tokenizer, 100)
+    ids = spec_bench.fitted(text, tokenizer, 100)
     assert 90 < len(ids) <= 100
     text = tokenizer.decode(ids)
     assert "word0 " in text and "word299" in text and "word150" not in text
-    assert "word0 word1 word2" in tokenizer.decode(bench.fitted("word0 word1 word2", tokenizer, 100))
+    assert "word0 word1 word2" in tokenizer.decode(spec_bench.fitted("word0 word1 word2", tokenizer, 100))
 
 
-def test_what_loops_is_left_out_of_the_headline(bench: Any) -> None:
-    import spec_figures
-
+def test_what_loops_is_left_out_of_the_headline() -> None:
     def answered(tokens: list[int], seconds: float) -> Run:
         times = [0.1, *(0.1 + i * seconds for i in range(1, len(tokens)))]
         return Run("chat", times[-1], Times(), [CompletionOutput(0, "", tokens, token_times=times)])
@@ -92,24 +76,22 @@ def test_what_loops_is_left_out_of_the_headline(bench: Any) -> None:
     loop, free = [1, 2, 3, 4] * 5, list(range(20))
     plain = Measured("plain decoding", [answered(loop, 0.1), answered(free, 0.1)])
     other = Measured("copies", [answered(loop, 0.01), answered([*free[:-1], 5], 0.2)])
-    made = bench.figures([plain, other])["copies"]
+    made = spec_bench.figures([plain, other])["copies"]
     assert made["no loops"]["requests"] == 1 and made["no loops"]["decode speed-up"] == 0.5
     assert made["all"]["requests"] == 2 and made["all"]["speed-up"] > made["no loops"]["speed-up"]
     assert made["all"]["answers with the same tokens"] == 1
     assert "slower" in spec_figures.shown_as(made["no loops"]["speed-up"])
 
 
-def test_layer_skipping_is_left_out_on_a_grown_target(bench: Any) -> None:
-    assert {"early exit", "auto", "EAGLE-3, tree"} <= bench.configs("builtin", None).keys()
-    assert not {"early exit", "layer skipping"} & bench.configs("builtin-100m", None).keys()
-    assert [*bench.configs("builtin", ["auto"])] == ["plain decoding", "auto"]
+def test_layer_skipping_is_left_out_on_a_grown_target() -> None:
+    assert {"early exit", "auto", "EAGLE-3, tree"} <= spec_bench.configs("builtin", None).keys()
+    assert not {"early exit", "layer skipping"} & spec_bench.configs("builtin-100m", None).keys()
+    assert [*spec_bench.configs("builtin", ["auto"])] == ["plain decoding", "auto"]
     with pytest.raises(SystemExit, match="'autos'"):
-        bench.configs("builtin", ["autos"])
+        spec_bench.configs("builtin", ["autos"])
 
 
-def test_a_result_becomes_a_table_for_documents_and_a_picture(bench: Any, tmp_path: Path) -> None:
-    import spec_figures
-
+def test_a_result_becomes_a_table_for_documents_and_a_picture(tmp_path: Path) -> None:
     def answered(tokens_per_step: int) -> Measured:
         stats = (
             Speculation(20 // tokens_per_step, 16, 8, 20, True, (2, 0, 4))
@@ -123,7 +105,7 @@ def test_a_result_becomes_a_table_for_documents_and_a_picture(bench: Any, tmp_pa
     plain, fast, rival = answered(1), answered(4), answered(0)
     plain.method, rival.promise = "plain decoding", ""
     late = Measured("late", [], "", "stopped after 9 s")
-    made = bench.figures([plain, fast, rival, late])
+    made = spec_bench.figures([plain, fast, rival, late])
     console = Console(width=160, file=io.StringIO())
     spec_figures.headline("title", made, console)
     spec_figures.by_kind("title", made, console)

@@ -30,15 +30,15 @@ from gguf_files import (
     tokenizer_fields,
     write,
 )
-from helpers import answer, weight_bytes
+from helpers import answer, check_speculation, weight_bytes
 
-from outrider import LLM, ModelError, OutriderError, SamplingParams
+from outrider import LLM, ModelError, OutriderError
 from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.hub import Checkpoint
 from outrider.config import EngineOptions
 from outrider.core.quantized import QuantizedWeight
 from outrider.inspect.card import card_of
-from outrider.testing import KnownTexts, Scripts, check_idle, tiny_checkpoint, use_example
+from outrider.testing import tiny_checkpoint
 
 BITS = {
     "Q4_0": 4,
@@ -137,28 +137,7 @@ def test_card_memory_equals_the_loaded_size(kind: str, wide: str, tmp_path: Path
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "BF16"])
 def test_speculation_changes_nothing(kind: str, wide: str, tmp_path: Path) -> None:
     file = write(tmp_path / "model.gguf", shutil.copytree(wide, tmp_path / "source"), mixed(kind))
-    plain, fast = LLM(str(file), enable_prefix_caching=False), LLM(str(file))
-    assert fast.engine.exact
-    truth = KnownTexts()
-    for distribution in ({"temperature": 0}, {"temperature": 0.8}):
-        params = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, **distribution)
-        for prompt in PROMPTS:
-            truth.learn(prompt, 3, answer(plain, prompt, params).outputs)
-        use_example(fast, "ngram", num_speculative_tokens=4)
-        check_same(fast, params, truth)
-        fast.use(
-            {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6}
-        )
-        assert check_same(fast, params, truth) > 0
-
-
-def check_same(llm: LLM, params: SamplingParams, truth: KnownTexts) -> int:
-    """Number of accepted draft tokens."""
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
-    for prompt, output in zip(PROMPTS, outputs):
-        assert [*prompt, *output.outputs[0].token_ids] == truth.texts[tuple(prompt), 3, 0]
-    check_idle(llm)
-    return sum(output.speculation.accepted for output in outputs)
+    check_speculation(str(file), PROMPTS)
 
 
 # ---- finding files

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import text_logits
 
 from outrider.checkpoints.grown import INNER, LAYERS
 from outrider.checkpoints.hub import GROWN, Checkpoint
-from outrider.core.step_input import StepInput
 from outrider.errors import ConfigError
 from outrider.models.decoder import Decoder
 from outrider.models.placement import Precision
@@ -20,11 +19,7 @@ TOKENS = [(7 * i + 3) % 300 for i in range(24)]
 
 
 def logits(checkpoint: Checkpoint) -> torch.Tensor:
-    decoder = Decoder(checkpoint, Precision(torch.float32), CPU, 64)
-    step_input = StepInput()
-    step_input.chain(array("i", range(32)), 0, TOKENS)
-    x = decoder.forward(step_input.build(), decoder.pool(32))
-    return decoder.logits(x, list(range(len(TOKENS)))).clone()
+    return text_logits(Decoder(checkpoint, Precision(torch.float32), CPU, 64), TOKENS)
 
 
 @pytest.mark.parametrize(("layers", "inner"), [(2, 160), (5, 96), (6, 128)])

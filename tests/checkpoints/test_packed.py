@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import answer, weight_bytes
+from helpers import answer, check_speculation, decoder_of, text_logits, weight_bytes
 from packed_files import AWQ, COMPRESSED, FORMATS, GPTQ, groups_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,11 +20,8 @@ from outrider import LLM, ModelError, SamplingParams
 from outrider.checkpoints.hub import Checkpoint
 from outrider.config import EngineOptions
 from outrider.core.quantized import QuantizedWeight
-from outrider.core.step_input import StepInput
 from outrider.inspect.card import card_of
-from outrider.models.decoder import Decoder
-from outrider.models.placement import Precision
-from outrider.testing import KnownTexts, Scripts, check_idle, random_prompts, tiny_checkpoint, use_example
+from outrider.testing import random_prompts, tiny_checkpoint
 
 PROMPTS = random_prompts(3)
 
@@ -65,14 +61,8 @@ def configure(folder: Path, quantization: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@torch.inference_mode()
 def logits(folder: Path) -> Tensor:
-    decoder = Decoder(Checkpoint.open(str(folder)), Precision(torch.float32), torch.device("cpu"), 256)
-    step_input = StepInput()
-    step_input.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
-    return decoder.logits(
-        decoder.forward(step_input.build(), decoder.pool(256)), list(range(step_input.length))
-    )
+    return text_logits(decoder_of(folder), PROMPTS[0] + PROMPTS[1])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -114,22 +104,7 @@ def test_card_memory_equals_the_loaded_size(name: str, make: Any) -> None:
 
 @pytest.mark.parametrize("name", ["awq", "gptq-8", "gptq-act-order", "compressed-asymmetric"])
 def test_speculation_changes_nothing(name: str, make: Any) -> None:
-    folder = str(make(name)[0])
-    plain, fast, truth = LLM(folder, enable_prefix_caching=False), LLM(folder), KnownTexts()
-    assert fast.engine.exact
-    for distribution in ({"temperature": 0}, {"temperature": 0.8}):
-        params = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, **distribution)
-        for prompt in PROMPTS:
-            truth.learn(prompt, 3, answer(plain, prompt, params).outputs)
-        use_example(fast, "ngram", num_speculative_tokens=4)
-        for script in (None, Scripts(truth).hidden):
-            if script is not None:
-                fast.use({"method": "scripted", "script": script, "nodes": 40, "num_speculative_tokens": 6})
-            outputs = fast.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
-            for prompt, output in zip(PROMPTS, outputs):
-                assert [*prompt, *output.outputs[0].token_ids] == truth.texts[tuple(prompt), 3, 0]
-            check_idle(fast)
-        assert sum(output.speculation.accepted for output in outputs) > 0
+    check_speculation(str(make(name)[0]), PROMPTS)
 
 
 def test_groups_in_activation_order_are_expanded_and_logged(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from block_heads import BLOCK, HIDDEN, MASK, TAPS, V, dspark, speculators, tensors, zlab
 from torch import Tensor
-from toys import save_head, toy_target
+from toys import save_head
 
 from outrider import LLM
 from outrider.checkpoints.heads import Head
@@ -19,11 +19,6 @@ from outrider.errors import ConfigError, ModelError
 from outrider.heads.block_layouts import BlockLayout, spread
 from outrider.heads.blocks import BlockDrafter
 from outrider.heads.layer import Sizes
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
 def opened(

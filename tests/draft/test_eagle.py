@@ -26,18 +26,12 @@ from outrider.heads.sample import TargetWeights
 from outrider.train.methods.eagle import Eagle as Trained
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
-
-
 def ours(llm: LLM, folder: str, ids: list[int], f: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs of the packed network of a folder for pairs, and the logits of the last one."""
     drafter = Eagle(Eagle.Options(model=folder), llm.engine.target)
     drafter.allocate(64, drafter.net.stack.pool(1))
-    step_input = StepInput()
-    step_input.chain(array("i", range(1, 40)), 0, ids)
-    out = drafter.net.forward(step_input.build(), drafter.pool, drafter.net.from_states(f))
+    step_input = StepInput.of_chain(array("i", range(1, 40)), 0, ids)
+    out = drafter.net.forward(step_input, drafter.pool, drafter.net.from_states(f))
     return out, drafter.net.logits(out[-1:])
 
 

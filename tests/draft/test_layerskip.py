@@ -58,9 +58,7 @@ def decoder(load: Load) -> Decoder:
 
 
 def plan_of(start: int, tokens: list[int]) -> StepInput:
-    step_input = StepInput()
-    step_input.chain(TABLE, start, tokens)
-    return step_input.build()
+    return StepInput.of_chain(TABLE, start, tokens)
 
 
 def silenced(folder: Path, attention: tuple[int, ...], mlp: tuple[int, ...], to: Path) -> Path:

@@ -24,7 +24,7 @@ from medusa_heads import (
     vllm,
     without,
 )
-from toys import HIDDEN, V, save_head, toy_target
+from toys import HIDDEN, V, save_head
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import Head
@@ -34,11 +34,6 @@ from outrider.draft.medusa import Medusa, Network
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.sample import TargetWeights
 from outrider.train.methods.medusa import Medusa as Trained
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
 def dropped(named: Named) -> Named:

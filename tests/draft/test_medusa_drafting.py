@@ -11,7 +11,7 @@ import pytest
 import torch
 from medusa_heads import CONFIG, PT, Beside, drafter_of, listened, parts_of, reference
 from torch import Tensor
-from toys import HIDDEN, V, acceptance, samples, save_head, teach, toy_target
+from toys import HIDDEN, V, acceptance, samples, save_head, teach
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.heads import Head
@@ -26,11 +26,6 @@ from outrider.drafting.base import Drafter
 from outrider.heads.ranks import MEDUSA, RankAccuracy, paths
 from outrider.heads.sample import Sample, TargetWeights
 from outrider.train.methods.medusa import Medusa as Trained
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
 @pytest.fixture

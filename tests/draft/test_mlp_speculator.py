@@ -26,6 +26,7 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft.mlp_speculator import MlpSpeculator
+from outrider.heads.base import LastState
 from outrider.heads.speculators import SpeculatorDrafter
 from outrider.testing import check_tree, make_row
 
@@ -107,7 +108,7 @@ def proposed(
 ) -> list[DraftTree]:
     """Drafts for rows with these last states."""
     for row, f in zip(rows, states):
-        drafter.last_states[row] = len(row.tokens) - 1, f[None]
+        drafter.last_states[row] = LastState(len(row.tokens) - 1, f[None])
     steps = [RowStep(row, len(row.tokens) - 1, 1, budget=budget) for row, budget in zip(rows, budgets)]
     trees = drafter.propose(Batch(steps)).trees
     for tree, budget in zip(trees, budgets):
@@ -218,7 +219,7 @@ def test_rows_that_get_no_drafts(llm: LLM, tmp_path: Path) -> None:
     drafter, rows = opened(llm, CASES["ibm"], tmp_path), [row_at(0.0) for _ in range(5)]
     f = torch.randn(HIDDEN)
     for row, computed in zip(rows[1:], (1, 3, 3, 3)):
-        drafter.last_states[row] = computed, f[None]
+        drafter.last_states[row] = LastState(computed, f[None])
     batch = Batch([RowStep(row, 3, 1, budget=Budget(3, 3)) for row in rows])
     batch[2].start, batch[2].known, batch[3].budget = 2, 2, Budget()
     assert [len(tree.tokens) for tree in drafter.propose(batch).trees] == [0, 0, 0, 0, 3]

@@ -12,7 +12,7 @@ import torch
 from layers import INNER, naive, norm, sized, stored, tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toys import HIDDEN, LAYERS, V, acceptance, read, samples, save_head, teach, toy_target
+from toys import HIDDEN, LAYERS, V, acceptance, read, samples, save_head, teach
 
 from outrider import LLM, SamplingParams
 from outrider.core.step import FINAL, Batch
@@ -26,11 +26,6 @@ from outrider.heads.sample import TargetWeights
 from outrider.train.methods.mtp import Mtp as Trained
 
 STEPS = 40  # of training
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
@@ -247,11 +242,10 @@ def test_an_export_is_read_back(toy: LLM, tmp_path: Path, layout: str) -> None:
         layout != "mimo" or "model.mtp_layers.0.self_attn.q_proj.bias" in out
     )
     ids, f = [5, 9, 400], torch.randn(3, HIDDEN)
-    step_input = StepInput()
-    step_input.chain(array("i", range(1, 40)), 0, ids)
+    step_input = StepInput.of_chain(array("i", range(1, 40)), 0, ids)
     with torch.no_grad():
         again, normed = network(TargetWeights.of(toy.engine.decoder).embedding[ids], f)
-    o = drafter.net.forward(step_input.build(), drafter.net.stack.pool(64), f)
+    o = drafter.net.forward(step_input, drafter.net.stack.pool(64), f)
     assert torch.allclose(drafter.net.from_output(o), again, atol=1e-4) and torch.allclose(
         drafter.net.normed(o), normed, atol=1e-4
     )

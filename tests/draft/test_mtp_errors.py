@@ -7,18 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from layers import stored, tensors
-from toys import LAYERS, save_head, toy_target
+from toys import LAYERS, save_head
 
 from outrider import LLM
 from outrider.core.step import FINAL
 from outrider.draft import detect
 from outrider.draft.mtp import Mtp
 from outrider.errors import ConfigError, ModelError
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
 @pytest.mark.parametrize(

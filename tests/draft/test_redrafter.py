@@ -19,6 +19,7 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
 from outrider.draft.redrafter import Network, ReDrafter
+from outrider.heads.base import LastState
 from outrider.testing import check_tree, make_row, propose_tree
 
 Tensors = dict[str, Tensor]
@@ -98,7 +99,7 @@ def state(seed: int = 0) -> Tensor:
 
 
 def seen(drafter: ReDrafter, row: Row, f: Tensor) -> Row:
-    drafter.last_states[row] = len(row.tokens) - 1, f
+    drafter.last_states[row] = LastState(len(row.tokens) - 1, f)
     return row
 
 

@@ -216,9 +216,7 @@ def test_plain_decoding_is_the_same_alone_and_among_eight(
 
 
 def chain(decoder: Decoder, pool: Pool, table: array[int], start: int, tokens: Sequence[int]) -> Tensor:
-    step_input = StepInput()
-    step_input.chain(table, start, tokens)
-    return decoder.forward(step_input.build(), pool)
+    return decoder.forward(StepInput.of_chain(table, start, tokens), pool)
 
 
 def random_tree(

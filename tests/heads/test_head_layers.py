@@ -35,9 +35,7 @@ def backend_of(kind: str, dtype: torch.dtype) -> Any:
 
 
 def plan_of(tokens: Sequence[int], first: int = 0) -> StepInput:
-    step_input = StepInput()
-    step_input.chain(array("i", range(SLOTS)), first, tokens)
-    return step_input.build()
+    return StepInput.of_chain(array("i", range(SLOTS)), first, tokens)
 
 
 @pytest.fixture(autouse=True)

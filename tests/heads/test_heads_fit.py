@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from toys import HIDDEN, V, save_head, toy_target
+from toys import HIDDEN, V, save_head
 
 from outrider import LLM, SamplingParams, draft
 from outrider.checkpoints.heads import Head
@@ -22,11 +22,6 @@ from outrider.heads.vocabulary import check_size
 
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
 Changed = Callable[[dict[str, Any], dict[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
 def changed(llm: LLM, method: str, change: Changed, monkeypatch: pytest.MonkeyPatch) -> Any:

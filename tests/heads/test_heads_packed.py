@@ -12,7 +12,7 @@ import pytest
 import torch
 from packed_files import Pack, awq, gptq
 from torch import Tensor
-from toys import HIDDEN, V, save_head, toy_target
+from toys import HIDDEN, V, save_head
 
 from outrider import LLM, ModelError, SamplingParams, draft
 from outrider.checkpoints.heads import Head, builtin
@@ -31,11 +31,6 @@ from outrider.models.export import packed, scheme
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
 HEADS.remove("domino")  # files keep its GRU whole, whose tensors are not named "weight"
 PROMPTS = [{"prompt_token_ids": [3, 1, 4, 1, 5 + i]} for i in range(3)]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
 def proposed(llm: LLM, drafter: Drafter) -> list[list[DraftTree]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers import transformers_tokens
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.context import Context
@@ -101,19 +102,9 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [[rng.randrange(300) for _ in range(length)] for length in lengths]
 
 
-@torch.inference_mode()
 def theirs(folder: Path, prompt: list[int], new: int) -> list[int]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        pad_token_id=0,
-    )
-    return list(out[0, len(prompt) :].tolist())
+    return transformers_tokens(model, [prompt], new)[0]
 
 
 def greedy(llm: LLM, asked: list[list[int]], new: int) -> list[list[int]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import text_logits
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from outrider import LLM, ConfigError, ModelError
 from outrider.checkpoints.quantize import quantize
 from outrider.config import EngineOptions
 from outrider.core.quantized import QuantizedWeight
-from outrider.core.step_input import StepInput
 from outrider.inspect.card import card_of
 from outrider.models.export import packed, write
 from outrider.testing import random_prompts, tiny_checkpoint
@@ -30,11 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def logits(model: str | Path, **options: Any) -> Tensor:
     """float32 [len(PROMPT), V]."""
-    decoder = LLM(str(model), **options).engine.decoder
-    step_input = StepInput()
-    step_input.chain(array("i", range(len(PROMPT))), 0, PROMPT)
-    x = decoder.forward(step_input.build(), decoder.pool(len(PROMPT)))
-    return decoder.logits(x, list(range(len(PROMPT)))).clone()
+    return text_logits(LLM(str(model), **options).engine.decoder, PROMPT)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

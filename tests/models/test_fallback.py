@@ -11,7 +11,7 @@ import pytest
 import torch
 from fallback_cases import LENGTHS, fallback, needs_c, prompts
 from families import FAMILIES, write
-from helpers import answer
+from helpers import answer, transformers_tokens
 from torch import nn
 from toys import read
 
@@ -45,18 +45,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
 
 
-@torch.inference_mode()
 def generated(model: Any, length: int) -> list[list[int]]:
-    ids = torch.tensor([prompt for prompt in prompts() if len(prompt) == length])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
-        pad_token_id=0,
-    )
-    return out[:, length:].tolist()
+    return transformers_tokens(model, [prompt for prompt in prompts() if len(prompt) == length], NEW)
 
 
 @torch.inference_mode()

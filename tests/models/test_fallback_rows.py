@@ -101,9 +101,8 @@ def test_falcons_biases_are_rounded_as_in_transformers(name: str, tmp_path: Path
     model = Fallback(Checkpoint.open(str(tmp_path)), Precision(torch.float32), torch.device("cpu"), 1024)
     pool, plans = model.pool(700), []
     for a, b in ((0, 300), (300, 700)):
-        step_input = StepInput()
-        step_input.chain(array("i", range(700)), a, tokens[a:b])
-        plans.append(model.logits(model.forward(step_input.build(), pool), list(range(b - a))).clone())
+        step_input = StepInput.of_chain(array("i", range(700)), a, tokens[a:b])
+        plans.append(model.logits(model.forward(step_input, pool), list(range(b - a))).clone())
     torch.testing.assert_close(torch.cat(plans), expected, rtol=1e-3, atol=2e-3)
 
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import decoder_of, text_logits, transformers_tokens
 
 from outrider import LLM, SamplingParams
 from outrider.backends.select import fast_bfloat16
-from outrider.checkpoints.hub import Checkpoint
-from outrider.core.step_input import StepInput
-from outrider.models.decoder import Decoder
-from outrider.models.placement import Precision
 
 NEW = 48
 LENGTHS = (1, 9, 30, 70)  # five prompts of each, so that transformers can batch them without padding
@@ -69,21 +65,11 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@torch.inference_mode()
 def theirs(model: Any) -> list[list[int]]:
     """transformers' greedy continuations; the prompts of one length at a time."""
     out: list[list[int]] = []
     for length in LENGTHS:
-        ids = torch.tensor([p for p in prompts() if len(p) == length])
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NEW,
-            min_new_tokens=NEW,
-            pad_token_id=0,
-        )
-        out.extend(made[:, length:].tolist())
+        out += transformers_tokens(model, [prompt for prompt in prompts() if len(prompt) == length], NEW)
     return out
 
 
@@ -128,14 +114,8 @@ def test_torch_kernels_equal_transformers(
     assert_same(theirs(reference(folder)), ours(folder))
 
 
-@torch.inference_mode()
 def logits(folder: Path, ids: list[int], dtype: torch.dtype, max_len: int = 256) -> torch.Tensor:
-    """float32 [len(ids), V] of our decoder, in one prefill."""
-    decoder = Decoder(Checkpoint.open(str(folder)), Precision(dtype), torch.device("cpu"), max_len)
-    slots = array("i", range(256))
-    step_input = StepInput()
-    step_input.chain(slots, 0, ids)
-    return decoder.logits(decoder.forward(step_input.build(), decoder.pool(256)), list(range(len(ids))))
+    return text_logits(decoder_of(folder, dtype, max_len), ids)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])

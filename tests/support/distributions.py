@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +32,7 @@ class Exact:
 
     def logits(self, ids: tuple[int, ...]) -> np.ndarray:
         if ids not in self.known:
-            step_input = StepInput()
-            step_input.chain(array("i", range(len(ids))), 0, ids)
-            x = self.decoder.forward(step_input.build(), self.decoder.pool(len(ids)))
+            x = self.decoder.forward(StepInput.of_ids(ids), self.decoder.pool(len(ids)))
             self.known[ids] = self.decoder.logits(x, [len(ids) - 1])[0].double().numpy()
         return self.known[ids]
 

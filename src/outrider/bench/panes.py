@@ -44,6 +44,7 @@ def pieces_of(answer: CompletionOutput, decode: Callable[[list[int]], str]) -> l
 
 
 def coloured(pieces: Sequence[Piece], palette: dict[str, str]) -> Text:
+    """The text of an answer, each draft token in the colour of its method."""
     text = Text()
     for piece in pieces:
         text.append(piece.text, style="" if piece.source is None else f"bold {palette[piece.source]}")

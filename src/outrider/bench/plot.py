@@ -12,7 +12,6 @@ from outrider.errors import ConfigError
 
 FORMATS = (".png", ".svg", ".pdf")
 BLUE, RED, GREY = "#0072b2", "#d55e00", "#7a7a7a"  # of Okabe and Ito, whom colour-blind readers can follow
-FEWEST = 10  # observations of a point that is drawn
 TICKS, NEAR_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20), (0.5, 0.7, 1, 1.5, 2, 3)
 
 
@@ -22,21 +21,6 @@ class Gain(NamedTuple):
     median: float
     low: float
     high: float
-
-
-class Point(NamedTuple):
-    """A probability as predicted, and as observed so many times."""
-
-    predicted: float
-    observed: float
-    observations: int
-
-    @property
-    def spread(self) -> float:
-        """Half a 95 % interval of `observed`."""
-        return float(
-            1.96 * (self.observed * (1 - self.observed) / self.observations + self.observations**-2) ** 0.5
-        )
 
 
 def check_plot(out: Path) -> None:
@@ -78,7 +62,7 @@ def speed_ups(
 
     order = sorted(methods, key=last_median, reverse=True)
     size = (max(6.0, 2.2 + 1.4 * len(tasks)), 1.4 + 0.25 * len(order))
-    figure, panels = _row_of_panels(len(tasks), size)
+    figure, panels = row_of_panels(len(tasks), size)
     for i, (task, axes) in enumerate(zip(tasks, panels)):
         axes.set(xscale="log", axisbelow=True)
         axes.set_title(task, fontsize=9)
@@ -103,7 +87,7 @@ def speed_ups(
     save(figure, title, out)
 
 
-def _row_of_panels(count: int, size: tuple[float, float]) -> tuple[Any, Sequence[Any]]:
+def row_of_panels(count: int, size: tuple[float, float]) -> tuple[Any, Sequence[Any]]:
     """A figure and its axes, side by side.  size: in inches."""
     figure, panels = pyplot().subplots(
         1, count, sharex=True, sharey=True, squeeze=False, figsize=size, layout="constrained"
@@ -131,32 +115,6 @@ def lines(series: Mapping[str, Sequence[float]], x: str, y: str, title: str, out
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.legend(frameon=False, fontsize=8)
-    save(figure, title, out)
-
-
-def reliability(panels: Mapping[str, Mapping[str, Sequence[Point]]], title: str, out: Path) -> None:
-    """Predicted (x) against observed probability (y) with 95 % intervals, a panel for each drafter.
-
-    panels: drafter -> predictor -> points, of which those with few observations are left out.  The bars below
-    are the numbers of observations of the first predictor.
-    """
-    figure, row = _row_of_panels(len(panels), (0.6 + 2.7 * len(panels), 3.5))
-    for axes, (drafter, predictors) in zip(row, panels.items()):
-        axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
-        for i, (name, points) in enumerate(predictors.items()):
-            known = [point for point in points if point.observations >= FEWEST]
-            if not known:
-                continue
-            x, colour = [point.predicted for point in known], (BLUE, RED)[i]
-            y, spread = [point.observed for point in known], [point.spread for point in known]
-            axes.errorbar(x, y, spread, fmt="os"[i], color=colour, markersize=4, label=name)
-            if i == 0:
-                most = max(point.observations for point in known)
-                axes.bar(x, [0.2 * point.observations / most for point in known], 0.06, color="#d4dde4")
-        axes.set_title(drafter, fontsize=9)
-        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", aspect="equal")
-        axes.legend(frameon=False, fontsize=7, loc="upper left")
-    row[0].set_ylabel("share accepted")
     save(figure, title, out)
 
 
@@ -197,7 +155,8 @@ def save(figure: Any, title: str, out: Path) -> None:
     """Write a figure, with its title, in the form that the name of the file ends in."""
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     try:
-        figure.savefig(out.expanduser(), dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
+        metadata = {"Date": None} if out.suffix.lower() == ".svg" else None  # the same file every day
+        figure.savefig(out.expanduser(), dpi=150, metadata=metadata)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the plot cannot be written to {str(out)!r}: {error}") from error
     finally:

@@ -11,6 +11,8 @@ from outrider.errors import RequestError
 
 
 class Prompt(NamedTuple):
+    """turns: of the user and the assistant by turns; the last is the user's."""
+
     kind: str
     turns: tuple[str, ...]
 

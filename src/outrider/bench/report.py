@@ -144,6 +144,7 @@ def _same(result: Measured, plain: Measured) -> int:
 
 
 def latencies(results: Sequence[Measured]) -> Table:
+    """Percentiles of the times to the first token, between steps, and per token."""
     title = "latency, p50 / p95 / p99 in milliseconds"
     made = _titled(title, "first token", "stall", "per token")
     for result in results:

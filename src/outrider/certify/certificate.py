@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.certify.chi_square import ChiSquareResult
 from outrider.certify.distributions import COMPARED_TOKENS, FALSE_ALARM, DistributionTest
 from outrider.certify.texts import Difference, Tally
-from outrider.core.row import Row
 from outrider.llm import LLM
+from outrider.testing.leaks import leaks
 
 FEW_TOKENS = 1000
-# Modules of the objects that a drafter consists of.
-OWN_MODULES = ("outrider.draft", "outrider.drafting", "outrider.cache")
 
 
 @dataclass
@@ -147,28 +145,6 @@ def _chi_square_text(
 
 def leak_check(llms: Sequence[LLM]) -> Check:
     """Pages lost or owned twice, unfinished requests, and finished requests that a drafter holds."""
-    wrong = []
-    for llm in llms:
-        try:
-            llm.engine.check()
-        except AssertionError as error:
-            wrong.append(str(error) or "a slot is lost or owned twice")
-        if llm.engine.busy:
-            wrong.append("a request is still running")
-        for name, value in _attributes(llm.engine.drafter):
-            if isinstance(value, Mapping) and any(isinstance(key, Row) for key in value):
-                wrong.append(f"the drafter still holds a finished request in {name!r}")
+    wrong = [leak for llm in llms for leak in leaks(llm)]
     tested = "cache, queue and drafter, after all tests"
     return Check("leaks", tested, "; ".join(wrong) or "none", not wrong)
-
-
-def _attributes(thing: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Attributes (name, value) of a drafter and of the objects of OWN_MODULES in it."""
-    seen = seen or set()
-    seen.add(id(thing))
-    for name, value in vars(thing).items():
-        yield name, value
-        for part in value if isinstance(value, list) else [value]:
-            ours = type(part).__module__.startswith(OWN_MODULES) and hasattr(part, "__dict__")
-            if ours and id(part) not in seen:
-                yield from _attributes(part, seen)

@@ -1,24 +1,20 @@
-"""Prompts for a test of any length: initial ones, then passages of the model's own texts."""
+"""Prompts for a test of any length: given ones, then passages of the model's own texts."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
-from outrider.bench.prompts import PROMPTS, rendered
+from outrider.bench.prompts import PROMPTS
 from outrider.llm import LLM
 
 MIN_PASSAGE, MAX_PASSAGE = 2, 48  # tokens
 
 
-def initial_prompts(llm: LLM, seed: int, raw: bool = False) -> list[list[int]]:
-    """Built-in prompts, through the chat template if there is one; random ids if there is no tokenizer."""
-    tokenizer: Any = llm.tokenizer
-    if tokenizer is None:
-        rng, vocabulary = random.Random(seed), llm.engine.checkpoint.spec.vocabulary
-        return [[rng.randrange(vocabulary) for _ in range(rng.randint(3, 40))] for _ in PROMPTS]
-    return [rendered(prompt, tokenizer, raw)["prompt_token_ids"] for prompt in PROMPTS]
+def random_prompts(llm: LLM, seed: int) -> list[list[int]]:
+    """Token ids for a model without a tokenizer."""
+    rng, vocabulary = random.Random(seed), llm.engine.checkpoint.spec.vocabulary
+    return [[rng.randrange(vocabulary) for _ in range(rng.randint(3, 40))] for _ in PROMPTS]
 
 
 class PromptSource:

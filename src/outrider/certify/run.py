@@ -129,6 +129,9 @@ def _explain(llm: LLM, differences: list[Difference]) -> None:
 
 def _logprob_tolerance(llm: LLM, texts: Sequence[list[int]]) -> float:
     """How far rounding may move a log-probability: that of a logit, twice, as the normaliser moves too."""
-    decoder, halves = llm.engine.decoder, [(text[: len(text) // 2], text[len(text) // 2 :]) for text in texts]
-    found = (reference_logits(decoder, *half) for half in halves)
-    return max((2 * tolerance(alone, together, decoder.dtype) for alone, together in found), default=0.0)
+    decoder, largest = llm.engine.decoder, 0.0
+    for text in texts:
+        middle = len(text) // 2
+        alone, together = reference_logits(decoder, text[:middle], text[middle:])
+        largest = max(largest, 2 * tolerance(alone, together, decoder.dtype))
+    return largest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +56,11 @@ class Tally:
         self, prompt: list[int], params: SamplingParams, plain: CompletionOutput, fast: CompletionOutput
     ) -> None:
         self.texts += 1
-        common = sum(itertools.takewhile(bool, map(operator.eq, plain.token_ids, fast.token_ids)))
+        common = 0
+        for ours, theirs in zip(plain.token_ids, fast.token_ids):
+            if ours != theirs:
+                break
+            common += 1
         self.tokens += common
         for token, a, b in zip(plain.token_ids[:common], plain.logprobs or (), fast.logprobs or ()):
             self.logprob_difference = max(self.logprob_difference, abs(a[token].logprob - b[token].logprob))

@@ -79,9 +79,8 @@ def max_rounding(logits: Tensor, dtype: torch.dtype) -> float:
 def _last(decoder: Model, ids: list[int], pieces: list[int]) -> Tensor:
     table, pool, start = array("i", range(len(ids))), decoder.pool(len(ids)), 0
     for size in pieces:
-        step_input = StepInput()
-        step_input.chain(table, start, ids[start : start + size])
-        x = decoder.forward(step_input.build(), pool)
+        step_input = StepInput.of_chain(table, start, ids[start : start + size])
+        x = decoder.forward(step_input, pool)
         start += size
     return decoder.logits(x, [x.shape[0] - 1])[0].float().cpu()
 

@@ -114,9 +114,8 @@ class Head:
     def get(self, name: str, *shape: int) -> Tensor:
         """A tensor of this shape.
 
-        Raises ModelError for a tensor that is missing, not floating point, or of another shape.
-
-        Another shape means a head for another target.
+        Raises ModelError for a tensor that is missing, not floating point, or of another shape, which is one
+        for another target.
         """
         self._check_shape(name, shape)
         return self._as_float(name, self.raw(name))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.checkpoints.packed_scheme import Scheme
+from outrider.checkpoints.packed_scheme import Scheme, Size
 from outrider.checkpoints.weights import Weights
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
@@ -134,20 +134,15 @@ class PackedWeights:
         dense = values.float() * scales[:, group_of_input]
         return dense if offsets is None else dense + offsets[:, group_of_input]
 
-    def _matching_size(
-        self, name: str, words: Tensor, scales: Tensor, outputs: int, inputs: int
-    ) -> tuple[int, int]:
-        """The (bits, group) of the scheme that explains the shapes of a layer.
-
-        Raises ModelError if none does.
-        """
+    def _matching_size(self, name: str, words: Tensor, scales: Tensor, outputs: int, inputs: int) -> Size:
+        """The size of the scheme that explains the shapes of a layer.  Raises ModelError if none does."""
         for bits, scheme_group in self.scheme.sizes:
             group, per_word = scheme_group or inputs, 32 // bits
             awq = self.scheme.method == "awq"
             packed = (outputs // per_word, inputs) if awq else (outputs, -(-inputs // per_word))
             words_match = words.dtype == torch.int32 and words.shape == packed
             if words_match and inputs % group == 0 and scales.shape == (outputs, inputs // group):
-                return bits, group
+                return Size(bits, group)
         sizes = " or ".join(
             f"{bits} bits in {f'groups of {group}' if group else 'whole rows'}"
             for bits, group in sorted(self.scheme.sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.checkpoints.fields import QUANTIZATION
 from outrider.checkpoints.validate import check
@@ -16,16 +16,23 @@ CURE = (
 )
 
 
+class Size(NamedTuple):
+    """Bits of a value, and inputs of a row that share a scale; group 0: all of them."""
+
+    bits: int
+    group: int
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How the layers of a checkpoint are quantized.
 
-    sizes: the (bits, group) that may occur; group 0 means one group per row.
+    sizes: those that may occur.
     symmetric: zero points may be missing.  zero_shift: is added to a stored zero point.
     """
 
     method: str
-    sizes: frozenset[tuple[int, int]]
+    sizes: frozenset[Size]
     symmetric: bool
     zero_shift: int = 0
 
@@ -95,12 +102,12 @@ def _compressed_tensors(settings: dict[str, Any]) -> Scheme:
             "packed."
         )
     schemes = [_config_group(name, group or {}) for name, group in groups.items()]
-    sizes, symmetric = zip(*schemes)
-    return Scheme("compressed-tensors", frozenset(sizes), all(symmetric))
+    sizes = frozenset[Size]().union(*(scheme.sizes for scheme in schemes))
+    return Scheme("compressed-tensors", sizes, all(scheme.symmetric for scheme in schemes))
 
 
-def _config_group(name: str, group: dict[str, Any]) -> tuple[tuple[int, int], bool]:
-    """((bits, group), symmetric) of one entry of config_groups."""
+def _config_group(name: str, group: dict[str, Any]) -> Scheme:
+    """The scheme of one entry of config_groups."""
     weights = group.get("weights") or {}
     if group.get("input_activations") or weights.get("type", "int") != "int":
         raise ModelError(
@@ -108,10 +115,11 @@ def _config_group(name: str, group: dict[str, Any]) -> tuple[tuple[int, int], bo
             f"config_groups): {CURE}"
         )
     group_size = -1 if weights.get("strategy") == "channel" else weights.get("group_size")
-    return _size(weights.get("num_bits"), group_size, (4, 8)), weights.get("symmetric") is not False
+    size = _size(weights.get("num_bits"), group_size, (4, 8))
+    return Scheme("compressed-tensors", frozenset({size}), weights.get("symmetric") is not False)
 
 
-def _size(bits: Any, group: Any, supported: tuple[int, ...]) -> tuple[int, int]:
+def _size(bits: Any, group: Any, supported: tuple[int, ...]) -> Size:
     if type(bits) is not int or bits not in supported:
         raise ModelError(
             f"the checkpoint is quantized to {bits} bits; supported: {' and '.join(map(str, supported))}."
@@ -120,7 +128,7 @@ def _size(bits: Any, group: Any, supported: tuple[int, ...]) -> tuple[int, int]:
         raise ModelError(
             f"the checkpoint's group_size must be a whole number, or -1 for whole rows, got {group!r}."
         )
-    return bits, max(group, 0)
+    return Size(bits, max(group, 0))
 
 
 READERS: dict[str, Callable[[dict[str, Any]], Scheme]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from outrider.inspect.heads import HeadCard
     from outrider.inspect.stores import StoreCard
 
-Description = tuple[tuple[str, str, str, str], dict[str, str]]  # columns of the overview, rows of the sheet
+
+class Description(NamedTuple):
+    """columns: architecture, weights, memory and decoder, in the overview.  rows: of the sheet, by name."""
+
+    columns: tuple[str, str, str, str]
+    rows: dict[str, str]
 
 
 @shared
@@ -80,7 +85,7 @@ def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> T
     for name in known():
         try:
             for card in cards(name):
-                made.add_row(escape(name), *described(card)[0])
+                made.add_row(escape(name), *described(card).columns)
         except OutriderError as error:
             made.add_row(escape(name), "", "", "", escape(str(error)))
     return made
@@ -88,7 +93,7 @@ def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> T
 
 def sheet(card: Card | HeadCard | StoreCard) -> Table:
     made = Table(title=escape(card.name), title_justify="left", title_style="bold", show_header=False)
-    for name, value in described(card)[1].items():
+    for name, value in described(card).rows.items():
         made.add_row(name, value)
     return made
 
@@ -120,7 +125,7 @@ def _model(card: Card) -> Description:
             requests: f"{_bytes(card.cache_bytes)} ({_bytes(card.free_bytes)} at most)",
             "together": f"[bold]{memory}[/]",
         }
-    return (card.architecture, weights, memory, card.refused or card.runs_on), rows
+    return Description((card.architecture, weights, memory, card.refused or card.runs_on), rows)
 
 
 def _store(card: StoreCard) -> Description:
@@ -130,7 +135,7 @@ def _store(card: StoreCard) -> Description:
         "for targets with": f"a vocabulary of {card.vocabulary:,}{tokenizer}",
         "in the file": size,
     }
-    return ("datastore", f"{_count(card.tokens)} tokens", size, "its target"), rows
+    return Description(("datastore", f"{_count(card.tokens)} tokens", size, "its target"), rows)
 
 
 def _head(card: HeadCard) -> Description:
@@ -145,7 +150,7 @@ def _head(card: HeadCard) -> Description:
         "weights": f"{weights} (stored: {_stored(card)})",
         "in the file": size,
     }
-    return (f"{card.method} head", weights, size, card.refused or "its target"), rows
+    return Description((f"{card.method} head", weights, size, card.refused or "its target"), rows)
 
 
 def _refused(card: Card | HeadCard) -> str | None:

@@ -106,13 +106,13 @@ def first_prompts(
     llm: LLM, questions: Sequence[Question] | None, tokens: int, seed: int, raw: bool
 ) -> tuple[list[list[int]], int]:
     """Token ids of the questions, or of the built-in prompts, and how many do not fit into the context."""
-    from outrider.bench.questions import prompts_of
-    from outrider.certify.prompts import initial_prompts
+    from outrider.bench.questions import prompts_for
+    from outrider.certify.prompts import random_prompts
     from outrider.core.params import SamplingParams
 
-    if questions is None:
-        return initial_prompts(llm, seed, raw), 0
-    found, left_out = prompts_of(llm, questions, SamplingParams(max_tokens=tokens))
+    if questions is None and llm.tokenizer is None:
+        return random_prompts(llm, seed), 0
+    found, left_out = prompts_for(llm, questions, SamplingParams(max_tokens=tokens), raw)
     return [prompt["prompt_token_ids"] for _, prompt in found], left_out
 
 

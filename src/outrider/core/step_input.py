@@ -104,11 +104,16 @@ class StepInput:
         return None, {**kept, "_derived": {}}
 
     @staticmethod
-    def of_ids(ids: Sequence[int]) -> StepInput:
-        """A built step of tokens without context, for embeddings alone."""
+    def of_chain(table: array[int], start: int, tokens: Sequence[int]) -> StepInput:
+        """A built step of one request: tokens at positions start, start + 1, …, in slots of `table`."""
         step_input = StepInput()
-        step_input.chain(array("i", range(len(ids))), 0, ids)
+        step_input.chain(table, start, tokens)
         return step_input.build()
+
+    @staticmethod
+    def of_ids(ids: Sequence[int]) -> StepInput:
+        """A built step of a text from its beginning, in the slots 0, 1, ….  Also for embeddings alone."""
+        return StepInput.of_chain(array("i", range(len(ids))), 0, ids)
 
     # ---- adding rows
 

@@ -41,7 +41,7 @@ from outrider.core.tree import Draft
 from outrider.core.validate import whole
 from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
-from outrider.heads.base import State, random_head
+from outrider.heads.base import LastState, State, random_head
 from outrider.heads.layer import Sizes, Stack, residual
 from outrider.heads.layouts import HeadFormat, Layout, numbers, unchanged
 from outrider.heads.outer import Ids, embed, lm_logits
@@ -255,7 +255,7 @@ class Hydra(RankedDrafter):
         for i, (row, cursor) in enumerate(pending.items()):
             cursor.mark_written()
             cursor.drop_written()
-            self.last_states[row] = cursor.end, outputs[i : i + 1]
+            self.last_states[row] = LastState(cursor.end, outputs[i : i + 1])
 
     def observe(self, commit: Commit) -> None:
         if self.pooled is None:

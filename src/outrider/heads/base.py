@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -239,6 +239,13 @@ class HeadDrafter(Drafter):
         return head
 
 
+class LastState(NamedTuple):
+    """The target's state [1, hidden] at the last of the `computed` first tokens of a row."""
+
+    computed: int
+    state: Tensor
+
+
 class StateDrafter(HeadDrafter):
     """Base of heads that draft from one state, that of the last computed token.  tap: which state of the
     target.
@@ -254,20 +261,19 @@ class StateDrafter(HeadDrafter):
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        # Tokens that the target had computed, and its state [1, hidden] at the last of them.
-        self.last_states: dict[Row, tuple[int, Tensor]] = {}
+        self.last_states: dict[Row, LastState] = {}
 
     def ready(self, batch: Batch) -> list[int]:
         """The rows to draft for: allowed to, and with the state of the token before the pending one."""
         return [r for r, step in enumerate(batch) if self.can_draft(step) and self._current(step)]
 
     def _current(self, step: RowStep) -> bool:
-        computed, _ = self.last_states.get(step.row, (None, None))
-        return computed == step.start
+        last = self.last_states.get(step.row)
+        return last is not None and last.computed == step.start
 
     def states(self, batch: Batch, rows: Sequence[int]) -> Tensor:
         """[len(rows), hidden]: f_e-2 of each."""
-        return torch.cat([self.last_states[batch[r].row][1] for r in rows]).to(self.backend.activations)
+        return torch.cat([self.last_states[batch[r].row].state for r in rows]).to(self.backend.activations)
 
     def tree(self, step: RowStep) -> LevelTree:
         """The empty tree of a row."""
@@ -311,7 +317,8 @@ class StateDrafter(HeadDrafter):
     def observe(self, commit: Commit) -> None:
         for r, step in enumerate(commit.batch):
             if step.emitted:
-                self.last_states[step.row] = step.row.computed, commit.states.of(r, (self.tap,), last=True)
+                state = commit.states.of(r, (self.tap,), last=True)
+                self.last_states[step.row] = LastState(step.row.computed, state)
 
     def forget(self, row: Row, reason: str) -> None:
         super().forget(row, reason)

@@ -33,6 +33,8 @@ class ResidualBlock(nn.Module):
 
 
 class GatedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden, inner, bias=False)

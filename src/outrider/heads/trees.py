@@ -176,7 +176,8 @@ class RankTree(LevelBuilder):
     def add_level(self, choose: Chooser, logits: Tensor) -> None:
         parents = self.frontier
         counts = [self.children[self.ranks[node]] for node in parents]
-        added = (self._sample if self.sampled else self._choose)(choose, logits, counts)
+        add = self._sample if self.sampled else self._choose
+        added = add(choose, logits, counts)
         sources: list[int] = []
         self.frontier, self.sources = [], sources
         for i, (parent, nodes) in enumerate(zip(parents, added)):

@@ -19,7 +19,7 @@ from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.grown import LAYER
 from outrider.checkpoints.heads import builtin
 from outrider.checkpoints.hub import BUILTIN, Checkpoint, locate
-from outrider.checkpoints.packed import LAYOUTS, PackedWeights
+from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.quantize import GROUP, bits_of
 from outrider.checkpoints.spec import Spec
 from outrider.checkpoints.weights import SAFE, Weights
@@ -84,12 +84,20 @@ class Stored(NamedTuple):
     bits: float | None = None
 
 
+class Header(NamedTuple):
+    """A tensor of a file, and its type."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+
+
 def card_of(options: EngineOptions) -> Card:
     """Card of options.model, as `LLM(**options)` runs it.  Raises ModelError for a missing checkpoint."""
     checkpoint, config, refused = _opened(options)
     heads = getattr(config, "num_attention_heads", 0)
     copy = "lm_head.weight" if config.tie_word_embeddings else None
-    parts = _parts(options, checkpoint, config)
+    parts = _parts(options, checkpoint)
     if checkpoint is not None and checkpoint.small is not None:
         assert isinstance(checkpoint.spec, Spec)
         parts = _grown(parts, checkpoint.small, checkpoint.spec)
@@ -154,8 +162,7 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
         if part.vector and not fallback:
             return 32
         own = together[_fused(part.name)]
-        outer = part.name.removesuffix("_packed") in OUTER
-        wanted = 8 * dtype.itemsize if few is None else _few(8 if outer else few, GROUP, False)
+        wanted = 8 * dtype.itemsize if few is None else _few(8 if part.name in OUTER else few, GROUP, False)
         return min(wanted, max(bits for bits in own if bits)) if all(own) else wanted
 
     return {
@@ -188,32 +195,27 @@ def known() -> list[str]:
     return [*BUILTIN, *builtin(), *STORES, *sorted(cached)]
 
 
-def _parts(options: EngineOptions, checkpoint: Checkpoint | None, config: Any) -> Iterator[Stored]:
-    """Every tensor that holds weights."""
+def _parts(options: EngineOptions, checkpoint: Checkpoint | None) -> Iterator[Stored]:
+    """Every tensor that holds weights; a quantized layer is one."""
     if checkpoint is not None and checkpoint.gguf is not None:
         for name, entry in checkpoint.gguf.tensors.items():
-            sample = blocks.unpack(entry.ggml_type, entry.rows[:1], entry.block_bytes)
-            few = (
-                _few(sample.bits, sample.group, sample.offsets is not None)
-                if isinstance(sample, QuantizedWeight)
-                else None
-            )
+            sample, few = blocks.unpack(entry.ggml_type, entry.rows[:1], entry.block_bytes), None
+            if isinstance(sample, QuantizedWeight):
+                few = _few(sample.bits, sample.group, sample.offsets is not None)
             yield Stored(name, count(entry.shape), entry.ggml_type, len(entry.shape) == 1, few)
         return
-    scheme = checkpoint.scheme if checkpoint else None
-    layout = LAYOUTS[scheme.method] if scheme else None
     weights = Weights(locate(options.model, options.revision))
-    packed = PackedWeights(weights, scheme) if scheme else weights
+    if checkpoint is None or checkpoint.scheme is None:
+        for name, shape, kind in headers(weights):
+            yield Stored(name, count(shape), kind, len(shape) == 1)
+        return
+    scheme, packed = checkpoint.scheme, PackedWeights(weights, checkpoint.scheme)
+    for name in packed.layer_of:
+        bits, group = packed.bits([name]) or 0, min(scheme.sizes).group
+        few = _few(bits, group, not scheme.symmetric)
+        yield Stored(name, count(packed.shape(name)), f"{scheme.method} in {bits} bits", False, few)
     for name, shape, kind in headers(weights):
-        layer, _, last = name.rpartition(".")
-        if scheme and layout and last == layout.words:
-            bits, group = min(scheme.sizes)
-            if len(scheme.sizes) > 1:  # only compressed-tensors has layers of different bits
-                bits = 32 * count(shape) // count(packed.shape(f"{layer}.weight"))
-            kind = f"{scheme.method} in {bits} bits"
-            few = _few(bits, group, not scheme.symmetric)
-            yield Stored(name, count(shape) * 32 // bits, kind, False, few)
-        elif not (layout and last in (layout.zeros, layout.scales, layout.group_index, "weight_shape")):
+        if name in packed:
             yield Stored(name, count(shape), kind, len(shape) == 1)
 
 
@@ -241,8 +243,8 @@ def _few(bits: int, group: int, offsets: bool) -> float:
     return bits + (1 + offsets) * 16 / (16 if group % 32 else 32)
 
 
-def headers(weights: Weights) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype) of every tensor.  Of aliases in a pickle only the first is given."""
+def headers(weights: Weights) -> Iterator[Header]:
+    """The header of every tensor.  Of aliases in a pickle only the first is given."""
     from safetensors import safe_open
 
     for path in sorted(set(weights.where.values())):
@@ -254,12 +256,13 @@ def headers(weights: Weights) -> Iterator[tuple[str, tuple[int, ...], str]]:
                 for name, t in tensors.items()
             }
             for place, name in {place: name for name, place in reversed(places.items())}.items():
-                yield name, place[2], str(tensors[name].dtype).removeprefix("torch.")
+                yield Header(name, place[2], str(tensors[name].dtype).removeprefix("torch."))
             continue
         with safe_open(path, framework="pt") as file:
             for name in names:
                 part = file.get_slice(name)
-                yield name, tuple(part.get_shape()), NAMES.get(part.get_dtype(), part.get_dtype())
+                kind = NAMES.get(part.get_dtype(), part.get_dtype())
+                yield Header(name, tuple(part.get_shape()), kind)
 
 
 def count(shape: tuple[int, ...]) -> int:

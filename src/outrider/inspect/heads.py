@@ -15,7 +15,7 @@ from outrider.checkpoints.weights import Weights
 from outrider.draft import PLAIN_MODEL, detect, head_methods
 from outrider.errors import ModelError
 from outrider.heads.layouts import HeadFormat, matching, numbers
-from outrider.inspect.card import count, headers
+from outrider.inspect.card import Header, count, headers
 
 PACKED = "compressed-tensors"  # type of a quantized weight
 WEIGHTS = ("float", "bfloat", "F8", PACKED)  # prefixes of the types of weights
@@ -85,12 +85,9 @@ def format_of(method: str) -> HeadFormat:
     return head_methods()[method].FORMAT
 
 
-Entry = tuple[str, tuple[int, ...], str]  # name, shape, type
-
-
-def _only(names: set[str] | None, entries: Iterator[Entry]) -> Iterator[Entry]:
+def _only(names: set[str] | None, entries: Iterator[Header]) -> Iterator[Header]:
     """The entries of these names; None for all."""
-    return (entry for entry in entries if names is None or entry[0] in names)
+    return (entry for entry in entries if names is None or entry.name in names)
 
 
 def _file(head: Head) -> Weights:
@@ -99,11 +96,11 @@ def _file(head: Head) -> Weights:
     return tensors
 
 
-def _stored(head: Head) -> Iterator[Entry]:
+def _stored(head: Head) -> Iterator[Header]:
     """Every tensor; a quantized weight is one."""
     packed = head.tensors.layer_of if isinstance(head.tensors, PackedWeights) else {}
-    yield from ((name, head.tensors.shape(name), PACKED) for name in packed)
-    yield from (entry for entry in headers(_file(head)) if entry[0] in head.tensors)
+    yield from (Header(name, head.tensors.shape(name), PACKED) for name in packed)
+    yield from (entry for entry in headers(_file(head)) if entry.name in head.tensors)
 
 
 def _refused(head: Head, method: str) -> str | None:

@@ -100,10 +100,11 @@ def _picked(
     assert model.backend.pick_next is not None, "fuses_chains says whether chains are supported"
     keys = [mix(tip.chain.stream + tip.position & MASK) for tip in tips]
     tokens = model.backend.pick_next(logits, [tip.chain.distribution for tip in tips], keys)
-    for i, (chain, _, _, position, *_) in enumerate(tips):
+    for i, tip in enumerate(tips):
+        chain = tip.chain
         if chain.probs is not None:
             q = distribution_of(logits[i], chain.distribution)
-            random = uniform(chain.stream, DRAW, position - depth, chain.first_node + depth)
+            random = uniform(chain.stream, DRAW, tip.position - depth, chain.first_node + depth)
             tokens[i] = torch.where(tokens[i] < 0, -1, index_on_device(q, random))
             probs.append((chain.probs[depth], q))
     return tokens

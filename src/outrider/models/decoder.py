@@ -77,12 +77,12 @@ class Decoder(Model):
         self.spec = spec = checkpoint.spec
         where = where or place(spec.layers, device, None)
         self.dtype, self.device, self.max_len = precision.dtype, where.outer, max_len
-        self.bits, self.precision = bits_of(precision.quantization), precision
+        self.precision = precision
         devices, activations = {where.outer, *where.layers}, precision.activations
         backends = {at: backend_for(at, self.dtype, activations) for at in devices}
-        self.split = len(backends) > 1  # over several devices
         self.backend: Backend = backends[where.outer]
-        reader = LayerReader(checkpoint.tensors(), spec, self.dtype, self.bits)
+        bits = bits_of(precision.quantization)
+        reader = LayerReader(checkpoint.tensors(), spec, self.dtype, bits)
         table = rotations(checkpoint.config, max_len, 32)  # the self-test computes 24 positions
         self.embedding = reader.embedding(self.backend)
         self.layers = [reader.layer(backends[at], i) for i, at in enumerate(where.layers)]
@@ -95,7 +95,7 @@ class Decoder(Model):
         self._layer_range = lru_cache(maxsize=8)(super().layer_range)
         self.norm = reader.norm(self.backend)
         self.lm_head = self.embedding if spec.tied else reader.lm_head(self.backend)
-        self.fused = None if self.split else self.backend.fused
+        self.fused = self.backend.fused if len(backends) == 1 else None  # it runs on one device
         self.ends: Any = None
         if self.fused is not None:
             self.ends = self.fused.pack_ends(self.embedding, self.norm, self.lm_head)

@@ -25,12 +25,13 @@ def bit_exact(decoder: Model) -> bool:
 
     alone, together = decoder.pool(len(table)), decoder.pool(len(table))
     one_by_one: list[Tensor] = []
-    decoder.forward(_chain(table, 0, tokens[:start]), alone)
+    decoder.forward(StepInput.of_chain(table, 0, tokens[:start]), alone)
     for i in range(start, len(tokens)):
-        one_by_one.append(_read(decoder, _chain(table, i, tokens[i : i + 1]), alone, [0]))
+        one_by_one.append(_read(decoder, StepInput.of_chain(table, i, tokens[i : i + 1]), alone, [0]))
 
-    decoder.forward(_chain(table, 0, tokens[: start // 2]), together)  # prefill in different chunks
-    decoder.forward(_chain(table, start // 2, tokens[start // 2 : start]), together)
+    half = start // 2  # prefill in different chunks
+    decoder.forward(StepInput.of_chain(table, 0, tokens[:half]), together)
+    decoder.forward(StepInput.of_chain(table, half, tokens[half:start]), together)
     step_input, root = StepInput(), start + 2
     step_input.chain(table, start, tokens[start:root])
     step_input.node(table, root, [root], 1)  # in the slot that the true token has in plain decoding
@@ -45,9 +46,3 @@ def _read(decoder: Model, step_input: StepInput, pool: Pool, rows: list[int]) ->
     """Logits of some rows, by the forward that the engine uses."""
     step_input.logits_rows = rows
     return decoder.forward_step(step_input, pool, {}).clone()
-
-
-def _chain(table: array[int], start: int, tokens: list[int]) -> StepInput:
-    step_input = StepInput()
-    step_input.chain(table, start, tokens)
-    return step_input.build()

@@ -221,7 +221,7 @@ class Learner:
             self._swap(candidate)
 
     def _loss(self, text: Text) -> Tensor:
-        sample = self.texts.sample(text, self.outer.logits, FINAL)
+        sample = self.texts.sample(text, self.outer.logits)
         return self.trained.loss(sample, self.outer)
 
     def _swap(self, candidate: Weights) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.row import Row
-from outrider.core.step import Commit
+from outrider.core.step import FINAL, Commit
 from outrider.heads.sample import Sample
 
 CONTEXT = 64  # tokens of a prompt before its output
@@ -75,11 +75,11 @@ class Texts:
         (self.held if self.count % EVERY == EVERY - 1 else self.kept).append(text)
         self.count, self.tokens = self.count + 1, self.tokens + int(mask.sum())
 
-    def sample(self, text: Text, logits_of: Callable[[Tensor], Tensor], final: int) -> Sample:
+    def sample(self, text: Text, logits_of: Callable[[Tensor], Tensor]) -> Sample:
         """The training sample of a text.  logits_of: the target's, of states FINAL [n, hidden]."""
         parts = text.states.float().chunk(len(self.wanted), dim=-1)
         states = {which: part.contiguous() for which, part in zip(self.wanted, parts)}
-        rows = logits_of(states[final][text.mask])
+        rows = logits_of(states[FINAL][text.mask])
         logits = torch.zeros(len(text.tokens), rows.shape[1])
         logits[text.mask] = rows
         return Sample(text.tokens, states, logits, text.mask)

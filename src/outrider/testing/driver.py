@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from outrider.cache.catch_up import CatchUp
 from outrider.config import SpeculativeOptions
 from outrider.core.params import SamplingParams
 from outrider.core.row import LoRARequest, Row
@@ -16,6 +15,7 @@ from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.requests import Prompt, Reader
+from outrider.testing.leaks import leaks
 
 
 class EngineDriver:
@@ -115,20 +115,9 @@ def use_example(llm: LLM, name: str, **options: Any) -> None:
 
 
 def check_idle(llm: LLM) -> None:
-    """Raise AssertionError unless no request is open, no page is lost and the drafter holds no row.
-
-    A controller may hold rows aborted between steps: it drops them at the next new row.
-    """
-    llm.engine.check()
-    assert not llm.has_unfinished_requests(), "a finished request is still known"
-    drafter = llm.engine.drafter
-    evidence = getattr(llm.engine.controller, "evidence", llm.engine.controller)
-    parts = [drafter, evidence, *(value for value in vars(drafter).values() if isinstance(value, CatchUp))]
-    for owner, name, value in ((part, *pair) for part in parts for pair in vars(part).items()):
-        if isinstance(value, Mapping):
-            aborted = ("abort", "error") if owner is evidence else ()
-            kept = any(isinstance(key, Row) and key.finish_reason not in aborted for key in value)
-            assert not kept, f"the drafter keeps a finished row in {name!r}"
+    """Raise AssertionError unless no request is open, no page is lost and the drafter holds no row."""
+    found = leaks(llm)
+    assert not found, "; ".join(found)
 
 
 def check_statistics(outputs: Sequence[CompletionOutput]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -162,8 +161,7 @@ def write_head(
         config["quantization_config"] = scheme(bits, whole)
     stored = stored_tensors(tensors, bits)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(stored, folder / "model.safetensors.tmp")
-    shutil.move(folder / "model.safetensors.tmp", folder / "model.safetensors")
+    replace_tensors(folder / "model.safetensors", stored)
     replace_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
 
 
@@ -175,6 +173,13 @@ def stored_tensors(tensors: Mapping[str, Tensor], bits: int | None) -> dict[str,
 
 def _half(tensor: Tensor) -> Tensor:
     return (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous().clone()
+
+
+def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file of safetensors beside the old one, then replace it."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    write_tensors(tensors, temporary)
+    temporary.replace(path)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from outrider.checkpoints.weights import write_tensors
 from outrider.core.step import FINAL
 from outrider.draft.medusa import Network
 from outrider.drafting.base import Target
 from outrider.errors import ConfigError
 from outrider.heads.sample import Sample, TargetWeights
 from outrider.models.differentiable import load_weights, new_module
-from outrider.train.base import replace_text
+from outrider.train.base import replace_tensors, replace_text
 
 HEADS = 0.2  # weight of the heads' loss
 SCALE = 0.25  # of an update: the publication trains the target at a quarter of the heads' rate
@@ -82,8 +81,7 @@ class Joint(nn.Module):
         """Write the updates in PEFT's format."""
         folder.mkdir(parents=True, exist_ok=True)
         stored = {_published(name): tensor.cpu() for name, tensor in self.updates.state_dict().items()}
-        write_tensors(stored, folder / f"{WEIGHTS}.tmp")
-        (folder / f"{WEIGHTS}.tmp").replace(folder / WEIGHTS)
+        replace_tensors(folder / WEIGHTS, stored)
         modules = sorted({name.rpartition("/")[2] for name in self.updates})
         config = {"peft_type": "LORA", "r": self.rank, "lora_alpha": SCALE * self.rank, "bias": "none"}
         replace_text(folder / "adapter_config.json", json.dumps({**config, "target_modules": modules}) + "\n")

@@ -51,7 +51,7 @@ class Trainer:
     ) -> None:
         """steps: None if the rate follows the time."""
         self.method, self.features, self.chosen, self.steps = method, features, chosen, steps
-        self.schedule, self.order = Schedule(steps), (-1, list[int]())
+        self.schedule, self.epoch, self.order = Schedule(steps), -1, list[int]()
         self.data, self.processes = data, processes
         self.options: TrainOptions = method.options
         self.parameters = [p for p in method.network.parameters() if p.requires_grad]
@@ -187,11 +187,10 @@ class Trainer:
     def _text(self, place: int) -> int:
         """The text at a place of the endless sequence of epochs."""
         epoch, i = divmod(place, len(self.chosen))
-        if self.order[0] != epoch:
-            order = list(self.chosen)
-            random.Random(f"{self.options.seed} {epoch}").shuffle(order)
-            self.order = (epoch, order)
-        return self.order[1][i]
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, list(self.chosen)
+            random.Random(f"{self.options.seed} {epoch}").shuffle(self.order)
+        return self.order[i]
 
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.dtype == "bfloat16")

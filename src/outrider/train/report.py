@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,9 @@ class Report:
         title = f"{len(trainer.losses)} steps"
         lines({"training": means}, f"mean of {wide} steps", "loss", title, folder / "loss.png")
         series = {"tokens per step": [record["tokens_per_step"] for record in trainer.records]}
-        for depth in range(max((len(record["by_depth"]) for record in trainer.records), default=0)):
-            series[f"accepted at depth {depth + 1}"] = [
-                dict(enumerate(record["by_depth"])).get(depth, 0.0) for record in trainer.records
-            ]
+        by_depth = zip_longest(*(record["by_depth"] for record in trainer.records), fillvalue=0.0)
+        for depth, shares in enumerate(by_depth, 1):
+            series[f"accepted at depth {depth}"] = list(shares)
         axis = f"evaluations, every {trainer.options.evaluate_every} steps"
         lines(series, axis, "", title, folder / "acceptance.png")
 

@@ -155,6 +155,7 @@ def new_method(llm: LLM, name: str, options: TrainOptions, texts: Texts) -> Meth
 
 
 def new_features(llm: LLM, made: Method, texts: Texts) -> Features[States]:
+    """Features of all texts, with a file of their own for the states and texts that a method reads."""
     options: TrainOptions = made.options
     which = "-".join(map(str, sorted(made.wanted)))
     kind = f"{which}{'-logits' if made.logits else ''}"

@@ -120,6 +120,7 @@ def untrained(names: Sequence[str]) -> Network:
 
 
 def network_of(weights: Sequence[Any], methods: Sequence[str], about: Mapping[str, str]) -> Network:
+    """weights: of nodes, requests, bias and output, in the order of `fitted`.  about: the metadata."""
     node, request, bias, output = (weight.astype(np.float32) for weight in weights)
     return Network(node, request, bias, output, methods, about)
 
@@ -173,6 +174,7 @@ class Nodes(NamedTuple):
 
 
 def tensors(answers: Sequence[Answered], methods: Sequence[str]) -> Nodes:
+    """The judged nodes of all answers.  methods: those that a request's input may name."""
     places, inputs, odds, accepted = list[int](), list[list[float]](), list[float](), list[float]()
     for answer in answers:
         names = [method_name(answer.names, source) for source in sources(len(answer.names))]
@@ -236,6 +238,7 @@ def fitted(data: Nodes, methods: Sequence[str], seed: int) -> list[Any]:
 
 
 def corrections(weights: Sequence[Tensor], data: Nodes) -> Tensor:
+    """float32 [n]: what the network adds to the log-odds of each node."""
     node, request, bias, output = weights
     return (data.node @ node + data.request @ request + bias).relu() @ output
 

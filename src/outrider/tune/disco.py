@@ -58,8 +58,9 @@ def record(
 
 def fit(recorded: list[Pairs], seed: int = 0) -> Fitted:
     """Fit to all but every HOLD_OUT-th prompt.  Raises ConfigError for fewer than MIN_TOKENS draft tokens."""
-    held_out = [pair for pairs in recorded[HOLD_OUT - 1 :: HOLD_OUT] for pair in pairs]
-    train = [pair for i, pairs in enumerate(recorded) if i % HOLD_OUT != HOLD_OUT - 1 for pair in pairs]
+    train, held_out = Pairs(), Pairs()
+    for number, pairs in enumerate(recorded, 1):
+        (train if number % HOLD_OUT else held_out).extend(pairs)
     if len(train) < MIN_TOKENS:
         raise ConfigError(
             f"{len(train)} draft tokens were judged, and a stop classifier needs {MIN_TOKENS} or more: "

@@ -68,11 +68,15 @@ class Costs:
 
 @dataclass(frozen=True)
 class Estimate:
+    """A tree of `siblings` nodes in each of `depth` levels.  speed: tokens/s, prompts included.
+    gain: over plain decoding.
+    """
+
     depth: int
     siblings: int
     tokens_per_step: float
-    speed: float  # tokens/s, prompts included
-    gain: float  # over plain decoding
+    speed: float
+    gain: float
 
     def config(self, draft: str) -> dict[str, Any]:
         """speculative_config of this draft."""
@@ -158,9 +162,8 @@ def judged(drafter: ModelDrafter, prompt: list[int], text: list[int], params: Sa
     ranks, probs, best = list[int](), list[Sequence[float]](), max(SIBLINGS)
     sampled = params.temperature > 0
     for start in range(0, len(ids), CHUNK):
-        step_input = StepInput()
-        step_input.chain(slots, start, drafter.in_vocabulary(ids[start : start + CHUNK]))
-        x = decoder.forward(step_input.build(), pool)
+        step_input = StepInput.of_chain(slots, start, drafter.in_vocabulary(ids[start : start + CHUNK]))
+        x = decoder.forward(step_input, pool)
         rows = [i for i in range(step_input.length) if start + i >= len(prompt) - 1]
         logits = decoder.logits(x, rows)[:, : drafter.vocabulary] if rows else None
         for at, i in enumerate(rows):
@@ -265,11 +268,9 @@ def _times(llm: LLM, ids: list[int], params: SamplingParams) -> Times:
 
 def _forward_seconds(drafter: ModelDrafter, tokens: int) -> float:
     """Seconds of the draft's forward over a prompt."""
-    pool, slots = drafter.decoder.pool(tokens), array("i", range(tokens))
-    step_input = StepInput()
-    step_input.chain(slots, 0, [1] * tokens)
+    pool, step_input = drafter.decoder.pool(tokens), StepInput.of_ids([1] * tokens)
     began = time.perf_counter()
-    drafter.decoder.forward(step_input.build(), pool)
+    drafter.decoder.forward(step_input, pool)
     return time.perf_counter() - began
 
 

@@ -91,6 +91,7 @@ class Decoded(NamedTuple):
 
 
 def config_of(skip: Skip, depth: int) -> dict[str, Any]:
+    """speculative_config that skips these sublayers, in chains of `depth` draft tokens."""
     return {
         "method": METHOD,
         "skip_attention": list(skip.attention),

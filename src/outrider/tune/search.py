@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,13 +39,20 @@ OFF = {"method": "off"}
 Tick = Callable[[str], None]
 
 
+class Pair(NamedTuple):
+    """Seconds that plain decoding and a setting took for one prompt."""
+
+    plain: float
+    own: float
+
+
 @dataclass
 class Candidate:
-    """A setting, and its runs: (seconds of plain decoding, seconds of the setting) of one prompt each."""
+    """A setting, and its runs, one for each prompt."""
 
     label: str
     config: Mapping[str, Any]
-    pairs: list[tuple[float, float]] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
     changed: bool = False  # it emitted other tokens than plain decoding although it promises the same
 
     @property
@@ -54,8 +61,8 @@ class Candidate:
 
     def gain_over(self, count: int) -> float:
         """The gain over its first prompts."""
-        plain, own = map(sum, zip(*self.pairs[:count]))
-        return float(plain / own)
+        pairs = self.pairs[:count]
+        return sum(pair.plain for pair in pairs) / sum(pair.own for pair in pairs)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -126,11 +133,18 @@ class Outcome:
         return self.ranking[0].config if self.ranking and self.ranking[0].gain > 1 else OFF
 
 
+class Loaded(NamedTuple):
+    """A candidate's engine, and its drafter's memory before any prompt."""
+
+    llm: LLM
+    fresh: Any
+
+
 @dataclass
 class Search:
     """minutes: of the whole search.  clock: seconds, replaced in tests.
 
-    tried: label -> candidate.  engines: of the last candidates, with their drafters' memory at the beginning.
+    tried: label -> candidate.  engines: of the last candidates.
     """
 
     llm: LLM
@@ -140,7 +154,7 @@ class Search:
     clock: Callable[[], float] = time.monotonic
     tried: dict[str, Candidate] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    engines: dict[str, tuple[LLM, Any]] = field(default_factory=dict)
+    engines: dict[str, Loaded] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.plain = self.llm.variant(None)
@@ -235,28 +249,26 @@ class Search:
         number = len(candidate.pairs)
         kind, group = self._prompt(number)
         try:
-            engine, fresh = self._engine(candidate)
+            own, fresh = self._engine(candidate)
         except (ConfigError, ModelError, CapacityError) as error:
             self.refused[candidate.label] = str(error)
             return False
         if not number % len(self.prompts):
-            engine.engine.drafter.memory = fresh
-        order = (self.plain, engine) if number % 2 else (engine, self.plain)
-        runs = {id(llm): self._once(llm, kind, group) for llm in order}
-        plain, own = runs[id(self.plain)], runs[id(engine)]
-        same = [a.token_ids for a in plain.answers] == [a.token_ids for a in own.answers]
-        candidate.changed |= engine.engine.rule.same and engine.engine.exact and not same
-        candidate.pairs.append((plain.seconds, own.seconds))
+            own.engine.drafter.memory = fresh
+        order = (self.plain, own) if number % 2 else (own, self.plain)
+        runs = {llm: self._once(llm, kind, group) for llm in order}
+        same = runs[self.plain].tokens == runs[own].tokens
+        candidate.changed |= own.engine.rule.same and own.engine.exact and not same
+        candidate.pairs.append(Pair(runs[self.plain].seconds, runs[own].seconds))
         return True
 
-    def _engine(self, candidate: Candidate) -> tuple[LLM, Any]:
-        """The engine of a candidate, and its drafter's memory before any prompt."""
+    def _engine(self, candidate: Candidate) -> Loaded:
         if candidate.label not in self.engines:
             made = self.llm.variant(candidate.config)
             fresh = copy.deepcopy(made.engine.drafter.memory)
             self._once(made, *self._prompt(0))  # its weights and caches are cold
             made.engine.drafter.memory = fresh
-            self.engines[candidate.label] = made, fresh
+            self.engines[candidate.label] = Loaded(made, fresh)
             while len(self.engines) > FINALISTS:
                 del self.engines[next(iter(self.engines))]
         return self.engines[candidate.label]

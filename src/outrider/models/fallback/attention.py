@@ -125,7 +125,6 @@ def _layer_of(
     v: Tensor,
     mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     slopes: Tensor | None = None,

@@ -107,6 +107,7 @@ def body_attribute(model: Any) -> str:
 
 
 def body_of(model: Any, architecture: str) -> Any:
+    """The model without its head.  Raises ModelError if there is none."""
     body = getattr(model, body_attribute(model), None)
     if body is None:
         raise ModelError(f"{architecture} is not supported: its body and its head cannot be distinguished.")

@@ -212,9 +212,7 @@ class Fallback(Model):
     def _check_input(self, start: int, end: int) -> StepInput:
         """Rows start … end - 1 of a fixed text."""
         tokens = [(i * i * 7 + 3) % self.spec.vocabulary for i in range(end)]
-        step_input = StepInput()
-        step_input.chain(array("i", range(CHECK_TOKENS)), start, tokens[start:])
-        return step_input.build()
+        return StepInput.of_chain(array("i", range(CHECK_TOKENS)), start, tokens[start:])
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:

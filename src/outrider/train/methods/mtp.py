@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.core.step import FINAL
@@ -55,14 +58,7 @@ class Mtp(Method):
                 f"whose readers give those {given} it."
             )
         tensors = {name: tensor for name, tensor in dense(ours).items() if name.startswith("layers.")}
-        if layout == "mimo":  # a Qwen2 block, which always has biases
-            for name in filter(QKV.search, list(tensors)):
-                zeros = tensors[name].new_zeros(len(tensors[name]))
-                tensors.setdefault(f"{name.removesuffix('weight')}bias", zeros)
-        else:
-            biases = {name: tensor for name, tensor in tensors.items() if name.endswith("_proj.bias")}
-            refuse(layout, [name for name, bias in biases.items() if bias.any()])
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in biases}
+        tensors = _with_biases(tensors) if layout == "mimo" else _without_biases(tensors, layout)
         first = int(ours.config.get("num_hidden_layers", 1))
         config = plain(ours.config) | {
             "architectures": ["DeepSeekMTPModel"],
@@ -71,10 +67,10 @@ class Mtp(Method):
             "num_nextn_predict_layers": len({name.split(".")[1] for name in tensors}),
         }
         if layout == "mimo":  # its layers read [state; embedding]
-            for name in (name for name in tensors if name.endswith("eh_proj.weight")):
-                tensors[name] = swap_inputs(tensors[name], config)
-        named = tensors.items()
-        out = {wanted.published(name, target_layers=first): tensor for name, tensor in named}
+            for name, tensor in tensors.items():
+                if name.endswith("eh_proj.weight"):
+                    tensors[name] = swap_inputs(tensor, config)
+        out = {wanted.published(name, target_layers=first): tensors[name] for name in tensors}
         if layout == "mimo":
             return {**config, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}, out
         if layout == "deepseek":
@@ -85,3 +81,19 @@ class Mtp(Method):
             "transformer_layer_config": {**config, "model_type": "qwen3"},
             "num_nextn_predict_layers": config["num_nextn_predict_layers"],
         }, out
+
+
+def _with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With zeros where queries, keys or values have no bias: a Qwen2 block always has them."""
+    made = dict(tensors)
+    for name, weight in tensors.items():
+        if QKV.search(name):
+            made.setdefault(f"{name.removesuffix('weight')}bias", weight.new_zeros(len(weight)))
+    return made
+
+
+def _without_biases(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """Without the biases of projections.  Raises ConfigError if one is not zero."""
+    biases = {name: tensor for name, tensor in tensors.items() if name.endswith("_proj.bias")}
+    refuse(layout, [name for name, bias in biases.items() if bias.any()])
+    return {name: tensor for name, tensor in tensors.items() if name not in biases}

@@ -34,9 +34,9 @@ class ReDrafter(Method):
 
     @classmethod
     def convert(cls, head: Head, layout: str) -> Files:
+        check_layout(layout, ("reference", "tensorrt-llm"))
         ours = FORMAT.translate(head)
         tensors, count = dense(ours), blocks(ours)
-        check_layout(layout, ("reference", "tensorrt-llm"))
         if layout == "tensorrt-llm":
             tensors = {
                 f"drafter.{CONVERTED.published(name, blocks=count)}": tensors[name] for name in tensors
