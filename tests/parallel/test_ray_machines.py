@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,13 @@ ENVIRONMENT = {
 pytestmark = [no_namespaces, pytest.mark.full, pytest.mark.timeout(400)]
 # Ray's default folder, one for each machine
 OWN_FILES = 'mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && exec "$@"'
+
+
+@pytest.fixture(autouse=True)
+def address() -> Iterator[None]:
+    """Removes the address of the head, which is killed: otherwise later calls of ray.init would use it."""
+    yield
+    Path("/tmp/ray/ray_current_cluster").unlink(missing_ok=True)
 
 
 def cluster(machines: Machines, *places: int) -> None:
