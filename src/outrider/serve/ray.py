@@ -75,34 +75,46 @@ def deployment(
 
     Raises ConfigError.
     """
-    options = server or ServerOptions()
-    options.keys()
+    options, resources = server or ServerOptions(), dict(actor or {})
+    _check(options)
     ranks = EngineOptions(model=model, **engine).layout.size
     SpeculativeOptions.of(None if speculative_config is None else dict(speculative_config))
+    placed: dict[str, Any] = {}
+    if placement is not None:
+        placed = {
+            "placement_group_bundles": [bundle(resources)] * ranks,
+            "placement_group_strategy": placement,
+        }
+    routed = serve.deployment(
+        max_ongoing_requests=options.max_requests,
+        ray_actor_options=dict(resources),
+        request_router_config={"request_router_class": PrefixRouter},
+        graceful_shutdown_timeout_s=options.shutdown_timeout,
+        health_check_period_s=HEALTH_SECONDS,
+        **_number(replicas),
+        **placed,
+    )(Model)
+    inner = replace(options, api_key=(), api_key_file=None, allowed_origins=(), root_path="")
+    service = Service(inner, {"model": model, **engine}, speculative_config, threads)
+    front = serve.deployment(**FRONT)(serve.ingress()(Front))
+    return front.bind(routed.bind(service, resources if placed else None), options)
+
+
+def _check(options: ServerOptions) -> None:
+    """Raise ConfigError for options that cannot be used on Ray, or for keys that cannot be read."""
+    options.keys()
     if options.allow_lora_loading:
         raise ConfigError("allow_lora_loading reaches one replica of Ray's: name adapters in lora_modules.")
     if options.replicas != 1:
         raise ConfigError("ServerOptions.replicas is not for Ray: give deployment(replicas=…).")
-    number: dict[str, Any] = {"num_replicas": replicas}
-    if not isinstance(replicas, int):
-        policy = AutoscalingPolicy(policy_function=replicas_for_load)
-        number = {"autoscaling_config": AutoscalingConfig(**{"policy": policy, **replicas})}
-    if placement is not None:
-        number["placement_group_bundles"] = [bundle(actor or {})] * ranks
-        number["placement_group_strategy"] = placement
-    routed = serve.deployment(
-        max_ongoing_requests=options.max_requests,
-        ray_actor_options=dict(actor or {}),
-        request_router_config={"request_router_class": PrefixRouter},
-        graceful_shutdown_timeout_s=options.shutdown_timeout,
-        health_check_period_s=HEALTH_SECONDS,
-        **number,
-    )(Model)
-    inner = replace(options, api_key=(), api_key_file=None, allowed_origins=(), root_path="")
-    front = serve.deployment(**FRONT)(serve.ingress()(Front))
-    placed = dict(actor or {}) if placement is not None else None
-    service = Service(inner, {"model": model, **engine}, speculative_config, threads)
-    return front.bind(routed.bind(service, placed), options)
+
+
+def _number(replicas: int | Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `serve.deployment` for a number of replicas, or for one that follows the load."""
+    if isinstance(replicas, int):
+        return {"num_replicas": replicas}
+    policy = AutoscalingPolicy(policy_function=replicas_for_load)
+    return {"autoscaling_config": AutoscalingConfig(**{"policy": policy, **replicas})}
 
 
 def replicas_for_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
@@ -119,7 +131,7 @@ class Model:
     """A replica: the server's application on an engine of its own."""
 
     def __init__(self, service: Service, placed: Mapping[str, Any] | None = None) -> None:
-        """placed: resources of each rank that Ray places; None: ranks are processes of this machine."""
+        """placed: ray_actor_options of ranks that Ray places; None: ranks are processes of this machine."""
         if placed is not None:
             start_ranks(placed)
         self.server = Server(service.options, service.engine["model"])
@@ -199,8 +211,6 @@ def _scope(question: Question) -> dict[str, Any]:
 
 class Front(Pool):
     """What clients talk to: a pool of one handle, behind which Ray chooses the replica."""
-
-    open = 0
 
     def __init__(self, handle: DeploymentHandle, options: ServerOptions) -> None:
         self.handle, self.options, self.status = handle.options(stream=True), options, "ready"
