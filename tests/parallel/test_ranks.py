@@ -71,9 +71,9 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 def interrupt(llm: LLM) -> None:
     """Ctrl-C while a command is on its way to the ranks leaves them in step."""
-    expected, real, sent = tokens(llm), group.tell, list[object]()
+    expected, real, sent = tokens(llm), group.send, list[object]()
 
-    def tell(message: object, *connections: Any) -> None:
+    def send(message: object, *connections: Any) -> None:
         real(message, *connections)
         sent.append(message)
         if len(sent) == 5:
@@ -81,7 +81,7 @@ def interrupt(llm: LLM) -> None:
 
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist's workers ignore it
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "tell", tell)
+        patch.setattr(group, "send", send)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, LONG)
     signal.signal(signal.SIGINT, ignored)
@@ -120,14 +120,14 @@ def test_a_lost_rank_ends_all_requests(pair: LLM, fate: int, monkeypatch: pytest
         interrupt(pair)
     pids = processes_of(pair)
     assert len(pids) == 1 and all(map(alive, pids))
-    real, sent = group.tell, itertools.count()
+    real, sent = group.send, itertools.count()
 
-    def tell(message: object, *connections: Any) -> None:
+    def send(message: object, *connections: Any) -> None:
         real(message, *connections)
         if next(sent) == 5:  # in the midst of the request, however fast it is
             os.kill(pids[0], fate)
 
-    monkeypatch.setattr(group, "tell", tell)
+    monkeypatch.setattr(group, "send", send)
     with pytest.raises(RankError, match=r"rank 1 has (ended|not answered)") as raised:
         pair.generate(PROMPTS, LONG)
     assert "Load the model again" in str(raised.value)
@@ -143,11 +143,12 @@ import sys, torch
 from outrider import LLM, SamplingParams
 from outrider.testing import random_prompts
 torch.set_num_threads(1)
-llm = LLM(sys.argv[1], tensor_parallel_size=2)
+tensor, pipeline, *wait = map(int, sys.argv[2:])
+llm = LLM(sys.argv[1], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
 prompts = [{"prompt_token_ids": ids} for ids in random_prompts(2, seed=1)]
 outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
 print([list(output.outputs[0].token_ids) for output in outputs], flush=True)
-if sys.argv[2:]:
+if wait:
     print(llm.engine.decoder.group.ranks.process.pid, flush=True)
     sys.stdin.read()
 """
@@ -165,24 +166,36 @@ def run(*given: str, **variables: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_ranks_placed_by_a_launcher_give_the_tokens_of_local_ones(long_model: str, address: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "address"),
+    [
+        (Layout(2), "127.0.0.1"),
+        (Layout(2), "::1"),
+        (Layout(1, 2), "127.0.0.1"),
+        (Layout(2, 2), "127.0.0.1"),
+    ],
+)
+def test_ranks_placed_by_a_launcher_give_the_tokens_of_local_ones(
+    long_model: str, layout: Layout, address: str
+) -> None:
     """As torchrun starts them, over gloo."""
     if ":" in address and not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
     with socket.create_server(("", 0)) as free:
         port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port}
-    other, first = (run(long_model, RANK=rank, LOCAL_RANK=rank, **common) for rank in "10")
-    found = [process.communicate()[0] for process in (first, other)]
-    assert found == [f"{tokens(LLM(long_model, tensor_parallel_size=2))}\n", ""]
-    assert (first.returncode, other.returncode) == (0, 0)
+    common = {"WORLD_SIZE": str(layout.size), "MASTER_ADDR": address, "MASTER_PORT": port}
+    given = long_model, str(layout.tensor), str(layout.pipeline)
+    processes = [run(*given, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(layout.size)]
+    found = [process.communicate()[0] for process in processes]
+    local = LLM(long_model, tensor_parallel_size=layout.tensor, pipeline_parallel_size=layout.pipeline)
+    assert found == [f"{tokens(local)}\n"] + [""] * (layout.size - 1)
+    assert [process.returncode for process in processes] == [0] * layout.size
 
 
 @pytest.mark.full
 def test_no_rank_survives_rank_0(long_model: str) -> None:
     """Not even a frozen one."""
-    program = run(long_model, "wait")
+    program = run(long_model, "2", "1", "1")
     assert program.stdout is not None
     program.stdout.readline()
     launcher = int(program.stdout.readline())

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,13 @@ ENVIRONMENT = {
 pytestmark = [no_namespaces, pytest.mark.full, pytest.mark.timeout(400)]
 # Ray's default folder, one for each machine
 OWN_FILES = 'mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && exec "$@"'
+
+
+@pytest.fixture(autouse=True)
+def address() -> Iterator[None]:
+    """Removes the address of the head, which is killed: otherwise later calls of ray.init would use it."""
+    yield
+    Path("/tmp/ray/ray_current_cluster").unlink(missing_ok=True)
 
 
 def cluster(machines: Machines, *places: int) -> None:
@@ -161,20 +168,46 @@ def test_a_lost_machine_with_replicas_changes_no_text(
     clients.end()
 
 
-@pytest.mark.parametrize("lose", [lose_power, lose_network])
+@pytest.mark.parametrize(
+    ("lose", "layout"),
+    [
+        (lose_power, {"tensor_parallel_size": 2}),
+        (lose_network, {"tensor_parallel_size": 2}),
+        (lose_power, {"pipeline_parallel_size": 2}),
+        (lose_network, {"pipeline_parallel_size": 2}),
+    ],
+)
 def test_a_lost_machine_with_a_rank_changes_no_text(
-    machines: Callable[[int], Machines], lose: Callable[[Machines, int], None]
+    machines: Callable[[int], Machines], lose: Callable[[Machines, int], None], layout: dict[str, int]
 ) -> None:
     """Ray places the ranks anew, on the two machines that are left of three."""
-    three, options = machines(3), {"tensor_parallel_size": 2}
+    three = machines(3)
     cluster(three, 1, 1, 1)
-    clients = Clients(three, offline(**options), placement="STRICT_SPREAD", actor=PLACE, **options)
+    clients = Clients(three, offline(**layout), placement="STRICT_SPREAD", actor=PLACE, **layout)
     clients.read(5)
-    used = [sum(pair) for pair in zip(processes(three, ":Model"), processes(three, "ray::_rank"))]
+    used = [sum(pair) for pair in zip(processes(three, ":Model"), processes(three, "ray::rank"))]
     assert sorted(used) == [0, 1, 1]
     lost = 2 if used[2] else 1
     lose(three, lost)
     clients.read(5)
     clients.end()
-    ranks = processes(three, "ray::_rank")
+    ranks = processes(three, "ray::rank")
     assert sum(ranks) - ranks[lost] == 1
+
+
+def test_stages_have_machines_of_their_own_and_one_that_is_lost_changes_no_text(
+    machines: Callable[[int], Machines],
+) -> None:
+    """Two ranks share the layers of a stage, and two stages divide them."""
+    three, layout = machines(3), {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    cluster(three, 2, 2, 2)
+    clients = Clients(three, offline(**layout), placement="PACK", actor=PLACE, **layout)
+    clients.read(5)
+    places = [processes(three, name) for name in (":Model", "ray::rank 1", "ray::rank 2", "ray::rank 3")]
+    assert places[0] == places[1] != places[2] == places[3]
+    lost = 2 if places[0][2] or places[2][2] else 1
+    lose_network(three, lost)
+    clients.read(5)
+    clients.end()
+    ranks = processes(three, "ray::rank")
+    assert sum(ranks) - ranks[lost] == 3

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from patience import HANG
 ray_server = pytest.importorskip("outrider.serve.ray", reason="needs the extra ray", exc_type=ImportError)
 
 from outrider import LLM, ConfigError, SamplingParams  # noqa: E402
+from outrider.parallel import ray as placing  # noqa: E402
 from outrider.serve.options import ServerOptions  # noqa: E402
 from outrider.serve.replicas.relay import Question  # noqa: E402
 from outrider.serve.replicas.routing import BLOCK_TOKENS  # noqa: E402
@@ -175,7 +177,53 @@ def test_replicas_follow_requests_and_kv_use() -> None:
 
 def test_a_bundle_has_all_that_an_actor_asks_for() -> None:
     asked = {"num_cpus": 0.5, "memory": 10**9, "resources": {"disk": 1}}
-    assert ray_server._bundle(asked) == {"CPU": 0.5, "memory": 10**9, "disk": 1}
+    assert placing.bundle(asked) == {"CPU": 0.5, "memory": 10**9, "disk": 1}
+
+
+LAYOUTS = [
+    {"tensor_parallel_size": 2},
+    {"pipeline_parallel_size": 2},
+    {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+]
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [*zip(LAYOUTS, (2, 2, 4))])
+def test_every_rank_of_a_layout_gets_a_bundle(layout: dict[str, int], ranks: int) -> None:
+    app = ray_server.deployment("builtin-draft", placement="SPREAD", actor={"num_gpus": 1}, **layout)
+    (model,) = app._bound_deployment.init_args[:1]
+    config = model._bound_deployment._replica_config
+    assert config.placement_group_bundles == [{"CPU": 1, "GPU": 1}] * ranks
+    assert config.placement_group_strategy == "SPREAD"
+
+
+def test_ranks_of_one_machine_follow_one_another() -> None:
+    """From rank 0 on, which is in bundle 0."""
+    assert placing.bundles_by_rank({0: "b", 1: "a", 2: "b", 3: "a"}) == [0, 2, 1, 3]
+
+
+def test_other_ranks_start_in_bundles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the environment of a launcher, and its tasks lost with their rank."""
+    started, task = list[Any](), SimpleNamespace()
+    task.options = lambda **given: SimpleNamespace(remote=lambda env: started.append((given, env)))
+    group, remote = object(), lambda **given: lambda run: started.append(given) or task
+    monkeypatch.setattr(placing, "ray", SimpleNamespace(remote=remote))
+    monkeypatch.setattr(placing, "get_current_placement_group", lambda: group)
+    nodes = {"bundles_to_node_id": {0: "b", 1: "a", 2: "b"}}
+    monkeypatch.setattr(placing, "placement_group_table", lambda given: nodes)
+    monkeypatch.setattr(placing, "get_node_ip_address", lambda: "10.0.0.2")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", own := dict[str, str]())
+        placing.start_ranks({"num_gpus": 1})
+    assert started[0] == {"max_retries": 0, "num_gpus": 1}
+    strategies = [given["scheduling_strategy"] for given, _ in started[1:]]
+    assert [each.placement_group_bundle_index for each in strategies] == [2, 1]
+    assert all(each.placement_group is group for each in strategies)
+    assert [given["name"] for given, _ in started[1:]] == ["rank 1", "rank 2"]
+    environments = [own, *(env for _, env in started[1:])]
+    assert [env.pop("RANK") for env in environments] == ["0", "1", "2"]
+    port = own["MASTER_PORT"]
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.2", "MASTER_PORT": port, "LOCAL_RANK": "0"}
+    assert environments == [common] * 3
 
 
 @pytest.mark.parametrize(
@@ -278,11 +326,14 @@ def test_a_killed_replica_changes_no_text() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.full
-def test_ranks_that_ray_places_answer_like_local_ones_and_are_replaced() -> None:
-    plain = offline(tensor_parallel_size=2)
-    with running(tensor_parallel_size=2, placement="PACK") as (url, _):
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["tensor", "pipeline", "both"])
+def test_ranks_that_ray_places_answer_like_local_ones_and_are_replaced(layout: dict[str, int]) -> None:
+    plain = offline(**layout)
+    with running(placement="PACK", **layout) as (url, _):
         assert answer_of(url) == plain
-        (rank,) = processes("ray::_rank")
-        os.kill(rank, signal.SIGKILL)
+        ranks = processes("ray::rank")
+        assert len(ranks) == prod(layout.values()) - 1
+        os.kill(ranks[-1], signal.SIGKILL)
         assert answer_of(url) == plain
-        assert processes("ray::_rank") not in ([], [rank])
+        replaced = processes("ray::rank")
+        assert replaced and not {*ranks} & {*replaced}

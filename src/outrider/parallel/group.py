@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from outrider.errors import OutriderError, RankError
 from outrider.parallel.links import Answer
-from outrider.parallel.messages import News, Report, Setup, check_same, hear, tell, versions
+from outrider.parallel.messages import MessageKind, Report, Setup, check_same, receive, send, versions
 from outrider.parallel.stage import LOAD, Activity, Stage, Stages
 from outrider.parallel.start import Ranks
 
@@ -59,7 +59,7 @@ class Group:
         self._numbered, self._begun = itertools.count(1), False
         self._queue: SimpleQueue[Command | None] = SimpleQueue()
         self._awaited: SimpleQueue[tuple[Results, Answer] | None] = SimpleQueue()
-        self._news: SimpleQueue[tuple[int, tuple[Any, ...]]] = SimpleQueue()
+        self._messages: SimpleQueue[tuple[int, tuple[Any, ...]]] = SimpleQueue()  # of ranks that load
         self._seen: dict[int, float] = {}  # rank -> when it last sent anything
         self._stages: Stages | None = None
         self._activities: dict[int, Activity] = {}
@@ -67,7 +67,7 @@ class Group:
         self._ended: list[int] = []  # ranks whose connection is closed
         self._errors: dict[int, OutriderError | str] = {}  # rank -> error; may follow from another one's end
         self._open = set[Results]()
-        self._numbers: dict[Connection[Any, Any], int] = {}
+        self._ranks: dict[Connection[Any, Any], int] = {}
 
     # ---- starting
 
@@ -77,8 +77,8 @@ class Group:
         for connection in self.ranks.connections:
             rank, found = self._hello(connection)
             check_same(rank, found, own)
-            self._numbers[connection], self._seen[rank] = rank, time.monotonic()
-        tell(setup, *self.ranks.connections)
+            self._ranks[connection], self._seen[rank] = rank, time.monotonic()
+        send(setup, *self.ranks.connections)
         self._run(self._watch)
 
     def begin(self, stage: Stage, report: Report) -> list[Report]:
@@ -88,7 +88,7 @@ class Group:
         """
         reports = self._reports(report, stage.options.layout.size)
         self._begun = True
-        tell(None, *self.ranks.connections)  # all have loaded
+        send(None, *self.ranks.connections)  # all have loaded
         stages = self._stages = Stages(self.ranks.links(stage.backend.device))
         stages.add(0, stage)
         self._run(lambda: self._compute(stages))
@@ -105,8 +105,8 @@ class Group:
         """Those of all `size` ranks of a model, once they have loaded it.  report: rank 0's."""
         reports = {0: report}
         while len(reports) < size:
-            rank, message = self._next_news()
-            if message[0] == News.FAILED:
+            rank, message = self._next_message()
+            if message[0] == MessageKind.FAILED:
                 raise self._failure_of(rank, message[1])
             reports[rank] = message[1]
         for rank, found in reports.items():
@@ -115,20 +115,19 @@ class Group:
 
     def _hello(self, connection: Connection[Any, Any]) -> tuple[int, dict[str, str]]:
         """Rank and versions at the other end."""
-        message = (News.BEAT,)
         with contextlib.suppress(EOFError, OSError):
-            while message[0] == News.BEAT and connection.poll(START_TIMEOUT):
-                message = hear(connection)
-        if not isinstance(message[0], int):
-            raise RankError("a rank ended while it started, or did not start in time: see its messages.")
-        rank, found = message
-        return rank, found
+            while connection.poll(START_TIMEOUT):
+                kind, *content = receive(connection)
+                if kind == MessageKind.HELLO:
+                    rank, found = content
+                    return rank, found
+        raise RankError("a rank ended while it started, or did not start in time: see its messages.")
 
-    def _next_news(self) -> tuple[int, tuple[Any, ...]]:
+    def _next_message(self) -> tuple[int, tuple[Any, ...]]:
         deadline = time.monotonic() + START_TIMEOUT
         while self.failure is None and time.monotonic() < deadline:
             with contextlib.suppress(Exception):
-                return self._news.get(timeout=0.1)
+                return self._messages.get(timeout=0.1)
         raise self.failure or RankError(f"not all ranks have loaded after {START_TIMEOUT:.0f} seconds.")
 
     # ---- commands
@@ -163,10 +162,12 @@ class Group:
         while (entry := self._queue.get()) is not None:
             future, number, name, args, own = entry
             try:
-                tell((number, name, args), *self.ranks.connections)
+                send((number, name, args), *self.ranks.connections)
                 if name == LOAD:
                     stages.add(number, *own)
-                answer = Answer() if name == LOAD else stages.run(number, name, *args, *own)
+                    answer = Answer()
+                else:
+                    answer = stages.run(number, name, *args, *own)
             except Exception as error:
                 self._transfer_failed(error)
                 return
@@ -192,7 +193,7 @@ class Group:
             self._fail(f"rank 0 failed with {type(error).__name__}: {error}")
 
     def _watch(self) -> None:
-        """Read what the ranks tell, and notice those that end or freeze."""
+        """Read the messages of the ranks, and notice those that end or freeze."""
         while not self._closed and self.failure is None:
             began = time.monotonic()
             with contextlib.suppress(OSError, ValueError):  # `close` may be quicker
@@ -229,19 +230,19 @@ class Group:
     def _read_all(self, timeout: float) -> None:
         for connection in wait(self.ranks.connections, timeout):
             assert isinstance(connection, Connection)
-            rank = self._numbers[connection]
+            rank = self._ranks[connection]
             try:
-                message = hear(connection)
+                message = receive(connection)
             except (EOFError, OSError):
                 if rank not in self._errors:
                     self._ended.append(rank)
                 continue
             self._seen[rank] = time.monotonic()
-            if message[0] == News.BEAT:
+            if message[0] == MessageKind.BEAT:
                 self._activities[rank] = message[1]
-            if message[0] == News.READY or (message[0] == News.FAILED and not self._begun):
-                self._news.put((rank, message))
-            elif message[0] == News.FAILED:
+            if message[0] == MessageKind.READY or (message[0] == MessageKind.FAILED and not self._begun):
+                self._messages.put((rank, message))
+            elif message[0] == MessageKind.FAILED:
                 self._errors[rank] = message[1]
 
     # ---- ending

@@ -92,12 +92,12 @@ class SocketLinks:
         part = part.contiguous()
         parts = [part if peer == self.rank else torch.empty_like(part) for peer in self.peers]
         own = _bytes(part)
-        others = [(self.sums[p], _bytes(x)) for p, x in zip(self.peers, parts) if p != self.rank]
+        others = [(self.sums[peer], _bytes(x)) for peer, x in zip(self.peers, parts) if peer != self.rank]
         for at in range(0, len(own), PIECE):
-            for line, _ in others:
-                line.sendall(own[at : at + PIECE])
-            for line, room in others:
-                _fill(line, room[at : at + PIECE])
+            for sock, _ in others:
+                sock.sendall(own[at : at + PIECE])
+            for sock, room in others:
+                _fill(sock, room[at : at + PIECE])
         return parts
 
     def send(self, x: Tensor, to: int) -> None:
@@ -115,26 +115,29 @@ def _bytes(x: Tensor) -> memoryview:
     return memoryview(data)
 
 
-def _fill(line: socket.socket, room: memoryview) -> None:
+def _fill(sock: socket.socket, room: memoryview) -> None:
     while room:
-        count = line.recv_into(room)
+        count = sock.recv_into(room)
         if not count:
             raise ConnectionError("another rank has ended")
         room = room[count:]
 
 
 class TorchLinks:
-    """store: where the ranks find each other."""
+    """all: process group of all ranks, to send and receive.  stage: that of this stage, to gather.
+
+    store: torch's key-value store, which all ranks reach.
+    """
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, store: Any) -> None:
-        self.rank, self.device = rank, device
-        self.index, self.peers = layout.index(rank), layout.peers(layout.stage(rank))
+        stage = layout.stage(rank)
+        self.peers = layout.peers(stage)
         self.waiting, self.transfers = set[int](), 0
         self._sent: list[tuple[Any, Tensor]] = []  # a tensor must live until it has left
         self.all = _group(store, "all", rank, layout.size, device)
         self.stage = self.all
         if layout.pipeline > 1:
-            self.stage = _group(store, f"stage {layout.stage(rank)}", self.index, layout.tensor, device)
+            self.stage = _group(store, f"stage {stage}", layout.index(rank), layout.tensor, device)
 
     def gather(self, part: Tensor) -> Sequence[Tensor]:
         parts = [torch.empty_like(part) for _ in self.peers]

@@ -30,7 +30,7 @@ def load(
     device: torch.device,
     max_len: int,
     layout: Layout,
-    revision: str | None = None,
+    revision: str | None,
 ) -> ParallelModel:
     """Start the other ranks and load the model on all of them.
 

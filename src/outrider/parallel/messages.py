@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks tell each other while they start, and what must agree."""
+"""Messages between rank 0 and the other ranks, and what must agree when they start."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from outrider.version import VERSION
 BEAT_INTERVAL = 0.5  # seconds
 
 
-class News(StrEnum):
-    """Kinds of messages to rank 0."""
+class MessageKind(StrEnum):
+    """Kinds of messages to rank 0, with what follows the kind."""
 
-    BEAT = "beat"
-    READY = "ready"
-    FAILED = "failed"
+    HELLO = "hello"  # rank, versions
+    BEAT = "beat"  # activity
+    READY = "ready"  # report
+    FAILED = "failed"  # error
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,14 @@ class Report:
         return Report(facts, platform.node(), stage.backend.device, stage.slot_bytes, stage.backend.exact)
 
 
-def tell(message: object, *connections: Connection[Any, Any]) -> None:
+def send(message: object, *connections: Connection[Any, Any]) -> None:
     """Send by plain pickle: `Connection.send` would share the memory of tensors, on one machine only."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     for connection in connections:
         connection.send_bytes(data)
 
 
-def hear(connection: Connection[Any, Any]) -> Any:
+def receive(connection: Connection[Any, Any]) -> Any:
     return pickle.loads(connection.recv_bytes())
 
 

@@ -142,7 +142,7 @@ class ParallelModel(Model):
     def _begin(
         self, step_input: StepInput, pool: Pool, wanted: Wanted, blocks: Skips | None = None, x: Stream = None
     ) -> Callable[[], tuple[dict[Any, Tensor], Tensor]]:
-        """What waits for the wanted states, and for logits [M, V] (none: M = 0)."""
+        """Start a forward.  The result waits for the wanted states and logits [M, V] (none: M = 0)."""
         assert isinstance(pool, ParallelPool)
         skips, calls = self._everything if blocks is None else blocks, []
         for rows in self._pieces(step_input.length):

@@ -29,7 +29,16 @@ import torch
 from outrider.errors import OutriderError
 from outrider.parallel.layout import Layout
 from outrider.parallel.links import Links, SocketLinks, TorchLinks
-from outrider.parallel.messages import BEAT_INTERVAL, News, Report, Setup, hear, pinned_device, tell, versions
+from outrider.parallel.messages import (
+    BEAT_INTERVAL,
+    MessageKind,
+    Report,
+    Setup,
+    pinned_device,
+    receive,
+    send,
+    versions,
+)
 from outrider.parallel.stage import LOAD, Activity, Stage, Stages
 
 GRACE = 5.0  # seconds for this process to end by itself once rank 0 has ended
@@ -57,13 +66,13 @@ class RankProcess:
         """Serve until rank 0 ends the connection.  An error ends this rank, and rank 0 learns of it."""
         threading.Thread(target=self._beat, daemon=True).start()
         try:
-            self._tell(self.rank, versions())
-            self._serve(hear(self.connection))
+            self._send(MessageKind.HELLO, self.rank, versions())
+            self._serve(receive(self.connection))
         except (EOFError, ConnectionError, TimeoutError):
             pass  # rank 0 has ended, or its network
         except Exception as error:
             expected = isinstance(error, OutriderError)
-            self._tell(News.FAILED, error if expected else f"{type(error).__name__}: {error}")
+            self._send(MessageKind.FAILED, error if expected else f"{type(error).__name__}: {error}")
 
     def _load(self, setup: Setup) -> Stage:
         torch.set_num_threads(setup.threads)
@@ -72,15 +81,15 @@ class RankProcess:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # where Triton launches kernels, and so what `backend_for` asks
         stage = Stage(weights, setup.options, self.rank, device)
-        self._tell(News.READY, Report.of(stage, fingerprint))
+        self._send(MessageKind.READY, Report.of(stage, fingerprint))
         return stage
 
     def _serve(self, setup: Setup) -> None:
         stage = self._load(setup)
-        hear(self.connection)  # all have loaded
+        receive(self.connection)  # all have loaded
         stages = self._stages = Stages(self.links(setup.options.layout, stage.backend.device))
         stages.add(0, stage)
-        while (command := hear(self.connection)) is not None:
+        while (command := receive(self.connection)) is not None:
             number, name, args = command
             if name == LOAD:
                 if self.rank < args[0].options.layout.size:
@@ -88,9 +97,9 @@ class RankProcess:
             else:
                 stages.run(number, name, *args)
 
-    def _tell(self, *message: Any) -> None:
+    def _send(self, *message: Any) -> None:
         with self._sending, contextlib.suppress(OSError):
-            tell(message, self.connection)
+            send(message, self.connection)
 
     def _beat(self) -> None:
         """Tell rank 0 again and again that this process is not frozen; end if it cannot be reached."""
@@ -99,14 +108,14 @@ class RankProcess:
                 time.sleep(BEAT_INTERVAL)
                 activity = Activity() if self._stages is None else self._stages.activity
                 with self._sending:
-                    tell((News.BEAT, activity), self.connection)
+                    send((MessageKind.BEAT, activity), self.connection)
         time.sleep(GRACE)
         os._exit(1)  # a transfer may block for minutes
 
 
 @dataclass(frozen=True)
 class Sockets:
-    """Sockets of one rank, as numbers of open files: to rank 0 for commands, and those of `SocketLinks`.
+    """Sockets of one rank, as file descriptors: to rank 0 for commands, and those of `SocketLinks`.
 
     port: of the store of rank 0, for GPUs
     """
@@ -118,7 +127,7 @@ class Sockets:
     direct: Mapping[int, int]
 
     @property
-    def numbers(self) -> list[int]:
+    def descriptors(self) -> list[int]:
         return [self.control, *self.sums.values(), *self.direct.values()]
 
     def links(self, layout: Layout, device: torch.device) -> Links:
@@ -127,26 +136,26 @@ class Sockets:
             store = library.TCPStore("127.0.0.1", self.port, is_master=False)
             return TorchLinks(layout, self.rank, device, store)
         sums, direct = (
-            {peer: socket.socket(fileno=number) for peer, number in lines.items()}
-            for lines in (self.sums, self.direct)
+            {peer: socket.socket(fileno=descriptor) for peer, descriptor in each.items()}
+            for each in (self.sums, self.direct)
         )
         return SocketLinks(layout, self.rank, sums, direct)
 
 
 def main(everyone: Sequence[Sockets]) -> None:
     """Fork the ranks that have these sockets; kill them when stdin ends."""
-    children, numbers = [], {number for sockets in everyone for number in sockets.numbers}
+    children, descriptors = [], {each for sockets in everyone for each in sockets.descriptors}
     for own in everyone:
         child = os.fork()
         if child == 0:
-            for other in numbers.difference(own.numbers):
+            for other in descriptors.difference(own.descriptors):
                 os.close(other)
             os.close(sys.stdin.fileno())
             RankProcess(Connection(own.control), own.rank, own.rank, own.links).run()
             os._exit(0)
         children.append(child)
-    for number in numbers:
-        os.close(number)
+    for descriptor in descriptors:
+        os.close(descriptor)
     while os.read(sys.stdin.fileno(), 1):
         pass
     for child in children:

@@ -78,21 +78,24 @@ class AdapterHandle:
 
 
 class Stage:
-    """Weights and K/V of one rank, and its side of every command.  Attribute `links` is set before use."""
+    """Weights and K/V of one rank, and its side of every command.  Attribute `links` is set before use.
+
+    position: of the stage among all stages; index: of the rank within its stage
+    """
 
     links: Links
 
     def __init__(self, weights: Source, options: ModelOptions, rank: int, device: torch.device) -> None:
         self.options, self.rank = options, rank
         layout, spec, dtype = options.layout, options.spec, options.precision.dtype
-        self.index, self.number = layout.index(rank), layout.stage(rank)
-        self.last = self.number == layout.pipeline - 1
+        self.index, self.position = layout.index(rank), layout.stage(rank)
+        self.last = self.position == layout.pipeline - 1
         self.share = Share.of(spec, layout.tensor, self.index)
         self.backend: Backend = backend_for(device, dtype, options.precision.activations)
         own = self.share.spec
         source = SlicedSource(weights, spec, self.share)
         reader = LayerReader(source, own, dtype, bits_of(options.precision.quantization))
-        self.range = layout.layers(spec.layers)[self.number]
+        self.range = layout.layers(spec.layers)[self.position]
         table = options.rotations.to(device)
         named = options.blocks or [("", 0)] * spec.layers
         self.blocks = [self._block(reader.layer(self.backend, i, *named[i]), own, table) for i in self.range]
@@ -102,7 +105,7 @@ class Stage:
             return
         self.norm = reader.norm(self.backend)
         self.embedding: Any = None
-        if self.number == 0 or (self.last and spec.tied):
+        if self.position == 0 or (self.last and spec.tied):
             self.embedding = reader.embedding(self.backend)
         self.lm_head = self.embedding if spec.tied or not self.last else reader.lm_head(self.backend)
 
@@ -136,9 +139,9 @@ class Stage:
     def drop_adapter(self, number: int) -> None:
         del self.adapters[number]
 
-    def embed(self, ids: Sequence[int], x: None = None) -> Answer:
+    def embed(self, ids: Sequence[int]) -> Answer:
         """Embeddings of tokens, on the ranks of the first stage."""
-        return Answer({LAST: self._embed(ids)} if self.number == 0 else {})
+        return Answer({LAST: self._embed(ids)} if self.position == 0 else {})
 
     def forward(
         self,
@@ -156,28 +159,20 @@ class Stage:
                beside it, if x is wider, what the first attention reads in place of norm(x)
         """
         self.links.settle()
-        shape = (step_input.length, self.options.spec.hidden)
-        if self.number > 0:
-            x = self._receive(shape, self.rank - self.options.layout.tensor)
+        layout, num_rows = self.options.layout, step_input.length
+        if self.position > 0:
+            x = self._receive((num_rows, self.options.spec.hidden), self.rank - layout.tensor)
         elif given:
-            x = self._from_rank_0(x, (step_input.length, given), self.options.layout.peers(0))
+            x = self._from_rank_0(x, (num_rows, given), layout.peers(0))
         else:
             x = self._embed(step_input.input_ids)
-        states: dict[int | str, Tensor] = {}
-        x = self._layers(x, step_input, self.pools[pool], skips, wanted, states)
-        if not self.last:
-            self.links.send(x, self.rank + self.options.layout.tensor)
-        elif FINAL in wanted.states:
-            states[FINAL] = self.backend.rms_norm(x, self.norm, self.options.spec.eps)
-        if self.last and LAST in wanted.states:
-            states[LAST] = x
-        found: dict[Any, Tensor] = {**states} if self.index == 0 else {}
-        if self.last and wanted.logits:
-            rows = x if len(wanted.logits) == len(x) else x[list(wanted.logits)]
-            found["logits", self.index] = self._logits(
-                self.backend.rms_norm(rows, self.norm, self.options.spec.eps)
-            )
-        return self._answer(found, wanted, step_input.length)
+        found: dict[Any, Tensor] = {}
+        x = self._layers(x, step_input, self.pools[pool], skips, wanted, found)
+        if self.last:
+            self._finish(x, wanted, found)
+        else:
+            self.links.send(x, self.rank + layout.tensor)
+        return self._answer(found, wanted, num_rows)
 
     def head(self, num_rows: int, x: Tensor | None = None) -> Answer:
         """Logits of states after the last norm, which rank 0 has."""
@@ -210,14 +205,18 @@ class Stage:
         pool: Pool,
         skips: Sequence[int],
         wanted: Wanted,
-        states: dict[int | str, Tensor],
+        found: dict[Any, Tensor],
     ) -> Tensor:
+        """The residual stream after this stage's layers.  Wanted states inside it are added to `found`.
+
+        x: [N, hidden]; or [N, 2 hidden], with the input of the first attention beside it
+        """
         hidden, u = self.options.spec.hidden, None
         if x.shape[1] > hidden:
             x, u = x[:, :hidden].contiguous(), x[:, hidden:].contiguous()
         for at, (i, block) in enumerate(zip(self.range, self.blocks)):
             if i in wanted.states:
-                states[i] = x.clone()  # x is changed in place
+                found[i] = x.clone()  # x is changed in place
             if skips[i] == ATTENTION | MLP:
                 continue
             runs, kv = self._runs(step_input, at), LayerKV(step_input, pool, at)
@@ -233,8 +232,22 @@ class Stage:
                     part = self.backend.run_layers(stack, part, kv, runs, u)
                     x, u = add_parts(self.links, x, part), None
         if self.last and (end := self.options.spec.layers) in wanted.states:
-            states[end] = x.clone()
+            found[end] = x.clone()
         return x
+
+    def _finish(self, x: Tensor, wanted: Wanted, found: dict[Any, Tensor]) -> None:
+        """Add what follows from the residual stream after the last layer."""
+        if LAST in wanted.states:
+            found[LAST] = x
+        if FINAL in wanted.states:
+            found[FINAL] = self._normalized(x)
+        if wanted.logits:
+            rows = x if len(wanted.logits) == len(x) else x[list(wanted.logits)]
+            found["logits", self.index] = self._logits(self._normalized(rows))
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        """Residual stream after the last norm."""
+        return self.backend.rms_norm(x, self.norm, self.options.spec.eps)
 
     def _runs(self, step_input: StepInput, at: int) -> Runs:
         """Rows with an adapter, and it as packed for layer `at` of this stage."""

@@ -1,8 +1,9 @@
 """Start of the other ranks, and rank 0's connections to them.
 
 Local   processes of this machine, started and ended by rank 0
-Placed  processes that torchrun (or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) has
-        started, on any number of machines; each runs the same program, and all but rank 0 end up in `join`
+Placed  processes that a launcher has started, on any number of machines, with RANK, WORLD_SIZE, MASTER_ADDR
+        and MASTER_PORT in their environment.  torchrun runs the same program in each, and all but rank 0
+        call `join`.  ray.py starts tasks that call `run_rank`.
 """
 
 from __future__ import annotations
@@ -61,21 +62,23 @@ class Local:
             if layout.linked(low, high):
                 direct.join(low, high)
         everyone = [
-            Sockets(rank, port, control.numbers(rank)[0], sums.numbers(rank), direct.numbers(rank))
+            Sockets(
+                rank, port, control.descriptors(rank)[0], sums.descriptors(rank), direct.descriptors(rank)
+            )
             for rank in ranks[1:]
         ]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "outrider.parallel.rank", repr([vars(sockets) for sockets in everyone])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            pass_fds=[number for sockets in everyone for number in sockets.numbers],
+            pass_fds=[each for sockets in everyone for each in sockets.descriptors],
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             start_new_session=True,  # Ctrl-C is for rank 0
         )
         for mesh in (control, sums, direct):
             mesh.keep(0)
-        self.connections = [Connection(control.lines[0][rank].detach()) for rank in ranks[1:]]
-        self.sums, self.direct = sums.lines[0], direct.lines[0]
+        self.connections = [Connection(control.sockets[0][rank].detach()) for rank in ranks[1:]]
+        self.sums, self.direct = sums.sockets[0], direct.sockets[0]
 
     def links(self, device: torch.device) -> Links:
         if device.type == "cuda":
@@ -92,27 +95,27 @@ class Local:
             self.process.kill()
         for connection in self.connections:
             connection.close()
-        for line in (*self.sums.values(), *self.direct.values()):
-            line.close()
+        for sock in (*self.sums.values(), *self.direct.values()):
+            sock.close()
 
 
 class _Mesh:
-    """Pairs of sockets between ranks.  lines[rank][other]: this rank's end."""
+    """Pairs of sockets between ranks.  sockets[rank][other]: this rank's end."""
 
     def __init__(self, size: int) -> None:
-        self.lines: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+        self.sockets: list[dict[int, socket.socket]] = [{} for _ in range(size)]
 
     def join(self, rank: int, other: int) -> None:
-        self.lines[rank][other], self.lines[other][rank] = socket.socketpair()
+        self.sockets[rank][other], self.sockets[other][rank] = socket.socketpair()
 
-    def numbers(self, rank: int) -> dict[int, int]:
-        return {other: line.fileno() for other, line in self.lines[rank].items()}
+    def descriptors(self, rank: int) -> dict[int, int]:
+        return {other: sock.fileno() for other, sock in self.sockets[rank].items()}
 
     def keep(self, rank: int) -> None:
         """Close all ends but those of one rank."""
-        for other, lines in enumerate(self.lines):
-            for line in lines.values() if other != rank else ():
-                line.close()
+        for other, ends in enumerate(self.sockets):
+            for sock in ends.values() if other != rank else ():
+                sock.close()
 
 
 class Placed:
@@ -143,9 +146,12 @@ class Placed:
 
 
 def start(layout: Layout, device: torch.device, threads: int) -> Ranks:
-    if placed() is None and os.name == "nt":
+    """Start the other ranks of this machine, or connect to those of a launcher."""
+    if placed() is not None:
+        return Placed(layout)
+    if os.name == "nt":
         raise ConfigError("several ranks need torchrun on Windows: start them with it.")
-    return Local(layout, device, threads) if placed() is None else Placed(layout)
+    return Local(layout, device, threads)
 
 
 def placed() -> int | None:
@@ -155,17 +161,16 @@ def placed() -> int | None:
 
 
 def join() -> NoReturn:
-    """Be the rank that a launcher made this process, until rank 0 ends.  Exits the process."""
+    """Run the rank that a launcher made this process, and exit with it."""
     run_rank()
     sys.exit(0)
 
 
 def run_rank() -> None:
-    """The same, and return."""
+    """Serve rank 0 as the rank that the environment names, until rank 0 ends."""
     store = _environment_store()
     host, port, key = store.get(CONTROL).decode().split()
-    line = socket.create_connection((host, int(port)), JOIN_TIMEOUT)
-    connection = _connection(line)
+    connection = _connection(socket.create_connection((host, int(port)), JOIN_TIMEOUT))
     answer_challenge(connection, key.encode())
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     RankProcess(
@@ -185,24 +190,24 @@ def _listener() -> socket.socket:
 
 def _accept(listener: socket.socket, key: bytes, size: int) -> Connection[Any, Any]:
     try:
-        line, _ = listener.accept()
+        sock, _ = listener.accept()
     except TimeoutError as error:
         raise RankError(
             f"not all of {size} ranks connected within {JOIN_TIMEOUT:.0f} seconds: each has to run this "
             "program."
         ) from error
-    connection = _connection(line)
+    connection = _connection(sock)
     deliver_challenge(connection, key)
     return connection
 
 
-def _connection(line: socket.socket) -> Connection[Any, Any]:
+def _connection(sock: socket.socket) -> Connection[Any, Any]:
     """For commands and beats.  An end that cannot send them for LOST seconds gives up."""
-    line.settimeout(None)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * LOST))
-    return Connection(line.detach())
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * LOST))
+    return Connection(sock.detach())
 
 
 def _environment_store() -> Any:

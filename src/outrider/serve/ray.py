@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import logging
 import os
-import socket
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
@@ -23,19 +22,17 @@ from threading import Thread
 from typing import Any
 from urllib.parse import unquote
 
-import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
-from ray.util import get_node_ip_address
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.errors import ConfigError
-from outrider.parallel.start import run_rank
+from outrider.parallel.ray import bundle, start_ranks
 from outrider.serve.app import make_app
 from outrider.serve.guard import middleware
 from outrider.serve.options import ServerOptions
@@ -78,66 +75,46 @@ def deployment(
 
     Raises ConfigError.
     """
-    options = server or ServerOptions()
-    options.keys()
+    options, resources = server or ServerOptions(), dict(actor or {})
+    _check(options)
     ranks = EngineOptions(model=model, **engine).layout.size
     SpeculativeOptions.of(None if speculative_config is None else dict(speculative_config))
+    placed: dict[str, Any] = {}
+    if placement is not None:
+        placed = {
+            "placement_group_bundles": [bundle(resources)] * ranks,
+            "placement_group_strategy": placement,
+        }
+    routed = serve.deployment(
+        max_ongoing_requests=options.max_requests,
+        ray_actor_options=dict(resources),
+        request_router_config={"request_router_class": PrefixRouter},
+        graceful_shutdown_timeout_s=options.shutdown_timeout,
+        health_check_period_s=HEALTH_SECONDS,
+        **_number(replicas),
+        **placed,
+    )(Model)
+    inner = replace(options, api_key=(), api_key_file=None, allowed_origins=(), root_path="")
+    service = Service(inner, {"model": model, **engine}, speculative_config, threads)
+    front = serve.deployment(**FRONT)(serve.ingress()(Front))
+    return front.bind(routed.bind(service, resources if placed else None), options)
+
+
+def _check(options: ServerOptions) -> None:
+    """Raise ConfigError for options that cannot be used on Ray, or for keys that cannot be read."""
+    options.keys()
     if options.allow_lora_loading:
         raise ConfigError("allow_lora_loading reaches one replica of Ray's: name adapters in lora_modules.")
     if options.replicas != 1:
         raise ConfigError("ServerOptions.replicas is not for Ray: give deployment(replicas=…).")
-    number: dict[str, Any] = {"num_replicas": replicas}
-    if not isinstance(replicas, int):
-        policy = AutoscalingPolicy(policy_function=replicas_for_load)
-        number = {"autoscaling_config": AutoscalingConfig(**{"policy": policy, **replicas})}
-    if placement is not None:
-        number["placement_group_bundles"] = [_bundle(actor or {})] * ranks
-        number["placement_group_strategy"] = placement
-    routed = serve.deployment(
-        max_ongoing_requests=options.max_requests,
-        ray_actor_options=dict(actor or {}),
-        request_router_config={"request_router_class": PrefixRouter},
-        graceful_shutdown_timeout_s=options.shutdown_timeout,
-        health_check_period_s=HEALTH_SECONDS,
-        **number,
-    )(Model)
-    inner = replace(options, api_key=(), api_key_file=None, allowed_origins=(), root_path="")
-    front = serve.deployment(**FRONT)(serve.ingress()(Front))
-    placed = dict(actor or {}) if placement is not None else None
-    service = Service(inner, {"model": model, **engine}, speculative_config, threads)
-    return front.bind(routed.bind(service, placed), options)
 
 
-def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:
-    """The resources of an actor, as those of a placement group.  Raises ConfigError for none."""
-    known = {
-        "CPU": actor.get("num_cpus", 1),
-        "GPU": actor.get("num_gpus", 0),
-        "memory": actor.get("memory", 0),
-    }
-    bundle = {name: amount for name, amount in {**known, **actor.get("resources", {})}.items() if amount}
-    if not bundle:
-        raise ConfigError("placement: give each rank num_cpus, num_gpus or resources in `actor`.")
-    return bundle
-
-
-def _rank(environment: Mapping[str, str]) -> None:
-    """Be a rank of a replica's model, until that ends."""
-    os.environ.update(environment)
-    run_rank()
-
-
-def _place_ranks(count: int, actor: Mapping[str, Any]) -> None:
-    """Start the other ranks where Ray has placed them, as a launcher does (see parallel/start.py)."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": count, "MASTER_ADDR": get_node_ip_address(), "MASTER_PORT": port, "LOCAL_RANK": 0}
-    environments = [{name: str(value) for name, value in {**shared, "RANK": i}.items()} for i in range(count)]
-    start = ray.remote(max_retries=0, **actor)(_rank)
-    for environment in environments[1:]:
-        start.remote(environment)
-    os.environ.update(environments[0])
+def _number(replicas: int | Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `serve.deployment` for a number of replicas, or for one that follows the load."""
+    if isinstance(replicas, int):
+        return {"num_replicas": replicas}
+    policy = AutoscalingPolicy(policy_function=replicas_for_load)
+    return {"autoscaling_config": AutoscalingConfig(**{"policy": policy, **replicas})}
 
 
 def replicas_for_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
@@ -154,9 +131,9 @@ class Model:
     """A replica: the server's application on an engine of its own."""
 
     def __init__(self, service: Service, placed: Mapping[str, Any] | None = None) -> None:
-        """placed: resources of each rank that Ray places; None: ranks are processes of this machine."""
+        """placed: ray_actor_options of ranks that Ray places; None: ranks are processes of this machine."""
         if placed is not None:
-            _place_ranks(EngineOptions(**service.engine).layout.size, placed)
+            start_ranks(placed)
         self.server = Server(service.options, service.engine["model"])
         self.server.started(service.load())
         self.app = make_app(self.server)
@@ -234,8 +211,6 @@ def _scope(question: Question) -> dict[str, Any]:
 
 class Front(Pool):
     """What clients talk to: a pool of one handle, behind which Ray chooses the replica."""
-
-    open = 0
 
     def __init__(self, handle: DeploymentHandle, options: ServerOptions) -> None:
         self.handle, self.options, self.status = handle.options(stream=True), options, "ready"
