@@ -303,8 +303,8 @@ class Planner:
         return math.pow(least, 1 / self.exponents[k])
 
     def _price(self, k: int, reach: Reach, load: Load) -> Price:
-        """Seconds for one row, if as many ask as lately."""
-        rows = max(1.0, self.evidence.asking[k] * load.batch)
+        """Seconds for one row, if as many ask as lately, and no more than each get a node."""
+        rows = max(1.0, min(self.evidence.asking[k] * load.batch, load.nodes))
         fixed, per_level = self.evidence.drafting.line(k, round(rows))
         share, overhead, added = load.pace / rows, self.evidence.overhead / rows, load.verify
         return Price(
