@@ -186,6 +186,18 @@ def test_a_prompt_in_chunks_is_decided_on_once() -> None:
     assert not row.left_out
 
 
+def test_a_prompt_that_is_preempted_before_its_first_token_is_decided_on_once() -> None:
+    auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
+    auto.evidence.reach[0].asked = 4  # hardly tried: prefill counts as loss
+    row = make_row([1] * PROMPT, limit=2 * PROMPT)
+    for start in (0, 64, 0):
+        auto.budget(Batch([RowStep(row, start, 64)], prefill=True))
+    assert auto.evidence.ledger.loss == pytest.approx(0.01 * PLAIN * PROMPT)
+    row.finish_reason = "length"
+    auto.evidence.close(row, auto.load)
+    assert not auto.evidence.decided
+
+
 def test_drafts_beside_a_prompt_are_for_as_many_rows_as_the_step_allows() -> None:
     """Of the nodes of 40 rows 28 may be added."""
     auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
