@@ -112,6 +112,14 @@ def test_draft_nodes_beside_a_prompt_add_little_to_the_step() -> None:
     assert Load.of(Batch([RowStep(row, 31, 1)]), cost).verify(16) < math.inf
 
 
+@pytest.mark.parametrize("batch, depth", [(1, 8), (32, 1)])
+def test_further_levels_are_asked_for_if_they_cost_little_for_all_rows(batch: int, depth: int) -> None:
+    """Eight levels take 0.016 of a plain step for one row.  The second token is hardly ever accepted."""
+    price = Price(fixed=0.0, per_level=0.002, nodes_per_level=1.0, verify=lambda nodes: 0.01 * nodes)
+    gains = [0.5 + 0.001 * level for level in range(8)]
+    assert best_option(0, gains, price, batch, plain=1.0).depth == depth
+
+
 def test_a_token_beside_a_prompt_is_worth_what_it_costs_without_the_prompt() -> None:
     """The prompt is computed in any case, so its time is none that drafts could save."""
     cost, rows = ForwardCost({1: 1.0, 64: 64.0}), [make_row([1] * 32) for _ in range(5)]

@@ -186,6 +186,28 @@ def test_a_prompt_in_chunks_is_decided_on_once() -> None:
     assert not row.left_out
 
 
+def test_a_prompt_that_is_preempted_before_its_first_token_is_decided_on_once() -> None:
+    auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
+    auto.evidence.reach[0].asked = 4  # hardly tried: prefill counts as loss
+    row = make_row([1] * PROMPT, limit=2 * PROMPT)
+    for start in (0, 64, 0):
+        auto.budget(Batch([RowStep(row, start, 64)], prefill=True))
+    assert auto.evidence.ledger.loss == pytest.approx(0.01 * PLAIN * PROMPT)
+    row.finish_reason = "length"
+    auto.evidence.close(row, auto.load)
+    assert not auto.evidence.decided
+
+
+def test_drafts_beside_a_prompt_are_for_as_many_rows_as_the_step_allows() -> None:
+    """Of the nodes of 40 rows 28 may be added."""
+    auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
+    rows = [make_row([1] * 8, id=str(i), limit=100, steps=1) for i in range(40)]
+    prompt = RowStep(make_row([1] * 64, limit=100), 0, 40, emits=False)
+    batch = Batch([prompt, *(RowStep(row, 7, 1) for row in rows)], prefill=True)
+    asked = sum(budget.nodes > 0 for budget in auto.budget(batch))
+    assert auto.load.nodes < 40 and asked > 20
+
+
 @pytest.mark.parametrize("config", [{"method": "auto"}, {"method": "draft_model", "adaptive": True}])
 def test_no_draft_tokens_are_allowed(tiny: Path, config: dict[str, Any]) -> None:
     given = {**config, "model": str(tiny), "num_speculative_tokens": 0}

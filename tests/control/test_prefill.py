@@ -299,6 +299,28 @@ def test_one_slow_step_changes_little() -> None:
     assert 0.5 * before <= pacer.chunk(3, 0) <= 2 * before
 
 
+def test_a_step_that_emits_several_tokens_of_a_row_counts_for_as_many() -> None:
+    """Drafts triple the tokens and the seconds of a step: for three times the work a chunk of three times."""
+    plain, drafted = PrefillPacer(512), PrefillPacer(512)
+    for pacer, tokens in ((plain, 1), (drafted, 3)):
+        for _ in range(40):
+            for chunk in (0, 24, 48):
+                batch = batch_of(*[(100, 1)] * 4, *[(0, chunk)] * bool(chunk))
+                for step in batch:
+                    step.emitted = [1] * tokens if step.emits else []
+                pacer.learn(batch, 0.01 * tokens + 0.001 * chunk)
+        pacer.recent_chunk, pacer.steps_since_refresh = 512, 0
+    assert drafted.chunk(4, 0) == pytest.approx(3 * plain.chunk(4, 0), rel=0.1)
+
+
+def test_numbers_of_rows_within_an_eighth_share_what_was_measured() -> None:
+    pacer = PrefillPacer(512)
+    for _ in range(2):
+        pacer.learn(batch_of(*[(100, 1)] * 33), 0.02)
+    pacer.learn(batch_of(*[(100, 1)] * 33, (0, 16)), 0.03)
+    assert not pacer.budget(35, 400).exhausted and pacer.budget(36, 400).exhausted
+
+
 def test_a_decode_step_without_a_chunk_comes_first_and_regularly() -> None:
     run = Simulation(Costs())
     run.add("decoding", 10, 10**6)
@@ -326,7 +348,7 @@ def test_a_chunk_of_one_prompt_token_is_no_decode_step() -> None:
     steps = [*batch_of((100, 1), (101, 1), (40, 1))]
     steps[2].emits = False
     pacer.learn(Batch(steps), 0.05)
-    assert list(pacer.decode_seconds[2]) == [0.01] and 3 not in pacer.decode_seconds
+    assert list(pacer.decode_steps[2]) == [(0.01, 1.0)] and 3 not in pacer.decode_steps
 
 
 def test_a_line_through_chunks_of_two_sizes() -> None:

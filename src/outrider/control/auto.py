@@ -28,7 +28,6 @@ from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, TOTAL_GRACE
 from outrider.control.memory import Memory
-from outrider.control.module import Module
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try, keep, note_depths
 from outrider.control.planner import Planner
 from outrider.control.prefill_choice import PrefillChoice
@@ -53,9 +52,9 @@ class AutoController:
     limits: upper bounds, from options that were given.  arms: the drafters of a mix, or the only one.
     grace, total_grace: plain steps, of `least` seconds at least, that a request, and all together, may lose
     (see ledger.py).
-    memory: keeps what is learned for the next start.  module: corrects calibrated acceptance.
     clock: returns seconds, by default those of the engine's clock.
-    evidence: shared with the controllers of other rows, where several steps are in flight.
+    evidence: shared with the controllers of other rows, where several steps are in flight; by default one of
+    its own, which begins with the costs `forward` and what `memory` has kept.
     """
 
     def __init__(
@@ -67,33 +66,30 @@ class AutoController:
         total_grace: float = TOTAL_GRACE,
         least: float = LEAST_STEP,
         memory: Memory | None = None,
-        module: Module | None = None,
         clock: Callable[[], float] | None = None,
         seed: int = 0,
         evidence: Evidence | None = None,
     ) -> None:
         self.limits, self.arms, self.clock = limits, arms, clock or working_time
         self.prefills = any(arm.prefills for arm in arms)
-        self.evidence = evidence or Evidence(arms, forward or ForwardCost(), memory, module)
+        self.evidence = evidence or Evidence(arms, forward or ForwardCost(), memory)
         self.planner = Planner(limits, arms, self.evidence, grace, total_grace, least, seed)
         self.prefill_choice, self.load = PrefillChoice(self.planner, arms), self.planner.load
         # plans of `rows`, by their place in the batch, until `stale`
-        self.rows: list[Row] = []
-        self.plans: dict[int, Plan] = {}
+        self.rows, self.plans = list[Row](), dict[int, Plan]()
         self.stale, self.interval = True, 1
         # of this step; guided: some row gets forced text
-        self.tries: dict[int, Try] = {}
-        self.anchored = self.guided = False
-        self.looked = self.digested = 0.0  # seconds of the last plan, and of taking in what led to it
+        self.tries, self.anchored, self.guided = dict[int, Try](), False, False
+        # seconds of the last plan, of taking in what led to it, and the moving average of both together
+        self.looked = self.digested = self.look_seconds = 0.0
         self.spent: dict[int, float] = {}  # seconds of each drafter of a mix
-        self.mark: tuple[int, float] | None = None
+        self.mark: tuple[int, float] | None = None  # the one that drafts now, and when it began
         # since the last digest, the last plain step, and the last plan
         self.log, self.since_plain = list[StepRecord](), 0
         self.expected = self.shortfall = 0.0  # accepted tokens
         # seconds that all rows, and each, may lose before plans are made again
         self.room, self.room_of = 0.0, dict[int, float]()
         self.rest: Rest | None = None
-        self.look_seconds = 0.0  # of both, moving average
 
     @property
     def order(self) -> Sequence[int]:
@@ -194,11 +190,15 @@ class AutoController:
         took = min(self.looked + self.digested, OUTLIER * self.look_seconds + LONG_PLAN)
         self.look_seconds += 0.1 * (took - self.look_seconds)
         self.digested = 0.0
-        often = math.ceil(self.look_seconds / (PLANNING * self.load.plain))
-        least = min(NEW_STEPS, math.ceil(took / (MOST_PLANNING * self.load.plain)))
-        self.interval = max(1, least, min(often, self.planner.interval(self.plans.values())))
+        self.interval = self._steps_of_plans(took)
         self.room = self.evidence.ledger.room
         self.room_of = {r: plan.state.ledger.room for r, plan in self.plans.items()}
+
+    def _steps_of_plans(self, took: float) -> int:
+        """Steps that the plans hold for.  took: seconds of making them and of taking in what led to them."""
+        often = math.ceil(self.look_seconds / (PLANNING * self.load.plain))
+        least = min(NEW_STEPS, math.ceil(took / (MOST_PLANNING * self.load.plain)))
+        return max(1, least, min(often, self.planner.interval(self.plans.values())))
 
     # ---- while drafting
 

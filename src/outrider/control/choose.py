@@ -16,7 +16,7 @@ from outrider.control.acceptance import Calibration, key_of
 from outrider.core.tree import ROOT, DraftTree
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512, 1024)
-CHEAP = 0.02  # a drafter whose deepest draft costs less of a plain step always drafts all of it
+CHEAP = 0.02  # of a plain step: a drafter whose deepest drafts cost so little more drafts all of them
 
 
 class Option(NamedTuple):
@@ -47,10 +47,10 @@ class Price(NamedTuple):
 def best_option(drafter: int, gains: Sequence[float], price: Price, batch: int, plain: float) -> Option:
     """The depth with the most tokens per second in a step in which every row is asked for it.
 
-    gains[d - 1]: expected accepted tokens of a draft of depth d.  A cheap drafter is asked for its deepest
-    draft, since `select` cuts it where the rest does not pay; gain and cost are those of the best depth.  One
-    that stops by itself is asked for the deepest whose cost is known.  The cost is infinite where that of
-    every depth is unknown or too much.
+    gains[d - 1]: expected accepted tokens of a draft of depth d.  Where further levels cost next to nothing,
+    the drafter is asked for its deepest draft, since `select` cuts it where the rest does not pay; gain and
+    cost are those of the best depth.  One that stops by itself is asked for the deepest whose cost is known.
+    The cost is infinite where that of every depth is unknown or too much.
     """
     fixed, per_level, nodes_per_level, verify, stops = price
     deepest, best, found = len(gains), 0.0, (1, 0.0, math.inf, math.inf)
@@ -59,7 +59,7 @@ def best_option(drafter: int, gains: Sequence[float], price: Price, batch: int, 
         cost = ask + verify(nodes_per_level * depth)
         if (rate := (1 + gain) / (plain + batch * cost)) > best or (stops and rate):
             best, found = rate, (depth, gain, cost, ask)
-    if fixed + per_level * deepest < CHEAP * plain:
+    if batch * per_level * (deepest - found[0]) < CHEAP * plain:
         return Option(drafter, deepest, *found[1:])
     return Option(drafter, *found)
 

@@ -48,7 +48,8 @@ class Evidence:
     """Estimates of an adaptive controller.
 
     graded: acceptance by drafter and grade of its next draft, for grades above 0.
-    states: of the open rows that a drafter was considered for.  trials: by drafter.  known: which ones were
+    states: of the open rows that a drafter was considered for.  decided: those whose prefill by drafters was
+    decided on.  trials: by drafter.  known: which ones were
     asked often before this start.
     asking: moving average of the part of a batch that asks each drafter.
     idle: moving average of the seconds that drafters take in a step that asks none.
@@ -84,6 +85,7 @@ class Evidence:
         self.known = known = [reach.asked >= KNOWN for reach in self.reach]
         self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * forward.base(1)) for old in known]
         self.states: dict[Row, RowState] = {}
+        self.decided: set[Row] = set()
         self.asking = [1.0] * len(arms)
         self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
         self.surprises, self.worth = 0, [0.0] * len(arms)
@@ -166,6 +168,7 @@ class Evidence:
     def close(self, row: Row, load: Load) -> None:
         """Complete the summary of a row that has ended."""
         state = self.states.pop(row, None)
+        self.decided.discard(row)
         if state is not None:
             self.credit(row, state, load)
         elif row.steps:  # no drafter was considered
@@ -182,6 +185,7 @@ class Evidence:
     def drop_ended(self) -> None:
         """Forget rows that ended outside a step."""
         self.states = {row: state for row, state in self.states.items() if row.finish_reason is None}
+        self.decided = {row for row in self.decided if row.finish_reason is None}
 
     def save(self, now: float) -> None:
         """Remember what was learned for the next start, at most every `EVERY` seconds."""

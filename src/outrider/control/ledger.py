@@ -30,15 +30,18 @@ FIRST_TRIALS, MOST_TRIALS = 4.0, 2.0  # plain steps that such a drafter may take
 
 @dataclass(slots=True)
 class Ledger:
-    """spent, plain: seconds so far, and those of plain decoding for the same tokens.  grace: seconds."""
+    """Seconds lost so far, in sum, and what may still be lost.
+
+    plain: seconds of plain decoding for the tokens so far.  loss: seconds beyond them; below 0 what drafts
+    have saved, up to `SAVED` graces.  grace: seconds.
+    """
 
     grace: float = 0.0
-    spent: float = 0.0
     plain: float = 0.0
     loss: float = 0.0
 
     def add(self, spent: float, plain: float) -> None:
-        self.spent += spent
+        """Enter seconds of steps, and those of plain decoding for the same tokens."""
         self.plain += plain
         self.loss = max(self.loss + spent - plain, -SAVED * self.grace)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,6 +128,7 @@ class Try:
 
 FEW = 4  # nodes that may always be tried
 PREFILL_DELAY = 0.25  # of a step with prompt tokens: draft nodes may lengthen it by so much
+MOST_NODES = 1024  # that are considered for it
 
 
 @dataclass(slots=True)
@@ -136,6 +138,7 @@ class Load:
     decode: seconds of a step without the tokens of prompts and resumed texts, which have to be computed in
     any case: what one more token of every row is worth.
     most: seconds that draft nodes may add.  Those beside prompt tokens delay the first token of the prompt.
+    fitting: `nodes`, once it was asked for.
     costs: of draft nodes, as far as they were asked for.
     """
 
@@ -149,6 +152,7 @@ class Load:
     rate: float = 0.0  # tokens per second that drafts have to beat
     base: float = 0.0  # seconds of the rows at pace 1, without context
     most: float = math.inf
+    fitting: float = 0.0
     costs: dict[int, float] = field(default_factory=dict)
 
     @staticmethod
@@ -186,6 +190,15 @@ class Load:
     def token(self) -> float:
         """Seconds that plain decoding takes for a token of a row."""
         return self.decode / max(1, self.batch)
+
+    @property
+    def nodes(self) -> float:
+        """The most draft nodes that may be added, at least one."""
+        if not self.fitting:
+            self.fitting = math.inf
+            if self.most < math.inf:
+                self.fitting = max(1, bisect_right(range(1, MOST_NODES), self.most, key=self.added))
+        return self.fitting
 
     def verify(self, nodes: int) -> float:
         """Seconds that so many draft nodes add to the forward; infinite where that is unknown or too many."""

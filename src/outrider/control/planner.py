@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.control import choose
 from outrider.control.acceptance import Reach
@@ -34,11 +34,31 @@ SPARE = 0.1  # part of what drafts have saved that one request may lose again
 DOUBT = 1.25  # costs may be overestimated so much where no acceptance seems to pay
 
 
-class Planner:
-    """grace, total_grace: plain steps, of `least` seconds at least, that a request, and all together, may
-    lose (see ledger.py).  A request may also lose `SPARE` of what drafts have saved.
+class Candidate(NamedTuple):
+    """A drafter that one row may ask.
 
+    option: its best depth.  late: seconds to catch up with the row's text.  pays: it is expected to.
+    """
+
+    option: Option
+    late: float
+    pays: bool
+
+
+class Planner:
+    """Chooses the drafters that each row asks, and their depth.
+
+    grace, total_grace: plain steps, of `least` seconds at least, that a request, and all together, may lose
+    (see ledger.py).  A request may also lose `SPARE` of what drafts have saved.
     load: of the step that was planned last.  order: drafters of a mix, cheapest first.
+
+    Of the last plans:
+    room, row_grace: seconds left of the ledger of all requests, and what each request may lose.
+    wait: steps until a row without a plan may get one.  trials: what the plans have left of them.
+    zs: drawn standard deviations, by drafter.
+    of_new: options of rows that never asked, by acceptance and largest depth.
+    refused: kind of such rows that get no plan -> their `wait`.
+    hopes: drafter, depth -> `hopeful`.  exponents: of drafters that stop by themselves.
     """
 
     def __init__(
@@ -56,31 +76,19 @@ class Planner:
         self.random = random.Random(seed)
         self.load = Load(evidence.forward)
         self.order: Sequence[int] = range(len(arms))
-        # of the last plans
-        # seconds: left of the ledger of all requests; what each may lose
         self.room = self.row_grace = 0.0
-        self.wait = LONGEST_PAUSE  # steps until a row without a plan may get one
-        self.trials: Sequence[Trials] = ()  # what the plans have left
-        self.zs = [0.0] * len(arms)  # standard deviations
-        self.of_new: dict[tuple[Reach, int], Option] = {}  # of rows that never asked
-        self.refused: dict[tuple[Any, ...], int] = {}  # kind of such rows that get no plan -> their `wait`
-        self.hopes: dict[tuple[int, int], bool] = {}  # drafter, depth -> `hopeful`
-        self.exponents: dict[int, float] = {}  # of drafters that stop by themselves (`Calibration.exponent`)
+        self.wait = LONGEST_PAUSE
+        self.trials: Sequence[Trials] = ()
+        self.zs = [0.0] * len(arms)
+        self.of_new: dict[tuple[Reach, int], Option] = {}
+        self.refused: dict[tuple[Any, ...], int] = {}
+        self.hopes: dict[tuple[int, int], bool] = {}
+        self.exponents: dict[int, float] = {}
 
     def plans(self, batch: Batch, load: Load) -> dict[int, Plan]:
         """Row of the batch -> its plan, for those with a drafter that is expected to pay or due for a try."""
-        evidence, self.load = self.evidence, load
-        self.set_grace(load)
-        self.room, self.wait = evidence.ledger.room, LONGEST_PAUSE
-        self.trials = [replace(trials) for trials in evidence.trials]
-        most = self.limits.depth_for(len(batch))
-        # one draw for all rows, since they share what an ask costs
-        self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
-        self.of_new.clear()
-        self.refused.clear()
-        self.hopes.clear()
-        self.exponents.clear()
-        plans: dict[int, Plan] = {}
+        self._begin(load)
+        evidence, most, plans = self.evidence, self.limits.depth_for(len(batch)), dict[int, Plan]()
         for r, step in enumerate(batch):
             row = step.row
             if step.emits and (depth := min(most, row.draft_depth)) and (plan := self._plan(row, depth)):
@@ -91,6 +99,19 @@ class Planner:
             line = evidence.drafting.line
             self.order = sorted(range(len(self.arms)), key=lambda k: line(k, 1)[::-1])
         return plans
+
+    def _begin(self, load: Load) -> None:
+        """Prepare plans beside a load."""
+        self.load = load
+        self.set_grace(load)
+        self.room, self.wait = self.evidence.ledger.room, LONGEST_PAUSE
+        self.trials = [replace(trials) for trials in self.evidence.trials]
+        # one draw for all rows, since they share what an ask costs
+        self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
+        self.of_new.clear()
+        self.refused.clear()
+        self.hopes.clear()
+        self.exponents.clear()
 
     def set_grace(self, load: Load) -> None:
         """Set what each request, and all together, may lose beside such a step."""
@@ -196,44 +217,52 @@ class Planner:
         self, row: Row, state: RowState | None, most: int, room: float
     ) -> tuple[list[Option], set[int], int]:
         """Options of a row, those that do not seem to pay, and steps until there may be others."""
-        load, chosen, exploring, wait = self.load, list[Option](), set[int](), LONGEST_PAUSE
-        courage = self._courage(room)
-        found: dict[int, Option] = {}
+        chosen, exploring, wait = list[Option](), set[int](), LONGEST_PAUSE
+        courage, found = self._courage(room), dict[int, Option]()
         for k, arm in enumerate(self.arms):
             wanted = row.accepts(arm.sources) if row.steps else row.drafts_with(arm.sources)
             if wanted and (depth := self.depth(k, reach := self.evidence.reach_of(k, row), most)):
                 found[k] = self._best(k, state, reach, depth, courage)
         # the best one first: what it may lose is set aside, which may leave no room for others
-        for k in sorted(found, key=lambda k: -self.saved(found[k], load)):
-            arm, best = self.arms[k], found[k]
+        for k in sorted(found, key=lambda k: -self.saved(found[k], self.load)):
+            best = found[k]
             if math.isinf(best.cost):
                 wait = 1  # beside prompt tokens, or beyond the known costs
                 continue
             while MARGIN * best.cost > room and best.depth > 1:  # a shorter draft may be tried
                 best = self._best(k, state, self.evidence.reach_of(k, row), best.depth // 2, courage)
-            late, need = self.evidence.prefill_cost[k] * self._lacks(k, row), MARGIN * best.cost
-            pays = self._pays(best) and (not late or late < self.saved(best, load) * row.remaining)
-            if not pays:
-                if not self.hopeful(k, load, most):
-                    continue
-                need *= 2
-                again = 0 if state is None else state.retry[k] - row.steps
-                pause = max(again, self.trials[k].wait(best.cost + late, load.decode))
-                if pause > 0:
-                    wait = min(wait, pause)
-                    continue
-            if (lacks := max(need - room, need + late - self.room)) > 0:
-                wait = min(wait, self._until(lacks))
+            late = self.evidence.prefill_cost[k] * self._lacks(k, row)
+            pays = self._pays(best) and (not late or late < self.saved(best, self.load) * row.remaining)
+            retry = 0 if state is None else state.retry[k] - row.steps
+            if pause := self._pause(k, Candidate(best, late, pays), most, retry, room):
+                wait = min(wait, pause)
                 continue
             if not pays:
                 exploring.add(k)
                 self.trials[k].room -= best.cost + late
             if row.left_out:
-                row.left_out -= frozenset(arm.sources)
+                row.left_out -= frozenset(self.arms[k].sources)
             room -= MARGIN * best.cost
             self.room -= MARGIN * best.cost + late
             chosen.append(best)
         return chosen, exploring, wait
+
+    def _pause(self, k: int, candidate: Candidate, most: int, retry: int, room: float) -> int:
+        """Steps until a drafter may be asked, by accounts and ledgers; 0: now.
+
+        retry: until it may be tried again in this row.  room: seconds that the row may still lose.
+        """
+        (option, late, pays), load = candidate, self.load
+        need = MARGIN * option.cost
+        if not pays:
+            if not self.hopeful(k, load, most):
+                return LONGEST_PAUSE
+            need *= 2
+            pause = max(retry, self.trials[k].wait(option.cost + late, load.decode))
+            if pause > 0:
+                return pause
+        lacks = max(need - room, need + late - self.room)
+        return self._until(lacks) if lacks > 0 else 0
 
     def _best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
         """The best depth of a drafter for a row; one for all rows of a grade that have not asked it."""
@@ -303,8 +332,8 @@ class Planner:
         return math.pow(least, 1 / self.exponents[k])
 
     def _price(self, k: int, reach: Reach, load: Load) -> Price:
-        """Seconds for one row, if as many ask as lately."""
-        rows = max(1.0, self.evidence.asking[k] * load.batch)
+        """Seconds for one row, if as many ask as lately, and no more than each get a node."""
+        rows = max(1.0, min(self.evidence.asking[k] * load.batch, load.nodes))
         fixed, per_level = self.evidence.drafting.line(k, round(rows))
         share, overhead, added = load.pace / rows, self.evidence.overhead / rows, load.verify
         return Price(

@@ -20,6 +20,10 @@ N is max_num_batched_tokens, d1 a decode step of one row.
 - A token of a decode step with few rows costs more than one with the rows beside them that wait behind the
   first prompt.  The target is lower where more than `WASTE` of the prefill's time would be lost that way:
   many prompts beside few decoding rows are computed in large chunks.
+- With drafts a step emits several tokens of a row, and so counts for as many decode steps: d is the seconds
+  in which each row emits one token, times the tokens that a row has emitted in recent steps.  Otherwise
+  requests would end sooner while their successors' prompts are computed no sooner: fewer and fewer rows would
+  decode at once, and first tokens would be late.
 - The end of a prompt takes one chunk where that keeps the second ratio at `END_TARGET`.  Such a chunk is up
   to four times as large as the others, and its step takes up to five times d.  Chunks that are halved, and
   the growth of the first ones, may still divide the end.
@@ -29,19 +33,19 @@ N is max_num_batched_tokens, d1 a decode step of one row.
   and for pages.
 
 All costs are measured while serving.  A decode step without a chunk precedes the first chunk and follows
-every `REFRESH_STEPS` steps with one, so that d stays up to date.  Every fourth chunk is halved to tell
-fixed(k) from per_token(k).
+every `REFRESH_STEPS` steps with one, so that d stays up to date; two precede the first chunks beside a new
+number of rows.  Every fourth chunk is halved to tell fixed(k) from per_token(k).
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from statistics import linear_regression, median_low
+from statistics import linear_regression
 
 from outrider.core.step import Batch
 
@@ -54,6 +58,7 @@ HEADROOM = 0.8  # part of a given maximum slowdown that is aimed at
 FIRST_CHUNK = 8  # tokens of the first chunk, before any cost is known
 MAX_GROWTH = 2  # a chunk over the largest recent one
 REFRESH_STEPS = 16
+TOKENS_RATE = 0.1  # of the moving average of tokens that a row emits in a step
 SURPRISE = 1.5  # two steps in a row off by this factor: the machine's speed has changed
 CONTEXT_BUCKET = 1024  # positions that share one cost estimate
 RIDGE = 0.02
@@ -146,8 +151,10 @@ class PrefillPacer:
 
     def __init__(self, max_tokens: int, max_slowdown: float | None = None) -> None:
         self.max_tokens, self.max_slowdown = max_tokens, max_slowdown
-        # decoding rows -> recent steps without a chunk
-        self.decode_seconds: defaultdict[int, deque[float]] = defaultdict(partial(deque, maxlen=5))
+        # `_bucket` of decoding rows -> recent steps without a chunk: seconds, and tokens that a row emitted
+        self.decode_steps: dict[int, deque[tuple[float, float]]] = {}
+        self.decode_line: tuple[float, float] | None = None  # the same: seconds of a row, and of a step
+        self.tokens_per_row = 1.0  # emitted in a step, moving average
         self.costs: dict[int, ChunkCost] = {}  # context length // CONTEXT_BUCKET -> cost of a chunk
         self.steps_since_refresh = REFRESH_STEPS
         self.surprises = 0  # consecutive steps with a chunk that took much more or less than predicted
@@ -160,7 +167,7 @@ class PrefillPacer:
         """
         if not decoding:
             return PrefillBudget(tokens)
-        measured = len(self.decode_seconds.get(decoding, ()))
+        measured = len(self.decode_steps.get(_bucket(decoding), ()))
         if self.steps_since_refresh >= (REFRESH_STEPS if measured > 1 else 1):
             return PrefillBudget(0)
         return PrefillBudget(tokens, partial(self.chunk, decoding, waiting=waiting))
@@ -174,7 +181,7 @@ class PrefillPacer:
         chunk: float = FIRST_CHUNK
         whole = 0.0  # tokens up to which the end of a prompt is not divided
         if decode is not None and cost is not None:
-            target = self._target(decoding, waiting)
+            decode, target = decode * self.tokens_per_row, self._target(decoding, waiting)
             chunk = self._paced(decode, *cost.line(), target)
             if self.max_slowdown is None:
                 whole = self._paced(decode, *cost.line(), min(target, END_TARGET))
@@ -188,18 +195,23 @@ class PrefillPacer:
         return math.ceil(chunk) if self.max_slowdown is None else int(chunk)
 
     def learn(self, batch: Batch, seconds: float) -> None:
-        """Takes in the duration of a step."""
-        decoding = batch.decoding
-        if decoding == len(batch):
-            self.decode_seconds[decoding].append(seconds)
-            self.steps_since_refresh = 0
-            return
-        prefill = context = 0
-        for step in batch:
+        """Take in the duration of a step."""
+        decoding, prefill, context = batch.decoding, 0, 0
+        emitted = sum([len(step.emitted) or 1 for step in batch if step.known == 1 and step.emits])
+        for step in batch if decoding < len(batch) else ():
             if step.known > 1 or not step.emits:
                 prefill += step.known
                 context += step.known * (step.start + step.known // 2)
-        bucket, decode = context // prefill // CONTEXT_BUCKET, self._decode(decoding or 1) or 0.0
+        tokens = emitted / decoding if decoding else 1.0
+        if decoding:
+            self.tokens_per_row += TOKENS_RATE * (tokens - self.tokens_per_row)
+        if not prefill:
+            if decoding:
+                steps = self.decode_steps.setdefault(_bucket(decoding), deque(maxlen=5))
+                steps.append((seconds, tokens))
+                self.steps_since_refresh, self.decode_line = 0, None
+            return
+        bucket, decode = context // prefill // CONTEXT_BUCKET, tokens * (self._decode(decoding or 1) or 0.0)
         cost = self.costs.get(bucket) or self._new_cost(bucket)
         if decoding:
             self.steps_since_refresh += 1
@@ -218,25 +230,28 @@ class PrefillPacer:
     def _paced(self, decode: float, fixed: float, per_token: float, target: float) -> float:
         if self.max_slowdown is not None:
             return (HEADROOM * (self.max_slowdown - 1) * decode - fixed) / per_token
-        one_row = min(map(median_low, self.decode_seconds.values())) if 1 in self.decode_seconds else 0.0
+        one_row = _seconds_per_token(self.decode_steps[1]) if 1 in self.decode_steps else 0.0
         alone = per_token + (one_row + fixed) / self.max_tokens
         return (decode + fixed) / (target * alone - per_token)
 
     def _target(self, decoding: int, waiting: int) -> float:
         """Time to first token, over its time without decoding rows, to aim at."""
-        if waiting <= 1 or len(self.decode_seconds) < 2:
+        if waiting <= 1 or len(self.decode_steps) < 2:
             return TTFT_TARGET
-        line = linear_regression([*self.decode_seconds], [*map(median_low, self.decode_seconds.values())])
-        row, step = max(0.0, line.slope), max(FREE, line.intercept)
+        if self.decode_line is None:
+            seconds = [_seconds_per_token(steps) for steps in self.decode_steps.values()]
+            line = linear_regression([*self.decode_steps], seconds)
+            self.decode_line = max(0.0, line.slope), max(FREE, line.intercept)
+        row, step = self.decode_line
         wasted = 1 - (row + step / (decoding + waiting - 1)) / (row + step / decoding)
         return TTFT_TARGET if wasted <= WASTE else 1 + WASTE / wasted
 
     def _decode(self, decoding: int) -> float | None:
-        """Seconds of a decode step of so many rows, or of the nearest number of rows that was seen."""
-        if not self.decode_seconds:
+        """Seconds in which so many rows, or the nearest number that was seen, emit one token each."""
+        if not self.decode_steps:
             return None
-        nearest = min(self.decode_seconds, key=lambda rows: (abs(rows - decoding), rows))
-        return median_low(self.decode_seconds[nearest])
+        nearest = min(self.decode_steps, key=lambda rows: (abs(rows - decoding), rows))
+        return _seconds_per_token(self.decode_steps[nearest])
 
     def _nearest(self, context: int) -> ChunkCost | None:
         if not self.costs:
@@ -250,3 +265,18 @@ class PrefillPacer:
             return ChunkCost()
         nearest = min(self.costs, key=lambda other: (abs(other - bucket), other))
         return self.costs[nearest].scaled(0.7 ** min(8, abs(nearest - bucket)))
+
+
+def _bucket(rows: int) -> int:
+    """The least of the numbers of decoding rows that share estimates: from 16 on, those within an eighth."""
+    shift = max(0, rows.bit_length() - 4)
+    return rows >> shift << shift
+
+
+def _seconds_per_token(steps: Collection[tuple[float, float]]) -> float:
+    """Seconds in which every row emits one token, by steps (seconds, tokens that a row emitted).
+
+    The slowest of several steps is left out, and the fastest of four or more.
+    """
+    middle = sorted(steps)[len(steps) >= 4 : max(1, len(steps) - 1)]
+    return math.fsum(seconds for seconds, _ in middle) / math.fsum(tokens for _, tokens in middle)

@@ -14,7 +14,7 @@ from outrider.control.ledger import EXPLORE
 from outrider.control.plan import Arm, Load
 from outrider.control.planner import Planner
 from outrider.core.row import Row
-from outrider.core.step import Batch, RowStep
+from outrider.core.step import Batch
 
 FORGET = 0.98  # of a prefill cost, whenever a row leaves a drafter out
 HOPE = 1.0  # standard deviations above the estimates for a drafter whose prefill has to pay
@@ -57,12 +57,15 @@ class PrefillChoice:
         """
         if not self.drafters:
             return
-        fresh = [step for step in batch if not step.row.steps]
-        rows = [step.row for step in fresh if _is_first(step) and step.row.params.speculate]
+        evidence = self.planner.evidence
+        rows = [step.row for step in batch if not step.row.steps and step.row.params.speculate]
+        rows = [row for row in rows if row not in evidence.decided]
         most = self.planner.limits.depth_for(len(batch))
         if not rows or not most:
             return
-        load = Load.plain_step(self.planner.evidence.forward, len(batch))
+        evidence.drop_ended()
+        evidence.decided.update(rows)
+        load = Load.plain_step(evidence.forward, len(batch))
         self.planner.set_grace(load)
         for k in self.drafters:
             outlook = self._outlook(k, load, most)
@@ -117,8 +120,3 @@ class PrefillChoice:
 def _leave(rows: Sequence[Row], arm: Arm) -> None:
     for row in rows:
         row.left_out |= frozenset(arm.sources)
-
-
-def _is_first(step: RowStep) -> bool:
-    """Whether this is the first step of a row that has emitted nothing."""
-    return step.start == (step.row.cached or 0)

@@ -18,9 +18,10 @@ LISTEN = 8  # steps after which what speaks for drafts is looked at again
 
 @dataclass(slots=True)
 class Rest:
-    """rows: of the last step.  longest: steps until drafters are considered for them; closed: until they are
-    for a new row.
+    """Plain steps since no drafter was found to pay, and how long that is taken for granted.
 
+    rows: of the last step.  longest: steps until drafters are considered for them; closed: until they are
+    for a new row.
     batch: emitting rows when it began.  depth: largest draft that was allowed then.
     moved: other rows run than those that the load was computed for.  fresh: some of them are new.
     taken: steps so far.  promising: rows for which more speaks for a draft than when the rest began.
