@@ -294,6 +294,13 @@ def test_a_flag_that_the_compiler_does_not_know_is_left_out(
 # ---- the instruction set
 
 
+@pytest.fixture
+def x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The instruction sets of x86-64, on every machine."""
+    monkeypatch.setattr(build, "TARGETS", {"portable": build.TARGETS["portable"], **build.X86_64})
+
+
+@pytest.mark.usefixtures("x86_64")
 @pytest.mark.parametrize("name", ["sse2", "AVX2", "avx2 "])
 def test_an_unknown_instruction_set_is_refused(name: str) -> None:
     with pytest.raises(
@@ -304,6 +311,7 @@ def test_an_unknown_instruction_set_is_refused(name: str) -> None:
         build.recipe({"OUTRIDER_ISA": name})
 
 
+@pytest.mark.usefixtures("x86_64")
 def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "processor", lambda: build.AVX2 | {"fpu", "avx"})
     assert build.available() == ["portable", "avx2"]
@@ -329,6 +337,7 @@ def test_features_of_an_apple_processor(known: int, monkeypatch: pytest.MonkeyPa
     assert build.processor() == ({"asimddp", "bf16"} if known else {"asimddp"})
 
 
+@pytest.mark.usefixtures("x86_64")
 def test_every_instruction_set_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         build, "processor", lambda: frozenset[str]().union(*(t.needs for t in build.TARGETS.values()))
@@ -341,6 +350,7 @@ def test_every_instruction_set_has_a_library_of_its_own(monkeypatch: pytest.Monk
     assert other.flags[-2:] == ("-O1", "-g") and other.key not in keys
 
 
+@pytest.mark.usefixtures("x86_64")
 @pytest.mark.parametrize("allowed", [False, True])
 def test_tiles_are_a_feature_if_the_system_gives_them(
     allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from outrider.backends.cpu import build
 from outrider.backends.cpu.backend import CpuBackend
 from outrider.backends.cpu.bindings import declare
 from outrider.core.quantized import QuantizedWeight
+from outrider.core.stop_rule import StopRule, measure
 
 HERE = Path(__file__).parent
 pytestmark = [needs_c, pytest.mark.skipif(platform.machine() != "x86_64", reason="emulated on x86-64")]
@@ -76,3 +77,10 @@ def test_quantized_linears_are_those_of_this_processor(neon: ctypes.CDLL) -> Non
         offset = torch.randn(70, 3) if offsets else None
         weight = c_backend().pack(QuantizedWeight(values, torch.rand(70, 3), offset, bits, 32))
         assert torch.equal(rounding(neon).linear(x, weight), c_backend().linear(x, weight)), (bits, offsets)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 7, 300])
+def test_features_of_a_draft_token_are_those_of_the_definition(vocabulary: int, neon: ctypes.CDLL) -> None:
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 4
+    features = rounding(neon).should_stop(StopRule(), logits, 0.6, 2, 0)[1]
+    assert features == pytest.approx(measure(logits, 0.6, 2), abs=2e-5)

@@ -32,3 +32,11 @@ def test_an_installed_copy_does_not_report_the_commit_of_the_repository_around_i
     assert conditions()["commit"] is None
     git(["git", "add", copy.name])
     assert conditions()["commit"]
+
+
+@pytest.mark.parametrize(("feature", "has"), [("avx512_bf16", True), ("bf16", True), ("avx512f", False)])
+def test_bfloat16_in_hardware_on_x86_64_and_arm64(
+    feature: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.bench.conditions.processor", lambda: frozenset((feature,)))
+    assert conditions()["bf16 in hardware"] is has

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from outrider.backends.cpu.build import available
+from outrider.backends.cpu.build import available, processor
 from outrider.version import VERSION
 
 
@@ -34,7 +34,7 @@ def conditions() -> dict[str, Any]:
         "cpu": cpu[1] if cpu else platform.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "bf16 in hardware": "avx512_bf16" in info,
+        "bf16 in hardware": not processor().isdisjoint(("avx512_bf16", "bf16")),
         "instruction set": os.environ.get("OUTRIDER_ISA") or available()[-1],
         "torch": torch.__version__,
         "transformers": transformers.__version__,

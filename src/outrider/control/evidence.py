@@ -47,13 +47,11 @@ class Moment(NamedTuple):
 class Evidence:
     """Estimates of an adaptive controller.
 
-    graded: acceptance by drafter and grade of its next draft, for grades above 0.
-    states: of the open rows that a drafter was considered for.  decided: those whose prefill by drafters was
-    decided on.  trials: by drafter.  known: which ones were
-    asked often before this start.
-    asking: moving average of the part of a batch that asks each drafter.
-    idle: moving average of the seconds that drafters take in a step that asks none.
-    surprises: steps with drafts in a row that took other than expected.
+    graded: acceptance by drafter and grade of its next draft, for grades above 0.  trials: by drafter.
+    states: of the open rows that a drafter was considered for.  decided: those whose prefill was decided on.
+    known: drafters that were asked often before this start.
+    asking, idle: moving averages of the part of a batch that asks each drafter, and of the seconds that
+    drafters take in a step that asks none.  surprises: drafting steps in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.  overhead: moving average of them for a
     step with drafts, from 0: the first ones, which are planned one by one, tell little of later ones.
     prefill_cost: seconds that a drafter takes for a token of a prompt, the median of `prefills`.
@@ -294,9 +292,8 @@ class Evidence:
         batch, load, tries = record.batch, record.load, record.tries
         plain, idle = load.token, self.idle / max(1, load.batch)
         weights = {r: 1 + len(s.tree.tokens) for r, s in enumerate(batch) if s.tree.tokens or r in tries}
-        whole, spent_by_all, saved_by_all = sum(weights.values()), 0.0, 0.0
+        whole, spent_by_all, saved_by_all, without, emitted_without = sum(weights.values()), 0.0, 0.0, 0, 0
         spent_without = plain + (0.0 if whole else extra / max(1, load.batch))  # by a row that asked for none
-        without = emitted_without = 0  # such rows, and their tokens
         for r, step in enumerate(batch):
             if not step.emits:
                 continue

@@ -1,7 +1,7 @@
 """Start of the ranks of a model where Ray has placed them (the extra `ray`).
 
-Ray reserves the resources of all ranks, a *bundle* for each, in one placement group.  The actor that loads the
-model runs in the first bundle and is rank 0.  Every other rank is a task in a bundle of its own, with the
+Ray reserves the resources of all ranks, a *bundle* for each, in one placement group.  The actor that loads
+the model runs in the first bundle and is rank 0.  Every other rank is a task in a bundle of its own, with the
 environment that a launcher would give it (see start.py).
 """
 

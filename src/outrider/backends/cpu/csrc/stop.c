@@ -45,10 +45,9 @@ static void measure(const float *logits, int64_t vocab, float temperature, int32
         weighted += p * x;
     }
     const float total = sum_lanes(mass);
-    vfloat x = broadcast(LOWEST);
-    x[0] = (logits[token] - top[0]) * inv_temperature;
-    for (int k = 0; k < NUM_TOP; k++) x[k + 1] = (top[k] - top[0]) * inv_temperature;
-    const vfloat p = vexp(at_least_lowest(x));
+    float p[(NUM_TOP + LANES) / LANES * LANES] = {(logits[token] - top[0]) * inv_temperature};
+    for (int k = 0; k < NUM_TOP; k++) p[k + 1] = (top[k] - top[0]) * inv_temperature;
+    for (int i = 0; i <= NUM_TOP; i += LANES) store(p + i, vexp(at_least_lowest(load(p + i))));
     features[0] = p[0] / total;
     features[1] = logf(total) - sum_lanes(weighted) / total;
     for (int k = 0; k < NUM_TOP; k++) features[k + 2] = p[k + 1] / total;
