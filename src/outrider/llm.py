@@ -262,9 +262,10 @@ def _is_ids(prompts: Any) -> bool:
 
 @contextmanager
 def _progress(tickets: Sequence[Ticket]) -> Iterator[Callable[[], None]]:
-    """Show a progress bar over requests on a terminal.  Yields the function that updates it."""
+    """Show a progress bar over requests on a terminal or in a notebook.  Yields what updates it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    shown = console.is_terminal or console.is_jupyter
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
         task = bar.add_task("Answering", total=len(tickets))
         yield lambda: bar.update(task, completed=sum(ticket.finished for ticket in tickets))

@@ -294,6 +294,8 @@ def test_what_pays_is_drafted_unless_flags_say_otherwise() -> None:
     assert flags.config_of(model, flags.AUTO) == {**auto, **model}
     assert flags.config_of({**model, **depth}, flags.AUTO) == {**model, **depth}
     assert flags.config_of(model) == model
+    device = {**model, "draft_device": "cpu"}
+    assert flags.config_of(device, flags.AUTO) == {"adaptive": True, **device}
     assert flags.config_of(depth, flags.AUTO) == {**auto, **depth}
     assert flags.config_of({"config": json.dumps(depth)}, flags.AUTO) == depth
     assert flags.config_of({}) is None

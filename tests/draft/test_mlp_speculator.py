@@ -117,9 +117,8 @@ def proposed(
 
 
 def row_at(temperature: float, last: int = 9, seed: int = 0) -> Row:
-    row = make_row([3, 1, 4, last], 3)
-    row.distribution, row.seed = DistributionParams(temperature=temperature), seed
-    return row
+    distribution = DistributionParams(temperature=temperature)
+    return make_row([3, 1, 4, last], 3, seed=seed, distribution=distribution)
 
 
 def paths_of(tree: DraftTree) -> Iterator[tuple[int, ...]]:

@@ -100,8 +100,7 @@ def chi_square(union: Union, rule: Rule, runs: int, nodes: int) -> float:
     """Counts of the first two tokens, 15 degrees of freedom; a missing second counts by its probability."""
     found = torch.zeros(V, V, dtype=torch.float64)
     for seed in range(runs):
-        row = make_row([5])
-        row.seed = seed
+        row = make_row([5], seed=seed)
         batch = drafted_batch(union, row, Budget(2, nodes))
         rule(batch, EnumeratedTarget(row))  # type: ignore[arg-type]
         answer_text = batch[0].emitted

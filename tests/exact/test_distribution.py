@@ -253,7 +253,7 @@ def test_drafts_and_acceptance_from_one_random_stream_are_detected(
     judge: str, llm: LLM, exact: Exact, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def shared(row: Row, node: int, probability: float) -> bool:
-        return uniform(stream_of(row.seed, row.index), DRAW, len(row.tokens), node) < probability
+        return uniform(row.stream, DRAW, len(row.tokens), node) < probability
 
     use_reference(llm, draft, judge, monkeypatch)
     monkeypatch.setattr(random_streams, "accept", shared)
@@ -266,9 +266,7 @@ def test_acceptance_and_emission_from_one_random_stream_are_detected(
     """The token after a rejection is sampled with the uniform that rejected."""
 
     def shared(row: Row, node: int, distribution: Tensor) -> int:
-        return random_streams.index(
-            distribution, uniform(stream_of(row.seed, row.index), ACCEPT, len(row.tokens), node + 1)
-        )
+        return random_streams.index(distribution, uniform(row.stream, ACCEPT, len(row.tokens), node + 1))
 
     use_reference(llm, draft, "rejection", monkeypatch)
     monkeypatch.setattr(random_streams, "emit", shared)
@@ -301,7 +299,7 @@ class FixedTarget:
     """`Picker` of one row whose target has the distribution p everywhere."""
 
     def __init__(self, p: Tensor, seed: int) -> None:
-        self.distribution, self.row = p, SimpleNamespace(tokens=[0], seed=seed, index=0)
+        self.distribution, self.row = p, SimpleNamespace(tokens=[0], stream=stream_of(seed, 0))
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return self.distribution

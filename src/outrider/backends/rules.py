@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from outrider.core.noise import MASK, mix
+from outrider.core.noise import key_in
 from outrider.core.params import DistributionParams
 from outrider.core.tree import DraftTree
 
@@ -35,7 +35,7 @@ class TreeQuery(NamedTuple):
         depths = [0]
         for parent in self.tree.parents[: self.tree.size]:
             depths.append(depths[parent + 1] + 1)
-        return [mix(self.stream + self.position + depth & MASK) for depth in depths]
+        return [key_in(self.stream, self.position + depth) for depth in depths]
 
 
 class TreeQueries(Protocol):

@@ -109,7 +109,8 @@ def completed(words: list[str]) -> list[str]:
     made: list[str] = []
     for word, after in zip(words, [*words[1:], ""]):
         if word in HUB and words[0] != "serve":
-            raise ConfigError(f"{word} {after} is not known: give the hub id with {HUB[word]}.")
+            given = f"{word} {after}".strip()
+            raise ConfigError(f"{given} is not known: give the hub id with {HUB[word]}.")
         made += [word, "on"] if word == "-fa" and after not in ("on", "off", "auto", "0", "1") else [word]
     return made
 

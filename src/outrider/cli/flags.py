@@ -132,6 +132,7 @@ ENGINE = (
     Flag("threads", int, "--threads -t", "CPU threads; default: OMP_NUM_THREADS, or one per core."),
 )  # fmt: skip
 AUTO = {"method": "auto"}  # what is drafted without a flag
+DEPTH = "num_speculative_tokens"
 SPECULATION = (
     Flag("model", str, _names(*MODEL_DRAFT), "Draft model: folder, .gguf file or hub id."),
     Flag("draft_dtype", str, "--dtype-draft --draft-dtype", "As --dtype."),
@@ -140,7 +141,7 @@ SPECULATION = (
          "As --device; auto is the target's."),
     Flag("draft_gpu_layers", str, "--gpu-layers-draft -ngld --n-gpu-layers-draft --spec-draft-ngl",
          "As --gpu-layers.", read=layers),
-    Flag("num_speculative_tokens", int, _names(*LEVELS), "Draft tokens per step."),
+    Flag(DEPTH, int, _names(*LEVELS), "Draft tokens per step."),
     Flag("assistant_confidence_threshold", float, "--draft-p-min --spec-draft-p-min",
          "Stop drafting after a token with a draft probability below this."),
     Flag("method", str, "--method", "Drafting method: ngram, suffix, draft_model …; off. Default: auto."),
@@ -313,8 +314,7 @@ def without_gpu_layers(engine: Given, config: Mapping[str, Any] | None) -> tuple
     from outrider.models.placement import device_name  # it makes no CUDA context: a router needs none
 
     engine, draft = dict(engine), dict(config or {})
-    device = engine.get("device") or "auto"
-    own = draft.get("draft_device") or "auto"
+    device, own = engine.get("device") or "auto", draft.get("draft_device") or "auto"
     if engine.get("gpu_layers") and device_name(device).startswith("cpu"):
         note(f"-ngl {engine['gpu_layers']} does nothing here: all layers are on the CPU.")
         engine["gpu_layers"] = None
@@ -327,12 +327,12 @@ def without_gpu_layers(engine: Given, config: Mapping[str, Any] | None) -> tuple
 
 
 def config_of(speculation: Given, default: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """speculative_config from the flags, JSON or a method's name.  default: also for -md or --draft alone."""
+    """speculative_config from the flags, JSON or a method's name.  -md with --draft drafts in every step."""
     given = dict(speculation)
     text = given.pop("config", "") or "{}"
     config = {"method": text} if re.fullmatch("[a-z]\\w*", text) else parsed(text)
-    if not config and (given.keys() == {"model"} or not {"method", "model"} & given.keys()):
-        config = default or {}
+    if default and not config and not ("method" in given or {"model", DEPTH} <= given.keys()):
+        config = default if given.keys() <= {"model", DEPTH} else {"adaptive": True}
     return {**config, **given} or None
 
 

@@ -292,8 +292,9 @@ class Evidence:
         batch, load, tries = record.batch, record.load, record.tries
         plain, idle = load.token, self.idle / max(1, load.batch)
         weights = {r: 1 + len(s.tree.tokens) for r, s in enumerate(batch) if s.tree.tokens or r in tries}
-        whole, spent_by_all, saved_by_all, without, emitted_without = sum(weights.values()), 0.0, 0.0, 0, 0
-        spent_without = plain + (0.0 if whole else extra / max(1, load.batch))  # by a row that asked for none
+        whole, spent_by_all, saved_by_all = sum(weights.values()), 0.0, 0.0
+        without = emitted_without = 0  # rows that asked for no draft, and their tokens
+        spent_without = plain + (0.0 if whole else extra / max(1, load.batch))  # by one of them
         for r, step in enumerate(batch):
             if not step.emits:
                 continue
@@ -304,8 +305,7 @@ class Evidence:
                 if (state := self.states.get(step.row)) is not None:
                     state.enter("off", 0, 0.0, 0, spent_without, saved, idle=idle)
                 continue
-            nodes, tried = len(step.tree.tokens), tries.get(r)
-            spent = plain + extra * weights[r] / whole
+            nodes, tried, spent = len(step.tree.tokens), tries.get(r), plain + extra * weights[r] / whole
             spent_by_all += spent
             names = "+".join([self.arms[k].name for k in sorted(tried.asked)]) if tried else ""
             names = names or ("automatic" if nodes else "off")
@@ -315,8 +315,8 @@ class Evidence:
                 state.enter(*shown, spent, saved, idle=idle)
         if without:
             spent_by_all += without * spent_without
-            seconds = without * (spent_without + idle)
-            self.total.add("off", 0, 0.0, 0, seconds, plain * emitted_without, without)
+            total = without * (spent_without + idle), plain * emitted_without
+            self.total.add("off", 0, 0.0, 0, *total, without)
         self._earn(spent_by_all, saved_by_all, load)
 
     # ---- acceptance

@@ -138,7 +138,7 @@ class Load:
     decode: seconds of a step without the tokens of prompts and resumed texts, which have to be computed in
     any case: what one more token of every row is worth.
     most: seconds that draft nodes may add.  Those beside prompt tokens delay the first token of the prompt.
-    fitting: `nodes`, once it was asked for.
+    max_nodes: `nodes`, once it was asked for.
     costs: of draft nodes, as far as they were asked for.
     """
 
@@ -152,7 +152,7 @@ class Load:
     rate: float = 0.0  # tokens per second that drafts have to beat
     base: float = 0.0  # seconds of the rows at pace 1, without context
     most: float = math.inf
-    fitting: float = 0.0
+    max_nodes: float = 0.0
     costs: dict[int, float] = field(default_factory=dict)
 
     @staticmethod
@@ -194,11 +194,11 @@ class Load:
     @property
     def nodes(self) -> float:
         """The most draft nodes that may be added, at least one."""
-        if not self.fitting:
-            self.fitting = math.inf
+        if not self.max_nodes:
+            self.max_nodes = math.inf
             if self.most < math.inf:
-                self.fitting = max(1, bisect_right(range(1, MOST_NODES), self.most, key=self.added))
-        return self.fitting
+                self.max_nodes = max(1, bisect_right(range(1, MOST_NODES), self.most, key=self.added))
+        return self.max_nodes
 
     def verify(self, nodes: int) -> float:
         """Seconds that so many draft nodes add to the forward; infinite where that is unknown or too many."""

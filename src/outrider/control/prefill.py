@@ -10,7 +10,7 @@ A small chunk keeps the gaps between the other rows' tokens short but delays the
     time to first token, over its   step(n) / (n * alone(k))
     time without decoding rows      with alone(k) = per_token(k) + (d1 + fixed(k)) / N
 
-N is max_num_batched_tokens, d1 a decode step of one row.
+N is max_num_batched_tokens, d1 the seconds in which one row alone emits a token.
 
 - A maximum slowdown s sets n by the first ratio.  The second one is then about s / (s - 1) where fixed(k) is
   small.
@@ -33,8 +33,8 @@ N is max_num_batched_tokens, d1 a decode step of one row.
   and for pages.
 
 All costs are measured while serving.  A decode step without a chunk precedes the first chunk and follows
-every `REFRESH_STEPS` steps with one, so that d stays up to date; two precede the first chunks beside a new
-number of rows.  Every fourth chunk is halved to tell fixed(k) from per_token(k).
+every `REFRESH_STEPS` steps with one, so that d stays up to date; beside a new number of rows, one follows
+every chunk until there were two.  Every fourth chunk is halved to tell fixed(k) from per_token(k).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from __future__ import annotations
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import linear_regression
 
-from outrider.core.step import Batch
+from outrider.core.step import Batch, RowStep
 
 TTFT_TARGET = 2.0  # aim at most; what is promised is 3, with room for noise, halved chunks and refreshes
 # The same for the end of a prompt that then fits into one chunk: under load, short prompts that were divided
@@ -58,7 +58,7 @@ HEADROOM = 0.8  # part of a given maximum slowdown that is aimed at
 FIRST_CHUNK = 8  # tokens of the first chunk, before any cost is known
 MAX_GROWTH = 2  # a chunk over the largest recent one
 REFRESH_STEPS = 16
-TOKENS_RATE = 0.1  # of the moving average of tokens that a row emits in a step
+TOKENS_RATE = 0.1  # of the moving averages of tokens that are drafted, accepted and emitted
 SURPRISE = 1.5  # two steps in a row off by this factor: the machine's speed has changed
 CONTEXT_BUCKET = 1024  # positions that share one cost estimate
 RIDGE = 0.02
@@ -151,10 +151,11 @@ class PrefillPacer:
 
     def __init__(self, max_tokens: int, max_slowdown: float | None = None) -> None:
         self.max_tokens, self.max_slowdown = max_tokens, max_slowdown
-        # `_bucket` of decoding rows -> recent steps without a chunk: seconds, and tokens that a row emitted
+        # `_bucket` of decoding rows -> recent steps without a chunk: seconds, and `_tokens`
         self.decode_steps: dict[int, deque[tuple[float, float]]] = {}
         self.decode_line: tuple[float, float] | None = None  # the same: seconds of a row, and of a step
-        self.tokens_per_row = 1.0  # emitted in a step, moving average
+        self.tokens_per_row = 1.0  # emitted in a step, moving average of `_tokens`
+        self.drafted = self.accepted = 0.0  # draft tokens, recent ones weigh most
         self.costs: dict[int, ChunkCost] = {}  # context length // CONTEXT_BUCKET -> cost of a chunk
         self.steps_since_refresh = REFRESH_STEPS
         self.surprises = 0  # consecutive steps with a chunk that took much more or less than predicted
@@ -196,28 +197,43 @@ class PrefillPacer:
 
     def learn(self, batch: Batch, seconds: float) -> None:
         """Take in the duration of a step."""
-        decoding, prefill, context = batch.decoding, 0, 0
-        emitted = sum([len(step.emitted) or 1 for step in batch if step.known == 1 and step.emits])
+        rows = [step for step in batch if step.known == 1 and step.emits]
+        decoding, prefill, context = len(rows), 0, 0
         for step in batch if decoding < len(batch) else ():
             if step.known > 1 or not step.emits:
                 prefill += step.known
                 context += step.known * (step.start + step.known // 2)
-        tokens = emitted / decoding if decoding else 1.0
-        if decoding:
-            self.tokens_per_row += TOKENS_RATE * (tokens - self.tokens_per_row)
+        tokens = self._tokens(rows)
         if not prefill:
             if decoding:
                 steps = self.decode_steps.setdefault(_bucket(decoding), deque(maxlen=5))
                 steps.append((seconds, tokens))
                 self.steps_since_refresh, self.decode_line = 0, None
             return
-        bucket, decode = context // prefill // CONTEXT_BUCKET, tokens * (self._decode(decoding or 1) or 0.0)
+        bucket = context // prefill // CONTEXT_BUCKET
+        decode = tokens * (self._decode(decoding or 1) or 0.0)
         cost = self.costs.get(bucket) or self._new_cost(bucket)
         if decoding:
             self.steps_since_refresh += 1
             self.recent_chunk = max(prefill, 0.98 * self.recent_chunk)
             cost = self._checked(cost, seconds / max(decode + cost.predict(prefill), FREE))
         self.costs[bucket] = cost.after(prefill, seconds, decode)
+
+    def _tokens(self, rows: Sequence[RowStep]) -> float:
+        """Tokens that each of these decoding rows was expected to emit, on average, by their draft tokens.
+
+        These decide how long a step takes, and not how many of them were accepted.
+        """
+        if not rows:
+            return self.tokens_per_row  # a prompt alone: the other rows' steps would have drafts, too
+        nodes = sum([len(step.tree.tokens) for step in rows])
+        if nodes:
+            accepted = sum([len(step.emitted) or 1 for step in rows]) - len(rows)
+            self.drafted += nodes - TOKENS_RATE * self.drafted
+            self.accepted += accepted - TOKENS_RATE * self.accepted
+        tokens = 1 + nodes / len(rows) * (self.accepted / self.drafted if nodes else 0.0)
+        self.tokens_per_row += TOKENS_RATE * (tokens - self.tokens_per_row)
+        return tokens
 
     def _checked(self, cost: ChunkCost, ratio: float) -> ChunkCost:
         """Measure d again and lower the weight of old costs where steps show that the speed has changed."""

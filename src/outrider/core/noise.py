@@ -26,7 +26,12 @@ def mix(z: int) -> int:
 
 def key_of(seed: int, index: int, position: int) -> int:
     """The 64-bit key of one position of one sample."""
-    return mix(stream_of(seed, index) + position & MASK)
+    return key_in(stream_of(seed, index), position)
+
+
+def key_in(stream: int, position: int) -> int:
+    """The same by the random stream of the sample."""
+    return mix(stream + position & MASK)
 
 
 @lru_cache(maxsize=4096)

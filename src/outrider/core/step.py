@@ -98,14 +98,12 @@ class Batch(list[RowStep]):
     """The rows of one step.
 
     failed: rows that ended before their first step.  prefill: some row computes a part of its prompt.
-    decoding: rows that compute one token and emit
     asker: decides what the drafters of a mix are asked for; None: each within its own limits.
     """
 
     def __init__(self, steps: Iterable[RowStep] = (), prefill: bool = False) -> None:
         super().__init__(steps)
         self.prefill = prefill
-        self.decoding = sum(step.emits and step.known == 1 for step in self)
         self.failed: list[Row] = []
         self.resume: Resume | None = None
         self.asker: Asker | None = None
@@ -113,10 +111,8 @@ class Batch(list[RowStep]):
     def add(self, row: Row, known: int, budget: Budget = NO_BUDGET) -> None:
         """Add a row with its next `known` tokens."""
         end = row.computed + known
-        emits = end == len(row.tokens)
-        self.append(RowStep(row, row.computed, known, emits, budget))
+        self.append(RowStep(row, row.computed, known, end == len(row.tokens), budget))
         self.prefill |= end <= row.prompt
-        self.decoding += emits and known == 1
 
     @property
     def rows(self) -> list[Row]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.backends.candidates import Candidates, Found
 from outrider.core.device import to_device
-from outrider.core.noise import key_of
+from outrider.core.noise import key_in
 from outrider.core.row import Row
 from outrider.drafting.base import Target
 from outrider.drafting.trees.builder import RANK_CONFIDENCE
@@ -145,7 +145,7 @@ class Chooser:
     @staticmethod
     def _key(row: Row, depth: int) -> int:
         """The noise key of the position after a path of this length."""
-        return key_of(row.seed, row.index, len(row.tokens) + depth)
+        return key_in(row.stream, len(row.tokens) + depth)
 
     def _cut(self, logits: Tensor) -> Tensor:
         """Logits without the padding of the vocabulary."""

@@ -67,7 +67,7 @@ class Group:
         self._ended: list[int] = []  # ranks whose connection is closed
         self._errors: dict[int, OutriderError | str] = {}  # rank -> error; may follow from another one's end
         self._open = set[Results]()
-        self._ranks: dict[Connection[Any, Any], int] = {}
+        self._rank_of: dict[Connection[Any, Any], int] = {}
 
     # ---- starting
 
@@ -77,7 +77,7 @@ class Group:
         for connection in self.ranks.connections:
             rank, found = self._hello(connection)
             check_same(rank, found, own)
-            self._ranks[connection], self._seen[rank] = rank, time.monotonic()
+            self._rank_of[connection], self._seen[rank] = rank, time.monotonic()
         send(setup, *self.ranks.connections)
         self._run(self._watch)
 
@@ -115,12 +115,15 @@ class Group:
 
     def _hello(self, connection: Connection[Any, Any]) -> tuple[int, dict[str, str]]:
         """Rank and versions at the other end."""
+        deadline = time.monotonic() + START_TIMEOUT
         with contextlib.suppress(EOFError, OSError):
-            while connection.poll(START_TIMEOUT):
+            while connection.poll(max(0.0, deadline - time.monotonic())):
                 kind, *content = receive(connection)
                 if kind == MessageKind.HELLO:
                     rank, found = content
                     return rank, found
+                if kind != MessageKind.BEAT:
+                    break
         raise RankError("a rank ended while it started, or did not start in time: see its messages.")
 
     def _next_message(self) -> tuple[int, tuple[Any, ...]]:
@@ -230,7 +233,7 @@ class Group:
     def _read_all(self, timeout: float) -> None:
         for connection in wait(self.ranks.connections, timeout):
             assert isinstance(connection, Connection)
-            rank = self._ranks[connection]
+            rank = self._rank_of[connection]
             try:
                 message = receive(connection)
             except (EOFError, OSError):

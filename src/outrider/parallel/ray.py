@@ -52,8 +52,8 @@ def start_ranks(actor: Mapping[str, Any]) -> None:
     task = ray.remote(max_retries=0, **actor)(_run_rank)
     for rank, index in enumerate(bundles[1:], start=1):
         place = PlacementGroupSchedulingStrategy(group, index)
-        options = task.options(name=f"rank {rank}", scheduling_strategy=place)
-        options.remote({**shared, "RANK": str(rank)})
+        placed = task.options(name=f"rank {rank}", scheduling_strategy=place)
+        placed.remote({**shared, "RANK": str(rank)})
     os.environ.update(shared, RANK="0")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from outrider.backends.base import Backend
 from outrider.backends.rules import TreeQueries, TreeQuery
 from outrider.backends.torch.sampling import filtered, probabilities
-from outrider.core.noise import MASK, mix
+from outrider.core.noise import key_in
 from outrider.core.params import DistributionParams
 from outrider.core.processor import Ids
 from outrider.core.row import Row
@@ -124,7 +124,7 @@ class Sampler:
         if row.processors:
             logits, at = self._current(row, path, logits, at)
         distribution = row.distribution
-        key = mix(row.stream + len(row.tokens) + len(path) & MASK) if distribution.temperature else 0
+        key = key_in(row.stream, len(row.tokens) + len(path)) if distribution.temperature else 0
         return self.backend.pick(logits, distribution, key, k, probs, at)
 
     def _current(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> tuple[Tensor, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from outrider.core.row import Row
@@ -35,8 +35,8 @@ def leaks(llm: LLM) -> list[str]:
 
 
 def _rows(value: Any) -> list[Row]:
-    """The rows that are keys of a mapping."""
-    return [key for key in value if isinstance(key, Row)] if isinstance(value, Mapping) else []
+    """The rows that are keys of a mapping, or in a set."""
+    return [each for each in value if isinstance(each, Row)] if isinstance(value, (Mapping, Set)) else []
 
 
 def _attributes(thing: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
