@@ -21,9 +21,9 @@ N is max_num_batched_tokens, d1 the seconds in which one row alone emits a token
   first prompt.  The target is lower where more than `WASTE` of the prefill's time would be lost that way:
   many prompts beside few decoding rows are computed in large chunks.
 - With drafts a step emits several tokens of a row, and so counts for as many decode steps: d is the seconds
-  in which each row emits one token, times the tokens that a row has emitted in recent steps.  Otherwise
-  requests would end sooner while their successors' prompts are computed no sooner: fewer and fewer rows would
-  decode at once, and first tokens would be late.
+  in which each row emits one token, times the tokens that a row is expected to emit by its draft tokens, as
+  in recent steps.  Otherwise requests would end sooner while their successors' prompts are computed no
+  sooner: fewer and fewer rows would decode at once, and first tokens would be late.
 - The end of a prompt takes one chunk where that keeps the second ratio at `END_TARGET`.  Such a chunk is up
   to four times as large as the others, and its step takes up to five times d.  Chunks that are halved, and
   the growth of the first ones, may still divide the end.
@@ -290,7 +290,7 @@ def _bucket(rows: int) -> int:
 
 
 def _seconds_per_token(steps: Collection[tuple[float, float]]) -> float:
-    """Seconds in which every row emits one token, by steps (seconds, tokens that a row emitted).
+    """Seconds in which every row emits one token, by steps (seconds, tokens that a row should have emitted).
 
     The slowest of several steps is left out, and the fastest of four or more.
     """
