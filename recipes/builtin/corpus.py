@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from . import prose, tasks
+from . import prose, spellings, tasks
 
 Rows = npt.NDArray[np.uint16]
 PAD_ID = prose.SPECIAL.index(prose.PAD)
 SHARD_ROWS = 2048
 OPEN_ROWS = 32  # rows that packing keeps open
+SPELLING_SHARE = 0.25  # of the documents of task rows; they are short
 
 
 def save_atomically(path: Path, rows: Rows) -> None:
@@ -127,11 +128,12 @@ def shard_path(out: Path, shard: int) -> Path:
 def build_shard(out: Path, shard: int, length: int, rows: int = SHARD_ROWS) -> None:
     """Write the task rows of a shard; they depend on its number, the tokenizer and the row length alone."""
     tokenizer = load_tokenizer(out)
-    rng = random.Random(f"shard {shard}")
+    rng, vocabulary = random.Random(f"shard {shard}"), spellings.Vocabulary(tokenizer)
 
     def texts() -> Iterator[str]:
         while True:
-            yield tasks.document(rng)
+            spelling = rng.random() < SPELLING_SHARE
+            yield spellings.document(rng, vocabulary) if spelling else tasks.document(rng)
 
     packed = pack(encode(tokenizer, texts()), length)
     save_atomically(shard_path(out, shard), np.stack([next(packed) for _ in range(rows)]))
