@@ -108,15 +108,14 @@ def cells(name: str, options: Options, device: torch.device, folder: Path) -> An
     began = time.perf_counter()
     llm, eagle3 = load(name, options, device, folder)
     yield "load", {"seconds": round(time.perf_counter() - began, 1), "methods": {}}
-    chosen = {method: config for method, config in configs(eagle3).items()
+    wanted = {method: config for method, config in configs(eagle3).items()
               if method in (PLAIN, *options.methods)}  # fmt: skip
     questions = [*TASKS, *PROMPTS]
     for batch in options.batches:
         count = batch if options.tiny else max(batch, LEAST_REQUESTS)
         prompts = [rendered(questions[i % len(questions)], llm.tokenizer) for i in range(count)]
-        engines = Engines(llm, chosen)
+        began, engines = time.perf_counter(), Engines(llm, wanted)
         for temperature in (0.0, 0.8) if batch <= SAMPLED and not options.tiny else (0.0,):
-            began = time.perf_counter()
             params = [
                 SamplingParams(max_tokens=options.tokens, temperature=temperature, seed=i, detokenize=False)
                 for i in range(count)
@@ -125,6 +124,7 @@ def cells(name: str, options: Options, device: torch.device, folder: Path) -> An
             methods = engines.measured(groups, options.rounds)
             seconds = round(time.perf_counter() - began, 1)
             yield f"batch {batch}, T = {temperature}", {"seconds": seconds, "methods": methods}
+            began = time.perf_counter()
         del engines
         gc.collect()  # their graphs and K/V
 

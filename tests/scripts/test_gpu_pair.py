@@ -13,14 +13,15 @@ from gpu_pair import Options
 CPU = torch.device("cpu")
 
 
-def test_every_method_of_a_cell_has_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_pair, "LEAST_REQUESTS", 2)
+@pytest.mark.parametrize("target", ["wide", "grown"])
+def test_every_method_of_a_cell_has_figures(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_pair, "GROWN", (9, 1056))
     saved: list[Any] = []
-    options = Options(["wide"], [1], ["draft", "eagle3", "auto"], rounds=1, tokens=12, tiny=True)
+    options = Options([target], [1], ["draft", "eagle3", "auto"], rounds=1, tokens=12, tiny=True)
     found = gpu_pair.pair(options, CPU, lambda found: saved.append(copy.deepcopy(found)))
-    assert [[*each["wide"]] for each in saved] == [["load"], ["load", "batch 1, T = 0.0"]]
+    assert [[*each[target]] for each in saved] == [["load"], ["load", "batch 1, T = 0.0"]]
     assert saved[-1] == found
-    methods = found["wide"]["batch 1, T = 0.0"]["methods"]
+    methods = found[target]["batch 1, T = 0.0"]["methods"]
     assert [*methods] == ["plain", "draft", "eagle3", "auto"]
     for method in methods.values():
         assert method["same_texts"] == method["texts"] == 1 and method["tokens"] == 12
