@@ -4,7 +4,10 @@
 scripts/gpu.py [--out FILE]              all parts; under ten minutes.  Models are random or the built-in pair
 scripts/gpu.py --parts decoder pair      some of tests, certificate, decoder, attention, pair; or overlap
 scripts/gpu.py --shapes 1b               sizes of the decoder and the attention; default: 1b 8b
-scripts/gpu.py --shapes tiny             tries the script itself, in Triton's interpreter; no figures
+scripts/gpu.py --parts pair --pair wide grown --batches 1 8 --methods draft auto --rounds 3
+scripts/gpu.py --shapes tiny             tries the script itself, on the CPU; no figures
+
+Outrider need not be installed.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -35,29 +39,26 @@ SHAPES: dict[str, dict[str, int]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
 }  # fmt: skip
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
 TESTS = ["tests/backends/test_triton_attention.py", "tests/backends/test_triton_graphs.py",
          "tests/backends/test_triton_ops.py", "tests/backends/test_triton_verifier.py",
          "tests/exact/test_triton.py", "tests/heads/test_device_trees.py",
          "tests/models/test_draft_chains.py"]  # fmt: skip
 PARTS = ("overlap", "decoder", "attention", "pair", "certificate", "tests")
+METHODS = ("draft", "eagle3", "ngram", "auto", "eagle3-tree")  # of the pair; the last one only if asked for
+Save = Callable[[Any], None]
 OVERLAPS = (("0", "0"), ("1", "0"), ("1", "8"), ("1", "16"), ("1", "16b"))  # OUTRIDER_OVERLAP, _PREFETCH
 NODES, CONTEXTS = (0, 4, 16, 64), (1024, 8192, 32768)
-GROWN = (32, 32768)  # layers and MLP of the built-in target in `pair`: 1.2 B weights
-BATCHES = (1, 8, 32, 128)
-METHODS: dict[str, Any] = {
-    "draft model": {"model": "builtin-draft", "num_speculative_tokens": 5},
-    "EAGLE-3 chain": {"model": "builtin-eagle3", "tree": "chain", "num_speculative_tokens": 4},
-    "EAGLE-3 tree": {"model": "builtin-eagle3", "num_speculative_tokens": 4, "nodes": 24},
-    "n-gram": {"method": "ngram", "num_speculative_tokens": 5},
-    "auto": {"method": "auto", "drafters": [{"model": "builtin-draft"}, {"model": "builtin-eagle3"}]},
-}
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1b", "8b"])
     options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[1:])
+    options.add_argument("--pair", nargs="+", choices=("wide", "grown"), default=["wide"], help="its targets")
+    options.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="of the pair")
+    options.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:4], help="of the pair")
     options.add_argument("--rounds", type=int, default=2, help="of every figure of the pair")
     options.add_argument("--out", type=Path)
     given = options.parse_args()
@@ -73,22 +74,26 @@ def main() -> None:
     for part in PARTS:
         if part in given.parts:
             began = time.time()
-            found[part] = figures(part, given, device, tiny)
-            found[f"seconds of {part}"] = round(time.time() - began)
-            out.write_text(json.dumps(found, indent=2) + "\n")
-            print(json.dumps({part: found[part]}, indent=1), flush=True)
+
+            def save(figures: Any, part: str = part, began: float = began) -> None:
+                found[part], found[f"seconds of {part}"] = figures, round(time.time() - began)
+                out.write_text(json.dumps(found, indent=2, default=str) + "\n")
+
+            save(figures(part, given, device, tiny, save))
+            print(json.dumps({part: found[part]}, indent=1, default=str), flush=True)
             gc.collect()
 
 
-def figures(part: str, given: argparse.Namespace, device: torch.device, tiny: bool) -> Any:
-    if part in ("tests", "overlap", "pair") and tiny:
+def figures(part: str, given: argparse.Namespace, device: torch.device, tiny: bool, save: Save) -> Any:
+    """The figures of a part; `save` gets them while they are not complete, where it takes long."""
+    if part in ("tests", "overlap") and tiny:
         return None
     if part == "tests":
         return run_tests()
     if part == "overlap":
         return overlaps(given.shapes)
     if part == "pair":
-        return pair(given.rounds)
+        return pair(given, device, tiny, save)
     if part == "certificate":
         with tempfile.TemporaryDirectory() as folder:
             return certificate(random_model(Path(folder), given.shapes[0]), device)
@@ -97,6 +102,15 @@ def figures(part: str, given: argparse.Namespace, device: torch.device, tiny: bo
     contexts, many = ((40,), (1, 3)) if tiny else (CONTEXTS, (1, 16, 64))
     cases = [(context, nodes) for context in contexts for nodes in many]
     return {name: [attention(SHAPES[name], device, *case) for case in cases] for name in given.shapes}
+
+
+def pair(given: argparse.Namespace, device: torch.device, tiny: bool, save: Save) -> dict[str, Any]:
+    from gpu_pair import Options, pair
+
+    if not tiny:
+        return pair(Options(given.pair, given.batches, given.methods, given.rounds), device, save)
+    with mock.patch.dict(os.environ, OUTRIDER_KERNELS="torch"):  # to load it interpreted takes minutes
+        return pair(Options(["wide"], (1,), given.methods, rounds=1, tokens=3, tiny=True), device, save)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -113,7 +127,8 @@ def run_tests() -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *several, *TESTS],
         cwd=ROOT, capture_output=True, text=True,
-        env={name: value for name, value in os.environ.items() if name != "OUTRIDER_KERNELS"},
+        env={name: value for name, value in os.environ.items() if name != "OUTRIDER_KERNELS"}
+        | {"PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     lines = done.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
@@ -306,43 +321,6 @@ def device_microseconds(call: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         taken.append(begin.elapsed_time(end) * 1000 / repeats)
     return round(statistics.median(taken), 2)
-
-
-def pair(rounds: int) -> dict[str, Any]:
-    """Tokens/s of the grown built-in target, prompts included, and whether texts are those of plain."""
-    from outrider import LLM, SamplingParams
-    from outrider.bench.prompts import TASKS, rendered
-    from outrider.checkpoints import hub
-
-    hub.LAYERS, hub.INNER = GROWN
-    llm = LLM(hub.GROWN, speculative_config=None, device="cuda", max_model_len=512, max_num_seqs=max(BATCHES))
-    prompts = [rendered(TASKS[i % len(TASKS)], llm.tokenizer) for i in range(max(BATCHES))]
-    table: dict[str, Any] = {}
-    for batch in BATCHES:
-        for temperature in (0.0, 0.8):
-            params = [SamplingParams(max_tokens=96, temperature=temperature, seed=i, detokenize=False)
-                      for i in range(batch)]  # fmt: skip
-            cell: dict[str, Any] = {}
-            texts: dict[str, Any] = {}
-            for name, config in [("plain", None), *METHODS.items()]:
-                llm.use(config)
-                for i in range(rounds + 1):
-                    if not i:
-                        llm.generate(prompts[:batch], params, use_tqdm=False)  # records graphs
-                        continue
-                    began = time.perf_counter()
-                    outputs = llm.generate(prompts[:batch], params, use_tqdm=False)
-                    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-                    cell.setdefault(name, []).append(round(tokens / (time.perf_counter() - began)))
-                texts[name] = [output.outputs[0].token_ids for output in outputs]
-            best = {name: statistics.median(rates) for name, rates in cell.items()}
-            table[f"batch {batch}, T = {temperature}"] = {
-                name: {"tokens_per_second": rate, "gain": round(rate / best["plain"], 2),
-                       "same_texts": texts[name] == texts["plain"]}
-                for name, rate in best.items()
-            }  # fmt: skip
-            print(batch, temperature, best, flush=True)
-    return table
 
 
 if __name__ == "__main__":

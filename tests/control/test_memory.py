@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.checkpoints.hub import GROWN
 from outrider.control.acceptance import Outcome, bin_of, key_of
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
@@ -134,6 +135,22 @@ def test_a_new_engine_begins_with_the_evidence_of_the_last_one(
     assert [reach.asked for reach in again.reach] == asked
     other = _controller(LLM(str(tiny), speculative_config={**config, "prompt_lookup_max": 2})).evidence
     assert not other.reach[0].asked
+
+
+def test_a_grown_target_does_not_begin_with_the_evidence_of_the_small_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are in the same folder, and their drafts cost differently beside a step."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr("outrider.engine.engine.StoredJson", StoredJson)
+    config: dict[str, Any] = {"method": "ngram", "adaptive": True}
+    llm = LLM("builtin", speculative_config=config, max_model_len=128)
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    llm.generate({"prompt_token_ids": [5, 6, 7] * 4}, params)
+    assert _controller(llm).evidence.reach[0].asked
+    grown = _controller(LLM(GROWN, speculative_config=config, max_model_len=128)).evidence
+    assert not grown.reach[0].asked
 
 
 def _controller(llm: LLM) -> AutoController:

@@ -142,9 +142,9 @@ class Engine:
         """What acceptance and costs of drafters depend on."""
         options, rule = self.options, speculation.rule
         return (
-            str(self.checkpoint.folder), options.revision, *self._numbers(), self.decoder.backend.name,
-            self.device.type, options.layout, options.gpu_layers, speculation.method, speculation.options,
-            speculation.control, type(rule), rule.options,
+            str(self.checkpoint.folder), self.checkpoint.spec, options.revision, *self._numbers(),
+            self.decoder.backend.name, self.device.type, options.layout, options.gpu_layers,
+            speculation.method, speculation.options, speculation.control, type(rule), rule.options,
         )  # fmt: skip
 
     def _numbers(self) -> tuple[Any, ...]:
