@@ -102,6 +102,8 @@ class WideTensors:
         added = self._added(name)
         if kind in SILENT or (kind in INTO_RESIDUAL and not added):
             weight[:, columns] = 0
+        if kind == "o_proj" and not added:  # added heads on an old K/V head have values, too
+            weight[:, : inputs // self.spec.kv_heads * self.narrow.kv_heads] = 0
         if not added:
             weight[rows[:, None], columns] = self._original(name, len(rows), len(columns))
         return weight

@@ -81,6 +81,8 @@ def test_added_weights_are_random_and_add_nothing(checkpoint: wide.WideCheckpoin
     assert k[128:].std() > 0.01 and k[:128, 384:].std() > 0.01
     v = source.linear("model.layers.0.self_attn.v_proj", 256, hidden)
     assert (v[128:, :384] == 0).all() and v[:, 384:].std() > 0.01
+    o = source.linear("model.layers.0.self_attn.o_proj", hidden, 1024)
+    assert (o[:, 192:256] == 0).all() and o[:, 512:].std() > 0.01, "a fourth head reads the old values"
     down = source.linear("model.layers.0.mlp.down_proj", hidden, 1280)
     assert (down[384:, :1024] == 0).all() and down[384:, 1024:].std() > 0.01
     up = source.linear("model.layers.9.mlp.up_proj", 1280, hidden)
