@@ -2,7 +2,7 @@
 """Tests, certificate and figures of the Triton kernels on a CUDA device, as one dated JSON file.
 
 scripts/gpu.py [--out FILE]              all parts; under ten minutes.  Models are random or the built-in pair
-scripts/gpu.py --parts decoder pair      some of tests, certificate, decoder, attention, pair; or overlap
+scripts/gpu.py --parts decoder pair      some of tests, certificate, decoder, attention, pair
 scripts/gpu.py --shapes 1b               sizes of the decoder and the attention; default: 1b 8b
 scripts/gpu.py --parts pair --pair wide grown --batches 1 8 --methods draft auto --rounds 3
 scripts/gpu.py --shapes tiny             tries the script itself, on the CPU; no figures
@@ -45,17 +45,16 @@ TESTS = ["tests/backends/test_triton_attention.py", "tests/backends/test_triton_
          "tests/backends/test_triton_ops.py", "tests/backends/test_triton_verifier.py",
          "tests/exact/test_triton.py", "tests/heads/test_device_trees.py",
          "tests/models/test_draft_chains.py"]  # fmt: skip
-PARTS = ("overlap", "decoder", "attention", "pair", "certificate", "tests")
+PARTS = ("decoder", "attention", "pair", "certificate", "tests")
 METHODS = ("draft", "eagle3", "ngram", "auto", "eagle3-tree")  # of the pair; the last one only if asked for
 Save = Callable[[Any], None]
-OVERLAPS = (("0", "0"), ("1", "0"), ("1", "8"), ("1", "16"), ("1", "16b"))  # OUTRIDER_OVERLAP, _PREFETCH
 NODES, CONTEXTS = (0, 4, 16, 64), (1024, 8192, 32768)
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1b", "8b"])
-    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[1:])
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument("--pair", nargs="+", choices=("wide", "grown"), default=["wide"], help="its targets")
     options.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="of the pair")
     options.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:4], help="of the pair")
@@ -86,12 +85,8 @@ def main() -> None:
 
 def figures(part: str, given: argparse.Namespace, device: torch.device, tiny: bool, save: Save) -> Any:
     """The figures of a part; `save` gets them while they are not complete, where it takes long."""
-    if part in ("tests", "overlap") and tiny:
-        return None
     if part == "tests":
-        return run_tests()
-    if part == "overlap":
-        return overlaps(given.shapes)
+        return None if tiny else run_tests()
     if part == "pair":
         return pair(given, device, tiny, save)
     if part == "certificate":
@@ -133,20 +128,6 @@ def run_tests() -> dict[str, Any]:
     lines = done.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
     return {"passed": done.returncode == 0, "last_lines": [*failed[:60], *lines[-3:]]}
-
-
-def overlaps(shapes: list[str]) -> dict[str, Any]:
-    """The figures of the decoder where kernels begin before the one before has ended."""
-    found: dict[str, Any] = {}
-    for overlap, lines in OVERLAPS:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder, "out.json")
-            command = [sys.executable, __file__, "--parts", "decoder", "--shapes", *shapes, "--out", out]
-            settings = os.environ | {"OUTRIDER_OVERLAP": overlap, "OUTRIDER_PREFETCH": lines}
-            done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120)
-            figures = json.loads(out.read_text())["decoder"] if out.exists() else done.stderr[-500:]
-            found[f"overlap {overlap}, {lines} lines"] = figures
-    return found
 
 
 def random_model(folder: Path, shape: str) -> str:

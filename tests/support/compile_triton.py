@@ -1,15 +1,11 @@
 """Compiles every Triton kernel for a CUDA device that need not be there: `python compile_triton.py 90`.
 
 Launches are replaced by compilation for their arguments.  Prints the names of the kernels.
-
-Every kernel for Hopper has to wait for the kernel before, and not to load or store until then, except for
-prefetches of weights.  Kernels for older devices do not wait.
 """
 
 from __future__ import annotations
 
 import random
-import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +25,9 @@ from outrider.sampling.sampler import Sampler
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 DONE: set[str] = set()
-ACCESS = re.compile(r"^.*\b(?:ld|st|atom|red|prefetch|cp\.async\S*)\.(?:volatile\.)?global.*$", re.MULTILINE)
 
 
 def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-    if "LINES" in named and named["ROWS"] <= 64:
-        named["LINES"] = 16
     backend = make_backend(TARGET)
     bound, kinds, options = jit.create_function_from_signature(self.signature, self.params, backend)(
         *args, **named
@@ -44,21 +37,8 @@ def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> No
     DONE.add(key)
     parsed, signature, constants, attributes = self._pack_args(backend, named, bound, kinds, options)
     source = ASTSource(self, signature, constants, attributes)
-    check(compile(source, target=TARGET, options=parsed.__dict__).asm["ptx"], named.get("LINES", 0) > 0)
+    compile(source, target=TARGET, options=parsed.__dict__)
     print(self.__name__)
-
-
-def check(code: str, prefetches: bool) -> None:
-    before, wait, after = code.partition("griddepcontrol.wait")
-    if TARGET.arch < 90:
-        assert not wait and "griddepcontrol" not in code
-        return
-    accesses = ACCESS.findall(before)
-    assert wait and "griddepcontrol.wait" not in after and ACCESS.search(after), code[:2000]
-    assert before.count("griddepcontrol.launch_dependents") == 1
-    assert all("prefetch.global.L2" in access for access in accesses), accesses
-    assert bool(accesses) == prefetches
-    assert not re.search(r"^\s*(?:@\S+ )?(?:ret|bra|exit)\b", before, re.MULTILINE), before
 
 
 def main() -> None:

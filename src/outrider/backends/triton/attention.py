@@ -32,7 +32,6 @@ from torch import Tensor
 from outrider.backends.base import AttentionShape, LayerKV, ScoreModifier, Scores
 from outrider.backends.triton.dot import dot, rounded
 from outrider.backends.triton.elementwise import Planes
-from outrider.backends.triton.overlap import launch_options, overlap
 from outrider.backends.triton.plan import PIECE, Plan, plan_of
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
@@ -139,7 +138,6 @@ def _sum_split(
 
     OWN: for one row, and the splits that its piece does not share.
     """
-    overlap()
     first, count, split = _place(plan, first_piece, first_row, num_splits, PIECES, ROWS, OWN, SPLIT)
     if count <= 0:
         return
@@ -182,7 +180,6 @@ def _add_splits(
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Second pass, for one head of one row: TOGETHER splits at once, at multiples of TOGETHER."""
-    overlap()
     row, head, d = first_row + tl.program_id(0), tl.program_id(1), tl.arange(0, WIDTH)
     position, shift = tl.load(plan.positions + row), tl.load(plan.shifts + row)
     first = _first_key(position, shift, pinned, WINDOW) // SPLIT
@@ -256,7 +253,7 @@ def attend(q: Tensor, spec: AttentionShape, plan: Plan, kv: LayerKV, scores: Sco
         _add_splits[(part.rows, heads)](
             partial.sums, partial.ends, out, plan, sinks, part.first_row, splits, step.pinned, HEADS=heads,
             D=d, WIDTH=_width(d), WINDOW=scores.window, SINKS=modifier.sinks is not None, SPLIT=SPLIT,
-            TOGETHER=TOGETHER, enable_fp_fusion=False, **launch_options(q.device),
+            TOGETHER=TOGETHER, enable_fp_fusion=False,
         )  # fmt: skip
     return out.view(len(q), heads * d)
 
@@ -297,7 +294,7 @@ def _first_pass(
             HEADS=spec.heads, GROUP=group, LANES=max(lanes, LEAST_ROWS // rows), ROWS=rows,
             PIECES=PIECE // rows, D=spec.head_dim, WIDTH=_width(spec.head_dim), WINDOW=scores.window,
             CAP=modifier.cap > 0, SLOPES=modifier.slopes is not None, INT8=kv.pool.dtype == torch.int8,
-            OWN=own, BLOCK=BLOCK, SPLIT=SPLIT, enable_fp_fusion=False, **launch_options(q.device),
+            OWN=own, BLOCK=BLOCK, SPLIT=SPLIT, enable_fp_fusion=False,
         )  # fmt: skip
 
 

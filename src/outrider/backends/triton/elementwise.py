@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.base import AttentionShape
-from outrider.backends.triton.overlap import launch_options, overlap
 from outrider.backends.triton.plan import Plan
 from outrider.cache.pool import Pool
 
@@ -38,7 +37,6 @@ WIDTH = 1024  # numbers that one program of `_silu_mul` computes
 
 @triton.jit
 def _rms_norm(x, weight, y, width, eps, WIDTH: tl.constexpr):
-    overlap()
     at, i = tl.program_id(0).to(tl.int64) * width, tl.arange(0, WIDTH)
     mask = i < width
     wide = tl.load(x + at + i, mask=mask, other=0.0).to(tl.float32)
@@ -50,15 +48,12 @@ def _rms_norm(x, weight, y, width, eps, WIDTH: tl.constexpr):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     y, width = torch.empty_like(x), x.shape[-1]
-    _rms_norm[(x.numel() // width,)](
-        x, weight, y, width, eps, WIDTH=triton.next_power_of_2(width), **launch_options(x.device)
-    )
+    _rms_norm[(x.numel() // width,)](x, weight, y, width, eps, WIDTH=triton.next_power_of_2(width))
     return y
 
 
 @triton.jit
 def _silu_mul(x, y, inner, WIDTH: tl.constexpr):
-    overlap()
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = i < inner
     gate = tl.load(x + row * 2 * inner + i, mask=mask, other=0.0).to(tl.float32)
@@ -71,7 +66,7 @@ def silu_mul(x: Tensor) -> Tensor:
     """silu(gate) · up [n, I] of x [n, 2I]."""
     x, inner = x.contiguous(), x.shape[1] // 2
     y = x.new_empty(x.shape[0], inner)
-    _silu_mul[(x.shape[0], triton.cdiv(inner, WIDTH))](x, y, inner, WIDTH=WIDTH, **launch_options(x.device))
+    _silu_mul[(x.shape[0], triton.cdiv(inner, WIDTH))](x, y, inner, WIDTH=WIDTH)
     return y
 
 
@@ -101,7 +96,6 @@ def _rope_store(
     INT8: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One row, TILE of its heads: queries, then keys, then values."""
-    overlap()
     row = tl.program_id(0).to(tl.int64)
     head, d = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
     is_q, is_k = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS)
@@ -143,6 +137,5 @@ def rope_store(
         qkv.contiguous(), q, Planes.of(pool, layer), *norms, rotations.to(qkv.device), plan.positions,
         plan.slots, spec.eps, HEADS=heads, KV_HEADS=kv_heads, D=d, WIDTH=triton.next_power_of_2(d),
         HALF=rotations.shape[1] // 2, NORM=spec.q_norm is not None, INT8=pool.dtype == torch.int8, TILE=HEADS,
-        **launch_options(qkv.device),
     )  # fmt: skip
     return q

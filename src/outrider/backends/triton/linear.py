@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,13 +13,6 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from outrider.backends.triton.dot import INTERPRETED, dot
-from outrider.backends.triton.overlap import (
-    LINE,
-    launch_options,
-    prefetch,
-    start_next,
-    wait_for_last,
-)
 from outrider.core.quantized import QuantizedWeight
 
 
@@ -101,22 +93,16 @@ def _linear(
     x, weight, scales, offsets, bias, y, num_rows, num_outputs, num_inputs, group_size,
     QUANTIZED: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr,
     ADD: tl.constexpr, EVEN: tl.constexpr, ONE_GROUP: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, BULK: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """y [n, O] (+)= x [n, K] · weight^T, summed over the inputs in order.
 
     A tile is computed transposed, [OUTPUTS, ROWS]: matrix instructions take at least 64 outputs well, but
     only 16 rows.  Tiles of the same outputs follow one another, so that a weight is read from memory once.
     ONE_GROUP: the inputs of a tile have one scale.
-    LINES: of each row of the weight, to prefetch while the kernel before still runs.  Weights do not change.
     """
-    start_next()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    if LINES > 0:
-        row_bytes = num_inputs * (weight.dtype.element_ty.primitive_bitwidth // 8) // (2 if PACKED else 1)
-        prefetch(weight, output, num_outputs, row_bytes, LINES, BULK)
-    wait_for_last()
     in_rows, in_outputs = row < num_rows, output < num_outputs
     x_row, w_row = row.to(tl.int64) * num_inputs, output.to(tl.int64) * num_inputs
     groups = num_inputs // group_size
@@ -157,9 +143,6 @@ WIDE, MOST = Tile(128, 128, 64, 8, 4), Tile(256, 128, 64, 8, 3)
 CROWDED = MANY._replace(inputs=64, stages=3)  # leaves room for several programs a processor
 TILES = FEW, SOME, MANY, CROWDED, MORE, WIDE, MOST
 LEAST_INPUTS = 16  # of a tile
-# Lines of each row that are prefetched where kernels overlap, a power of two; "16b": by bulk instructions.
-PREFETCH = int(os.environ.get("OUTRIDER_PREFETCH", "0").removesuffix("b"))
-BULK = os.environ.get("OUTRIDER_PREFETCH", "").endswith("b")
 
 
 def tile_of(rows: int, weight: TritonWeight, processors: int) -> Tile:
@@ -192,14 +175,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _prefetched(tile: Tile, values: Tensor) -> tuple[int, bool]:
-    """Lines of each row of a weight to prefetch, and whether in bulk."""
-    if tile.rows > MANY.rows or not launch_options(values.device):
-        return 0, False
-    row_bytes, bulk = values.stride(0) * values.element_size(), BULK
-    return PREFETCH, bulk and row_bytes % 16 == 0 and row_bytes >= PREFETCH * LINE.value
-
-
 def linear(x: Tensor, weight: TritonWeight, add: Tensor | None = None, tile: Tile | None = None) -> Tensor:
     """`Backend.linear`; accumulates into `add` in place.  tile: another than the fastest."""
     x, n = x.contiguous(), x.shape[0]
@@ -218,15 +193,13 @@ def linear(x: Tensor, weight: TritonWeight, add: Tensor | None = None, tile: Til
         values if weight.offsets is None else weight.offsets, values if weight.bias is None else weight.bias,
         y, n, weight.outputs, k, weight.group,
     )  # fmt: skip
-    lines, bulk = _prefetched(tile, values)
     sizes = {
         "ROWS": tile.rows, "OUTPUTS": tile.outputs, "INPUTS": tile.inputs, "num_warps": tile.warps,
-        "LINES": lines, "BULK": bulk,
     }  # fmt: skip
     kind = x.device, x.dtype, tile, *flags.values()
     for stages in range(_FITTING.get(kind, tile.stages), 0, -1):
         try:
-            _linear[grid](*arguments, **flags, **sizes, num_stages=stages, **launch_options(x.device))
+            _linear[grid](*arguments, **flags, **sizes, num_stages=stages)
         except OutOfResources:
             if stages == 1:
                 raise

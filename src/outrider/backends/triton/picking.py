@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.backends.triton.overlap import launch_options, overlap
 from outrider.backends.triton.sampling import (
     BLOCK,
     LATEST,
@@ -69,7 +68,6 @@ def _score(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK distances of a row, -inf below its cut, and with the noise of their tokens."""
-    overlap()
     row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < vocabulary
     params = rows.params + tl.load(rows.owners + row * 2) * PARAMS
@@ -104,7 +102,7 @@ class TopNext:
         columns = rows.owners if ids is None else ids.to(logits.device)
         _score[(n, triton.cdiv(vocabulary, BLOCK))](
             rows, cuts_of(rows), columns, low, scores, logits.stride(0), vocabulary, IDS=ids is not None,
-            PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False, **launch_options(logits.device),
+            PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
         order = _first_of_best(scores, min(k, vocabulary))
         missing = ~(scores.gather(1, order) > float("-inf")) | ~rows.highest.isfinite()[:, None]

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.backends.triton.overlap import launch_options, overlap
 from outrider.core.params import DistributionParams
 
 PART, BLOCK = 8192, 1024  # logits of a program of `_best`, and at once
@@ -96,7 +95,6 @@ def _lowest(
 @triton.jit
 def _cut(rows, cuts, stride, vocabulary, PARAMS: tl.constexpr, BLOCK: tl.constexpr):
     """The distance from which on min_p, top_k and top_p leave the tokens of one row."""
-    overlap()
     row = tl.program_id(0)
     tree = tl.load(rows.owners + row * 2)
     if tree < 0:
@@ -156,7 +154,6 @@ def _best(
 
     Noise and its float64 logarithms are computed only for blocks in which its bound could win.
     """
-    overlap()
     row, part = tl.program_id(0), tl.program_id(1)
     tree = tl.load(rows.owners + row * 2)
     if tree < 0:
@@ -187,7 +184,6 @@ def cuts_of(rows: Rows) -> Tensor:
     cuts, stride = torch.empty_like(rows.highest), rows.logits.stride(0)
     _cut[(m,)](
         rows, cuts, stride, vocabulary, PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False,
-        **launch_options(cuts.device),
     )  # fmt: skip
     return cuts
 
@@ -200,7 +196,7 @@ def best_of_parts(rows: Rows) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(m, parts, dtype=torch.int32, device=scores.device)
     _best[(m, parts)](
         rows, cuts_of(rows), scores, tokens, rows.logits.stride(0), vocabulary, PARAMS=PARAMS, PART=PART,
-        BLOCK=BLOCK, enable_fp_fusion=False, **launch_options(scores.device),
+        BLOCK=BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     return scores, tokens
 

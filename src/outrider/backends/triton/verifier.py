@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.rules import Answer, TreeQuery
-from outrider.backends.triton.overlap import launch_options, overlap
 from outrider.backends.triton.sampling import LATEST, PARAMS, Rows, best_of_parts, params_of, signed
 from outrider.core.device import HostCopy, to_device
 from outrider.core.params import DistributionParams
@@ -81,7 +80,6 @@ def _walk(
     highest, scores, tokens, trees, nodes, answers, num_parts, PARTS: tl.constexpr, NODES: tl.constexpr
 ):
     """`verify.match` of one tree, from the best score and token of every part of its rows."""
-    overlap()
     tree = tl.program_id(0)
     root, first, n = tl.load(trees + tree * 3), tl.load(trees + tree * 3 + 1), tl.load(trees + tree * 3 + 2)
     if root < 0:
@@ -120,7 +118,7 @@ def answers_to(logits: Tensor, words: Tensor, most: int) -> Tensor:
     answers = torch.empty(2 * m, dtype=torch.int32, device=logits.device)
     _walk[(m,)](
         rows.highest, scores, tokens, trees, nodes, answers, parts, PARTS=triton.next_power_of_2(parts),
-        NODES=triton.next_power_of_2(max(1, most)), **launch_options(logits.device),
+        NODES=triton.next_power_of_2(max(1, most)),
     )  # fmt: skip
     return answers
 
