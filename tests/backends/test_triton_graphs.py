@@ -34,7 +34,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from outrider.backends.triton import attention, graphs, jobs
 from outrider.backends.triton.graphs import Graphs
-from outrider.backends.triton.plan import PIECE, Plan, Sizes, numbers_of, plan_of, total
+from outrider.backends.triton.plan import PIECE, Plan, Sizes, Tables, columns_of, plan_of, total
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of masked lanes
 SLOTS = 256
@@ -311,7 +311,8 @@ def test_a_padded_plan_holds_the_numbers_of_the_plan() -> None:
         sizes, exact = jobs.padded(Sizes.of(step), spec), plan_of(step, torch.device("cpu"))
         assert sizes is not None
         flat = torch.zeros(total(sizes), dtype=torch.int32)
-        numbers = torch.tensor(numbers_of(step, sizes), dtype=torch.int32)
+        tables = Tables([step])
+        numbers = torch.tensor(columns_of(step, sizes, tables) + tables.slots, dtype=torch.int32)
         flat[: len(numbers)] = numbers
         wide, n = Plan.of(flat, sizes), step.length
         for name in ("positions", "contexts", "num_keys", "shifts", "tables"):

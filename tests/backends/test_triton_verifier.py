@@ -197,7 +197,7 @@ def test_rows_of_several_requests_are_picked_as_each_alone(mapped: bool) -> None
     top_next = TritonBackend(DEVICE, torch.float32).top_next
     assert top_next is not None
     moved = None if ids is None else ids.to(DEVICE)
-    words, alone = top_next.asked(asked, keys, 90), reference.TopNext()
+    words, alone = top_next.asked(asked, keys, 90).on(DEVICE), reference.TopNext()
     entries, shares = (part.cpu() for part in top_next(logits.to(DEVICE), words, 5, moved, True))
     entries_alone, shares_alone = alone(logits, alone.asked(asked, keys, 90), 5, ids, True)
     assert torch.equal(entries, entries_alone) and (entries[3] < 0).all()
@@ -206,6 +206,8 @@ def test_rows_of_several_requests_are_picked_as_each_alone(mapped: bool) -> None
         tokens, own = reference.pick(logits[row], params, key, 5, ids)
         assert entries_alone[row].tolist() == tokens + [-1] * (5 - len(tokens))
         assert shares_alone[row, : len(own)].tolist() == pytest.approx(own)
+    first = [part.cpu() for part in top_next(logits.to(DEVICE), words, 1, moved, True)]
+    assert torch.equal(first[0], entries[:, :1]) and torch.equal(first[1], shares[:, :1])
     assert not top_next(logits.to(DEVICE), words, 5, moved, False)[1].any()
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from helpers import answer
 from interpreted import DEVICE, Rerun, needs_triton
+from launches import Launches
 from syncs import Syncs
 
 from outrider import LLM, SamplingParams
+from outrider.config import SpeculativeOptions
 from outrider.errors import ConfigError
+from outrider.heads.base import random_head
 from outrider.testing import (
     KnownTexts,
     Scripts,
@@ -135,6 +139,70 @@ def test_trees_of_a_head_read_once_a_draft_and_leave_the_tokens_unchanged(
     assert set(seen.seen) == {"tolist"} and len(seen.seen) <= 2 * (llm.engine.steps - steps)
     assert own.replayed
     check_idle(llm)
+
+
+def use_head(llm: LLM, tree: str) -> None:
+    """An EAGLE head with random weights."""
+    from outrider.draft.eagle import Eagle, Network
+
+    speculation = SpeculativeOptions.of({"method": "eagle", "num_speculative_tokens": 3})
+    target = llm.engine.target_for(speculation)
+    options = Eagle.Options(tree=tree, **{"dynamic": {"nodes": 7, "top_k": 3}}.get(tree, {}))
+    llm.engine.use(Eagle(options, target, random_head(Network.like, target)), speculation)
+
+
+def drafted(llm: LLM, own: Any) -> tuple[list[Any], list[Any], list[Counter[str]]]:
+    """Texts, all draft trees, and what each draft launched that recorded nothing."""
+    trees, launches, propose = list[Any](), list[Counter[str]](), llm.engine.drafter.propose
+
+    def noting(batch: Any) -> Any:
+        recorded = own.recorded
+        with Launches() as seen:
+            draft = propose(batch)
+        trees.append([tree[:2] for tree in draft.trees])
+        if own.recorded == recorded and any(tree.tokens for tree in draft.trees):
+            launches.append(seen.seen)
+        return draft
+
+    llm.engine.drafter.propose = noting  # type: ignore[method-assign]
+    outputs = run_staggered(llm, PROMPTS, PARAMS)
+    check_idle(llm)
+    return [visible_parts(o.outputs) for o in outputs], trees, launches
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
+def test_a_draft_of_a_head_is_one_replay_and_that_of_launches(
+    tree: str, llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that begin and end at different steps: trees of several depths, rows that pad a graph."""
+    own = graphs_of(llm, monkeypatch)
+    use_head(llm, tree)
+    texts, trees, launches = drafted(llm, own)
+    assert texts == [visible_parts(o) for o in plain]
+    # states are joined and copied, numbers copied, and a graph replayed; a device's read is the fifth
+    assert launches and max(seen.total() for seen in launches) <= 5
+    monkeypatch.setattr(llm.engine.decoder.backend, "graphs", None)
+    use_head(llm, tree)
+    assert drafted(llm, own)[:2] == (texts, trees)
+
+
+def test_a_draft_of_a_head_that_cannot_be_recorded_is_launched(
+    llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one warning, and the trees that a graph gives."""
+    own = graphs_of(llm, monkeypatch)
+
+    def fail(run: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    use_head(llm, "dynamic")
+    expected = drafted(llm, own)[:2]
+    own = graphs_of(llm, monkeypatch)
+    monkeypatch.setattr(own.recorder, "record", fail)
+    use_head(llm, "dynamic")
+    assert drafted(llm, own)[:2] == expected and not own.replayed and own.failed
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warnings) == 1 and "not permitted when stream is capturing" in warnings[0]
 
 
 def test_compiled_kernels_are_refused_on_a_cpu(small: str, monkeypatch: pytest.MonkeyPatch) -> None:

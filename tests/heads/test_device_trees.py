@@ -21,7 +21,8 @@ from outrider.backends.torch.backend import TorchBackend
 from outrider.core.row import Row
 from outrider.core.tree import Budget, DraftTree
 from outrider.heads.choose import Chooser
-from outrider.heads.device_trees import DeviceGrowth, grow_blocks, on_device
+from outrider.heads.device_trees import grow_blocks, on_device
+from outrider.heads.growth import Asked, DeviceGrowth, Found, grow
 from outrider.heads.ranks import EAGLE, MEDUSA, paths, prior_paths
 from outrider.heads.trees import BlockTree, DynamicTree, LevelTree, RankTree
 from outrider.sampling.sampler import Sampler
@@ -83,16 +84,21 @@ def grow_on_device(
     """seeds: of each tree.  look: at the forward of a level, and the token paths of its rows."""
     at = [(seed, ()) for seed in seeds]
 
-    def found() -> tuple[Tensor, Tensor]:
-        rows, logits = growth.begin_level(), torch.stack([logits_of(*one) for one in at])
-        return choose.next_tokens(rows, [growth.level] * len(rows), logits, growth.k)
+    def logits() -> Tensor:
+        return torch.stack([logits_of(*one) for one in at])
 
-    while (step := growth.add(*found())) is not None:
-        assert step.device_ids is not None
-        before, tokens = [at[i] for i in growth.sources.tolist()], step.device_ids.tolist()
-        at = [(seed, (*path, token)) for (seed, path), token in zip(before, tokens)]
+    def advance(level: int, found: Found) -> Tensor:
+        nonlocal at
+        step = growth.steps[level - 1]
+        step.put(found.ids, found.paths)
+        before = [at[i] for i in found.sources.tolist()]
+        at = [(seed, (*path, token)) for (seed, path), token in zip(before, found.ids.tolist())]
         look(step, at)
-    growth.read()
+        return logits()
+
+    cpu, rows = torch.device("cpu"), [len(level) for level in growth.rows[1:]]
+    numbers, asked = [part.on(cpu) for part in growth.numbers], Asked.of(growth, choose).on(cpu)
+    growth.read(grow(growth.shape, numbers, choose, asked, logits(), rows, advance))
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,7 +119,13 @@ def test_dynamic_trees_are_those_of_the_host(
 
     def look(step: Any, at: Any) -> None:
         assert step.positions == [BASE + len(at[0][1]) - 1] * len(at) and step.length == len(at)
-        slots = step.device_paths.tolist()
+        if step.device_paths is None:  # of chains, which tokens do not decide
+            slots = [
+                [*step.path_slots[i : i + step.max_path_len]]
+                for i in range(0, len(step.path_slots), step.max_path_len)
+            ]
+        else:
+            slots = step.device_paths.tolist()
         assert [path[-1] for path in slots] == step.slot_mapping and not used & set(step.slot_mapping)
         used.update(step.slot_mapping)
         for (tree_seed, _), path in zip(at, slots):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,7 +24,11 @@ class Rerun:
 
     It sees what a graph keeps: its own tensors, and numbers as they were when it was recorded.  Results of a
     graph are lost as soon as another is replayed, for they share memory.
+
+    around: context of every replay
     """
+
+    around: ClassVar[Callable[[], AbstractContextManager[Any]]] = nullcontext
 
     def __init__(self) -> None:
         self.results: list[list[Tensor]] = []
@@ -42,7 +48,11 @@ class Rerun:
                 to.copy_(part)
             return tuple(own)
 
-        return replay
+        def watched() -> tuple[Tensor, ...]:
+            with Rerun.around():
+                return replay()
+
+        return watched
 
     def reserved(self) -> int:
         return 0

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.candidates import Candidates
+from outrider.backends.launch import AttentionShape, Call, Launched
 from outrider.backends.rules import DistributionOps, TreeVerifier
 from outrider.cache.pool import Pool
 from outrider.core.lora import Adapted, LayerSizes, Runs
@@ -40,17 +41,6 @@ class ModelShape(LayerSizes, Protocol):
 
     @property
     def eps(self) -> float: ...
-
-
-class AttentionShape(Protocol):
-    """Heads of a layer, and the norms of its queries and keys, if any."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
 
 
 @dataclass
@@ -161,35 +151,15 @@ class TopNext(Protocol):
     """`Backend.pick_rows` for rows of several requests; the host reads nothing."""
 
     def asked(self, distributions: Sequence[DistributionParams], keys: Sequence[int], vocabulary: int) -> Any:
-        """The distribution and the key of each row [n], for `__call__`.  May be sliced by rows."""
+        """The distribution and the key of each row [n]: `Numbers`, or a list."""
 
     def __call__(
         self, logits: Tensor, asked: Any, k: int, ids: Tensor | None, probs: bool
     ) -> tuple[Tensor, Tensor]:
         """Entries int64 and shares float32, [n, min(k, V)], on the device of the logits.
 
-        Padded with -1 and 0.
+        asked: as `on_device` returns it, or a slice of it.  Padded with -1 and 0.
         """
-
-
-class ForwardShape(NamedTuple):
-    """A forward that `Backend.launch` is for: its step, its pool, and the attention of its layers."""
-
-    step_input: StepInput
-    pool: Pool
-    attention: AttentionShape
-
-
-# A method of (step_input, pool, *rows, *fixed) that computes on the device alone; see `Backend.launch`.
-Launched = Callable[..., tuple[Tensor, ...]]
-
-
-def launched(
-    method: Launched, shape: ForwardShape | None, rows: Sequence[Any], fixed: Sequence[Any]
-) -> tuple[Tensor, ...]:
-    """`Backend.launch` without a record."""
-    step_input, pool = (None, None) if shape is None else (shape.step_input, shape.pool)
-    return method(step_input, pool, *rows, *fixed)
 
 
 class FusedModel(Protocol):
@@ -244,13 +214,11 @@ class Backend(Protocol):
     def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
         """Product x [n, K] -> [n, O].  With `add` [n, O], accumulates into `add` and returns it."""
 
-    def launch(
-        self, method: Launched, shape: ForwardShape | None, rows: Sequence[Any], *fixed: Any
-    ) -> tuple[Tensor, ...]:
-        """method(step_input, pool, *rows, *fixed), a bound method, whose launches may be recorded.
+    def launch(self, method: Launched, call: Call) -> Tensor:
+        """The result of a bound method, whose launches may be recorded; valid until the next call.
 
-        rows, results: [n, …] each; n are the rows of the step if there is one.  `rows` may hold what
-        `TopNext.asked` returns.  fixed: values of any kind; others are another computation.
+        The method, and so the result, may see more rows than `call` has: blank ones, behind those of each
+        step, of `rows` and of every part of `numbers`.
         """
 
     def embed(self, weight: Any, step_input: StepInput) -> Tensor:

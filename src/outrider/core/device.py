@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +24,25 @@ def wait_for(device: torch.device) -> None:
     """Wait until a device has computed all that was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Numbers(NamedTuple):
+    """int64 numbers on the host, of shape [n, …], row by row."""
+
+    values: array[int]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(values: Iterable[int], *shape: int) -> Numbers:
+        """shape: [n, …], with as many rows as there are values if n is -1"""
+        made = array("q", values)
+        n, rest = shape[0], math.prod(shape[1:])
+        return Numbers(made, (len(made) // rest if n < 0 else n, *shape[1:]))
+
+    def on(self, device: torch.device) -> Tensor:
+        if not self.values:
+            return torch.empty(self.shape, dtype=torch.int64, device=device)
+        return to_device(torch.frombuffer(self.values, dtype=torch.int64).view(self.shape), device)
 
 
 class HostCopy:

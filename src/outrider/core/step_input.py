@@ -233,6 +233,19 @@ class StepInput:
             flat += blank[length:]
         return flat
 
+    def put(self, ids: Tensor, paths: Tensor | None = None) -> None:
+        """Set the ids [N] of a built step, and its paths, where only a device knows them, before any use.
+
+        A step that has tensors for them, as in a graph, keeps these.
+        """
+        if self.device_ids is None:
+            self.device_ids, self.device_paths = ids, paths
+            return
+        self.device_ids.copy_(ids)
+        if paths is not None:
+            assert self.device_paths is not None
+            self.device_paths[:, : paths.shape[1]].copy_(paths)
+
     def translate(self, ids: Sequence[int]) -> None:
         """Replaces every id of a built step by ids[id]."""
         self.input_ids = [ids[i] for i in self.input_ids]

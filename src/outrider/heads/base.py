@@ -33,7 +33,8 @@ from outrider.core.validate import Checked, Count, Kind, Text, is_whole
 from outrider.drafting.base import DEPTHS, Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
-from outrider.heads.device_trees import DeviceGrowth, on_device
+from outrider.heads.device_trees import on_device
+from outrider.heads.growth import Asked, Found, grow
 from outrider.heads.layouts import HeadFormat
 from outrider.heads.outer import Ids
 from outrider.heads.reader import Reader
@@ -298,21 +299,22 @@ class StateDrafter(HeadDrafter):
 
     def _grow(self, trees: Sequence[LevelTree], state: State) -> None:
         state, logits = self.advance(0, state, frontier_tokens(trees))
-        if (device := on_device(trees, self.choose)) and self.target.decoder.embedding is not None:
-            while (step_input := device.add(*self._next_tokens(device, logits))) is not None:
-                parents = tuple(part.index_select(0, device.sources) for part in state)
-                assert step_input.device_ids is not None
-                state, logits = self.advance(device.level, parents, step_input.device_ids)
-            device.read()
+        if (laid := on_device(trees, self.choose)) and self.target.decoder.embedding is not None:
+
+            def advance(level: int, found: Found) -> Tensor:
+                nonlocal state
+                parents = tuple(part.index_select(0, found.sources) for part in state)
+                state, logits = self.advance(level, parents, found.ids)
+                return logits
+
+            numbers = [part.on(self.backend.device) for part in laid.numbers]
+            asked, rows = Asked.of(laid, self.choose).on(self.backend.device), map(len, laid.rows[1:])
+            laid.read(grow(laid.shape, numbers, self.choose, asked, logits, [*rows], advance))
             return
         growth = Growth(trees, self.choose)
         while growth.add(logits):
             parents = tuple(part[growth.sources] for part in state)
             state, logits = self.advance(growth.level, parents, frontier_tokens(growth.trees))
-
-    def _next_tokens(self, growth: DeviceGrowth, logits: Tensor) -> tuple[Tensor, Tensor]:
-        rows = growth.begin_level()
-        return self.choose.next_tokens(rows, [growth.level] * len(rows), logits, growth.k)
 
     def observe(self, commit: Commit) -> None:
         for r, step in enumerate(commit.batch):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from outrider.backends.candidates import Candidates, Found
-from outrider.core.device import to_device
+from outrider.backends.launch import on_device
+from outrider.core.device import Numbers
 from outrider.core.noise import key_in
 from outrider.core.row import Row
 from outrider.drafting.base import Target
@@ -25,13 +26,13 @@ AT_ONCE = 1 << 24  # logits that `next_tokens` ranks in one call; ranking takes 
 
 
 class Asked(NamedTuple):
-    """Paths as a backend takes them: words of `TopNext.asked`, and bool [n]: whose tokens have noise.
+    """Paths as a backend takes them: words of `TopNext.asked`, and [n]: 1 for those whose tokens have noise.
 
     probs: whether any token has none.
     """
 
     words: Any
-    noised: Tensor
+    noised: Numbers
     probs: bool
 
 
@@ -86,8 +87,9 @@ class Chooser:
         rows, depths: of every path, and its length.
         Returns int64 and float32 [n, min(k, Vd)] on the device of the logits.
         """
-        asked = self.asked(rows, depths)
-        return self.top(logits, asked.words, asked.noised, k, asked.probs)
+        words, noised, probs = self.asked(rows, depths)
+        device = self.backend.device
+        return self.top(logits, on_device(words, device), noised.on(device), k, probs)
 
     def asked(self, rows: Sequence[Row], depths: Sequence[int]) -> Asked:
         """What `top` has to know of paths: their requests and lengths."""
@@ -96,10 +98,10 @@ class Chooser:
         hot = [row.distribution.temperature > 0 for row in rows]
         keys = [self._key(row, depth) if noised else 0 for row, depth, noised in zip(rows, depths, hot)]
         words = top_next.asked([row.distribution for row in rows], keys, self.vocabulary)
-        return Asked(words, to_device(torch.tensor(hot), self.backend.device), not all(hot))
+        return Asked(words, Numbers.of(hot, len(hot)), not all(hot))
 
     def top(self, logits: Tensor, words: Any, noised: Tensor, k: int, probs: bool) -> tuple[Tensor, Tensor]:
-        """`next_tokens` for what `asked` returned."""
+        """`next_tokens` for what `asked` returned, on the device; probs: False if all of it has noise."""
         top_next, logits = self.backend.top_next, self._cut(logits)
         assert top_next is not None
         some, rest = max(1, AT_ONCE // logits.shape[1]), (k, self.ids_on_device, probs)
@@ -109,7 +111,7 @@ class Chooser:
         none = tokens < 0
         if self.ids_on_device is not None:
             tokens = self.ids_on_device[tokens.clamp_min(0)].long()
-        shares = torch.where(noised[:, None], self.ranks_on_device[: tokens.shape[1]], shares)
+        shares = torch.where(noised[:, None] > 0, self.ranks_on_device[: tokens.shape[1]], shares)
         return tokens.masked_fill(none, -1), shares.masked_fill(none, 0.0)
 
     def stays_on_device(self, rows: Iterable[Row]) -> bool:

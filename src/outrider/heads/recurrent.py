@@ -29,11 +29,11 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.backends.base import ForwardShape, Launched
+from outrider.backends.launch import Call, ForwardShape
 from outrider.cache.catch_up import MAX_PENDING, CatchUp, Cursor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
-from outrider.core.device import take
+from outrider.core.device import Numbers, take
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs
 from outrider.core.step_input import StepInput
@@ -43,7 +43,8 @@ from outrider.drafting.base import DEPTHS, Target
 from outrider.drafting.options import refuse_idle
 from outrider.heads.base import HeadDrafter, LayerOptions
 from outrider.heads.choose import Chooser
-from outrider.heads.device_trees import DeviceGrowth, on_device
+from outrider.heads.device_trees import on_device
+from outrider.heads.growth import Asked, DeviceGrowth, Found, Shape, grow
 from outrider.heads.layer import Stack
 from outrider.heads.outer import lm_logits
 from outrider.heads.ranks import EAGLE, Path, paths, prior_paths
@@ -83,27 +84,30 @@ class Net:
         """o for the pairs of g and the ids of `step_input`; K/V goes to the pool."""
         raise NotImplementedError
 
-    def begun(self, step_input: StepInput, pool: Pool, states: Tensor) -> tuple[Tensor]:
-        """`Launched`: o for the pairs of the target's states and the ids of `step_input`."""
-        return (self.forward(step_input, pool, self.from_states(states)),)
+    def begun(self, steps: Sequence[StepInput], pool: Pool, states: Tensor, numbers: Any) -> Tensor:
+        """`Launched`: o for the pairs of the target's states and the ids of the only step."""
+        return self.forward(steps[0], pool, self.from_states(states))
 
-    def ranked(
-        self, step_input: None, pool: None, o: Tensor, words: Any, noised: Tensor, choose: Chooser, k: int,
-        probs: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`Launched`: o itself, and the best tokens after it with their confidence, [n, k] each.
+    def grown(
+        self, steps: Sequence[StepInput], pool: Pool, states: Tensor, numbers: Sequence[Any], choose: Chooser,
+        shape: Shape, probs: bool,
+    ) -> Tensor:  # fmt: skip
+        """`Launched`: `begun`, then trees that grow after some of its rows, by the other steps.
 
-        words, noised, probs: of `Chooser.asked`
+        numbers: those rows, `Asked.words`, `Asked.noised`, and numbers of the growth
         """
-        return o, *choose.top(self.logits(o), words, noised, k, probs)
+        rows, n = numbers[0], 1 + shape.levels
+        asked = Asked(numbers[1:n], numbers[n : n + shape.levels], probs)
+        o = self.begun(steps, pool, states, ()).index_select(0, rows)
 
-    def followed(
-        self, step_input: StepInput, pool: Pool, o: Tensor, words: Any, noised: Tensor, choose: Chooser,
-        k: int, probs: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`Launched`: as `ranked`, for nodes whose parents' o is given."""
-        o = self.forward(step_input, pool, self.from_output(o))
-        return self.ranked(None, None, o, words, noised, choose, k, probs)
+        def advance(level: int, found: Found) -> Tensor:
+            nonlocal o
+            steps[level].put(found.ids, found.paths)
+            o = self.forward(steps[level], pool, self.from_output(o.index_select(0, found.sources)))
+            return self.logits(o)
+
+        counts = [step.length for step in steps[1:]]
+        return grow(shape, numbers[n + shape.levels :], choose, asked, self.logits(o), counts, advance)
 
     def logits(self, o: Tensor) -> Tensor:
         """float32 [n, Vd]."""
@@ -142,12 +146,18 @@ class RecurrentOptions(LayerOptions):
 
 @dataclass
 class Reading:
-    """A row whose pending states are read, and its tree.  table: its slots and those of its draft tokens."""
+    """A row whose pending states are read, and its tree.
+
+    table: its slots and those of its draft tokens.  later: begun one slot later, as pairs take them
+    """
 
     row: Row
     cursor: Cursor
     table: array[int]
     tree: LevelTree | None = None
+
+    def __post_init__(self) -> None:
+        self.later = self.table[1:]
 
 
 class Forwards:
@@ -155,18 +165,34 @@ class Forwards:
 
     def __init__(self, drafter: Recurrent, readings: Sequence[Reading]) -> None:
         self.net, self.pool, self.readings = drafter.net, drafter.pool, readings
+        self.choose = drafter.choose
         states = [part for reading in readings for part in reading.cursor.states]
         self.states = torch.cat(states).to(drafter.backend.activations)
 
     def catch_up(self) -> Tensor:
         """Read all pending pairs.  Returns o [trees, width] of the last pair of every row with a tree."""
+        step_input, last = self._pairs()
+        return take(self.read_pairs(step_input), last)
+
+    def grow(self, laid: DeviceGrowth) -> None:
+        """Read all pending pairs, and grow the trees that are laid out, in one launch and one read."""
+        step_input, last = self._pairs()
+        asked = Asked.of(laid, self.choose)
+        numbers = [Numbers.of(last, len(last)), *asked.words, *asked.noised, *laid.numbers]
+        room = len(last) * (1 + laid.shape.levels)  # an emitted token and a chain that was accepted
+        shape = ForwardShape([step_input, *laid.steps], self.pool, self.net.stack.layers[0], room)
+        call = Call(shape, self.states, numbers, (self.choose, laid.shape, asked.probs))
+        laid.read(self.net.backend.launch(self.net.grown, call))
+
+    def _pairs(self) -> tuple[StepInput, list[int]]:
+        """The forward of all pending pairs, and the row of the last pair of every row with a tree."""
         step_input, last = StepInput(), list[int]()
         for reading in self.readings:
             first, end = reading.cursor.first, reading.cursor.end
-            step_input.chain(reading.table[1:], first, reading.row.tokens[first + 1 : end + 1])
+            step_input.chain(reading.later, first, reading.row.tokens[first + 1 : end + 1])
             if reading.tree is not None:
                 last.append(step_input.length - 1)
-        return take(self.read_pairs(step_input.build()), last)
+        return step_input.build(), last
 
     def logits(self, level: int, o: Tensor) -> Tensor:
         """float32 [n, Vd] for the drafts of a level, the first of which is 0."""
@@ -187,13 +213,16 @@ class Forwards:
         """o [n, width] of the pending pairs."""
         if not self.on_device:
             return self.net.forward(step_input, self.pool, self.net.from_states(self.states))
-        shape = ForwardShape(step_input, self.pool, self.net.stack.layers[0])
-        (o,) = self.net.backend.launch(self.net.begun, shape, (self.states,))
-        return o
+        shape = ForwardShape([step_input], self.pool, self.net.stack.layers[0])
+        return self.net.backend.launch(self.net.begun, Call(shape, self.states))[: step_input.length]
+
+    def mark_written(self) -> None:
+        for reading in self.readings:
+            reading.cursor.mark_written()
 
     @property
     def on_device(self) -> bool:
-        """Whether `Net.followed` is all of `deepen`, and no operation reads tokens on the host."""
+        """Whether `Net.grown` is all of `catch_up` and `deepen`, and no operation reads tokens on the host."""
         return self.net.stack.divided is None and self.net.model.embedding is not None
 
 
@@ -239,7 +268,7 @@ class Recurrent(HeadDrafter):
             if drafting or cursor.count >= MAX_PENDING:
                 readings.append(reading := Reading(row, cursor, row.slots[: end + budget.nodes]))
             if drafting:
-                reading.tree = trees[r] = self._tree(row, reading.table[1:], end - 1, budget)
+                reading.tree = trees[r] = self._tree(row, reading.later, end - 1, budget)
         if readings:
             self._grow(self.forwards(readings), list(trees.values()))
         return Draft([trees[r].draft_tree if r in trees else EMPTY_TREE for r in range(len(batch))])
@@ -255,32 +284,17 @@ class Recurrent(HeadDrafter):
 
     def _grow(self, forwards: Forwards, trees: list[LevelTree]) -> None:
         """Catch up, then grow all trees, one forward a level."""
-        o = self._catch_up(forwards)
-        if (device := on_device(trees, self.choose)) is not None and forwards.on_device:
-            self._grow_on_device(forwards, device, o)
+        if forwards.on_device and (laid := on_device(trees, self.choose)) is not None:
+            forwards.grow(laid)
+            forwards.mark_written()
             return
-        growth = Growth(trees, self.choose)
+        o, growth = self._catch_up(forwards), Growth(trees, self.choose)
         while trees and growth.add(forwards.logits(growth.level, o)):
             o = forwards.deepen(growth.level, growth.trees, o[growth.sources])
 
-    def _grow_on_device(self, forwards: Forwards, growth: DeviceGrowth, o: Tensor) -> None:
-        """A launch a level: the forward of its nodes, and the best tokens after them."""
-        method: Launched = self.net.ranked
-        shape: ForwardShape | None = None
-        while True:
-            rows = growth.begin_level()
-            asked = self.choose.asked(rows, [growth.level] * len(rows))
-            given, fixed = (o, asked.words, asked.noised), (self.choose, growth.k, asked.probs)
-            o, tokens, shares = self.net.backend.launch(method, shape, given, *fixed)
-            if (step_input := growth.add(tokens, shares)) is None:
-                return growth.read()
-            o, method = o.index_select(0, growth.sources), self.net.followed
-            shape = ForwardShape(step_input, forwards.pool, self.net.stack.layers[0])
-
     def _catch_up(self, forwards: Forwards) -> Tensor:
         o = forwards.catch_up()
-        for reading in forwards.readings:
-            reading.cursor.mark_written()
+        forwards.mark_written()
         return o
 
     def observe(self, commit: Commit) -> None:

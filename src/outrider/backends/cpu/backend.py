@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import (
-    AttentionShape,
     DecoderLayer,
-    ForwardShape,
-    Launched,
     LayerKV,
     ModelShape,
     Norms,
     ScoreModifier,
     Scores,
-    launched,
 )
 from outrider.backends.cpu import build, candidates, lora, structs, threads
 from outrider.backends.cpu.bindings import STRUCTS, declare
@@ -31,6 +27,7 @@ from outrider.backends.cpu.packing import KINDS, Packed, pack
 from outrider.backends.cpu.picking import Picking
 from outrider.backends.cpu.rules import Distributions, TreeVerifier
 from outrider.backends.cpu.structs import StepView, address
+from outrider.backends.launch import AttentionShape, Call, Launched, launched
 from outrider.cache.pool import Pool
 from outrider.core.limits import check_attention
 from outrider.core.lora import Adapted, LayerSizes, Runs
@@ -78,10 +75,8 @@ class CpuBackend(Picking):
         self.lib.linear(weight.c, x.data_ptr(), n, k, y.data_ptr(), o, add is not None)
         return y
 
-    def launch(
-        self, method: Launched, shape: ForwardShape | None, rows: Sequence[Any], *fixed: Any
-    ) -> tuple[Tensor, ...]:
-        return launched(method, shape, rows, fixed)
+    def launch(self, method: Launched, call: Call) -> Tensor:
+        return launched(method, call)
 
     def embed(self, weight: Packed, step_input: StepInput) -> Tensor:
         n, h = step_input.length, weight.inputs

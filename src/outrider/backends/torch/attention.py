@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.backends.base import AttentionShape, LayerKV, ScoreModifier, Scores
+from outrider.backends.base import LayerKV, ScoreModifier, Scores
+from outrider.backends.launch import AttentionShape
 from outrider.core.device import to_device
 from outrider.core.step_input import StepInput
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,19 +18,16 @@ from torch import Tensor
 
 from outrider.backends import candidates, rules
 from outrider.backends.base import (
-    AttentionShape,
     Backend,
     DecoderLayer,
-    ForwardShape,
     FusedModel,
-    Launched,
     LayerKV,
     ModelShape,
     Norms,
     Scores,
     TopNext,
-    launched,
 )
+from outrider.backends.launch import AttentionShape, Call, Launched, launched
 from outrider.backends.torch import attention, sampling
 from outrider.backends.torch.attention import Group
 from outrider.backends.torch.verifier import TreeVerifier
@@ -131,10 +127,8 @@ class TorchBackend:
             y = y[:1] if alone else y
         return y if add is None else add.add_(y)
 
-    def launch(
-        self, method: Launched, shape: ForwardShape | None, rows: Sequence[Any], *fixed: Any
-    ) -> tuple[Tensor, ...]:
-        return launched(method, shape, rows, fixed)
+    def launch(self, method: Launched, call: Call) -> Tensor:
+        return launched(method, call)
 
     def embed(self, weight: TorchWeight, step_input: StepInput) -> Tensor:
         ids = step_input.on(self.device).input_ids

@@ -29,7 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.backends.base import AttentionShape, LayerKV, ScoreModifier, Scores
+from outrider.backends.base import LayerKV, ScoreModifier, Scores
+from outrider.backends.launch import AttentionShape
 from outrider.backends.triton.dot import dot, rounded
 from outrider.backends.triton.elementwise import Planes
 from outrider.backends.triton.plan import PIECE, Plan, plan_of

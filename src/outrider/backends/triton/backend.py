@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import (
-    AttentionShape,
     DecoderLayer,
-    ForwardShape,
-    Launched,
     LayerKV,
     ModelShape,
     Scores,
 )
+from outrider.backends.launch import AttentionShape, Call, Launched
 from outrider.backends.torch.backend import Stack, TorchBackend
 from outrider.backends.triton import attention, elementwise, graphs, jobs, linear, picking
 from outrider.backends.triton.fused import TritonFusedModel
@@ -45,7 +43,7 @@ class TritonBackend(TorchBackend):
         super().__init__(device, dtype)
         self.exact = device.type != "cuda" or linear.same_in_all_tiles(device, dtype)
         self.verifier = TreeVerifier()
-        self.pick_next, self.top_next = picking.pick_next, picking.TopNext(device)
+        self.pick_next, self.top_next = picking.pick_next, picking.TopNext()
         self.graphs, self.fused = graphs.graphs_for(device), TritonFusedModel(self)
         self.name = f"Triton on {device} ({str(dtype).removeprefix('torch.')})"
 
@@ -86,19 +84,16 @@ class TritonBackend(TorchBackend):
     ) -> Tensor:
         if self.graphs is None or runs:
             return super().run_layers(stack, x, kv, runs, u)
-        return jobs.run_layers(self.graphs, super().run_layers, jobs.Call(stack, x, kv, u))
+        return jobs.run_layers(self.graphs, super().run_layers, jobs.LayersCall(stack, x, kv, u))
 
     def launch_layers(self, stack: Stack, x: Tensor, kv: LayerKV, runs: Runs = ()) -> Tensor:
         return super().run_layers(stack, x, kv, runs)
 
-    def launch(
-        self, method: Launched, shape: ForwardShape | None, rows: Sequence[Any], *fixed: Any
-    ) -> tuple[Tensor, ...]:
-        sizes = jobs.method_sizes(shape, rows) if self.graphs is not None else None
+    def launch(self, method: Launched, call: Call) -> Tensor:
+        sizes = jobs.method_sizes(call.shape) if self.graphs is not None else None
         if self.graphs is None or sizes is None:
-            return super().launch(method, shape, rows, *fixed)
-        results = self.graphs.run(jobs.Method(method, shape, rows, fixed, sizes))
-        return tuple(result[: len(rows[0])].clone() for result in results)
+            return super().launch(method, call)
+        return self.graphs.run(jobs.Method(method, call, sizes))[0]
 
     def pick(
         self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import Chain, Chains
-from outrider.backends.triton.plan import ALL, NOT_STORED, Plan, Sizes, aligned, numbers_of, tables_of, total
+from outrider.backends.triton.plan import ALL, NOT_STORED, Plan, Sizes, Tables, aligned, columns_of, total
 from outrider.backends.triton.sampling import PARAMS, params_of, signed
 from outrider.core.noise import MASK, mix
 from outrider.core.step_input import StepInput
@@ -59,13 +59,14 @@ class ChainNumbers:
         """The numbers, without the end of a longer table."""
         starts = list(accumulate(self.parts, initial=0))
         numbers = array("i", bytes(4 * starts[4]))
-        tips = [*_tips(step, chains.chains, self.levels - 1)]
+        tables = Tables([step], self.levels - 1)
+        tips = [*_tips(step, chains.chains, tables)]
         words = array("i", self._words(tips, chains.chains, chains.vocabulary).tobytes())
         places = array("i", [chain.at for chain in chains.chains])
         parts = array("i", step.input_ids), places, words, self._level_numbers(tips)
         for start, part in zip(starts, parts):
             numbers[start : start + len(part)] = part
-        return numbers + numbers_of(step, self.sizes, self.levels - 1)
+        return numbers + columns_of(step, self.sizes, tables) + tables.slots
 
     def split(self, flat: Tensor) -> ChainInput:
         ids, after, words, levels, plan = flat.split(self.parts)
@@ -132,13 +133,13 @@ class _Tip(NamedTuple):
         return position, self.table[entry], entry + 1, entry + 1, position - entry, ALL, self.place
 
 
-def _tips(step: StepInput, chains: Sequence[Chain], more: int) -> Iterator[_Tip]:
-    places = [0, *accumulate(map(len, tables_of(step, more)))]
+def _tips(step: StepInput, chains: Sequence[Chain], tables: Tables) -> Iterator[_Tip]:
     bounds = list(pairwise(step.query_start))
     for chain in chains:
         request = next(i for i, (first, end) in enumerate(bounds) if first <= chain.at < end)
         position, entry = step.positions[chain.at] + 1, step.context_lens[chain.at]
-        yield _Tip(step.slot_tables[request], position, entry, places[request], chain.levels)
+        table = step.slot_tables[request]
+        yield _Tip(table, position, entry, tables.places[id(table)], chain.levels)
 
 
 def read(found: Sequence[Sequence[Sequence[float]]], chains: Chains) -> Chained:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.backends.base import AttentionShape
+from outrider.backends.launch import AttentionShape
 from outrider.backends.triton.plan import Plan
 from outrider.cache.pool import Pool
 

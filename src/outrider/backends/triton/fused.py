@@ -65,8 +65,10 @@ class TritonFusedModel:
         if queries is not None:
             queries.answered(found.pop())
         n = kv.step_input.length
-        for layer, state in zip(job.states, found):
-            states[layer] = state[:n].clone() if job.graphed else state[:n]
+        kept = [state[:n] for state in found]
+        if job.graphed and kept:
+            kept = [*torch.stack(kept)]  # a copy of all in one launch
+        states.update(zip(job.states, kept))
         logits = logits[: len(kv.step_input.logits_rows)]
         return logits.clone() if job.graphed else logits  # any graph's next replay may use this memory
 
@@ -198,7 +200,7 @@ class _Chain:
     def __init__(self, model: _Model, chains: Chains, graphed: bool) -> None:
         self.model, self.chains, self.step = model, chains, model.kv.step_input
         self.levels = max(chain.levels for chain in chains.chains)
-        exact = Sizes.of(self.step, self.levels - 1)
+        exact = Sizes.of(self.step, more=self.levels - 1)
         self.graphed, self.sizes = _fitted(exact, model, graphed and not self.step.adapters)
         count = len(chains.chains)
         self.count = padded_rows(count) if self.graphed else count

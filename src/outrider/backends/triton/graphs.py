@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.backends.triton.plan import Sizes
 from outrider.core.clock import one_time_work
 
 MOST_GRAPHS, MOST_BYTES = 128, 4 << 30
@@ -45,7 +44,7 @@ class Job(Protocol):
     """
 
     @property
-    def sizes(self) -> Sizes: ...
+    def sizes(self) -> tuple[Any, ...]: ...
     @property
     def uses(self) -> tuple[Any, ...]: ...
     @property
@@ -170,7 +169,7 @@ class Graphs:
                 return False
         return True
 
-    def _refuse(self, key: tuple[Any, ...], sizes: Sizes, error: RuntimeError) -> None:
+    def _refuse(self, key: tuple[Any, ...], sizes: tuple[Any, ...], error: RuntimeError) -> None:
         """Leave a job without a graph for IDLE_CALLS of its calls."""
         self.refused[key] = IDLE_CALLS
         level = logging.DEBUG if self.failed else logging.WARNING

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.backends.base import AttentionShape, ForwardShape, Launched, LayerKV
+from outrider.backends.base import LayerKV
+from outrider.backends.launch import AttentionShape, Call, ForwardShape, Launched
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton.attention import in_one_part
 from outrider.backends.triton.graphs import Graphs, Results
-from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
+from outrider.backends.triton.plan import (
+    Plan,
+    Sizes,
+    Tables,
+    aligned,
+    columns_of,
+    install,
+    load,
+    load_step,
+    total,
+)
 from outrider.core.step_input import StepInput, StepTensors
 
 # Rows of a graph; longer steps have none.
@@ -56,10 +68,12 @@ def frame(sizes: Sizes, plan: Plan, ids: Tensor | None = None) -> StepInput:
     install(step, plan.slots.device, plan)
     if ids is not None:
         step.derived(ids.device, lambda _: StepTensors(ids, plan.positions, plan.slots))
+        step.device_ids = ids
+        step.device_paths = plan.path_slots[: sizes.rows * sizes.path].view(sizes.rows, sizes.path)
     return step
 
 
-class Call(NamedTuple):
+class LayersCall(NamedTuple):
     """Arguments of `Backend.run_layers`, without adapters."""
 
     stack: Stack
@@ -72,9 +86,9 @@ Run = Callable[[Stack, Tensor, LayerKV, tuple[()], Tensor | None], Tensor]
 
 
 class Layers:
-    """`Job` of `run_layers`.  Its inputs: the numbers of the plan, x and u as in `Call`."""
+    """`Job` of `run_layers`.  Its inputs: the numbers of the plan, x and u as in `LayersCall`."""
 
-    def __init__(self, run: Run, call: Call, sizes: Sizes) -> None:
+    def __init__(self, run: Run, call: LayersCall, sizes: Sizes) -> None:
         self.run, self.call, self.sizes = run, call, sizes
         self.uses = call.stack, call.kv.pool
         u = None if call.u is None else (call.u.dtype, call.u.shape[1])
@@ -101,58 +115,84 @@ class Layers:
         return (self.run(self.call.stack, x, kv, (), u),)
 
 
-def method_sizes(shape: ForwardShape | None, rows: Sequence[Tensor]) -> Sizes | None:
-    """The padded sizes of a method's step, or of its rows alone; None if they are too many for a graph."""
-    if shape is not None:
-        return None if shape.step_input.adapters else padded(Sizes.of(shape.step_input), shape.attention)
-    many = len(rows[0])
-    return Sizes(padded_rows(many), 0, 0, 0, 0, 0) if many <= ROWS[-1] else None
+class StepSizes(NamedTuple):
+    """Padded sizes of the first step of a method, and of all others; `table` is of all."""
+
+    first: Sizes
+    others: Sizes
+
+
+def method_sizes(shape: ForwardShape) -> StepSizes | None:
+    """The padded sizes of a method's steps; None if one is too long for a graph."""
+    (first, *others), tables = shape.steps, Tables(shape.steps)
+    keys = max(step.max_seq_len for step in shape.steps)
+    path = max((step.max_path_len for step in others), default=0)
+    rows = max((step.length for step in others), default=0)
+    exact = Sizes.of(first, tables)._replace(keys=keys)
+    of_first = padded(exact._replace(rows=max(exact.rows, shape.room)), shape.attention)
+    of_others = padded(exact._replace(rows=rows, path=path), shape.attention)
+    return None if of_first is None or of_others is None else StepSizes(of_first, of_others)
 
 
 class Method:
-    """`Job` of `Backend.launch`.  Its inputs: ids and the numbers of the plan, and the padded rows."""
+    """`Job` of `Backend.launch`.
 
-    def __init__(
-        self,
-        method: Launched,
-        shape: ForwardShape | None,
-        rows: Sequence[Tensor],
-        fixed: tuple[Any, ...],
-        sizes: Sizes,
-    ) -> None:
-        self.method, self.shape, self.rows, self.fixed, self.sizes = method, shape, rows, fixed, sizes
+    Its inputs: the padded rows, and one array of numbers: those of the call, ids and plan of each step, and
+    the slot tables of all.
+    """
+
+    def __init__(self, method: Launched, call: Call, sizes: StepSizes) -> None:
+        self.method, self.call, self.sizes = method, call, sizes
         owner: Any = getattr(method, "__self__")  # noqa: B009 - of a bound method
-        self.uses = owner, owner if shape is None else shape.pool
-        self.rest = method.__qualname__, *fixed, *((part.shape[1:], part.dtype) for part in rows)
-        self.ids = 0 if shape is None else aligned(sizes.rows)
+        self.uses = owner, call.shape.pool
+        self.shapes = [(padded_rows(part.shape[0]), *part.shape[1:]) for part in call.numbers]
+        rows = call.rows.shape[1:], call.rows.dtype
+        self.rest = method.__qualname__, len(call.shape.steps), *call.fixed, rows, *self.shapes
+        self.of_steps = [sizes.first, *[sizes.others] * (len(call.shape.steps) - 1)]
 
-    def inputs(self) -> tuple[Tensor, list[Tensor]]:
-        rows = [part.new_zeros(self.sizes.rows, *part.shape[1:]) for part in self.rows]
-        length = 0 if self.shape is None else self.ids + total(self.sizes)
-        inputs = torch.zeros(length, dtype=torch.int32, device=self.rows[0].device), rows
+    @property
+    def lengths(self) -> list[int]:
+        """Of the parts of the array, but for the slot tables."""
+        columns = [aligned(s.rows) + total(s._replace(table=0)) - aligned(0) for s in self.of_steps]
+        return [aligned(2 * math.prod(shape)) for shape in self.shapes] + columns
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        rows = self.call.rows.new_zeros(self.sizes.first.rows, *self.call.rows.shape[1:])
+        length = sum(self.lengths) + aligned(self.sizes.first.table)
+        inputs = torch.zeros(length, dtype=torch.int32, device=rows.device), rows
         self.load(inputs)
         return inputs
 
-    def load(self, inputs: tuple[Tensor, list[Tensor]]) -> None:
+    def load(self, inputs: tuple[Tensor, Tensor]) -> None:
+        (flat, rows), lengths = inputs, iter(self.lengths)
+        rows[: len(self.call.rows)].copy_(self.call.rows)
+        numbers, tables = array("i"), Tables(self.call.shape.steps)
+        for part in self.call.numbers:
+            numbers.frombytes(part.values.tobytes())
+            numbers.extend([0] * (next(lengths) - 2 * len(part.values)))
+        for step, sizes in zip(self.call.shape.steps, self.of_steps):
+            numbers.extend(step.input_ids)
+            numbers.extend([0] * (aligned(sizes.rows) - step.length))
+            numbers += columns_of(step, sizes, tables)
+        load(flat, numbers + tables.slots)
+
+    def compute(self, inputs: tuple[Tensor, Tensor]) -> Results:
         flat, rows = inputs
-        for to, part in zip(rows, self.rows):
-            to[: len(part)].copy_(part)
-        if self.shape is None:
-            return
-        step = self.shape.step_input
-        ids = array("i", step.input_ids)
-        ids.extend([0] * (self.ids - len(ids)))
-        load_step(flat, ids, step, self.sizes)
-
-    def compute(self, inputs: tuple[Tensor, list[Tensor]]) -> Results:
-        flat, rows = inputs
-        if self.shape is None:
-            return self.method(None, None, *rows, *self.fixed)
-        step = frame(self.sizes, Plan.of(flat[self.ids :], self.sizes), flat[: self.sizes.rows])
-        return self.method(step, self.shape.pool, *rows, *self.fixed)
+        lengths = self.lengths
+        *parts, table = flat.split([*lengths, len(flat) - sum(lengths)])
+        numbers = [
+            part[: 2 * math.prod(shape)].view(torch.int64).view(shape)
+            for part, shape in zip(parts, self.shapes)
+        ]
+        steps = []
+        for part, sizes in zip(parts[len(numbers) :], self.of_steps):
+            ids, columns = part[: sizes.rows], part[aligned(sizes.rows) :]
+            plan = Plan.of(columns, sizes._replace(table=0))._replace(table_slots=table)
+            steps.append(frame(sizes, plan, ids))
+        return (self.method(steps, self.call.shape.pool, rows, numbers, *self.call.fixed),)
 
 
-def run_layers(graphs: Graphs, run: Run, call: Call) -> Tensor:
+def run_layers(graphs: Graphs, run: Run, call: LayersCall) -> Tensor:
     """The result of `run`, by a graph if it is worth one."""
     stack, x, kv, u = call
     sizes = None

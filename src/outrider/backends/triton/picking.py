@@ -23,19 +23,20 @@ from outrider.backends.triton.sampling import (
     params_of,
     signed,
 )
-from outrider.core.device import to_device
+from outrider.core.device import Numbers
 from outrider.core.params import DistributionParams
 
 
-def asked(
-    distributions: Sequence[DistributionParams], keys: Sequence[int], vocabulary: int, device: torch.device
-) -> Tensor:
-    """int64 [n, 1 + PARAMS]: the key of the noise of each row, and the bits of its parameters."""
-    words = array("q")
-    for distribution, key in zip(distributions, keys):
-        words.append(signed(key))
-        words.extend(array("q", array("d", params_of(distribution, vocabulary)).tobytes()))
-    return to_device(torch.frombuffer(words, dtype=torch.int64).view(-1, 1 + PARAMS), device)
+def asked(distributions: Sequence[DistributionParams], keys: Sequence[int], vocabulary: int) -> Numbers:
+    """[n, 1 + PARAMS]: the key of the noise of each row, and the bits of its parameters."""
+    words, own, before = array("q"), array("q"), None
+    for row in zip(distributions, keys):
+        if row != before:  # nodes of one level of a tree have the same
+            own = array("q", array("d", params_of(row[0], vocabulary)).tobytes())
+            own.insert(0, signed(row[1]))
+        words.extend(own)
+        before = row
+    return Numbers(words, (len(keys), 1 + PARAMS))
 
 
 def _rows(logits: Tensor, words: Tensor) -> Rows:
@@ -48,7 +49,7 @@ def _rows(logits: Tensor, words: Tensor) -> Rows:
 def pick_next(logits: Tensor, distributions: Sequence[DistributionParams], keys: Sequence[int]) -> Tensor:
     """`Backend.pick_next`; `distributions` may be one for all rows."""
     several = [distributions[i % len(distributions)] for i in range(len(keys))]
-    return _best(_rows(logits, asked(several, keys, logits.shape[1], logits.device)))
+    return _best(_rows(logits, asked(several, keys, logits.shape[1]).on(logits.device)))
 
 
 def next_tokens(logits: Tensor, owners: Tensor, params: Tensor) -> Tensor:
@@ -86,13 +87,10 @@ def _score(
 class TopNext:
     """`Backend.top_next`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
     def asked(
         self, distributions: Sequence[DistributionParams], keys: Sequence[int], vocabulary: int
-    ) -> Tensor:
-        return asked(distributions, keys, vocabulary, self.device)
+    ) -> Numbers:
+        return asked(distributions, keys, vocabulary)
 
     def __call__(
         self, logits: Tensor, asked: Tensor, k: int, ids: Tensor | None, probs: bool
@@ -119,9 +117,12 @@ def _first_of_best(scores: Tensor, k: int) -> Tensor:
     `topk` takes any of equal ones.  So it gets numbers that differ: the bits of a score, which are ordered as
     the scores are once those of negative ones are flipped, and below them the column.
     """
+    last = scores.shape[1] - 1
+    if k == 1:
+        columns = torch.arange(last + 1, device=scores.device)
+        return columns.masked_fill(scores != scores.amax(-1, keepdim=True), last).amin(-1, keepdim=True)
     bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
-    last = scores.shape[1] - 1
     keys = ordered + torch.arange(last, -1, -1, device=scores.device)
     return last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
 
@@ -130,8 +131,8 @@ def pick_rows(
     logits: Tensor, distribution: DistributionParams, keys: Sequence[int], k: int, ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`Backend.pick_rows` with probabilities, on the CPU."""
-    top_next = TopNext(logits.device)
-    picked = top_next(logits, top_next.asked([distribution] * len(keys), keys, logits.shape[1]), k, ids, True)
+    words = asked([distribution] * len(keys), keys, logits.shape[1]).on(logits.device)
+    picked = TopNext()(logits, words, k, ids, True)
     both = torch.stack([part.double() for part in picked]).cpu()  # one read
     n, width = both.shape[1:]
     entries, found = torch.full((n, k), -1, dtype=torch.int32), torch.zeros(n, k)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -34,10 +34,10 @@ class Sizes(NamedTuple):
     pinned: int
 
     @staticmethod
-    def of(step: StepInput, more: int = 0) -> Sizes:
-        """more: keys that later steps add to each table."""
+    def of(step: StepInput, tables: Tables | None = None, more: int = 0) -> Sizes:
+        """tables: of this step and others.  more: keys that later steps add to each table."""
         pieces = sum(-(-(end - first) // PIECE) for first, end in pairwise(step.query_start))
-        table = sum(map(len, tables_of(step, more)))
+        table = len((tables or Tables([step], more)).slots)
         return Sizes(step.length, pieces, step.max_seq_len + more, step.max_path_len, table, step.pinned)
 
     @property
@@ -92,22 +92,23 @@ def install(step_input: StepInput, device: torch.device, plan: Plan) -> None:
 
 def _make(step: StepInput, device: torch.device) -> Plan:
     sizes = Sizes.of(step)
-    flat = torch.frombuffer(numbers_of(step, sizes), dtype=torch.int32)
+    tables = Tables([step])
+    flat = torch.frombuffer(columns_of(step, sizes, tables) + tables.slots, dtype=torch.int32)
     plan = Plan.of(to_device(flat, device), sizes)
     load_paths(plan, step, sizes)
     return plan
 
 
-def load_step(flat: Tensor, before: array[int], step: StepInput, sizes: Sizes) -> None:
-    """Fill a tensor with other numbers and the plan of a step behind them, in one transfer.
-
-    Ids that only the device knows come to the begin of the tensor, if there are other numbers.
-    """
-    first, numbers = len(before), before + numbers_of(step, sizes)
+def load(flat: Tensor, numbers: array[int]) -> None:
+    """Fill the begin of a tensor, in one transfer."""
     flat[: len(numbers)].copy_(torch.frombuffer(numbers, dtype=torch.int32), non_blocking=True)
-    load_paths(Plan.of(flat[first:], sizes), step, sizes)
-    if first and step.device_ids is not None:
-        flat[: step.length].copy_(step.device_ids)
+
+
+def load_step(flat: Tensor, before: array[int], step: StepInput, sizes: Sizes) -> None:
+    """Fill a tensor with other numbers and the plan of a step behind them, in one transfer."""
+    tables = Tables([step])
+    load(flat, before + columns_of(step, sizes, tables) + tables.slots)
+    load_paths(Plan.of(flat[len(before) :], sizes), step, sizes)
 
 
 def load_paths(plan: Plan, step: StepInput, sizes: Sizes) -> None:
@@ -127,24 +128,35 @@ def aligned(length: int) -> int:
     return length + ALIGNED + -length % ALIGNED  # none is empty
 
 
-def tables_of(step: StepInput, more: int = 0) -> list[array[int]]:
-    """The slot tables of a step as far as they are read, and `more` entries."""
-    tables = []
-    for table, (first, end) in zip(step.slot_tables, pairwise(step.query_start)):
-        tables.append(table[: max(step.context_lens[first:end]) + more])
-    return tables
+class Tables:
+    """The slot tables of some steps as far as they are read, one after another.
+
+    slots: of all.  places: where that of the table with an id begins.
+    """
+
+    def __init__(self, steps: Iterable[StepInput], more: int = 0) -> None:
+        """more: entries that are read besides"""
+        read: dict[int, tuple[array[int], int]] = {}
+        for step in steps:
+            for table, (first, end) in zip(step.slot_tables, pairwise(step.query_start)):
+                length = max(step.context_lens[first:end]) + more
+                read[id(table)] = table, max(length, read.get(id(table), (table, 0))[1])
+        self.slots, self.places = array("i"), dict[int, int]()
+        for key, (table, length) in read.items():
+            self.places[key] = len(self.slots)
+            self.slots += table[:length]
+        self.slots.extend([0] * (ALIGNED - len(self.slots)))  # none is empty
 
 
-def numbers_of(step: StepInput, sizes: Sizes, more: int = 0) -> array[int]:
-    """A plan's numbers, without the end of a longer `table_slots`.
+def columns_of(step: StepInput, sizes: Sizes, shared_tables: Tables) -> array[int]:
+    """A plan's numbers before `table_slots`, which are those of `shared_tables`.
 
     sizes: of the step, or larger ones.  Rows beyond those of the step have no keys and store no K/V, and
     pieces beyond its pieces have no rows.
     """
-    tables, table_slots = list[int](), array("i")
-    for table, (first, end) in zip(tables_of(step, more), pairwise(step.query_start)):
-        tables += [len(table_slots)] * (end - first)
-        table_slots += table
+    tables = list[int]()
+    for table, (first, end) in zip(step.slot_tables, pairwise(step.query_start)):
+        tables += [shared_tables.places[id(table)]] * (end - first)
     pieces = [*_pieces(step)]
     shared = [least for _, count, least in pieces for _ in range(count)]
     columns = zip(step.positions, step.context_lens, step.path_lens)
@@ -164,9 +176,6 @@ def numbers_of(step: StepInput, sizes: Sizes, more: int = 0) -> array[int]:
     for numbers, length in zip(arrays, lengths):
         flat[start : start + len(numbers)] = array("i", numbers)
         start += aligned(length)
-    flat += table_slots
-    if len(table_slots) < ALIGNED:
-        flat.extend([0] * ALIGNED)  # none is empty
     return flat
 
 
