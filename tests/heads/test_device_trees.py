@@ -119,12 +119,8 @@ def test_dynamic_trees_are_those_of_the_host(
 
     def look(step: Any, at: Any) -> None:
         assert step.positions == [BASE + len(at[0][1]) - 1] * len(at) and step.length == len(at)
-        if step.device_paths is None:  # of chains, which tokens do not decide
-            slots = [
-                [*step.path_slots[i : i + step.max_path_len]]
-                for i in range(0, len(step.path_slots), step.max_path_len)
-            ]
-        else:
+        slots = [[slot] for slot in step.slot_mapping]  # of chains, whose nodes are rows of the table
+        if step.device_paths is not None:
             slots = step.device_paths.tolist()
         assert [path[-1] for path in slots] == step.slot_mapping and not used & set(step.slot_mapping)
         used.update(step.slot_mapping)

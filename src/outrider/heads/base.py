@@ -299,7 +299,8 @@ class StateDrafter(HeadDrafter):
 
     def _grow(self, trees: Sequence[LevelTree], state: State) -> None:
         state, logits = self.advance(0, state, frontier_tokens(trees))
-        if (laid := on_device(trees, self.choose)) and self.target.decoder.embedding is not None:
+        embeds = self.target.decoder.embedding is not None
+        if embeds and (laid := on_device(trees, self.choose)) is not None:
 
             def advance(level: int, found: Found) -> Tensor:
                 nonlocal state

@@ -5,7 +5,8 @@ the forwards of all levels first.  What follows from tokens goes from one forwar
 tokens, and the slots of paths where a token decides about its parent.  A device can record all of it.
 
     DynamicGrowth  dynamic trees: the device chooses which nodes are expanded, and which are kept
-    RankGrowth     trees of given ranks, and chains: only tokens are unknown
+    RankGrowth     trees of given ranks: only tokens are unknown
+    ChainGrowth    chains
 
 One pass has the logits of a `BlockTree`; `grow_blocks` reads those of all rows at once.
 
@@ -22,13 +23,12 @@ from outrider.core.row import Row
 from outrider.heads.choose import Chooser
 from outrider.heads.dynamic_growth import DynamicGrowth
 from outrider.heads.growth import DeviceGrowth
-from outrider.heads.rank_growth import RankGrowth
-from outrider.heads.ranks import chain_paths
+from outrider.heads.rank_growth import ChainGrowth, RankGrowth
 from outrider.heads.trees import BlockTree, DynamicTree, LevelTree, RankTree
 
 
 def on_device(trees: Sequence[LevelTree], choose: Chooser) -> DeviceGrowth | None:
-    """What grows these empty trees on the device; None if the host has to see every level."""
+    """These empty trees, laid out to grow on the device; None if the host has to see every level."""
     dynamic = [tree for tree in trees if isinstance(tree, DynamicTree)]
     ranked = [
         tree for tree in trees if type(tree) is RankTree and not tree.sampled and tree.acceptance is None
@@ -38,10 +38,7 @@ def on_device(trees: Sequence[LevelTree], choose: Chooser) -> DeviceGrowth | Non
         return None
     if ranked:
         return RankGrowth(ranked, choose)
-    if any(tree.k > 1 for tree in dynamic):
-        return DynamicGrowth(dynamic)
-    chains = [RankTree(tree.row, chain_paths(tree.budget.depth), tree.base, tree.table) for tree in dynamic]
-    return RankGrowth(chains, choose, dynamic)
+    return DynamicGrowth(dynamic) if any(tree.k > 1 for tree in dynamic) else ChainGrowth(dynamic)
 
 
 def grow_blocks(trees: Sequence[BlockTree], choose: Chooser) -> None:

@@ -49,7 +49,7 @@ class DynamicLevels:
 
     limits: [T, 2 + levels]: ranks and nodes of each tree, and its rows in each of the logits
     places: [T, levels, width], the row of the logits after each node; any row for a missing one
-    new:    [rows, levels - 1, 2]: of each row of a forward, the number of its node among T · width, and its slot
+    new:    [rows, levels - 1, 2], of each row of a forward: the number of its node among T · width, its slot
     front:  records [T, P] of the nodes of the last forward.  joint: [T, P], their scores
     paths:  int32 [rows of the last forward, level], the slots of their paths
     """
@@ -74,7 +74,7 @@ class DynamicLevels:
         return Found(ids, sources, self.paths)
 
     def end(self, level: int, tokens: Tensor, shares: Tensor) -> Tensor:
-        """float64 [T, 3, nodes]: token, parent and confidence of each kept node, token -1 for a missing one."""
+        """float64 [T, 3, nodes]: token, parent, confidence of each kept node; token -1 for a missing one."""
         self._record(level, tokens, shares)
         scores = torch.cat([one.scores.flatten(1) for one in self.levels], 1)
         tokens = torch.cat([one.tokens.flatten(1) for one in self.levels], 1)
@@ -82,8 +82,8 @@ class DynamicLevels:
         above = [one.above[:, :, None].expand_as(one.tokens).flatten(1) for one in self.levels]
         parents, no_record = torch.cat(above, 1), scores.shape[1]
 
-        # The records of the likeliest nodes, [T, most], in their order: parents come first.  A missing node has
-        # the number behind the last record.
+        # The records of the likeliest nodes, [T, most], in their order: parents come first.  A missing node
+        # has the number behind the last record.
         best, kept = scores.sort(dim=-1, descending=True, stable=True)
         best, kept = best[:, : self.shape.nodes], kept[:, : self.shape.nodes]
         ranks = torch.arange(best.shape[1], device=best.device).expand(len(best), -1)

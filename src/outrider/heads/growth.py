@@ -1,4 +1,4 @@
-"""Growth of draft trees on a device, level by level: what `device_trees.py` lays out goes on without the host.
+"""Growth of draft trees on a device, level by level, once `device_trees.py` has laid them out.
 
 host     lay out rows and steps of all levels                                        read
 device   first logits │ Levels.add → Found │ forward, logits │ … │ Levels.end → trees

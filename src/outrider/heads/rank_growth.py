@@ -96,17 +96,14 @@ class RankLevels:
 class RankGrowth:
     """`DeviceGrowth` of trees of ranks, which the host lays out with ranks in place of tokens.
 
-    nodes: of each level, the tree and the number of every new node.  trees: those that get what is read
+    nodes: of each level, the tree and the number of every new node
     """
 
-    def __init__(
-        self, laid: Sequence[RankTree], choose: Chooser, trees: Sequence[DynamicTree] | None = None
-    ) -> None:
-        self.laid, ranks = laid, _RankChooser(choose.vocabulary)
-        self.trees: Sequence[DynamicTree | RankTree] = trees or laid
+    def __init__(self, trees: Sequence[RankTree], choose: Chooser) -> None:
+        self.trees, ranks = trees, _RankChooser(choose.vocabulary)
         self.steps, self.rows = list[StepInput](), list[list[Row]]()
         self.nodes, picks, new = list[list[tuple[int, int]]](), list[Any](), list[Any]()
-        growing = [*enumerate(laid)]
+        growing = [*enumerate(trees)]
         while growing:
             self.rows.append([tree.row for _, tree in growing for _ in tree.frontier])
             level = _Laid()
@@ -120,13 +117,13 @@ class RankGrowth:
         self.shape, self.numbers = RankShape(len(picks), k), [by_row(picks), by_row(new)]
 
     def read(self, found: Tensor) -> None:
-        kept: list[dict[int, tuple[int, float]]] = [{ROOT: (0, 1.0)} for _ in self.laid]
+        kept: list[dict[int, tuple[int, float]]] = [{ROOT: (0, 1.0)} for _ in self.trees]
         for nodes, read in zip(self.nodes, found.tolist()):
             for (i, node), (token, share) in zip(nodes, read):
-                if token >= 0 and self.laid[i].parents[node] in kept[i]:
+                if token >= 0 and self.trees[i].parents[node] in kept[i]:
                     kept[i][node] = int(token), share
-        for tree, laid, own in zip(self.trees, self.laid, kept):
-            tree.read = _filled(laid, own)
+        for tree, own in zip(self.trees, kept):
+            tree.read = _filled(tree, own)
 
 
 def _filled(tree: RankTree, found: dict[int, tuple[int, float]]) -> DraftTree:
@@ -134,3 +131,31 @@ def _filled(tree: RankTree, found: dict[int, tuple[int, float]]) -> DraftTree:
     kept = sorted(found.keys() - {ROOT})
     only = tree.draft_tree.only(kept)
     return only._replace(tokens=[found[i][0] for i in kept], confidence=[found[i][1] for i in kept])
+
+
+class ChainGrowth:
+    """`DeviceGrowth` of chains.  growing: of each level, the trees that have it, by number."""
+
+    def __init__(self, trees: Sequence[DynamicTree]) -> None:
+        self.trees, levels = trees, max(tree.budget.depth for tree in trees)
+        everyone = range(len(trees))
+        self.growing = [[i for i in everyone if trees[i].budget.depth > level] for level in range(levels)]
+        self.rows = [[trees[i].row for i in own] for own in self.growing]
+        self.steps, new = list[StepInput](), list[list[tuple[int, int]]]()
+        for level in range(1, levels):
+            step_input, place = StepInput(), {i: at for at, i in enumerate(self.growing[level - 1])}
+            for i in self.growing[level]:
+                step_input.chain(trees[i].table, trees[i].base + level - 1, [0])
+            self.steps.append(step_input.build())
+            new.append([(place[i], place[i]) for i in self.growing[level]])
+        picks = [[(at, 0) for at in range(len(own))] for own in self.growing]
+        self.shape, self.numbers = RankShape(levels, 1), [by_row(picks), by_row(new)]
+
+    def read(self, found: Tensor) -> None:
+        chains: list[list[tuple[int, float]]] = [[] for _ in self.trees]
+        for level, (own, read) in enumerate(zip(self.growing, found.tolist())):
+            for i, (token, share) in zip(own, read):
+                if token >= 0 and len(chains[i]) == level:
+                    chains[i].append((int(token), share))
+        for tree, chain in zip(self.trees, chains):
+            tree.read = DraftTree.chain([token for token, _ in chain], [share for _, share in chain])

@@ -222,7 +222,7 @@ class Forwards:
 
     @property
     def on_device(self) -> bool:
-        """Whether `Net.grown` is all of `catch_up` and `deepen`, and no operation reads tokens on the host."""
+        """Whether `Net.grown` is all of `catch_up` and `deepen`, and the host reads no tokens."""
         return self.net.stack.divided is None and self.net.model.embedding is not None
 
 
