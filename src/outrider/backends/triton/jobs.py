@@ -148,13 +148,12 @@ class Method:
         self.shapes = [(padded_rows(part.shape[0]), *part.shape[1:]) for part in call.numbers]
         rows = call.rows.shape[1:], call.rows.dtype
         self.rest = method.__qualname__, len(call.shape.steps), *call.fixed, rows, *self.shapes
-        self.of_steps = [sizes.first, *[sizes.others] * (len(call.shape.steps) - 1)]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Of the parts of the array, but for the slot tables."""
-        columns = [aligned(s.rows) + total(s._replace(table=0)) - aligned(0) for s in self.of_steps]
-        return [aligned(2 * math.prod(shape)) for shape in self.shapes] + columns
+        others = len(call.shape.steps) - 1
+        self.of_steps = [sizes.first, *[sizes.others] * others]
+        columns = [aligned(s.rows) + total(s._replace(table=0)) - aligned(0) for s in sizes]
+        # of the parts of the array, but for the slot tables
+        self.lengths = [*(aligned(2 * math.prod(shape)) for shape in self.shapes), columns[0]]
+        self.lengths += [columns[1]] * others
 
     def inputs(self) -> tuple[Tensor, Tensor]:
         rows = self.call.rows.new_zeros(self.sizes.first.rows, *self.call.rows.shape[1:])
@@ -178,8 +177,7 @@ class Method:
 
     def compute(self, inputs: tuple[Tensor, Tensor]) -> Results:
         flat, rows = inputs
-        lengths = self.lengths
-        *parts, table = flat.split([*lengths, len(flat) - sum(lengths)])
+        *parts, table = flat.split([*self.lengths, len(flat) - sum(self.lengths)])
         numbers = [
             part[: 2 * math.prod(shape)].view(torch.int64).view(shape)
             for part, shape in zip(parts, self.shapes)
