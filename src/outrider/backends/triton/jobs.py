@@ -129,7 +129,8 @@ def method_sizes(shape: ForwardShape) -> StepSizes | None:
     path = max((step.max_path_len for step in others), default=0)
     rows = max((step.length for step in others), default=0)
     exact = Sizes.of(first, tables)._replace(keys=keys)
-    of_first = padded(exact._replace(rows=max(exact.rows, shape.room)), shape.attention)
+    room = min(shape.room, ROWS[-1])
+    of_first = padded(exact._replace(rows=max(exact.rows, room)), shape.attention)
     of_others = padded(exact._replace(rows=rows, path=path), shape.attention)
     return None if of_first is None or of_others is None else StepSizes(of_first, of_others)
 
