@@ -160,6 +160,36 @@ def test_trees_of_ranks_are_those_of_the_host(
         assert tree.draft_tree.confidence == pytest.approx(known.confidence, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["chain", "dynamic", "ranks"])
+def test_growth_reads_and_sends_nothing(kind: str) -> None:
+    """So a device can record it: tensors of the meta device cannot be read, nor used beside host tensors."""
+    choose, meta, budgets = chooser(None), torch.device("meta"), [Budget(3, 6), Budget(2, 4)]
+    rest = [*zip(tables(2), budgets)]
+    trees: list[Any] = [DynamicTree(row_at(0.0), t, BASE, b, 1 if kind == "chain" else 3) for t, b in rest]
+    if kind == "ranks":
+        allowed = frozenset(paths(next(iter(EAGLE.values()))))
+        shapes = [prior_paths(budget.nodes, budget.depth, 10, allowed) for budget in budgets]
+        trees = [RankTree(row_at(0.0), shape, BASE, t) for shape, (t, _) in zip(shapes, rest)]
+    laid = on_device(trees, choose)
+    assert laid is not None
+    sizes = [len(level) for level in laid.rows]
+
+    def top(logits: Tensor, words: Any, noised: Any, k: int, probs: bool) -> tuple[Tensor, Tensor]:
+        return logits[:, :k].long(), logits[:, :k]
+
+    def advance(level: int, found: Found) -> Tensor:
+        laid.steps[level - 1].put(found.ids, found.paths)
+        assert len(found.ids) == len(found.sources) == sizes[level]
+        return torch.empty(sizes[level], V, device=meta)
+
+    numbers, asked = [part.on(meta) for part in laid.numbers], Asked.of(laid, choose)
+    fake: Any = SimpleNamespace(top=top)
+    logits = torch.empty(sizes[0], V, device=meta)
+    assert grow(
+        laid.shape, numbers, fake, asked._replace(noised=asked.words), logits, sizes[1:], advance
+    ).is_meta
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_many_rows_are_ranked_part_by_part(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranking takes beside the logits does not grow with the number of rows."""

@@ -200,7 +200,8 @@ class States:
 
     def _at(self, places: Sequence[int], wanted: Sequence[int]) -> Tensor:
         index = to_device(torch.tensor(places, dtype=torch.int64), self.kept[wanted[0]].device)
-        return torch.cat([self.kept[which].index_select(0, index) for which in wanted], dim=-1)
+        parts = [self.kept[which].index_select(0, index) for which in wanted]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 NO_STATES = States({}, [])
