@@ -1,4 +1,4 @@
-"""Draft trees of given ranks on a device: all but their tokens is known before the first of them."""
+"""Draft trees of given ranks, and chains, on a device: only their tokens are not known in advance."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ class _Laid:
 
 
 class RankShape(NamedTuple):
+    """Sizes of trees of ranks, or of chains."""
+
     levels: int
     k: int
 
