@@ -20,7 +20,14 @@ SHORTEST = 3  # fewest letters that are matched as a prefix or suffix of a name
 
 
 class OutriderError(Exception):
-    """Base class of all exceptions that Outrider raises deliberately."""
+    """Base class of all exceptions that Outrider raises deliberately.
+
+    param: name of the option, parameter or prompt at fault; None if it is none, or not one alone.
+    """
+
+    def __init__(self, message: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ConfigError(OutriderError, ValueError):
@@ -74,6 +81,16 @@ def refuse_unknown(
     for name in given:
         if name not in valid:
             raise error(unknown(kind, name, valid, where, elsewhere))
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Set the `param` of a RequestError that is raised within and names none."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = error.param or param
+        raise
 
 
 @contextmanager

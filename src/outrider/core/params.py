@@ -23,7 +23,7 @@ from outrider.core.validate import (
     real,
     whole,
 )
-from outrider.errors import RequestError, refuse_unknown, shortened
+from outrider.errors import RequestError, about, refuse_unknown, shortened
 
 ALL = (1 << 31) - 1  # upper bound of top_k, above any vocabulary size
 MOST_SAMPLES = 16384  # samples per prompt, as in vLLM
@@ -169,13 +169,17 @@ class SamplingParams:
         names = [each.name for each in fields(SamplingParams)]
         refuse_unknown(given, names, "sampling parameter", elsewhere=ELSEWHERE, error=RequestError)
         for name, value in given.items():  # the defaults are attributes of the class
-            object.__setattr__(self, name, _normal(name, value))
+            with about(name):
+                object.__setattr__(self, name, _normal(name, value))
         check_fields(self, error=RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             got = shortened(self.min_tokens)
-            raise RequestError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {got}.")
+            text = f"min_tokens must be at most max_tokens ({self.max_tokens}), got {got}."
+            raise RequestError(text, "min_tokens")
         if self.stop and not self.detokenize:
-            raise RequestError("detokenize must be True where there are stop strings, got False.")
+            raise RequestError(
+                "detokenize must be True where there are stop strings, got False.", "detokenize"
+            )
 
     @property
     def distribution(self) -> DistributionParams:

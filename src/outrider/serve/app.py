@@ -20,6 +20,7 @@ from outrider.serve.guard import middleware
 from outrider.serve.models import add_models
 from outrider.serve.protocol import ChatBody, CompletionBody, ErrorBody, ResponsesBody
 from outrider.serve.responses import Responses, response_job
+from outrider.serve.sampling import naming
 from outrider.serve.state import Server
 from outrider.serve.wire import Events, Json, StrictRoute, unless_left
 from outrider.version import VERSION
@@ -99,17 +100,20 @@ def add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue texts."""
-        return await answered(request, completion_job(server, body))
+        with naming(body):
+            return await answered(request, completion_job(server, body))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         """Reply to a conversation."""
-        return await answered(request, chat_job(server, body))
+        with naming(body):
+            return await answered(request, chat_job(server, body))
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Reply to input items."""
-        return await answered(request, response_job(server, body))
+        with naming(body):
+            return await answered(request, response_job(server, body))
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Json:

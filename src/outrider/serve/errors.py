@@ -67,7 +67,7 @@ def api_error(error: Exception) -> ApiError:
         refusal.headers.update(error.headers or {})
         return refusal
     if isinstance(error, RequestError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), error.param)
     if isinstance(error, EngineError):
         return ApiError(503, str(error), code="engine_error", retry_after=5)
     if isinstance(error, TimeoutError):

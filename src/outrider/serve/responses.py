@@ -38,7 +38,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     more: dict[str, Any] = {"max_tokens": body.max_output_tokens}
     if tools and body.skip_special_tokens is None:
         more["skip_special_tokens"] = False  # markers of calls may be special tokens
-    forms = [*_format(body), *([form] if (form := tool_form(tools, body.tool_choice)) else [])]
+    forms = [form for form in (_format(body), tool_form(tools, body.tool_choice)) if form is not None]
     if len(forms) > 1:
         raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
     params = params_of(body, forms[0] if forms else None, **more)
@@ -49,11 +49,11 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     return Responses(server, body, id, now(), [request], reply)
 
 
-def _format(body: ResponsesBody) -> list[dict[str, Any]]:
+def _format(body: ResponsesBody) -> dict[str, Any] | None:
     """structured_outputs of text.format, whose schema lies one level higher than in chat completions."""
     given = body.text.format if body.text is not None else None
     if given is None:
-        return []
+        return None
     rest = {key: value for key, value in given.items() if key != "type"}
     try:
         schema = JsonSchema(**rest) if given.get("type") == "json_schema" else None
