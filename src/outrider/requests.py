@@ -77,14 +77,15 @@ class Reader:
                         prompt = render(self.tokenizer, prompt, check)
                     text = prompt["prompt"]
                 with about("prompt"):
-                    ids = self._truncated(self._ids(prompt, text, check), params)
+                    given = self._ids(prompt, text, check)
+                    ids = self._truncated(given, params)
                 if lora is not None:
                     with about("lora_request"):
                         self._known(lora)
             rows = self._rows(id, ids, params, lora)
             for row in rows:
                 row.priority = priority
-            return Request(id, text, ids, params, rows, self.tokenizer)
+            return Request(id, text, ids, params, rows, self.tokenizer, truncated=len(ids) < len(given))
         except RequestError as error:
             return RequestOutput(id, text, [], finished=True, error=error)
         except Exception as error:  # raised by a tokenizer, or by an object passed as a number
