@@ -299,7 +299,10 @@ def test_a_reader_that_never_takes_a_part_is_left(monkeypatch: pytest.MonkeyPatc
         if len(sent) == 4:
             await forever()
 
-    asyncio.run(asyncio.wait_for(Events(parts(), left)({"type": "http"}, forever, send), HANG))
+    async def run() -> None:
+        await (await Events.begun(parts(), left))({"type": "http"}, forever, send)
+
+    asyncio.run(asyncio.wait_for(run(), HANG))
     assert len(sent) == 4 and closed == [True]
 
 

@@ -80,13 +80,17 @@ class Job:
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:
         """Server-sent events: `first` of every choice, `delta` of each output, usage if asked for.
 
-        An error after the start is an event, too.
+        An error after the first event is an event, too; one before it is raised.
         """
+        began = False
         try:
             async with aclosing(self._chunks(room)) as chunks:
                 async for chunk in chunks:
                     yield event(chunk)
+                    began = True
         except Exception as error:
+            if not began:
+                raise
             yield event(api_error(error).body())
         yield DONE
 

@@ -90,30 +90,30 @@ def add_status(app: FastAPI, server: Server) -> None:
 def add_generation(app: FastAPI, server: Server) -> None:
     """/v1/completions, /v1/chat/completions, /v1/responses and /v1/embeddings."""
 
-    async def answered(request: Request, checked: Coroutine[Any, Any, Job | Responses]) -> Response:
-        job = await unless_left(request.receive, checked)
-        if job.body.stream:
-            room = server.room(job.requests)
-            return Events(job.events(room), room)
-        return Json(await unless_left(request.receive, job.response()))
+    async def answered(work: Coroutine[Any, Any, Job | Responses]) -> Response:
+        job = await work
+        if not job.body.stream:
+            return Json(await job.response())
+        room = server.room(job.requests)
+        return await Events.begun(job.events(room), room)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue texts."""
         with naming(body):
-            return await answered(request, completion_job(server, body))
+            return await unless_left(request.receive, answered(completion_job(server, body)))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         """Reply to a conversation."""
         with naming(body):
-            return await answered(request, chat_job(server, body))
+            return await unless_left(request.receive, answered(chat_job(server, body)))
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Reply to input items."""
         with naming(body):
-            return await answered(request, response_job(server, body))
+            return await unless_left(request.receive, answered(response_job(server, body)))
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Json:

@@ -89,12 +89,14 @@ class Responses:
         return self._ended(output)
 
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:
-        """Its events.  An error after the start is one, too."""
+        """Its events.  An error after the first one is an event, too; one before it is raised."""
         try:
             async with aclosing(self._events(room)) as events:
                 async for each in events:
                     yield self._sent(each)
         except Exception as error:
+            if self.sequence == 0:
+                raise
             refusal = api_error(error).body()["error"]
             short = {"code": "server_error", "message": refusal["message"]}
             failed = {**self._head("failed"), "error": short}
@@ -108,10 +110,11 @@ class Responses:
 
     async def _events(self, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
         head = self._head("in_progress")
-        yield {"type": "response.created", "response": head}
-        yield {"type": "response.in_progress", "response": head}
         async with aclosing(self.server.stream(self.requests, room)) as outputs:
             async for _, output in outputs:
+                if self.sequence == 0:
+                    yield {"type": "response.created", "response": head}
+                    yield {"type": "response.in_progress", "response": head}
                 sample = output.outputs[0]
                 parsed = self.reply.read(sample.text, sample.finish_reason)
                 for each in self.items.grow(parsed, _status(sample)):
