@@ -72,7 +72,9 @@ def naming(body: Sampling) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise ApiError(400, str(error), field_of(body, error.param)) from error
+        field = field_of(body, error.param)
+        other = "" if field in (None, error.param) else f"{field}: "
+        raise ApiError(400, f"{other}{error}", field) from error
 
 
 def field_of(body: Sampling, param: str | None) -> str | None:
