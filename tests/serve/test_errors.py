@@ -72,7 +72,6 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
         (CHAT, {"messages": HELLO, "chat_template": "{{ 1 }}"}, "--trust-request-chat-template"),
         (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content", "content": [3]}}, "prediction"),
         (COMPLETIONS, {"prompt": "a", "prediction": "text"}, "prediction"),
-        (COMPLETIONS, {"prompt": "a", "stream_options": {"continuous_usage_stats": True}}, "continuous"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "x", "6": "y"}}, "logit_bias"),
         ("/v1/responses", {"input": "a", "truncation": "auto"}, "truncation"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a", "tool_calls": 5}]}, ""),

@@ -95,7 +95,7 @@ class SamplingParams:
     top_p                       in (0, 1]
     top_k                       0 or -1: all tokens
     min_p                       in [0, 1]
-    seed                        fixes the output; None: each request gets its own seed
+    seed                        fixes the output; None or -1: each request gets its own seed
     repetition_penalty          > 0; divides positive and multiplies negative logits of tokens in prompt or
                                 output
     frequency_penalty           in [-2, 2]; subtracted from a logit once per occurrence of the token in the
@@ -206,6 +206,8 @@ def _normal(name: str, value: Any) -> Any:
         return _listed(name, (value,) if isinstance(value, str) and name == "stop" else value)
     if name == "top_k" and value == -1:
         return 0
+    if name == "seed" and value == -1 and is_whole(value):
+        return None
     if name in ("logprobs", "prompt_logprobs") and value is True:
         return 1
     if name == "logit_bias" and value is not None:

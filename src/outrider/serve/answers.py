@@ -15,9 +15,9 @@ from outrider.errors import shortened
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.errors import ApiError, api_error
-from outrider.serve.protocol import Classic, Sampling
+from outrider.serve.protocol import Classic, Sampling, StreamOptions
 from outrider.serve.state import Server
-from outrider.serve.usage import origins_of, speculation_of, usage_of
+from outrider.serve.usage import origins_of, speculation_of, usage_of, usage_so_far
 from outrider.serve.wire import DONE, event
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -95,10 +95,10 @@ class Job:
         yield DONE
 
     async def _chunks(self, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
-        options, samples = self.body.stream_options, self.body.n
+        options, samples = self.body.stream_options or StreamOptions(), self.body.n
         ended: dict[int, RequestOutput] = {}
         head = self.head(self.chunk_kind)
-        usage = {"usage": None} if options is not None and options.include_usage else {}
+        usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
         started: dict[int, int] = {}  # choice -> tokens whose origins have been sent
         complete = set[int]()  # choices; the other ones of a request may go on
         every_step = self.body.return_origins  # each with its draft tree
@@ -117,8 +117,11 @@ class Job:
                     if parts and self.body.return_origins:
                         parts[-1] |= self._origins(sample, started[index])
                         started[index] = len(sample.token_ids)
+                    counts = usage
+                    if usage and options.continuous_usage_stats:
+                        counts = {"usage": usage_so_far(output, sample)}
                     for part in parts:
-                        yield {**head, "choices": [{"index": index, **part}], **usage}
+                        yield {**head, "choices": [{"index": index, **part}], **counts}
                 if output.finished:
                     ended[i] = output
         total = list(ended.values())

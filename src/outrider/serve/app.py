@@ -65,7 +65,7 @@ def make_app(server: Server, lifespan: Lifespan[FastAPI] | None = None) -> FastA
 
 
 def add_status(app: FastAPI, server: Server) -> None:
-    """The page at /, /health, /version and /metrics."""
+    """The page at /, /health, /ping, /version and /metrics."""
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
@@ -76,6 +76,12 @@ def add_status(app: FastAPI, server: Server) -> None:
         """Status 200 while requests are accepted, 503 while loading or stopping and after a failure."""
         server.check_ready()
         return Json({"status": server.status})
+
+    @app.get("/ping")
+    @app.post("/ping")
+    async def ping() -> Json:
+        """/health, by the name that SageMaker asks."""
+        return await health()
 
     @app.get("/version")
     async def version() -> Json:

@@ -74,7 +74,7 @@ class Question:
             given = None
         if not isinstance(given, dict):
             return Question(method, target, kept, body)
-        if given.get("seed") is None:
+        if given.get("seed") in (None, -1):  # a random one
             given["seed"] = secrets.randbits(62)
         if given.get("request_id") is None:
             given["request_id"] = uuid4().hex
