@@ -3,6 +3,7 @@
 OutriderError
 ├── ConfigError      an engine option or a key of speculative_config      (also a ValueError)
 ├── RequestError     a prompt or a sampling parameter of one request      (also a ValueError)
+│   └── ContextError a prompt that leaves no room in the context
 ├── ModelError       a checkpoint that is missing, corrupt or unsupported
 ├── CapacityError    memory limits that are too small
 └── EngineError      a failed step, for every request in it; __cause__ is the original error
@@ -36,6 +37,10 @@ class ConfigError(OutriderError, ValueError):
 
 class RequestError(OutriderError, ValueError):
     """Invalid prompt or parameter of a request."""
+
+
+class ContextError(RequestError):
+    """Prompt with as many tokens as the context holds, or more."""
 
 
 class ModelError(OutriderError):

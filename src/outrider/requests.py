@@ -17,7 +17,7 @@ from outrider.core.validate import is_whole
 from outrider.engine.chat_template import render
 from outrider.engine.detokenizer import Detokenizer
 from outrider.engine.engine import Engine
-from outrider.errors import RequestError, about, refuse_unknown, shortened
+from outrider.errors import ContextError, RequestError, about, refuse_unknown, shortened
 from outrider.outputs import RequestOutput
 from outrider.progress import Request
 from outrider.sampling.grammar.compiler import GrammarCompiler
@@ -178,7 +178,7 @@ class Reader:
         longest = self.engine.max_len
         beginning = text[: LONG * longest]
         if len(text) > 2 * len(beginning) and len(self.encode(beginning, "prompt")) > 2 * longest:
-            raise RequestError(
+            raise ContextError(
                 f"the prompt of {len(text)} characters has more than the {longest} tokens that the context "
                 "holds: shorten it, or set truncate_prompt_tokens."
             )
@@ -194,7 +194,7 @@ class Reader:
         ids = ids if keep is None else ids[-keep:]
         if len(ids) >= longest:
             cure = " or raise max_model_len" if longest < self.engine.checkpoint.spec.context else ""
-            raise RequestError(
+            raise ContextError(
                 f"the prompt has {len(ids)} tokens, the context holds {longest} and one must be left for the "
                 f"answer: shorten it, set truncate_prompt_tokens (at most {longest - 1}){cure}."
             )

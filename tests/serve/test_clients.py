@@ -62,6 +62,16 @@ def test_a_field_that_is_needed_may_not_be_null(server: Served) -> None:
     assert error["param"] == "prompt" and "required" in error["message"]
 
 
+@pytest.mark.parametrize("length", [600, 200_000])
+def test_a_prompt_that_is_too_long_has_openais_code(length: int, server: Served) -> None:
+    """Agents shorten the conversation then."""
+    text = "x " * length
+    bodies = {COMPLETIONS: {"prompt": text}, CHAT: {"messages": [{"role": "user", "content": text}]}}
+    for path, body in bodies.items():
+        answer = server.post(path, body)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_the_seed_minus_one_is_a_random_one(server: Served) -> None:
     texts = {
         answered(server, COMPLETIONS, seed=-1, temperature=1, max_tokens=30)["choices"][0]["text"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.core.params import SamplingParams
 from outrider.errors import RequestError
-from outrider.serve.errors import ApiError
+from outrider.serve.errors import ApiError, api_error
 from outrider.serve.protocol import Classic, ResponseFormat, Sampling
 
 # parameters that a body has under the same name, but not with the same meaning
@@ -72,9 +72,9 @@ def naming(body: Sampling) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        field = field_of(body, error.param)
+        refusal, field = api_error(error), field_of(body, error.param)
         other = "" if field in (None, error.param) else f"{field}: "
-        raise ApiError(400, f"{other}{error}", field) from error
+        raise ApiError(400, f"{other}{error}", field, refusal.code) from error
 
 
 def field_of(body: Sampling, param: str | None) -> str | None:
