@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 from patience import HANG
 from served import Served
 from test_adapters import adapter_in
+from torch import Tensor
 
-from outrider import AsyncLLM
+from outrider import AsyncLLM, RequestError
+from outrider.sampling.grammar.state import GrammarState
 from outrider.serve.app import make_app
 from outrider.serve.options import ServerOptions
 from outrider.serve.state import Server
@@ -106,6 +109,32 @@ def test_a_request_that_forbids_every_token(engine: AsyncLLM) -> None:
             assert "every token" in refused(await client.post("/v1/completions", json=body), 400)["message"]
 
     ask(engine, task)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_a_later_error_names_the_field_in_its_event(
+    path: str, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask, calls = GrammarState._mask, itertools.count()
+
+    def fail(self: GrammarState) -> Tensor:
+        if next(calls) < 8:
+            return mask(self)
+        raise RequestError("structured_outputs: too complex.", "structured_outputs")
+
+    async def task(client: httpx.AsyncClient) -> None:
+        monkeypatch.setattr(GrammarState, "_mask", fail)
+        form = {"type": "json_object"}
+        forms = {
+            "/v1/chat/completions": ("response_format", form),
+            "/v1/responses": ("text", {"format": form}),
+        }
+        name, value = forms[path]
+        answer = await client.post(path, json={**ROUTES[path], name: value, "stream": True})
+        field = "text.format" if name == "text" else name
+        assert answer.status_code == 200 and f'"param":"{field}"' in answer.text, answer.text
+
+    ask(engine, task, stream_interval=0.0)
 
 
 def test_an_adapter_whose_weights_are_gone(open_server: Served, tmp_path: Path) -> None:

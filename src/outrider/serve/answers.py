@@ -16,6 +16,7 @@ from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.protocol import Classic, Sampling, StreamOptions
+from outrider.serve.sampling import naming
 from outrider.serve.state import Server
 from outrider.serve.usage import origins_of, speculation_of, usage_of, usage_so_far
 from outrider.serve.wire import DONE, event
@@ -84,10 +85,11 @@ class Job:
         """
         began = False
         try:
-            async with aclosing(self._chunks(room)) as chunks:
-                async for chunk in chunks:
-                    yield event(chunk)
-                    began = True
+            with naming(self.body):
+                async with aclosing(self._chunks(room)) as chunks:
+                    async for chunk in chunks:
+                        yield event(chunk)
+                        began = True
         except Exception as error:
             if not began:
                 raise

@@ -17,7 +17,7 @@ from outrider.serve.errors import ApiError, api_error
 from outrider.serve.items import chat_tools, messages_of
 from outrider.serve.output_items import OutputItems
 from outrider.serve.protocol import JsonSchema, ResponseFormat, ResponsesBody
-from outrider.serve.sampling import checked_tools, of_format, params_of, tool_form
+from outrider.serve.sampling import checked_tools, naming, of_format, params_of, tool_form
 from outrider.serve.state import Server
 from outrider.serve.usage import speculation_of, usage_of
 from outrider.serve.wire import event
@@ -91,9 +91,10 @@ class Responses:
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:
         """Its events.  An error after the first one is an event, too; one before it is raised."""
         try:
-            async with aclosing(self._events(room)) as events:
-                async for each in events:
-                    yield self._sent(each)
+            with naming(self.body):
+                async with aclosing(self._events(room)) as events:
+                    async for each in events:
+                        yield self._sent(each)
         except Exception as error:
             if self.sequence == 0:
                 raise
