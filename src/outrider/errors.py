@@ -3,6 +3,7 @@
 OutriderError
 ├── ConfigError      an engine option or a key of speculative_config      (also a ValueError)
 ├── RequestError     a prompt or a sampling parameter of one request      (also a ValueError)
+│   └── ContextError a prompt that leaves no room in the context
 ├── ModelError       a checkpoint that is missing, corrupt or unsupported
 ├── CapacityError    memory limits that are too small
 └── EngineError      a failed step, for every request in it; __cause__ is the original error
@@ -20,7 +21,14 @@ SHORTEST = 3  # fewest letters that are matched as a prefix or suffix of a name
 
 
 class OutriderError(Exception):
-    """Base class of all exceptions that Outrider raises deliberately."""
+    """Base class of all exceptions that Outrider raises deliberately.
+
+    param: name of the option, parameter or prompt at fault; None if it is none, or not one alone.
+    """
+
+    def __init__(self, message: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ConfigError(OutriderError, ValueError):
@@ -29,6 +37,10 @@ class ConfigError(OutriderError, ValueError):
 
 class RequestError(OutriderError, ValueError):
     """Invalid prompt or parameter of a request."""
+
+
+class ContextError(RequestError):
+    """Prompt with as many tokens as the context holds, or more."""
 
 
 class ModelError(OutriderError):
@@ -74,6 +86,16 @@ def refuse_unknown(
     for name in given:
         if name not in valid:
             raise error(unknown(kind, name, valid, where, elsewhere))
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Set the `param` of a RequestError that is raised within and names none."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = error.param or param
+        raise
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ def test_a_parameter_out_of_range_is_refused_by_name_and_value(given: dict[str, 
     with pytest.raises(RequestError) as caught:
         SamplingParams(**given)
     assert name in str(caught.value) and repr(value).strip("()[]") in str(caught.value)
+    assert caught.value.param == pickle.loads(pickle.dumps(caught.value)).param == name
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,8 @@ def test_a_parameter_of_another_program_is_refused_with_what_serves_here(wrong: 
 
 
 def test_parameters_are_normalised_and_frozen() -> None:
-    params = SamplingParams(stop="x", top_k=-1, temperature=1)
+    params = SamplingParams(stop="x", top_k=-1, temperature=1, seed=-1)
+    assert params.seed is None
     assert (
         params.stop == ("x",)
         and params.top_k == 0
@@ -134,8 +137,9 @@ def test_parameters_are_normalised_and_frozen() -> None:
 )
 def test_a_bad_value_is_refused_by_name(given: dict[str, Any]) -> None:
     ((name, _),) = given.items()
-    with pytest.raises(RequestError, match=rf"^{name} must"):
+    with pytest.raises(RequestError, match=rf"^{name} must") as caught:
         SamplingParams(**given)
+    assert caught.value.param == name
 
 
 def test_stop_strings_need_text() -> None:

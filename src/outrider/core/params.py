@@ -23,7 +23,7 @@ from outrider.core.validate import (
     real,
     whole,
 )
-from outrider.errors import RequestError, refuse_unknown, shortened
+from outrider.errors import RequestError, about, refuse_unknown, shortened
 
 ALL = (1 << 31) - 1  # upper bound of top_k, above any vocabulary size
 MOST_SAMPLES = 16384  # samples per prompt, as in vLLM
@@ -95,7 +95,7 @@ class SamplingParams:
     top_p                       in (0, 1]
     top_k                       0 or -1: all tokens
     min_p                       in [0, 1]
-    seed                        fixes the output; None: each request gets its own seed
+    seed                        fixes the output; None or -1: each request gets its own seed
     repetition_penalty          > 0; divides positive and multiplies negative logits of tokens in prompt or
                                 output
     frequency_penalty           in [-2, 2]; subtracted from a logit once per occurrence of the token in the
@@ -169,13 +169,17 @@ class SamplingParams:
         names = [each.name for each in fields(SamplingParams)]
         refuse_unknown(given, names, "sampling parameter", elsewhere=ELSEWHERE, error=RequestError)
         for name, value in given.items():  # the defaults are attributes of the class
-            object.__setattr__(self, name, _normal(name, value))
+            with about(name):
+                object.__setattr__(self, name, _normal(name, value))
         check_fields(self, error=RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             got = shortened(self.min_tokens)
-            raise RequestError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {got}.")
+            text = f"min_tokens must be at most max_tokens ({self.max_tokens}), got {got}."
+            raise RequestError(text, "min_tokens")
         if self.stop and not self.detokenize:
-            raise RequestError("detokenize must be True where there are stop strings, got False.")
+            raise RequestError(
+                "detokenize must be True where there are stop strings, got False.", "detokenize"
+            )
 
     @property
     def distribution(self) -> DistributionParams:
@@ -202,6 +206,8 @@ def _normal(name: str, value: Any) -> Any:
         return _listed(name, (value,) if isinstance(value, str) and name == "stop" else value)
     if name == "top_k" and value == -1:
         return 0
+    if name == "seed" and value == -1 and is_whole(value):
+        return None
     if name in ("logprobs", "prompt_logprobs") and value is True:
         return 1
     if name == "logit_bias" and value is not None:

@@ -51,11 +51,13 @@ def render(
     if given.chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise RequestError(
             "the tokenizer has no chat template: pass chat_template=…, or write the prompt yourself and use "
-            "generate."
+            "generate.",
+            "chat_template",
         )
     if given.add_generation_prompt and given.continue_final_message:
         raise RequestError(
-            "continue_final_message goes on with the last message: set add_generation_prompt=False with it."
+            "continue_final_message goes on with the last message: set add_generation_prompt=False with it.",
+            "continue_final_message",
         )
     conversation = [_message(given.messages, i) for i in range(_count(given.messages))]
     try:
@@ -94,11 +96,14 @@ def _message(messages: Messages, i: int) -> dict[str, Any]:
     """Normalize message i: content as a string, arguments of tool calls as objects.  Raises RequestError."""
     given = messages[i]
     if not isinstance(given, Mapping):
-        raise RequestError(f'message {i} must be {{"role": …, "content": …}}, got {given!r}.')
+        raise RequestError(
+            f'message {i} must be {{"role": …, "content": …}}, got {given!r}.', f"messages.{i}"
+        )
     made = dict(given)
     if not isinstance(made.get("role"), str):
         raise RequestError(
-            f"message {i} needs a role such as 'user', 'assistant' or 'system', got {made.get('role')!r}."
+            f"message {i} needs a role such as 'user', 'assistant' or 'system', got {made.get('role')!r}.",
+            f"messages.{i}.role",
         )
     made["content"] = _content(made.get("content"), i, optional=bool(made.get("tool_calls")))
     if made.get("tool_calls"):
@@ -118,7 +123,8 @@ def _content(given: Any, i: int, optional: bool) -> str | None:
     if not texts or not all(isinstance(text, str) for text in texts):
         raise RequestError(
             f"the content of message {i} must be a string or a list of "
-            f'{{"type": "text", "text": …}}, got {given!r}.'
+            f'{{"type": "text", "text": …}}, got {given!r}.',
+            f"messages.{i}.content",
         )
     return "\n".join(texts)
 
@@ -131,5 +137,6 @@ def _call(given: Any, i: int) -> dict[str, Any]:
         return {**given, "function": function}
     except (TypeError, KeyError, ValueError) as error:
         raise RequestError(
-            f"a tool call of message {i} has no function with JSON arguments: {given!r}."
+            f"a tool call of message {i} has no function with JSON arguments: {given!r}.",
+            f"messages.{i}.tool_calls",
         ) from error

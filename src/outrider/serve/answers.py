@@ -15,9 +15,10 @@ from outrider.errors import shortened
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.errors import ApiError, api_error
-from outrider.serve.protocol import Classic, Sampling
+from outrider.serve.protocol import Classic, Sampling, StreamOptions
+from outrider.serve.sampling import naming
 from outrider.serve.state import Server
-from outrider.serve.usage import origins_of, speculation_of, usage_of
+from outrider.serve.usage import origins_of, speculation_of, usage_of, usage_so_far
 from outrider.serve.wire import DONE, event
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -80,21 +81,26 @@ class Job:
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:
         """Server-sent events: `first` of every choice, `delta` of each output, usage if asked for.
 
-        An error after the start is an event, too.
+        An error after the first event is an event, too; one before it is raised.
         """
+        began = False
         try:
-            async with aclosing(self._chunks(room)) as chunks:
-                async for chunk in chunks:
-                    yield event(chunk)
+            with naming(self.body):
+                async with aclosing(self._chunks(room)) as chunks:
+                    async for chunk in chunks:
+                        yield event(chunk)
+                        began = True
         except Exception as error:
+            if not began:
+                raise
             yield event(api_error(error).body())
         yield DONE
 
     async def _chunks(self, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
-        options, samples = self.body.stream_options, self.body.n
+        options, samples = self.body.stream_options or StreamOptions(), self.body.n
         ended: dict[int, RequestOutput] = {}
         head = self.head(self.chunk_kind)
-        usage = {"usage": None} if options is not None and options.include_usage else {}
+        usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
         started: dict[int, int] = {}  # choice -> tokens whose origins have been sent
         complete = set[int]()  # choices; the other ones of a request may go on
         every_step = self.body.return_origins  # each with its draft tree
@@ -113,8 +119,11 @@ class Job:
                     if parts and self.body.return_origins:
                         parts[-1] |= self._origins(sample, started[index])
                         started[index] = len(sample.token_ids)
+                    counts = usage
+                    if usage and options.continuous_usage_stats:
+                        counts = {"usage": usage_so_far(output, sample)}
                     for part in parts:
-                        yield {**head, "choices": [{"index": index, **part}], **usage}
+                        yield {**head, "choices": [{"index": index, **part}], **counts}
                 if output.finished:
                     ended[i] = output
         total = list(ended.values())

@@ -21,7 +21,7 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
     adapter = server.adapter_of(body.model)
     tools = checked_tools(body.tools, body.tool_choice)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
     if body.chat_template is not None and not server.options.trust_request_chat_template:
         raise ApiError(

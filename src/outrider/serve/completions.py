@@ -118,7 +118,8 @@ class Completion:
     def _echo(self, request: Request) -> str:
         if not self.body.echo:
             return ""
-        return self.server.decode(request.ids) if request.prompt is None else request.prompt
+        text = None if request.truncated else request.prompt
+        return self.server.decode(request.ids) if text is None else text
 
     def _logprobs(self, ids: Sequence[int], entries: Sequence[Entry | None], offset: int) -> dict[str, Any]:
         """OpenAI's lists, one entry a token."""

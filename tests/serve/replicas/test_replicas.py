@@ -123,7 +123,7 @@ def test_keys_limits_and_other_routes_are_those_of_one_server(pair: Served) -> N
 
 def test_the_root_path_may_be_in_the_path_of_a_request_or_not(pair: Served) -> None:
     for root in ("", "/llm"):
-        for path in ("/health", "/", "/static/app.js", "/openapi.json"):
+        for path in ("/health", "/ping", "/", "/static/app.js", "/openapi.json"):
             assert pair.get(root + path).status_code == 200
         for path in ("/v1/models", "/static/%2e%2e/v1/models", "/llm/v1/models"):
             assert pair.get(root + path).status_code == 401
