@@ -19,6 +19,7 @@ from commands import Run
 from outrider import LLM
 from outrider.backends.cpu.threads import processors
 from outrider.cli import app, flags
+from outrider.cli.speculation import AUTO, config_of, parsed
 from outrider.errors import ConfigError
 
 LLAMA_CPP = r"""
@@ -59,7 +60,7 @@ COMMANDS = dict(commands())
 def test_a_file_of_an_option_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     file = tmp_path / "options.json"
     file.write_text('{"path": "naïve"}', encoding="utf-8")
-    code = f"from outrider.cli.flags import parsed; print(ascii(parsed({f'@{file}'!r})))"
+    code = f"from outrider.cli.speculation import parsed; print(ascii(parsed({f'@{file}'!r})))"
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **locale}, capture_output=True)
     assert done.stdout.decode().strip() == r"{'path': 'na\xefve'}", done.stderr.decode()
@@ -242,6 +243,12 @@ def test_public_names_load_lazily() -> None:
         ("generate -p x -m builtin-eagle", "'builtin-eagle' is a draft head, not a model"),
         ("generate -p x -m no.gguf", "no file 'no.gguf'"),
         ("generate -p x -hf owner/name", "-hf owner/name is not known: give the hub id with -m"),
+        ("generate -p x --draft-p-min 0.4", "--draft-p-min is for a draft model: give one with -md"),
+        ("chat --dtype-draft bfloat16", "--dtype-draft is for a draft model: give one with -md"),
+        ("serve builtin --draft-p-min 0.4", "--draft-p-min is for a draft model: give one with -md"),
+        ("generate -p x --method ngram --draft-p-min 0.4", "--draft-p-min is not for the method 'ngram'"),
+        ("generate -p x --method off -md builtin-draft", "--model-draft is not for the method 'off'"),
+        ("generate -p x -md builtin-eagle --draft-p-min 0.4", "--draft-p-min is not for the method 'eagle'"),
         ("tune disco builtin builtin-draft --prompts /no/file", "/no/file"),
     ],
 )
@@ -267,13 +274,13 @@ def test_without_arguments_there_is_help(run: Run) -> None:
 def test_a_speculative_config_from_a_file_or_by_name(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{\n "method": "ngram",\n "num_speculative_tokens": 2\n}\n')
-    assert flags.parsed(f"@{file}") == {"method": "ngram", "num_speculative_tokens": 2}
+    assert parsed(f"@{file}") == {"method": "ngram", "num_speculative_tokens": 2}
     message = run("generate", "-p", "x", "-n", 3, "--speculative-config", f"@{file}")
     assert message.status == 0 and "n_draft   = 2" in message.err
-    assert flags.config_of({"config": "off"}) == {"method": "off"} and flags.config_of({}) is None
+    assert config_of({"config": "off"}) == {"method": "off"} and config_of({}) is None
     file.write_text("{\n")
     with pytest.raises(ConfigError, match=r"config\.json' is no JSON"):
-        flags.parsed(f"@{file}")
+        parsed(f"@{file}")
 
 
 @pytest.mark.parametrize("words", ["generate -p x -n 200 --ignore-eos", "bench --help"])
@@ -288,14 +295,14 @@ def test_a_closed_pipe_prints_no_traceback(words: str) -> None:
 
 def test_what_pays_is_drafted_unless_flags_say_otherwise() -> None:
     auto = {"method": "auto"}
-    assert flags.config_of({}, flags.AUTO) == flags.config_of({"config": "{}"}, flags.AUTO) == auto
-    assert flags.config_of({"method": "off"}, flags.AUTO) == {"method": "off"}
+    assert config_of({}, AUTO) == config_of({"config": "{}"}, AUTO) == auto
+    assert config_of({"method": "off"}, AUTO) == {"method": "off"}
     model, depth = {"model": "builtin-draft"}, {"num_speculative_tokens": 4}
-    assert flags.config_of(model, flags.AUTO) == {**auto, **model}
-    assert flags.config_of({**model, **depth}, flags.AUTO) == {**model, **depth}
-    assert flags.config_of(model) == model
+    assert config_of(model, AUTO) == {**auto, **model}
+    assert config_of({**model, **depth}, AUTO) == {**model, **depth}
+    assert config_of(model) == model
     device = {**model, "draft_device": "cpu"}
-    assert flags.config_of(device, flags.AUTO) == {"adaptive": True, **device}
-    assert flags.config_of(depth, flags.AUTO) == {**auto, **depth}
-    assert flags.config_of({"config": json.dumps(depth)}, flags.AUTO) == depth
-    assert flags.config_of({}) is None
+    assert config_of(device, AUTO) == {"adaptive": True, **device}
+    assert config_of(depth, AUTO) == {**auto, **depth}
+    assert config_of({"config": json.dumps(depth)}, AUTO) == depth
+    assert config_of({}) is None

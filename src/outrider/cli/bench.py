@@ -14,7 +14,8 @@ import typer
 from typer import Option
 
 from outrider.cli.arguments import one_of
-from outrider.cli.flags import OUT, Given, load, parsed, shared
+from outrider.cli.flags import OUT, Given, load, shared
+from outrider.cli.speculation import parsed
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:

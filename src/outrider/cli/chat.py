@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from outrider.cli.flags import AUTO, Given, config_of, load, shared
+from outrider.cli.flags import Given, load, shared
 from outrider.cli.generate import print_answer
+from outrider.cli.speculation import AUTO, config_of
 from outrider.core.validate import text_of
 from outrider.errors import RequestError
 

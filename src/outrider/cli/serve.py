@@ -18,18 +18,17 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from outrider.cli.flags import (
-    AUTO,
     CONTEXT,
     MODEL_HELP,
     SPECULATION,
     Flag,
-    config_of,
     layers,
     note_ignored,
     values_of,
     without_gpu_layers,
 )
 from outrider.cli.serve_flags import ALIASES, IGNORED, REFUSED, repeated
+from outrider.cli.speculation import AUTO, config_of
 from outrider.errors import ConfigError
 
 ENVIRONMENT = {"api_key": "OUTRIDER_API_KEY"}

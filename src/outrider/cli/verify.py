@@ -11,7 +11,8 @@ from typer import Option
 
 from outrider.cli.arguments import bar_over
 from outrider.cli.bench import Out, opened
-from outrider.cli.flags import MAX_TOKENS, SEED, Given, config_of, load, shared
+from outrider.cli.flags import MAX_TOKENS, SEED, Given, load, shared
+from outrider.cli.speculation import config_of
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
