@@ -243,6 +243,8 @@ def test_public_names_load_lazily() -> None:
         ("generate -p x -m builtin-eagle", "'builtin-eagle' is a draft head, not a model"),
         ("generate -p x -m no.gguf", "no file 'no.gguf'"),
         ("generate -p x -hf owner/name", "-hf owner/name is not known: give the hub id with -m"),
+        ("generate -p x -hff a.gguf", "-hff a.gguf is not known: download the file and give it with -m"),
+        ("chat -hft secret", "error: -hft is not known: set the environment variable HF_TOKEN."),
         ("generate -p x --draft-p-min 0.4", "--draft-p-min is for a draft model: give one with -md"),
         ("chat --dtype-draft bfloat16", "--dtype-draft is for a draft model: give one with -md"),
         ("serve builtin --draft-p-min 0.4", "--draft-p-min is for a draft model: give one with -md"),
@@ -256,6 +258,16 @@ def test_a_usage_error_is_one_line(run: Run, words: str, message: str) -> None:
     result = run(*words.split())
     assert (result.status, result.out) == (2, "")
     assert result.err.startswith("error: ") and result.err.count("\n") == 1 and message in result.err
+
+
+@pytest.mark.parametrize("words", ["generate -p x", "chat", "bench", "tune builtin", "verify --method ngram"])
+def test_ctrl_c_prints_no_traceback(run: Run, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.llm.LLM.__init__", pressed)
+    result = run(*words.split())
+    assert (result.status, result.out, result.err) == (130, "", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

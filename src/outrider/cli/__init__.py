@@ -30,7 +30,12 @@ from outrider.cli.verify import verify
 from outrider.errors import ConfigError, OutriderError
 from outrider.version import VERSION
 
-HUB = {"-hf": "-m", "-hfr": "-m", "-hfd": "-md", "-hfrd": "-md"}  # llama.cpp's flags -> ours
+HUB = {  # flags of llama.cpp -> what to do instead
+    **dict.fromkeys(("-hf", "-hfr"), "give the hub id with -m"),
+    **dict.fromkeys(("-hfd", "-hfrd"), "give the hub id with -md"),
+    "-hff": "download the file and give it with -m",
+    "-hft": "set the environment variable HF_TOKEN",
+}
 
 # Some versions of typer contain a copy of click; others use click itself.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -103,14 +108,14 @@ def main(arguments: list[str] | None = None) -> None:
 def completed(words: list[str]) -> list[str]:
     """Insert the value of -fa, which older versions of llama.cpp do not require.
 
-    Raises ConfigError for llama.cpp's -hf and -hfd, which would be read as -h -f and print the help.  `serve`
+    Raises ConfigError for llama.cpp's -hf, -hff …, which would be read as -h -f and print the help.  `serve`
     has a refusal of its own.
     """
     made: list[str] = []
     for word, after in zip(words, [*words[1:], ""]):
         if word in HUB and words[0] != "serve":
-            given = f"{word} {after}".strip()
-            raise ConfigError(f"{given} is not known: give the hub id with {HUB[word]}.")
+            given = word if word == "-hft" else f"{word} {after}".strip()  # a token is not printed
+            raise ConfigError(f"{given} is not known: {HUB[word]}.")
         made += [word, "on"] if word == "-fa" and after not in ("on", "off", "auto", "0", "1") else [word]
     return made
 
