@@ -27,7 +27,7 @@ from outrider.cli.quantize import quantize
 from outrider.cli.serve import serve
 from outrider.cli.train import train
 from outrider.cli.verify import verify
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, is_full, write_fault
 from outrider.version import VERSION
 
 HUB = {  # flags of llama.cpp -> what to do instead
@@ -98,11 +98,19 @@ def main(arguments: list[str] | None = None) -> None:
     except typer.Abort:
         raise SystemExit(1) from None
     except BrokenPipeError:  # `outrider … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         raise SystemExit(1) from None
     except OSError as error:  # a folder that cannot be written, a full disk, a port in use
+        if is_full(error) and error.filename is None:  # every other file has its name in the message
+            drop_output()
+            fail(f"standard output cannot be written: {write_fault(error)}", error)
         fail(str(error), error)
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def drop_output() -> None:
+    """Discard what is not printed yet: it would fail again at the end of the process."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def completed(words: list[str]) -> list[str]:
