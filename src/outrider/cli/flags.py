@@ -189,6 +189,7 @@ _LLAMA_CPP = (  # of llama.cpp, without effect here; the help is the reason, and
     Flag("", bool, "--color", _LOOK, False),
     Flag("", bool, "--log-disable", _LOOK, False),
     Flag("", bool, "--no-warmup", "nothing is computed before the prompt", False),
+    Flag("", bool, "--jinja", "chat templates are always rendered by Jinja", False),
     Flag("", bool, "--no-conversation -no-cnv", "generate continues a text, chat talks", False),
 )  # fmt: skip
 LLAMA_CPP = tuple(replace(flag, hidden=True) for flag in _LLAMA_CPP)
