@@ -63,6 +63,8 @@ def write(source: str, folder: Path, bits: int, revision: str | None = None) -> 
 def _check(checkpoint: Checkpoint, bits: int) -> None:
     if checkpoint.gguf is not None:
         raise ModelError(f"{checkpoint.name!r} is a GGUF file: give a folder with safetensors.")
+    if checkpoint.small is not None:
+        raise ModelError(f"{checkpoint.name!r} has no weights of its own: give 'builtin'.")
     if checkpoint.scheme is None:
         if needs_fallback(checkpoint):
             raise ModelError(
