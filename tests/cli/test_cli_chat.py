@@ -115,4 +115,4 @@ def test_ctrl_c_ends_a_piped_conversation(run: Run, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Engine, "step", interrupted)
     result = run("chat", "--method", "off", "-n", 50, "--ignore-eos", stdin="Hello\nHello\n")
     assert result.status == 130
-    assert "1 turns, 5 tokens" in result.err
+    assert "1 turn, 5 tokens" in result.err
