@@ -44,7 +44,7 @@ def test_a_head_is_trained_and_its_run_reported(run: Run, mute: str, data: Path,
     assert again.status == 0 and "going on after step 2" in again.out
 
 
-def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(
+def test_ctrl_c_keeps_the_checkpoint_and_prints_how_to_resume(
     run: Run, mute: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = '{"prompt_tokens": 6, "heads": 2, "checkpoint_every": 1, "answer_tokens": 12}'

@@ -114,8 +114,8 @@ def show_layers(
         "is skipped."
     )
     console.print(
-        f"Skipped: attention {list(best.skip.attention)}, MLP {list(best.skip.mlp)}; {best.depth} draft "
-        "tokens a step."
+        f"Skipped: attention {list(best.skip.attention)}, MLP {list(best.skip.mlp)}; draft tokens per "
+        f"step: {best.depth}."
     )
     if speed_up <= 1:
         console.print(
