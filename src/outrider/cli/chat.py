@@ -97,9 +97,10 @@ class Talk:
 
     def stats(self) -> str:
         total, times, share = self.speculation, self.llm.engine.times, self.cached / max(1, self.prompt)
+        turns = "turn" if self.turns == 1 else "turns"
         loss = "" if total.lossless else "\nnot lossless: the verification rule changes the output"
         return (
-            f"{self.turns} turn{'s' if self.turns != 1 else ''}, {total.emitted} tokens in {sum(times):.2f} s "
+            f"{self.turns} {turns}, {total.emitted} tokens in {sum(times):.2f} s "
             f"({total.emitted / (sum(times) or 1):.1f} tokens/s)\n"
             f"speculation: {total.tokens_per_step:.2f} tokens per step, {total.accepted} of {total.drafted} "
             "draft tokens accepted "
