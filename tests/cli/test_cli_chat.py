@@ -73,7 +73,7 @@ def test_statistics_count_matches_and_accepted_tokens(run: Run) -> None:
 def test_statistics_mark_lossy_rules(run: Run, lossless: bool) -> None:
     config = {"method": "ngram", "verification": "match" if lossless else "typical", "lossless": lossless}
     result = run("chat", *SETTINGS, "--speculative-config", json.dumps(config), stdin="Hello\n/stats\n")
-    assert "1 turns" in result.out and ("not lossless: the verification rule" in result.out) != lossless
+    assert "1 turn," in result.out and ("not lossless: the verification rule" in result.out) != lossless
 
 
 def test_help_and_unknown_commands(run: Run) -> None:

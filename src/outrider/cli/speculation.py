@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from outrider.cli.flags import DEPTH, SPECULATION, Flag, Given
-from outrider.core.validate import text_of
+from outrider.core.validate import kinds_of, text_of
 from outrider.errors import ConfigError
 
 AUTO = {"method": "auto"}  # what is drafted without a flag
@@ -19,7 +19,7 @@ FOR_ALL = ("method", "config", DEPTH)  # fields of flags that every method has
 def config_of(speculation: Given, default: dict[str, Any] | None = None) -> dict[str, Any] | None:
     """speculative_config from the flags, JSON or a method's name.  -md with --draft drafts in every step.
 
-    Raises ConfigError for a flag that the method has no key for.
+    Raises ConfigError for a flag that does not fit the method.
     """
     given = dict(speculation)
     text = given.pop("config", "") or "{}"
@@ -33,7 +33,7 @@ def config_of(speculation: Given, default: dict[str, Any] | None = None) -> dict
 
 
 def _check_flags(typed: list[Flag], config: Mapping[str, Any]) -> None:
-    """Raise ConfigError, which names the flag, for the first one that the method has no key for."""
+    """Raise ConfigError, which names the flag, for one that the method has no key for, and a wrong value."""
     from outrider import draft  # it imports torch
 
     name, model = config.get("method"), config.get("model")
@@ -42,10 +42,13 @@ def _check_flags(typed: list[Flag], config: Mapping[str, Any]) -> None:
     if not name and all(flag.field == "model" for flag in typed):
         return
     name = name or draft.detect(str(model), config.get("revision"))
-    known = {field.name for field in fields(draft.method(name).Options)}
+    options = draft.method(name).Options
+    known, kinds = {field.name for field in fields(options)}, kinds_of(options)
     for flag in typed:
         if flag.field not in known:
             raise ConfigError(f"{_name(flag)} is not for the method {name!r}: leave one of them out.")
+        if flag.field in kinds:
+            kinds[flag.field].check(config[flag.field], _name(flag))
 
 
 def _name(flag: Flag) -> str:
