@@ -252,6 +252,9 @@ def test_unknown_names_suggest_only_near_ones() -> None:
     output = refused({"method": "ngram", "controller": "auto"})
     assert output.startswith("unknown key 'controller' in speculative_config of method 'ngram'. How much")
     assert "Did you mean 'model'" in refused({"method": "ngram", "speculative_model": "x"})
+    assert "It has 'speculative_model': Did you mean 'model'?" in refused({"speculative_model": "x"})
+    assert "It has 'methd': Did you mean 'method'?" in refused({"methd": "ngram"})
+    assert refused({"num_speculative_tokens": 3}).endswith("or a draft 'model'.")
     assert "leave it out" in refused({"model": "builtin-draft", "enforce_eager": True})
     assert "Did you mean 'mtp'" in refused({"method": "deepseek_mtp"})
     with pytest.raises(ModelError, match=r"'ngram' is a method: give it as 'method'"):

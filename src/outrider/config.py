@@ -35,7 +35,7 @@ from outrider.core.validate import (
     whole,
 )
 from outrider.drafting.base import Drafter
-from outrider.errors import ConfigError, refuse_unknown
+from outrider.errors import ConfigError, nearest, refuse_unknown
 from outrider.online.options import Online
 from outrider.parallel.layout import Layout
 from outrider.verify.base import Rule
@@ -194,8 +194,10 @@ class SpeculativeOptions:
 def _detected(given: Mapping[str, Any]) -> str:
     """The method of the draft model.  Raises ConfigError without one."""
     if "model" not in given:
+        hints = ((key, RENAMED.get(key) or nearest(key, ("method", "model")).strip()) for key in given)
+        hint = next((f" It has {key!r}: {text}" for key, text in hints if text), "")
         raise ConfigError(
-            f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'."
+            f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'.{hint}"
         )
     return draft.detect(given["model"], given.get("revision"))
 
