@@ -90,7 +90,7 @@ def test_a_template_from_a_file(run: Run, tmp_path: Path, mute: str) -> None:
 
 def test_invalid_arguments_are_refused_before_the_chat(run: Run, mute: str) -> None:
     for arguments, output in (
-        (("-m", mute), "chat template"),
+        (("-m", mute), "no chat template: give one with --chat-template-file"),
         (("--chat-template-file", "/no/such/file"), "/no/such/file"),
         (("-m", "/no/model"), "/no/model"),
         (("-c", 16), "context"),

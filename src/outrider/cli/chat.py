@@ -72,7 +72,11 @@ class Talk:
         self.cached = self.prompt = self.turns = 0
         self.speculation = Speculation()
         self.start(system)
-        render(llm.tokenizer, self.asked("Hello"))  # raises an error for a model without a chat template
+        if llm.tokenizer is not None and not (template or getattr(llm.tokenizer, "chat_template", None)):
+            raise RequestError(
+                "the model has no chat template: give one with --chat-template-file, or take generate."
+            )
+        render(llm.tokenizer, self.asked("Hello"))  # raises an error for a template that it cannot use
 
     def start(self, system: str | None) -> None:
         self.system = system
