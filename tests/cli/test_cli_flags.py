@@ -237,6 +237,7 @@ def test_public_names_load_lazily() -> None:
         ("bench -b 0", "--batch-size"),
         ("datastore build", "--help"),
         ("tune disco builtin", "-md"),
+        ("tune disco builtin builtin-eagle", "'builtin-eagle' is a head for 'eagle': only draft models"),
         ("bench --speculative-config @/no/such/file", "/no/such/file"),
         ("bench --speculative-config tree=@/no/such/file", "/no/such/file"),
         ("bench --prompts /", "'/'"),
