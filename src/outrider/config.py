@@ -56,7 +56,15 @@ RENAMED = {  # keys of other programs or of earlier versions of vLLM -> hint
     **dict.fromkeys(("disable_logprobs", "disable_mqa_scorer", "disable_padded_drafter_batch",
                      "enforce_eager"), _IDLE),
 }  # fmt: skip
-ELSEWHERE = {  # engine options of vLLM -> hint
+ELSEWHERE = {  # engine options of vLLM, transformers and llama-cpp-python -> hint
+    "max_new_tokens": "It is max_tokens of SamplingParams.",
+    "torch_dtype": "Did you mean 'dtype'?",
+    "n_ctx": "Did you mean 'max_model_len'?",
+    "n_gpu_layers": "Did you mean 'gpu_layers'?",
+    "load_in_8bit": "Did you mean quantization='int8'?",
+    "load_in_4bit": "Did you mean quantization='int4'?",
+    "assistant_model": "Did you mean speculative_config={'model': …}?",
+    "draft_model": "Did you mean speculative_config={'model': …}?",
     **dict.fromkeys(("speculative_model", "num_speculative_tokens", "draft_tensor_parallel_size"),
                     "It is a key of speculative_config."),
     **dict.fromkeys(("enforce_eager", "swap_space", "block_size", "disable_log_stats", "load_format",
