@@ -64,7 +64,6 @@ ELSEWHERE = {  # engine options of vLLM, transformers and llama-cpp-python -> hi
     "load_in_8bit": "Did you mean quantization='int8'?",
     "load_in_4bit": "Did you mean quantization='int4'?",
     "assistant_model": "Did you mean speculative_config={'model': …}?",
-    "draft_model": "Did you mean speculative_config={'model': …}?",
     **dict.fromkeys(("speculative_model", "num_speculative_tokens", "draft_tensor_parallel_size"),
                     "It is a key of speculative_config."),
     **dict.fromkeys(("enforce_eager", "swap_space", "block_size", "disable_log_stats", "load_format",
