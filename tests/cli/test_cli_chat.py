@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from commands import Run
 
 from outrider import LLM, SamplingParams
+from outrider.cli.chat import lines
 from outrider.engine.engine import Engine
 
 SETTINGS = ("-s", 3, "-n", 20, "--temp", 0.8)
@@ -116,3 +118,16 @@ def test_ctrl_c_ends_a_piped_conversation(run: Run, monkeypatch: pytest.MonkeyPa
     result = run("chat", "--method", "off", "-n", 50, "--ignore-eos", stdin="Hello\nHello\n")
     assert result.status == 130
     assert "1 turn, 5 tokens" in result.err
+
+
+@pytest.mark.parametrize("key", [EOFError, KeyboardInterrupt])
+def test_leaving_ends_the_line_of_the_prompt(
+    key: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pressed(_: str) -> str:
+        raise key
+
+    monkeypatch.setattr("builtins.input", pressed)
+    with contextlib.suppress(KeyboardInterrupt):
+        assert list(lines(True)) == []
+    assert capsys.readouterr().out == "\n"

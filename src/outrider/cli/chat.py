@@ -157,6 +157,10 @@ def lines(interactive: bool) -> Iterator[str]:
         import readline  # noqa: F401  history and editing, where the platform has it
     while True:
         try:
-            yield input("> ")
-        except EOFError:
-            return
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt) as left:
+            typer.echo()  # after the prompt, and what the terminal shows of the key
+            if isinstance(left, EOFError):
+                return
+            raise
+        yield line
