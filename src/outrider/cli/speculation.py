@@ -42,7 +42,7 @@ def _check_flags(typed: list[Flag], config: Mapping[str, Any]) -> None:
     if not name and all(flag.field == "model" for flag in typed):
         return
     name = name or draft.detect(str(model), config.get("revision"))
-    options = draft.method(name).Options
+    options: Any = draft.method(name).Options
     known, kinds = {field.name for field in fields(options)}, kinds_of(options)
     for flag in typed:
         if flag.field not in known:
