@@ -13,8 +13,10 @@ OutriderError
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from errno import EDQUOT, ENOSPC
 
 NEAR = 0.65  # difflib cutoff of a suggestion
 SHORTEST = 3  # fewest letters that are matched as a prefix or suffix of a name
@@ -100,7 +102,7 @@ def about(param: str) -> Iterator[None]:
 
 @contextmanager
 def writing(path: object, *others: type[Exception]) -> Iterator[None]:
-    """Raise OSError that names the file, in place of one without a name, as that of a full disk.
+    """Raise OSError that names the file, in place of one without a name; for a full disk with the cure.
 
     others: exceptions that a library raises instead.
     """
@@ -108,9 +110,21 @@ def writing(path: object, *others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        if isinstance(error, OSError) and error.filename is not None:
+        if getattr(error, "filename", None) is not None and not is_full(error):
             raise
-        raise OSError(f"{str(path)!r} cannot be written: {first_line(error)}") from error
+        raise OSError(f"{str(path)!r} cannot be written: {write_fault(error)}") from error
+
+
+def write_fault(error: Exception) -> str:
+    """Why a file cannot be written, as one line: of a full disk the cure, too."""
+    if is_full(error):
+        return "the disk is full: free space on it, or write to another one."
+    return first_line(error)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether a disk or quota is full.  Libraries pass on the system's text alone."""
+    return getattr(error, "errno", None) in (ENOSPC, EDQUOT) or os.strerror(ENOSPC) in str(error)
 
 
 def shortened(value: object, most: int = 200) -> str:

@@ -140,7 +140,6 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", str, "--cpu-range -Cr", _SYSTEM),
     Flag("", str, "--cpu-strict", _SYSTEM),
     Flag("", bool, "--kv-offload -kvo", "K/V is on the device of its layer", False),
-    Flag("", bool, "--jinja", "chat templates are always rendered by Jinja", False),
     Flag("", bool, "--metrics", "/metrics is always served", False),
     Flag("", bool, "--slots --no-slots", "/metrics has the number of running requests", False),
     Flag("", bool, "--no-context-shift", "the text ends where the context is full", False),
