@@ -187,7 +187,7 @@ def bodies() -> Iterator[tuple[bytes, bool]]:
         yield odd, False
 
 
-@pytest.mark.parametrize(("given", "generates"), bodies())
+@pytest.mark.parametrize(("given", "generates"), list(bodies()))
 def test_a_request_gets_a_seed_and_an_id_once(given: bytes, generates: bool) -> None:
     question = Question.of(
         "POST", "/v1/completions?a=1", [("Host", "x"), ("Authorization", "Bearer k")], given
