@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from outrider.core.device import to_device
+from outrider.core.device import beside, to_device
 from outrider.core.row import LastDraft, Row
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, Budget, Draft, DraftTree, Resume
 
@@ -178,6 +178,15 @@ class States:
     places: list[list[int]]
     _gathered: dict[object, dict[int, Tensor]] = field(default_factory=dict)
 
+    @property
+    def one_each(self) -> bool:
+        """Whether the forward had one row for each of the batch: its pending token, and no draft."""
+        return len(next(iter(self.kept.values()))) == len(self.places)
+
+    def all(self, wanted: Sequence[int]) -> Tensor:
+        """The wanted states of all forward rows side by side, [n, len(wanted) * hidden]."""
+        return self._at(range(len(self.kept[wanted[0]])), wanted)
+
     def of(self, r: int, wanted: Sequence[int], last: bool = False) -> Tensor:
         """Concatenate the wanted states of row r to [positions, len(wanted) * hidden].
 
@@ -199,8 +208,13 @@ class States:
         return dict(zip(own, parts))
 
     def _at(self, places: Sequence[int], wanted: Sequence[int]) -> Tensor:
-        index = to_device(torch.tensor(places, dtype=torch.int64), self.kept[wanted[0]].device)
-        return torch.cat([self.kept[which].index_select(0, index) for which in wanted], dim=-1)
+        """The wanted states of some forward rows, ascending: of all of them without an index."""
+        parts = [self.kept[which] for which in wanted]
+        parts = parts if (whole := beside(parts)) is None else [whole]
+        if len(places) < len(parts[0]):
+            index = to_device(torch.tensor(places, dtype=torch.int64), parts[0].device)
+            parts = [part.index_select(0, index) for part in parts]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 NO_STATES = States({}, [])
