@@ -61,7 +61,8 @@ class Cursor:
         written = self.states[: self.num_written]
         kept: list[Tensor] = []
         if written and keep:  # a copy: a view would keep the whole chunk alive
-            kept = [torch.cat([states[-keep:] for states in written])[-keep:].clone()]
+            last = written[-1] if len(written[-1]) >= keep else torch.cat([part[-keep:] for part in written])
+            kept = [last[-keep:].clone()]
         dropped = sum(map(len, written)) - sum(map(len, kept))
         self.first, self.count = self.first + dropped, self.count - dropped
         self.states[: self.num_written] = kept

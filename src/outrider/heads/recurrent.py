@@ -20,6 +20,7 @@ not kept: `Needs.lookbehind` makes the target compute that token again.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -198,7 +199,11 @@ class Forwards:
 
 
 class Recurrent(HeadDrafter):
-    """A subclass makes its network in `network`.  overlap: states that are read again, with the next one."""
+    """A subclass makes its network in `network`.  overlap: states that are read again, with the next one.
+
+    unread: plain steps whose states no cursor has yet.  While no row drafts, they are put off: taking them in
+    together takes a few calls for each row, and not for each row and step.
+    """
 
     tunable: ClassVar = {**DEPTHS, "tree": (CHAIN,)}
     depth = 5
@@ -214,6 +219,7 @@ class Recurrent(HeadDrafter):
         self.nodes = target.nodes(options.nodes, 59)
         self.paths: frozenset[Path] = frozenset(paths(EAGLE.get(options.tree, "")))
         self.catch_up = CatchUp(offset=1)
+        self.unread: list[Commit] = []
 
     def network(self) -> Net:
         raise NotImplementedError
@@ -230,6 +236,11 @@ class Recurrent(HeadDrafter):
         return max(depth, min(self.nodes, k + (depth - 1) * k * k))
 
     def propose(self, batch: Batch) -> Draft:
+        cursors = self.catch_up.cursors
+        idle = not any(step.budget.nodes or step.row not in cursors for step in batch)
+        if idle and not self._due():
+            return Draft([EMPTY_TREE] * len(batch))
+        self._take_in()
         readings, trees = list[Reading](), dict[int, LevelTree]()
         for r, step in enumerate(batch):
             row, end, budget = step.row, step.end, step.budget
@@ -284,6 +295,11 @@ class Recurrent(HeadDrafter):
         return o
 
     def observe(self, commit: Commit) -> None:
+        cursors = self.catch_up.cursors
+        if commit.states.one_each and False not in [step.row in cursors for step in commit.batch]:
+            self.unread.append(commit)
+            return
+        self._take_in()
         readings: list[Reading] = []
         for r, step in enumerate(commit.batch):
             row, cursor = step.row, self.catch_up.cursor(step.row, step.start)
@@ -298,3 +314,29 @@ class Recurrent(HeadDrafter):
             for reading in readings:
                 # the next first level needs the last pair again
                 reading.cursor.drop_written(self.overlap + 1)
+
+    def _due(self) -> bool:
+        """Whether some row has so many pending states that they have to be read."""
+        most = max([cursor.count for cursor in self.catch_up.cursors.values()], default=0)
+        return most + len(self.unread) >= MAX_PENDING
+
+    def _take_in(self) -> None:
+        """Give the states of the steps that were put off to the cursors of their rows."""
+        unread, self.unread = self.unread, []
+        for _, group in itertools.groupby(enumerate(unread), key=_places_from):
+            commits = [commit for _, commit in group]
+            states = torch.stack([commit.states.all(self.net.taps) for commit in commits], dim=1)
+            for step, own in zip(commits[0].batch, states.unbind()):
+                cursor = self.catch_up.cursors[step.row]
+                cursor.drop_written(self.overlap)
+                cursor.append(step.start, own)
+
+    def forget(self, row: Row, reason: str) -> None:
+        self._take_in()
+        super().forget(row, reason)
+
+
+def _places_from(numbered: tuple[int, Commit]) -> list[tuple[Row, int]]:
+    """The rows of a plain step, and their positions less its number: the same as long as none is left out."""
+    number, commit = numbered
+    return [(step.row, step.start - number) for step in commit.batch]
