@@ -94,4 +94,3 @@ def test_states_of_rows_are_gathered_in_the_wanted_order(joint: bool) -> None:
         assert torch.equal(some.of(2, wanted), wide[4:5][:, columns])
         assert torch.equal(every.of(2, wanted, last=True), wide[4:5][:, columns])
         assert torch.equal(every.all(wanted), wide[:, columns]) and every.all(wanted).is_contiguous()
-    assert not every.one_each and States(kept, [[i] for i in range(5)]).one_each

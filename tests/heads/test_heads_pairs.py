@@ -185,12 +185,12 @@ def test_states_of_steps_without_drafts_are_read_together_later(
     budget, steps, pending = llm.engine.controller.budget, itertools.count(1), list[int]()
 
     def paused(batch: Batch) -> list[Budget]:
-        pending.append(len(drafter.unread))
+        pending.append(len(drafter.unread.commits))
         return budget(batch) if next(steps) % (rest + 2) < 2 else [NO_BUDGET] * len(batch)
 
     monkeypatch.setattr(llm.engine.controller, "budget", paused)
     run(llm, prompts, params)
-    assert max(pending) == min(rest, 63)
+    assert min(rest + 1, 50) <= max(pending) <= 64
     check(llm, drafter)
 
 

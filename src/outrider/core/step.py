@@ -179,13 +179,13 @@ class States:
     _gathered: dict[object, dict[int, Tensor]] = field(default_factory=dict)
 
     @property
-    def one_each(self) -> bool:
-        """Whether the forward had one row for each of the batch: its pending token, and no draft."""
-        return len(next(iter(self.kept.values()))) == len(self.places)
+    def num_rows(self) -> int:
+        """Rows of the forward."""
+        return len(next(iter(self.kept.values())))
 
     def all(self, wanted: Sequence[int]) -> Tensor:
         """The wanted states of all forward rows side by side, [n, len(wanted) * hidden]."""
-        return self._at(range(len(self.kept[wanted[0]])), wanted)
+        return self._at(range(self.num_rows), wanted)
 
     def of(self, r: int, wanted: Sequence[int], last: bool = False) -> Tensor:
         """Concatenate the wanted states of row r to [positions, len(wanted) * hidden].

@@ -16,7 +16,7 @@ NO_MARK = Mark()
 
 
 class Flight(NamedTuple):
-    """complete: waits for the forward.  times: so far.  drafted: when a device has done the drafters' work."""
+    """complete: waits for the forward.  times: so far.  drafted: the end of drafters' work on a device."""
 
     batch: Batch
     controller: Controller

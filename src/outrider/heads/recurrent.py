@@ -20,7 +20,6 @@ not kept: `Needs.lookbehind` makes the target compute that token again.
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import ForwardShape, Launched
-from outrider.cache.catch_up import MAX_PENDING, CatchUp, Cursor
+from outrider.cache.catch_up import MAX_PENDING, CatchUp, Cursor, Unread
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.device import take
@@ -201,8 +200,7 @@ class Forwards:
 class Recurrent(HeadDrafter):
     """A subclass makes its network in `network`.  overlap: states that are read again, with the next one.
 
-    unread: plain steps whose states no cursor has yet.  While no row drafts, they are put off: taking them in
-    together takes a few calls for each row, and not for each row and step.
+    unread: steps whose states no cursor has yet.
     """
 
     tunable: ClassVar = {**DEPTHS, "tree": (CHAIN,)}
@@ -219,7 +217,7 @@ class Recurrent(HeadDrafter):
         self.nodes = target.nodes(options.nodes, 59)
         self.paths: frozenset[Path] = frozenset(paths(EAGLE.get(options.tree, "")))
         self.catch_up = CatchUp(offset=1)
-        self.unread: list[Commit] = []
+        self.unread = Unread()
 
     def network(self) -> Net:
         raise NotImplementedError
@@ -238,7 +236,7 @@ class Recurrent(HeadDrafter):
     def propose(self, batch: Batch) -> Draft:
         cursors = self.catch_up.cursors
         idle = not any(step.budget.nodes or step.row not in cursors for step in batch)
-        if idle and not self._due():
+        if idle and not self._due(batch):
             return Draft([EMPTY_TREE] * len(batch))
         self._take_in()
         readings, trees = list[Reading](), dict[int, LevelTree]()
@@ -295,16 +293,13 @@ class Recurrent(HeadDrafter):
         return o
 
     def observe(self, commit: Commit) -> None:
-        cursors = self.catch_up.cursors
-        if commit.states.one_each and False not in [step.row in cursors for step in commit.batch]:
-            self.unread.append(commit)
+        self.unread.add(commit)
+        if not any(step.known > 1 for step in commit.batch):
             return
         self._take_in()
         readings: list[Reading] = []
-        for r, step in enumerate(commit.batch):
-            row, cursor = step.row, self.catch_up.cursor(step.row, step.start)
-            cursor.drop_written(self.overlap)
-            cursor.append(step.start, commit.states.of(r, self.net.taps))
+        for step in commit.batch:
+            row, cursor = step.row, self.catch_up.cursors[step.row]
             # The last pair is beside the pending token, whose slot may be missing.
             has_slot = row.table is not None and row.table.room > row.computed
             if step.known > 1 and row.error is None and has_slot:
@@ -315,28 +310,15 @@ class Recurrent(HeadDrafter):
                 # the next first level needs the last pair again
                 reading.cursor.drop_written(self.overlap + 1)
 
-    def _due(self) -> bool:
-        """Whether some row has so many pending states that they have to be read."""
-        most = max([cursor.count for cursor in self.catch_up.cursors.values()], default=0)
-        return most + len(self.unread) >= MAX_PENDING
+    def _due(self, batch: Batch) -> bool:
+        """Whether some row has so many pending states that they have to be read, or all have too many."""
+        unread, cursors = self.unread, self.catch_up.cursors
+        most = max([cursor.count for cursor in cursors.values()], default=0) + len(unread.commits)
+        return most >= MAX_PENDING or unread.num_rows >= MAX_PENDING * len(batch)
 
     def _take_in(self) -> None:
-        """Give the states of the steps that were put off to the cursors of their rows."""
-        unread, self.unread = self.unread, []
-        for _, group in itertools.groupby(enumerate(unread), key=_places_from):
-            commits = [commit for _, commit in group]
-            states = torch.stack([commit.states.all(self.net.taps) for commit in commits], dim=1)
-            for step, own in zip(commits[0].batch, states.unbind()):
-                cursor = self.catch_up.cursors[step.row]
-                cursor.drop_written(self.overlap)
-                cursor.append(step.start, own)
+        self.unread.take_in(self.catch_up, self.net.taps, self.overlap)
 
     def forget(self, row: Row, reason: str) -> None:
         self._take_in()
         super().forget(row, reason)
-
-
-def _places_from(numbered: tuple[int, Commit]) -> list[tuple[Row, int]]:
-    """The rows of a plain step, and their positions less its number: the same as long as none is left out."""
-    number, commit = numbered
-    return [(step.row, step.start - number) for step in commit.batch]

@@ -65,7 +65,8 @@ class TritonFusedModel:
         if queries is not None:
             queries.answered(found.pop())
         if found:  # one copy, however many there are
-            wide = found[0][: kv.step_input.length]
+            n = kv.step_input.length
+            wide = found[0] if len(found[0]) == n else found[0][:n]
             wide = wide.clone() if job.graphed else wide
             states.update(zip(job.states, wide.chunk(len(job.states), dim=1)))
         logits = logits[: len(kv.step_input.logits_rows)]
