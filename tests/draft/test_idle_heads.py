@@ -94,3 +94,12 @@ def test_states_of_rows_are_gathered_in_the_wanted_order(joint: bool) -> None:
         assert torch.equal(some.of(2, wanted), wide[4:5][:, columns])
         assert torch.equal(every.of(2, wanted, last=True), wide[4:5][:, columns])
         assert torch.equal(every.all(wanted), wide[:, columns]) and every.all(wanted).is_contiguous()
+
+
+def test_states_of_long_prompts_are_those_of_their_positions() -> None:
+    wide = torch.arange(400.0).view(200, 2)
+    kept = dict(zip((1, 4), wide.chunk(2, dim=1)))
+    states = States(kept, [[0], [*range(1, 120)], [*range(120, 190), 191, 199]])
+    for r, places in enumerate(states.places):
+        assert torch.equal(states.of(r, (1, 4)), wide[places])
+        assert torch.equal(states.of(r, (4,)), wide[places][:, 1:])

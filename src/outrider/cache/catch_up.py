@@ -92,25 +92,25 @@ class Unread:
         """Append the wanted states to the cursors of their rows, which keep so many written ones."""
         commits, self.commits, self.num_rows = self.commits, [], 0
         for group in _successive(commits):
-            parts = [commit.states.all(wanted) for commit in group]
-            firsts = [0, *accumulate(map(len, parts))]
-            places = [
-                [first + place for first, commit in zip(firsts, group) for place in commit.states.places[r]]
-                for r in range(len(group[0].batch))
-            ]
-            states = _gathered(parts, [place for own in places for place in own])
-            for step, own in zip(group[0].batch, torch.split(states, [*map(len, places)])):
+            for step, own in zip(group[0].batch, _states_of(group, wanted)):
                 cursor = catch_up.cursor(step.row, step.start)
                 cursor.drop_written(keep)
                 cursor.append(step.start, own)
 
 
-def _gathered(parts: list[Tensor], places: Sequence[int]) -> Tensor:
-    """Some rows of several tensors, numbered through.  Those of one tensor are ascending."""
-    if len(parts) == 1 and len(places) == len(parts[0]):
-        return parts[0]
-    together = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return together.index_select(0, to_device(torch.tensor(places, dtype=torch.int64), together.device))
+def _states_of(group: Sequence[Commit], wanted: Sequence[int]) -> Sequence[Tensor]:
+    """The wanted states of each row in successive steps."""
+    if len(group) == 1:
+        return [group[0].states.of(r, wanted) for r in range(len(group[0].batch))]
+    parts = [commit.states.all(wanted) for commit in group]
+    firsts, index, counts = [0, *accumulate(map(len, parts))], list[int](), list[int]()
+    for r in range(len(group[0].batch)):
+        before = len(index)
+        for first, commit in zip(firsts, group):
+            index += [first + place for place in commit.states.places[r]]
+        counts.append(len(index) - before)
+    places = to_device(torch.tensor(index, dtype=torch.int64), parts[0].device)
+    return torch.split(torch.cat(parts).index_select(0, places), counts)
 
 
 def _successive(commits: Sequence[Commit]) -> Iterator[list[Commit]]:

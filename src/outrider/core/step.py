@@ -193,8 +193,9 @@ class States:
         last: only the last position.
         Rows of few positions are gathered together: on a device a call costs more than what it copies.
         """
-        if not last and len(self.places[r]) > SEVERAL:
-            return self._at(self.places[r], wanted)
+        if not last and len(own := self.places[r]) > SEVERAL:
+            together = own[-1] - own[0] < len(own)  # those of a prompt are
+            return self._at(range(own[0], own[-1] + 1) if together else own, wanted)
         key = tuple(wanted), last
         if key not in self._gathered:
             self._gathered[key] = self._gather(wanted, last)
@@ -208,10 +209,14 @@ class States:
         return dict(zip(own, parts))
 
     def _at(self, places: Sequence[int], wanted: Sequence[int]) -> Tensor:
-        """The wanted states of some forward rows, ascending: of all of them without an index."""
+        """The wanted states of some forward rows, ascending.  A range needs no index on the device."""
         parts = [self.kept[which] for which in wanted]
         parts = parts if (whole := beside(parts)) is None else [whole]
-        if len(places) < len(parts[0]):
+        if len(places) == len(parts[0]):
+            pass
+        elif isinstance(places, range):
+            parts = [part[places.start : places.stop] for part in parts]
+        else:
             index = to_device(torch.tensor(places, dtype=torch.int64), parts[0].device)
             parts = [part.index_select(0, index) for part in parts]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=-1)
