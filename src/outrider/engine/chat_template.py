@@ -23,6 +23,7 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    cache_salt: str | None = None  # not of the template
 
 
 def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
