@@ -128,7 +128,7 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", bool, "--fully-sharded-loras", "-tp divides every layer", False),
     Flag("", bool, "--enable-expert-parallel -ep", "-tp divides every layer", False),
     Flag("", str, "--show-hidden-metrics-for-version", "/metrics has all metrics"),
-    Flag("", bool, "--enable-server-load-tracking", "/metrics has the number of running requests", False),
+    Flag("", bool, "--enable-server-load-tracking", "/load is always served", False),
     Flag("", bool, "--disable-fastapi-docs", "/openapi.json needs no key, as it has no data", False),
     Flag("", bool, "--enable-prompt-tokens-details", "usage always has them", False),
     Flag("", bool, "--no-webui --no-ui --webui --ui", "the page at / is always served", False),
