@@ -186,7 +186,7 @@ _REFUSED = (  # what would be missed; the help is the cure
         "reasoning-parser", "reasoning-format", "reasoning -rea", "reasoning-budget",
     )),
     Flag("", bool, "--enable-reasoning", _REASONING, False),
-    Flag("", bool, "--return-tokens-as-token-ids", "logprobs name tokens by their text: leave it out", False),
+    Flag("", bool, "--return-tokens-as-token-ids", "it is a field of requests: leave it out", False),
     *(Flag("", str, f"--{name}", _COPY) for name in (
         "hf-overrides", "rope-scaling", "rope-theta", "rope-scale", "rope-freq-base", "rope-freq-scale",
         "yarn-orig-ctx", "override-kv",
