@@ -26,9 +26,10 @@ from outrider.sampling.processors import processors_of
 
 # "text", [1, 2, 3], {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}.
 # If a dict has both ids and a text, the ids are used, and the text is only copied to the output.
+# With "cache_salt", a dict shares cached pages with prompts of the same salt only.
 Prompt = str | Mapping[str, Any] | Sequence[int]
 LONG = 64  # characters a token; the beginning of a longer text is tokenized first
-KEYS = ("prompt", "prompt_token_ids", "messages")
+KEYS = ("prompt", "prompt_token_ids", "messages", "cache_salt")
 
 
 def number_of(id: str) -> int:
@@ -36,6 +37,15 @@ def number_of(id: str) -> int:
     if id.isascii() and id.isdecimal() and len(id) < 20:
         return int(id)
     return int.from_bytes(hashlib.blake2b(id.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
+
+
+def _salt_of(prompt: Prompt) -> str | None:
+    """The cache_salt of a prompt.  Raises RequestError."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is None or (isinstance(salt, str) and salt):
+        return salt
+    text = f"cache_salt must be a string that is not empty, got {shortened(salt)}."
+    raise RequestError(text, "cache_salt")
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,7 @@ class Reader:
                 raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
             if not is_whole(priority):
                 raise RequestError(f"priority must be a whole number, got {shortened(priority)}.", "priority")
+            salt = _salt_of(prompt)
             check = self.refuse_endless if params.truncate_prompt_tokens is None else None
             with self.lock:
                 if isinstance(prompt, Mapping) and "messages" in prompt:
@@ -84,7 +95,7 @@ class Reader:
                         self._known(lora)
             rows = self._rows(id, ids, params, lora)
             for row in rows:
-                row.priority = priority
+                row.priority, row.cache_salt = priority, salt
             return Request(id, text, ids, params, rows, self.tokenizer, truncated=len(ids) < len(given))
         except RequestError as error:
             return RequestOutput(id, text, [], finished=True, error=error)

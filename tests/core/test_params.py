@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider import RequestError, SamplingParams
-from outrider.core.params import DistributionParams
+from outrider.core.params import COLDEST, HOTTEST, DistributionParams
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from outrider.core.params import DistributionParams
         {"n": 1.5},
         {"n": True},
         {"temperature": -0.1},
-        {"temperature": 0.001},
+        {"temperature": -1e-9},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
         {"temperature": "1"},
@@ -140,6 +140,14 @@ def test_a_bad_value_is_refused_by_name(given: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=rf"^{name} must") as caught:
         SamplingParams(**given)
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("given", "used"), [(0, 0), (1e-3, 1e-3), (5e-324, COLDEST), (1e-20, 1e-20), (1e300, HOTTEST)]
+)
+def test_every_temperature_has_a_reciprocal_in_float32(given: float, used: float) -> None:
+    params = SamplingParams(temperature=given)
+    assert (params.temperature, params.distribution.temperature) == (given, used)
 
 
 def test_stop_strings_need_text() -> None:

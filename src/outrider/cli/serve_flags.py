@@ -128,7 +128,7 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", bool, "--fully-sharded-loras", "-tp divides every layer", False),
     Flag("", bool, "--enable-expert-parallel -ep", "-tp divides every layer", False),
     Flag("", str, "--show-hidden-metrics-for-version", "/metrics has all metrics"),
-    Flag("", bool, "--enable-server-load-tracking", "/metrics has the number of running requests", False),
+    Flag("", bool, "--enable-server-load-tracking", "/load is always served", False),
     Flag("", bool, "--disable-fastapi-docs", "/openapi.json needs no key, as it has no data", False),
     Flag("", bool, "--enable-prompt-tokens-details", "usage always has them", False),
     Flag("", bool, "--no-webui --no-ui --webui --ui", "the page at / is always served", False),
@@ -185,7 +185,7 @@ _REFUSED = (  # what would be missed; the help is the cure
         "reasoning-parser", "reasoning-format", "reasoning -rea", "reasoning-budget",
     )),
     Flag("", bool, "--enable-reasoning", _REASONING, False),
-    Flag("", bool, "--return-tokens-as-token-ids", "logprobs name tokens by their text: leave it out", False),
+    Flag("", bool, "--return-tokens-as-token-ids", "it is a field of requests: leave it out", False),
     *(Flag("", str, f"--{name}", _COPY) for name in (
         "hf-overrides", "rope-scaling", "rope-theta", "rope-scale", "rope-freq-base", "rope-freq-scale",
         "yarn-orig-ctx", "override-kv",

@@ -26,6 +26,9 @@ from outrider.core.validate import (
 from outrider.errors import RequestError, about, refuse_unknown, shortened
 
 ALL = (1 << 31) - 1  # upper bound of top_k, above any vocabulary size
+# A temperature beyond these gives the distribution of the bound: in float32, its reciprocal and what that is
+# multiplied by stay finite, and the best logit alone, or every one, has all the probability already.
+COLDEST, HOTTEST = 1e-20, 1e20
 MOST_SAMPLES = 16384  # samples per prompt, as in vLLM
 LARGEST = sys.float_info.max
 LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors", "prediction")
@@ -61,7 +64,7 @@ def _ids(values: Sequence[Any]) -> bool:
 
 
 ALLOWED = Kind("a list of at least one token id", lambda ids: ids is None or (len(ids) > 0 and _ids(ids)))
-TEMPERATURE = real("0 (greedy) or a finite number of at least 0.01", lambda t: t == 0 or 0.01 <= t <= LARGEST)
+TEMPERATURE = real("0 (greedy) or a finite number above 0", lambda t: 0 <= t <= LARGEST)
 FACTOR = real("a finite number above 0", lambda x: 0 < x <= LARGEST)
 Penalty = Annotated[float, real("in [-2, 2]", lambda x: -2 <= x <= 2)]
 Entries = Annotated[
@@ -183,8 +186,9 @@ class SamplingParams:
 
     @property
     def distribution(self) -> DistributionParams:
+        temperature = min(max(self.temperature, COLDEST), HOTTEST) if self.temperature else 0
         return DistributionParams(
-            float(self.temperature), float(self.min_p), min(self.top_k, ALL), float(self.top_p)
+            float(temperature), float(self.min_p), min(self.top_k, ALL), float(self.top_p)
         )
 
 

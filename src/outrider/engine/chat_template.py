@@ -21,7 +21,9 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    cache_salt: str | None = None  # not of the template
 
 
 def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
@@ -64,6 +66,7 @@ def render(
         text: str = tokenizer.apply_chat_template(
             conversation,
             tools=given.tools,
+            documents=given.documents,
             chat_template=given.chat_template,
             add_generation_prompt=given.add_generation_prompt,
             continue_final_message=given.continue_final_message,
@@ -105,6 +108,8 @@ def _message(messages: Messages, i: int) -> dict[str, Any]:
             f"message {i} needs a role such as 'user', 'assistant' or 'system', got {made.get('role')!r}.",
             f"messages.{i}.role",
         )
+    if made["role"] == "assistant" and made.get("content") is None and not made.get("tool_calls"):
+        made["content"] = ""
     made["content"] = _content(made.get("content"), i, optional=bool(made.get("tool_calls")))
     if made.get("tool_calls"):
         made["tool_calls"] = [_call(call, i) for call in made["tool_calls"]]

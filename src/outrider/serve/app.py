@@ -65,7 +65,7 @@ def make_app(server: Server, lifespan: Lifespan[FastAPI] | None = None) -> FastA
 
 
 def add_status(app: FastAPI, server: Server) -> None:
-    """The page at /, /health, /ping, /version and /metrics."""
+    """The page at /, /health, /ping, /load, /version and /metrics."""
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
@@ -82,6 +82,11 @@ def add_status(app: FastAPI, server: Server) -> None:
     async def ping() -> Json:
         """/health, by the name that SageMaker asks."""
         return await health()
+
+    @app.get("/load")
+    async def load() -> Json:
+        """Number of samples that are queued or running."""
+        return Json({"server_load": server.open})
 
     @app.get("/version")
     async def version() -> Json:

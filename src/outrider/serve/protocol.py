@@ -131,6 +131,7 @@ class Sampling(Body):
     use_beam_search: Literal[False] | None = None
     priority: int = 0
     request_id: Text | None = None
+    cache_salt: Text | None = None
     # ours
     speculation: Speculate | None = None
     return_speculation: bool = False
@@ -151,6 +152,8 @@ class Classic(Sampling):
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     prediction: Prediction | None = None
+    return_token_ids: bool = False  # vLLM's, as is the next one
+    return_tokens_as_token_ids: bool = False
     return_origins: bool = False  # ours
 
 
@@ -175,7 +178,7 @@ class CompletionBody(Classic):
         | Annotated[Many[str], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[Many[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
-    max_tokens: Count | None = 16
+    max_tokens: Token | None = 16  # 0 with echo alone: the prompt is scored
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     best_of: int | None = None
@@ -196,6 +199,7 @@ class ChatBody(Classic, Calling):
     # vLLM's
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Many[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     # accepted as vLLM's defaults alone

@@ -44,7 +44,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     params = params_of(body, forms[0] if forms else None, **more)
     prompt = server.conversation(messages_of(body.input, body.instructions), tools=tools or None)
     id = name_of(body, "resp_")
-    (request,) = await server.read([prompt], params, id, adapter, body.priority)
+    (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
     reply = reply_for(server, tools, body)
     return Responses(server, body, id, now(), [request], reply)
 

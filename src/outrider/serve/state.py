@@ -183,8 +183,11 @@ class Server:
         id: str,
         adapter: LoRARequest | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> list[Request]:
         """Tokenize the prompts of a request and check its parameters.  Raises RequestError and ApiError."""
+        if cache_salt is not None:
+            prompts = [{**_dict_of(prompt), "cache_salt": cache_salt} for prompt in prompts]
         engine, several, samples = self.engine, len(prompts) > 1, len(prompts) * params.n
         self.check_room(samples)
         self.open += samples  # reading may take a while: of long prompts, or behind those of others
@@ -287,6 +290,12 @@ class Server:
         ]
         given = {"chat_template": self.template, **{k: v for k, v in more.items() if v is not None}}
         return {"messages": known, **given}
+
+
+def _dict_of(prompt: Prompt) -> Mapping[str, Any]:
+    if isinstance(prompt, Mapping):
+        return prompt
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
 
 
 async def cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -43,12 +43,15 @@ def make_app(router: Router, lifespan: Lifespan[Starlette] | None = None) -> Sta
 
 
 def _own_routes(router: Router) -> list[Route]:
-    """/health, /ping, /version and /metrics."""
+    """/health, /ping, /load, /version and /metrics."""
 
     async def health(_: Request) -> Response:
         router.check_ready()
         states = {str(replica.number): replica.state for replica in router.replicas}
         return Json({"status": router.status, "replicas": states}, 200 if router.ready() else 503)
+
+    async def load(_: Request) -> Response:
+        return Json({"server_load": router.open})
 
     async def version(_: Request) -> Response:
         return Json({"version": VERSION})
@@ -59,6 +62,7 @@ def _own_routes(router: Router) -> list[Route]:
     return [
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
+        Route("/load", load),
         Route("/version", version),
         Route("/metrics", metrics),
     ]
