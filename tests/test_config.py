@@ -180,6 +180,8 @@ def test_the_shortest_ngram_is_never_longer_than_the_longest(longest: int, short
         ("kv_cache_memory", "kv_cache_memory_bytes"),
         ("quantisation", "quantization"),
         ("kv_cache_type", "kv_cache_dtype"),
+        ("torch_dtype", "dtype"),
+        ("n_ctx", "max_model_len"),
         ("rope_theta", None),
     ],
 )
@@ -252,10 +254,16 @@ def test_unknown_names_suggest_only_near_ones() -> None:
     output = refused({"method": "ngram", "controller": "auto"})
     assert output.startswith("unknown key 'controller' in speculative_config of method 'ngram'. How much")
     assert "Did you mean 'model'" in refused({"method": "ngram", "speculative_model": "x"})
+    assert "It has 'speculative_model': Did you mean 'model'?" in refused({"speculative_model": "x"})
+    assert "It has 'methd': Did you mean 'method'?" in refused({"methd": "ngram"})
+    assert refused({"num_speculative_tokens": 3}).endswith("or a draft 'model'.")
     assert "leave it out" in refused({"model": "builtin-draft", "enforce_eager": True})
     assert "Did you mean 'mtp'" in refused({"method": "deepseek_mtp"})
     with pytest.raises(ModelError, match=r"'ngram' is a method: give it as 'method'"):
         SpeculativeOptions.of({"model": "[ngram]", "num_speculative_tokens": 5})
+    assert "Did you mean 'draft_model'?" in refused({"method": "draft"})
+    with pytest.raises(ConfigError, match=r"'max_new_tokens'\. It is max_tokens of SamplingParams\."):
+        options(EngineOptions, {"model": "builtin", "max_new_tokens": 5}, "engine option")
     with pytest.raises(ConfigError, match=r"'speculative_model'\. It is a key of speculative_config\."):
         options(EngineOptions, {"model": "builtin", "speculative_model": "x"}, "engine option")
 

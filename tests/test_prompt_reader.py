@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,43 @@ def test_prompts_start_in_the_order_of_their_priorities(tiny: Path) -> None:
     assert second.queued_seconds < first.queued_seconds
     with pytest.raises(RequestError, match="2 prompts and 1 priorities"):
         alone.generate([[5, 6], [7, 8]], GREEDY, priority=[1])
+
+
+PREFIX = [*range(30, 80)]
+HELLO = {
+    "messages": [
+        {"role": "user", "content": "What do plants need in order to grow in a garden that is dry and cold?"}
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    "prompt", [{"prompt_token_ids": PREFIX}, {"prompt": "one two three " * 12}, HELLO], ids=str
+)
+def test_prompts_share_cached_pages_with_those_of_their_salt_alone(
+    speaking: LLM, prompt: dict[str, Any]
+) -> None:
+    speaking.engine.forget_prefixes()
+    salts = (None, "a", "b", "b", "a", None)
+    outputs = [speaking.generate({**prompt, "cache_salt": salt}, GREEDY)[0] for salt in salts]
+    cached = [output.num_cached_tokens or 0 for output in outputs]
+    assert cached[:3] == [0, 0, 0] and cached[3] == cached[4] == cached[5] > 0
+    assert len({output.outputs[0].text for output in outputs}) == 1
+
+
+def test_the_samples_of_a_salted_prompt_share_its_pages(speaking: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=20, seed=1)
+    plain, salted = speaking.generate(
+        [{"prompt_token_ids": PREFIX}, {"prompt_token_ids": PREFIX, "cache_salt": "x"}], params
+    )
+    assert [sample.token_ids for sample in salted.outputs] == [sample.token_ids for sample in plain.outputs]
+
+
+@pytest.mark.parametrize("salt", ["", 5, ["a"]])
+def test_a_salt_is_a_text(speaking: LLM, salt: Any) -> None:
+    with pytest.raises(RequestError, match="cache_salt must be a string that is not empty") as error:
+        speaking.generate({"prompt_token_ids": PREFIX, "cache_salt": salt})
+    assert error.value.param == "cache_salt"
 
 
 def test_of_an_endless_prompt_only_the_beginning_is_tokenized(

@@ -35,7 +35,7 @@ from outrider.core.validate import (
     whole,
 )
 from outrider.drafting.base import Drafter
-from outrider.errors import ConfigError, refuse_unknown
+from outrider.errors import ConfigError, nearest, refuse_unknown
 from outrider.online.options import Online
 from outrider.parallel.layout import Layout
 from outrider.verify.base import Rule
@@ -56,7 +56,14 @@ RENAMED = {  # keys of other programs or of earlier versions of vLLM -> hint
     **dict.fromkeys(("disable_logprobs", "disable_mqa_scorer", "disable_padded_drafter_batch",
                      "enforce_eager"), _IDLE),
 }  # fmt: skip
-ELSEWHERE = {  # engine options of vLLM -> hint
+ELSEWHERE = {  # engine options of vLLM, transformers and llama-cpp-python -> hint
+    "max_new_tokens": "It is max_tokens of SamplingParams.",
+    "torch_dtype": "Did you mean 'dtype'?",
+    "n_ctx": "Did you mean 'max_model_len'?",
+    "n_gpu_layers": "Did you mean 'gpu_layers'?",
+    "load_in_8bit": "Did you mean quantization='int8'?",
+    "load_in_4bit": "Did you mean quantization='int4'?",
+    "assistant_model": "Did you mean speculative_config={'model': …}?",
     **dict.fromkeys(("speculative_model", "num_speculative_tokens", "draft_tensor_parallel_size"),
                     "It is a key of speculative_config."),
     **dict.fromkeys(("enforce_eager", "swap_space", "block_size", "disable_log_stats", "load_format",
@@ -194,8 +201,10 @@ class SpeculativeOptions:
 def _detected(given: Mapping[str, Any]) -> str:
     """The method of the draft model.  Raises ConfigError without one."""
     if "model" not in given:
+        hints = ((key, RENAMED.get(key) or nearest(key, ("method", "model")).strip()) for key in given)
+        hint = next((f" It has {key!r}: {text}" for key, text in hints if text), "")
         raise ConfigError(
-            f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'."
+            f"speculative_config needs a 'method' ({', '.join(draft.names())}) or a draft 'model'.{hint}"
         )
     return draft.detect(given["model"], given.get("revision"))
 

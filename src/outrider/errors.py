@@ -3,6 +3,7 @@
 OutriderError
 ├── ConfigError      an engine option or a key of speculative_config      (also a ValueError)
 ├── RequestError     a prompt or a sampling parameter of one request      (also a ValueError)
+│   └── ContextError a prompt that leaves no room in the context
 ├── ModelError       a checkpoint that is missing, corrupt or unsupported
 ├── CapacityError    memory limits that are too small
 └── EngineError      a failed step, for every request in it; __cause__ is the original error
@@ -12,15 +13,24 @@ OutriderError
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from errno import EDQUOT, ENOSPC
 
 NEAR = 0.65  # difflib cutoff of a suggestion
 SHORTEST = 3  # fewest letters that are matched as a prefix or suffix of a name
 
 
 class OutriderError(Exception):
-    """Base class of all exceptions that Outrider raises deliberately."""
+    """Base class of all exceptions that Outrider raises deliberately.
+
+    param: name of the option, parameter or prompt at fault; None if it is none, or not one alone.
+    """
+
+    def __init__(self, message: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ConfigError(OutriderError, ValueError):
@@ -29,6 +39,10 @@ class ConfigError(OutriderError, ValueError):
 
 class RequestError(OutriderError, ValueError):
     """Invalid prompt or parameter of a request."""
+
+
+class ContextError(RequestError):
+    """Prompt with as many tokens as the context holds, or more."""
 
 
 class ModelError(OutriderError):
@@ -77,8 +91,18 @@ def refuse_unknown(
 
 
 @contextmanager
+def about(param: str) -> Iterator[None]:
+    """Set the `param` of a RequestError that is raised within and names none."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = error.param or param
+        raise
+
+
+@contextmanager
 def writing(path: object, *others: type[Exception]) -> Iterator[None]:
-    """Raise OSError that names the file, in place of one without a name, as that of a full disk.
+    """Raise OSError that names the file, in place of one without a name; for a full disk with the cure.
 
     others: exceptions that a library raises instead.
     """
@@ -86,9 +110,21 @@ def writing(path: object, *others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        if isinstance(error, OSError) and error.filename is not None:
+        if getattr(error, "filename", None) is not None and not is_full(error):
             raise
-        raise OSError(f"{str(path)!r} cannot be written: {first_line(error)}") from error
+        raise OSError(f"{str(path)!r} cannot be written: {write_fault(error)}") from error
+
+
+def write_fault(error: Exception) -> str:
+    """Why a file cannot be written, as one line: of a full disk the cure, too."""
+    if is_full(error):
+        return "the disk is full: free space on it, or write to another one."
+    return first_line(error)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether a disk or quota is full.  Libraries pass on the system's text alone."""
+    return getattr(error, "errno", None) in (ENOSPC, EDQUOT) or os.strerror(ENOSPC) in str(error)
 
 
 def shortened(value: object, most: int = 200) -> str:

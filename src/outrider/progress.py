@@ -51,6 +51,7 @@ class Request:
     params: SamplingParams
     rows: list[Row]
     tokenizer: Any
+    truncated: bool = False  # `ids` lack the beginning of the prompt
     texts: dict[int, Detokenizer] = field(default_factory=dict)  # sample -> its text, as far as it was read
     shared: RequestOutput | None = None  # that of `extended`, None until its first call
 

@@ -17,7 +17,7 @@ from outrider.core.validate import is_whole
 from outrider.engine.chat_template import render
 from outrider.engine.detokenizer import Detokenizer
 from outrider.engine.engine import Engine
-from outrider.errors import RequestError, refuse_unknown, shortened
+from outrider.errors import ContextError, RequestError, about, refuse_unknown, shortened
 from outrider.outputs import RequestOutput
 from outrider.progress import Request
 from outrider.sampling.grammar.compiler import GrammarCompiler
@@ -26,9 +26,10 @@ from outrider.sampling.processors import processors_of
 
 # "text", [1, 2, 3], {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}.
 # If a dict has both ids and a text, the ids are used, and the text is only copied to the output.
+# With "cache_salt", a dict shares cached pages with prompts of the same salt only.
 Prompt = str | Mapping[str, Any] | Sequence[int]
 LONG = 64  # characters a token; the beginning of a longer text is tokenized first
-KEYS = ("prompt", "prompt_token_ids", "messages")
+KEYS = ("prompt", "prompt_token_ids", "messages", "cache_salt")
 
 
 def number_of(id: str) -> int:
@@ -36,6 +37,15 @@ def number_of(id: str) -> int:
     if id.isascii() and id.isdecimal() and len(id) < 20:
         return int(id)
     return int.from_bytes(hashlib.blake2b(id.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
+
+
+def _salt_of(prompt: Prompt) -> str | None:
+    """The cache_salt of a prompt.  Raises RequestError."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is None or (isinstance(salt, str) and salt):
+        return salt
+    text = f"cache_salt must be a string that is not empty, got {shortened(salt)}."
+    raise RequestError(text, "cache_salt")
 
 
 @dataclass(frozen=True)
@@ -69,19 +79,24 @@ class Reader:
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
             if not is_whole(priority):
-                raise RequestError(f"priority must be a whole number, got {shortened(priority)}.")
+                raise RequestError(f"priority must be a whole number, got {shortened(priority)}.", "priority")
+            salt = _salt_of(prompt)
             check = self.refuse_endless if params.truncate_prompt_tokens is None else None
             with self.lock:
                 if isinstance(prompt, Mapping) and "messages" in prompt:
-                    prompt = render(self.tokenizer, prompt, check)
+                    with about("messages"):
+                        prompt = render(self.tokenizer, prompt, check)
                     text = prompt["prompt"]
-                ids = self._truncated(self._ids(prompt, text, check), params)
+                with about("prompt"):
+                    given = self._ids(prompt, text, check)
+                    ids = self._truncated(given, params)
                 if lora is not None:
-                    self._known(lora)
+                    with about("lora_request"):
+                        self._known(lora)
             rows = self._rows(id, ids, params, lora)
             for row in rows:
-                row.priority = priority
-            return Request(id, text, ids, params, rows, self.tokenizer)
+                row.priority, row.cache_salt = priority, salt
+            return Request(id, text, ids, params, rows, self.tokenizer, truncated=len(ids) < len(given))
         except RequestError as error:
             return RequestOutput(id, text, [], finished=True, error=error)
         except Exception as error:  # raised by a tokenizer, or by an object passed as a number
@@ -92,13 +107,14 @@ class Reader:
     def ids(self, prompt: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation.  Raises RequestError."""
         try:
-            with self.lock:
+            with self.lock, about("messages"):
                 rendered = render(self.tokenizer, prompt)
                 return self._ids(rendered, rendered["prompt"])
         except RequestError:
             raise
         except Exception as error:  # raised by a template or a tokenizer
-            raise RequestError(f"the messages cannot be read: {type(error).__name__}: {error}") from error
+            text = f"the messages cannot be read: {type(error).__name__}: {error}"
+            raise RequestError(text, "messages") from error
 
     def encode(
         self, text: str, name: str, special: bool = True, instead: str = "pass token ids"
@@ -108,11 +124,13 @@ class Reader:
         name: of its field, and instead: what could be given, for messages.
         """
         if self.tokenizer is None:
-            raise RequestError(f"{name}: the checkpoint has no tokenizer: {instead}, or LLM(tokenizer=…).")
+            message = f"{name}: the checkpoint has no tokenizer: {instead}, or LLM(tokenizer=…)."
+            raise RequestError(message, name)
         try:  # `_truncated` checks the length, so `verbose` need not
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special, verbose=False)
         except Exception as error:  # tokenizers raise any type, for a lone surrogate for instance
-            raise RequestError(f"{name}: the tokenizer cannot read {shortened(text)}: {error}") from error
+            message = f"{name}: the tokenizer cannot read {shortened(text)}: {error}"
+            raise RequestError(message, name) from error
         return ids
 
     def _known(self, lora: LoRARequest) -> None:
@@ -145,12 +163,12 @@ class Reader:
             raise RequestError(f"prompt_token_ids must be a list, got {type(ids).__name__}{cure}.")
         if len(ids) == 0:
             raise RequestError("the prompt is empty: it must have at least one token.")
-        return self._exist("token id", ids)
+        return self._exist("prompt", ids)
 
     def _exist(self, name: str, ids: Iterable[Any]) -> list[int]:
         """Convert ids to ints, numpy integers included.
 
-        Raises RequestError for ids outside the vocabulary.
+        name: of their parameter.  Raises RequestError for ids outside the vocabulary.
         """
         vocabulary = self.engine.checkpoint.spec.vocabulary
         numbers = []
@@ -158,8 +176,10 @@ class Reader:
             number = to_int(token)
             if number is None or not 0 <= number < vocabulary:
                 shown = shortened(token if number is None else number)
+                where = "" if name == "prompt" else f"{name}: "
                 raise RequestError(
-                    f"{name} {shown} does not exist: the vocabulary has ids 0 … {vocabulary - 1}."
+                    f"{where}token id {shown} does not exist: the vocabulary has ids 0 … {vocabulary - 1}.",
+                    name,
                 )
             numbers.append(number)
         return numbers
@@ -169,7 +189,7 @@ class Reader:
         longest = self.engine.max_len
         beginning = text[: LONG * longest]
         if len(text) > 2 * len(beginning) and len(self.encode(beginning, "prompt")) > 2 * longest:
-            raise RequestError(
+            raise ContextError(
                 f"the prompt of {len(text)} characters has more than the {longest} tokens that the context "
                 "holds: shorten it, or set truncate_prompt_tokens."
             )
@@ -185,7 +205,7 @@ class Reader:
         ids = ids if keep is None else ids[-keep:]
         if len(ids) >= longest:
             cure = " or raise max_model_len" if longest < self.engine.checkpoint.spec.context else ""
-            raise RequestError(
+            raise ContextError(
                 f"the prompt has {len(ids)} tokens, the context holds {longest} and one must be left for the "
                 f"answer: shorten it, set truncate_prompt_tokens (at most {longest - 1}){cure}."
             )
@@ -197,7 +217,8 @@ class Reader:
         ending = eos | frozenset(params.stop_token_ids or ())
         if params.min_tokens and ending.issuperset(range(self.engine.checkpoint.spec.vocabulary)):
             raise RequestError(
-                "min_tokens forbids the tokens that end the text, and here that is every token there is."
+                "min_tokens forbids the tokens that end the text, and here that is every token there is.",
+                "min_tokens",
             )
         limit = min(self.engine.max_len, len(ids) + (params.max_tokens or self.engine.max_len))
         prediction = self._prediction(params)
@@ -234,17 +255,18 @@ class Reader:
 
     def _check(self, params: SamplingParams) -> None:
         """Check what depends on the model and its drafters."""
-        self._exist("allowed_token_ids: token id", params.allowed_token_ids or ())
-        self._exist("stop_token_ids: token id", params.stop_token_ids or ())
-        self._exist("logit_bias: token id", params.logit_bias or ())
+        self._exist("allowed_token_ids", params.allowed_token_ids or ())
+        self._exist("stop_token_ids", params.stop_token_ids or ())
+        self._exist("logit_bias", params.logit_bias or ())
         if params.stop and self.tokenizer is None:
             raise RequestError(
-                "stop strings need a tokenizer, and the checkpoint has none: use stop_token_ids."
+                "stop strings need a tokenizer, and the checkpoint has none: use stop_token_ids.", "stop"
             )
         loaded = self.engine.drafter.sources
         if params.draft_method not in (None, *loaded):
+            names, got = ", ".join(loaded) or "none is", shortened(params.draft_method)
             raise RequestError(
-                f"draft_method must be one that is loaded ({', '.join(loaded)}), got {params.draft_method!r}."
+                f"draft_method must be one that is loaded ({names}), got {got}.", "draft_method"
             )
 
     def _prediction(self, params: SamplingParams) -> list[int]:
@@ -252,8 +274,8 @@ class Reader:
         given: Any = params.prediction or ()
         if isinstance(given, str):
             with self.lock:
-                given = self.encode(given, "the prediction", special=False)
-        return self._exist("prediction: token id", given[: self.engine.max_len])
+                given = self.encode(given, "prediction", special=False)
+        return self._exist("prediction", given[: self.engine.max_len])
 
     def _grammar(self, params: SamplingParams, prompt: int) -> GrammarState | None:
         """Position of a new row in the grammar of structured_outputs, if the request has one."""
@@ -265,7 +287,8 @@ class Reader:
                 engine = self.engine
                 vocabulary = engine.checkpoint.spec.vocabulary
                 self.compilers.append(GrammarCompiler(self.tokenizer, vocabulary, engine.ending))
-        return self.compilers[0].state(form, prompt, params.stop_token_ids or ())
+        with about("structured_outputs"):
+            return self.compilers[0].state(form, prompt, params.stop_token_ids or ())
 
     def _logprobs(self, params: SamplingParams, index: int) -> Logprobs | None:
         """Log-probability store of a sample, or None.  Only the first sample stores those of the prompt."""
@@ -294,10 +317,11 @@ class Reader:
                     for space in ("", " ")
                 )
             if not plain:
-                raise RequestError(f"bad_words: {word!r} is only whitespace, which is cut: use logit_bias.")
+                text = f"bad_words: {word!r} is only whitespace, which is cut: use logit_bias."
+                raise RequestError(text, "bad_words")
             found.append(plain)
             if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 found.append(spaced)
         for ids in found:
-            self._exist("bad_words: token id", ids)
+            self._exist("bad_words", ids)
         return found

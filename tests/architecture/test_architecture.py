@@ -64,6 +64,7 @@ ROOMS = [
 NAMED = {
     ("core/params.py", "suffix"),  # a parameter of OpenAI's, which is refused
     ("core/params.py", "prediction"),  # a parameter
+    ("requests.py", "prediction"),  # the same parameter
     ("core/params.py", "grammar"),  # of other programs, which is refused
     ("core/structured.py", "grammar"),  # a field in vLLM's names
     ("config.py", "off"),

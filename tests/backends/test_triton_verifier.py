@@ -15,7 +15,7 @@ from outrider import verify
 from outrider.backends.torch import sampling as reference
 from outrider.backends.torch.backend import TorchBackend
 from outrider.core.noise import MASK, gumbel, key_of
-from outrider.core.params import DistributionParams
+from outrider.core.params import COLDEST, HOTTEST, DistributionParams
 from outrider.core.tree import DraftTree
 from outrider.sampling.sampler import Sampler
 from outrider.verify.base import RowPicker
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # nump
 quickly = settings(max_examples=4, deadline=None, phases=[Phase.explicit, Phase.generate])
 PARAMS = st.builds(
     DistributionParams,
-    temperature=st.sampled_from([0.0, 0.1, 0.8, 1.0, 1.7]),
+    temperature=st.sampled_from([0.0, COLDEST, 0.003, 0.1, 0.8, 1.0, 1.7, HOTTEST]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 0.4]),
     top_k=st.sampled_from([0, 0, 1, 5, 70, 1000]),
     top_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.01]),

@@ -1,7 +1,8 @@
 """Pages and prefix reuse against a model that knows what every slot must hold.
 
-K/V of a position is a function of all tokens up to it, so a slot is modelled as the tuple of these tokens.  A
-page that is reused for other tokens, or overwritten while a sequence holds it, shows as a wrong tuple.
+K/V of a position is a function of all tokens up to it, so a slot is modelled as the tuple of these tokens,
+after the root of the sequence.  A page that is reused for other tokens or another root, or overwritten while
+a sequence holds it, shows as a wrong tuple.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from outrider.cache.pages import Cache
-from outrider.core.block_table import PAGE, BlockTable
+from outrider.core.block_table import PAGE, ROOT, BlockTable
 
 
 class FakePool:
@@ -35,6 +36,9 @@ class Sequence:
     table: BlockTable
     tokens: list[int]
 
+    def content(self, position: int) -> tuple[Any, ...]:
+        return (self.table.root, *self.tokens[: position + 1])
+
 
 # Few different pages, so that prefixes are often shared and often differ in one token only.
 PAGES = ([1] * PAGE, [2] * PAGE, [1] * (PAGE - 1) + [2])
@@ -44,6 +48,7 @@ texts = st.builds(
     st.lists(st.integers(1, 2), min_size=1, max_size=PAGE),
 )
 pick = st.integers(0, 1000)
+roots = st.sampled_from([ROOT, (1, None), (None, "salt"), (1, "salt")])
 
 
 class Slots(RuleBasedStateMachine):
@@ -55,19 +60,19 @@ class Slots(RuleBasedStateMachine):
 
     def write(self, sequence: Sequence, start: int) -> None:
         for p in range(start, len(sequence.tokens)):
-            self.pool.content[int(sequence.table.slots[p])] = tuple(sequence.tokens[: p + 1])
+            self.pool.content[int(sequence.table.slots[p])] = sequence.content(p)
 
     def one(self, which: int) -> Sequence | None:
         return self.live[which % len(self.live)] if self.live else None
 
-    @rule(tokens=texts)
-    def start(self, tokens: list[int]) -> None:
+    @rule(tokens=texts, root=roots)
+    def start(self, tokens: list[int], root: Any) -> None:
         """As admission does: open, match, reserve, compute the rest."""
-        sequence = Sequence(self.cache.open(), tokens)
+        sequence = Sequence(self.cache.open(root), tokens)
         matched = self.cache.match(sequence.table, tokens, len(tokens) - 1)
         assert matched % PAGE == 0 and matched < len(tokens)
         for p in range(matched):
-            assert self.pool.content[int(sequence.table.slots[p])] == tuple(tokens[: p + 1]), (
+            assert self.pool.content[int(sequence.table.slots[p])] == sequence.content(p), (
                 "match returned another text's page"
             )
         if not self.cache.reserve(sequence.table, len(tokens)):
@@ -113,7 +118,7 @@ class Slots(RuleBasedStateMachine):
         if (source := self.one(which)) is None:
             return
         length = int(len(source.tokens) * share)
-        sequence = Sequence(self.cache.open(), source.tokens[:length] + tokens)
+        sequence = Sequence(self.cache.open(source.table.root), source.tokens[:length] + tokens)
         if self.cache.fork(source.table, sequence.table, length) and self.cache.reserve(
             sequence.table, len(sequence.tokens)
         ):
@@ -140,7 +145,7 @@ class Slots(RuleBasedStateMachine):
     def every_slot_holds_its_text(self) -> None:
         for sequence in self.live:
             for p in range(len(sequence.tokens)):
-                assert self.pool.content[int(sequence.table.slots[p])] == tuple(sequence.tokens[: p + 1])
+                assert self.pool.content[int(sequence.table.slots[p])] == sequence.content(p)
 
 
 Slots.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -310,3 +310,9 @@ def test_lines_of_text_go_through_the_chat_template_unless_raw(tmp_path: Path, m
     assert bare[1]["prompt_token_ids"] == LLM(mute).tokenizer.encode("What do plants need?")
     with pytest.raises(RequestError, match="not both"):
         prompts_of(llm, read(file, raw=True), params, all_turns=True)
+
+
+def test_own_prompts_that_exceed_a_short_context_are_left_out(run: Run, mute: str) -> None:
+    done = run("bench", "-m", mute, "-c", 128, "--method", "ngram", "-n", 4, "--repeats", 1, "--ignore-eos")
+    assert done.status == 0, done.err
+    assert "Left out, as prompt and answer exceed the context: " in done.out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from commands import Run
 
 from outrider import LLM, SamplingParams
+from outrider.cli.chat import lines
 from outrider.engine.engine import Engine
 
 SETTINGS = ("-s", 3, "-n", 20, "--temp", 0.8)
@@ -73,7 +75,7 @@ def test_statistics_count_matches_and_accepted_tokens(run: Run) -> None:
 def test_statistics_mark_lossy_rules(run: Run, lossless: bool) -> None:
     config = {"method": "ngram", "verification": "match" if lossless else "typical", "lossless": lossless}
     result = run("chat", *SETTINGS, "--speculative-config", json.dumps(config), stdin="Hello\n/stats\n")
-    assert "1 turns" in result.out and ("not lossless: the verification rule" in result.out) != lossless
+    assert "1 turn," in result.out and ("not lossless: the verification rule" in result.out) != lossless
 
 
 def test_help_and_unknown_commands(run: Run) -> None:
@@ -90,7 +92,7 @@ def test_a_template_from_a_file(run: Run, tmp_path: Path, mute: str) -> None:
 
 def test_invalid_arguments_are_refused_before_the_chat(run: Run, mute: str) -> None:
     for arguments, output in (
-        (("-m", mute), "chat template"),
+        (("-m", mute), "no chat template: give one with --chat-template-file"),
         (("--chat-template-file", "/no/such/file"), "/no/such/file"),
         (("-m", "/no/model"), "/no/model"),
         (("-c", 16), "context"),
@@ -115,4 +117,17 @@ def test_ctrl_c_ends_a_piped_conversation(run: Run, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Engine, "step", interrupted)
     result = run("chat", "--method", "off", "-n", 50, "--ignore-eos", stdin="Hello\nHello\n")
     assert result.status == 130
-    assert "1 turns, 5 tokens" in result.err
+    assert "1 turn, 5 tokens" in result.err
+
+
+@pytest.mark.parametrize("key", [EOFError, KeyboardInterrupt])
+def test_leaving_ends_the_line_of_the_prompt(
+    key: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pressed(_: str) -> str:
+        raise key
+
+    monkeypatch.setattr("builtins.input", pressed)
+    with contextlib.suppress(KeyboardInterrupt):
+        assert list(lines(True)) == []
+    assert capsys.readouterr().out == "\n"

@@ -19,6 +19,7 @@ from commands import Run
 from outrider import LLM
 from outrider.backends.cpu.threads import processors
 from outrider.cli import app, flags
+from outrider.cli.speculation import AUTO, config_of, parsed
 from outrider.errors import ConfigError
 
 LLAMA_CPP = r"""
@@ -59,7 +60,7 @@ COMMANDS = dict(commands())
 def test_a_file_of_an_option_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     file = tmp_path / "options.json"
     file.write_text('{"path": "naïve"}', encoding="utf-8")
-    code = f"from outrider.cli.flags import parsed; print(ascii(parsed({f'@{file}'!r})))"
+    code = f"from outrider.cli.speculation import parsed; print(ascii(parsed({f'@{file}'!r})))"
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **locale}, capture_output=True)
     assert done.stdout.decode().strip() == r"{'path': 'na\xefve'}", done.stderr.decode()
@@ -112,12 +113,12 @@ def test_threads_beyond_the_processors_are_clipped(run: Run, monkeypatch: pytest
 def test_flags_of_llama_cpp_without_effect(run: Run) -> None:
     plain = run("generate", "-p", "The sea", "-n", 4, "-s", 1)
     words = shlex.split(
-        "-td 2 -cd 512 --draft-min 1 -ctkd q8_0 -tb 2 -b 512 --mlock -fa --no-warmup --log-disable"
+        "-td 2 -cd 512 --draft-min 1 -ctkd q8_0 -tb 2 -b 512 --mlock -fa --no-warmup --log-disable --jinja"
     )
     result = run("generate", "-p", "The sea", "-n", 4, "-s", 1, *words)
     assert (result.status, result.out) == (0, plain.out)
     notes = [line for line in result.err.splitlines() if line.startswith("note: ")]
-    assert len(notes) == 10 and any("--threads-draft does nothing here" in line for line in notes)
+    assert len(notes) == 11 and any("--threads-draft does nothing here" in line for line in notes)
     assert "--threads-draft" not in run("generate", "--help").out
     assert run("generate", "-p", "The sea", "-n", 4, "-s", 1, "-fa", "off").out == plain.out
 
@@ -236,12 +237,27 @@ def test_public_names_load_lazily() -> None:
         ("bench -b 0", "--batch-size"),
         ("datastore build", "--help"),
         ("tune disco builtin", "-md"),
+        ("tune disco builtin builtin-eagle", "'builtin-eagle' is a head for 'eagle': only draft models"),
         ("bench --speculative-config @/no/such/file", "/no/such/file"),
         ("bench --speculative-config tree=@/no/such/file", "/no/such/file"),
         ("bench --prompts /", "'/'"),
         ("generate -p x -m builtin-eagle", "'builtin-eagle' is a draft head, not a model"),
         ("generate -p x -m no.gguf", "no file 'no.gguf'"),
         ("generate -p x -hf owner/name", "-hf owner/name is not known: give the hub id with -m"),
+        ("generate -p x -hff a.gguf", "-hff a.gguf is not known: download the file and give it with -m"),
+        ("chat -hft secret", "error: -hft is not known: set the environment variable HF_TOKEN."),
+        ("generate -p x -mu http://x/y.gguf", "-mu http://x/y.gguf is not known: download the file"),
+        ("generate -p x -cnv", "error: No such option: -cnv. See `outrider generate --help`."),
+        ("generate x -mg 0", "error: No such option: -mg."),
+        ("generate x -if", "error: No such option: -if."),
+        ("generate x -ngl", "-ngl' requires an argument"),
+        ("generate x -tp -n many", "error: Invalid value for '--tensor-parallel-size' / '-tp'"),
+        ("generate -p x --draft-p-min 0.4", "--draft-p-min is for a draft model: give one with -md"),
+        ("chat --dtype-draft bfloat16", "--dtype-draft is for a draft model: give one with -md"),
+        ("serve builtin --draft-p-min 0.4", "--draft-p-min is for a draft model: give one with -md"),
+        ("generate -p x --method ngram --draft-p-min 0.4", "--draft-p-min is not for the method 'ngram'"),
+        ("generate -p x --method off -md builtin-draft", "--model-draft is not for the method 'off'"),
+        ("generate -p x -md builtin-eagle --draft-p-min 0.4", "--draft-p-min is not for the method 'eagle'"),
         ("tune disco builtin builtin-draft --prompts /no/file", "/no/file"),
     ],
 )
@@ -249,6 +265,16 @@ def test_a_usage_error_is_one_line(run: Run, words: str, message: str) -> None:
     result = run(*words.split())
     assert (result.status, result.out) == (2, "")
     assert result.err.startswith("error: ") and result.err.count("\n") == 1 and message in result.err
+
+
+@pytest.mark.parametrize("words", ["generate -p x", "chat", "bench", "tune builtin", "verify --method ngram"])
+def test_ctrl_c_prints_no_traceback(run: Run, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.llm.LLM.__init__", pressed)
+    result = run(*words.split())
+    assert (result.status, result.out, result.err) == (130, "", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -267,13 +293,13 @@ def test_without_arguments_there_is_help(run: Run) -> None:
 def test_a_speculative_config_from_a_file_or_by_name(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{\n "method": "ngram",\n "num_speculative_tokens": 2\n}\n')
-    assert flags.parsed(f"@{file}") == {"method": "ngram", "num_speculative_tokens": 2}
+    assert parsed(f"@{file}") == {"method": "ngram", "num_speculative_tokens": 2}
     message = run("generate", "-p", "x", "-n", 3, "--speculative-config", f"@{file}")
     assert message.status == 0 and "n_draft   = 2" in message.err
-    assert flags.config_of({"config": "off"}) == {"method": "off"} and flags.config_of({}) is None
+    assert config_of({"config": "off"}) == {"method": "off"} and config_of({}) is None
     file.write_text("{\n")
     with pytest.raises(ConfigError, match=r"config\.json' is no JSON"):
-        flags.parsed(f"@{file}")
+        parsed(f"@{file}")
 
 
 @pytest.mark.parametrize("words", ["generate -p x -n 200 --ignore-eos", "bench --help"])
@@ -288,14 +314,14 @@ def test_a_closed_pipe_prints_no_traceback(words: str) -> None:
 
 def test_what_pays_is_drafted_unless_flags_say_otherwise() -> None:
     auto = {"method": "auto"}
-    assert flags.config_of({}, flags.AUTO) == flags.config_of({"config": "{}"}, flags.AUTO) == auto
-    assert flags.config_of({"method": "off"}, flags.AUTO) == {"method": "off"}
+    assert config_of({}, AUTO) == config_of({"config": "{}"}, AUTO) == auto
+    assert config_of({"method": "off"}, AUTO) == {"method": "off"}
     model, depth = {"model": "builtin-draft"}, {"num_speculative_tokens": 4}
-    assert flags.config_of(model, flags.AUTO) == {**auto, **model}
-    assert flags.config_of({**model, **depth}, flags.AUTO) == {**model, **depth}
-    assert flags.config_of(model) == model
+    assert config_of(model, AUTO) == {**auto, **model}
+    assert config_of({**model, **depth}, AUTO) == {**model, **depth}
+    assert config_of(model) == model
     device = {**model, "draft_device": "cpu"}
-    assert flags.config_of(device, flags.AUTO) == {"adaptive": True, **device}
-    assert flags.config_of(depth, flags.AUTO) == {**auto, **depth}
-    assert flags.config_of({"config": json.dumps(depth)}, flags.AUTO) == depth
-    assert flags.config_of({}) is None
+    assert config_of(device, AUTO) == {"adaptive": True, **device}
+    assert config_of(depth, AUTO) == {**auto, **depth}
+    assert config_of({"config": json.dumps(depth)}, AUTO) == depth
+    assert config_of({}) is None

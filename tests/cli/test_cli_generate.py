@@ -205,7 +205,11 @@ BAD: list[tuple[tuple[Any, ...], str]] = [
     (("-p", "x", "-t", 0), "threads"),
     (("-p", "x", "--dtype", "float3"), "float3"),
     (("-p", "x", "--device", "gpu"), "gpu"),
-    (("-p", "x", "--draft-p-min", 0.5), "method"),
+    (("-p", "x", "--draft-p-min", 0.5), "--draft-p-min is for a draft model: give one with -md"),
+    (
+        ("-p", "x", "-md", "builtin-draft", "--draft-p-min", 2),
+        "--draft-p-min must be a number in [0, 1]",
+    ),
     (("-p", "x", "--method", "ngarm"), "Did you mean 'ngram'"),
     (("-p", "x", "--method", "ngram", "--draft", -1), "num_speculative_tokens"),
     (("-p", "x", "--speculative-config", "{"), "no JSON"),

@@ -13,6 +13,7 @@ from commands import Run
 from toys import save_head
 
 from outrider.checkpoints.weights import Weights
+from outrider.draft.eagle import SGLANG
 from outrider.draft.redrafter import Network
 from outrider.inspect import heads
 from outrider.inspect.heads import head_card
@@ -133,18 +134,22 @@ KNOWN: dict[str, tuple[Shapes, dict[str, Any], str, int | None, int, int | None]
     "hydra": (hydra(), {"hydra_num_heads": 4}, "reference", 4, H, V),
     "mlp": (mlp("speculator.", 4), {"n_predict": 4}, "IBM", 4, H, V),
     "mlp, tied": (mlp("", 1), {"n_predict": 5}, "IBM", 5, H, V),
-    "eagle-3": (eagle3("midlayer"), {"vocab_size": V}, "reference", None, H, 128),
+    "eagle-3": (eagle3("midlayer"), {"vocab_size": V}, "reference, SGLang", None, H, 128),
+    "eagle-3, norms": ({**eagle3("midlayer"), "fc_norm.0.weight": (H,)}, {}, "reference", None, H, 128),
     "eagle-3, vLLM": (eagle3("layers.0"), {}, "speculators, vLLM", None, H, 128),
     "eagle-3, one tap": (
         {**eagle3("midlayer"), "fc.weight": (H, H)},
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [7]}},
-        "reference",
+        "reference, SGLang",
         None,
         H,
         128,
     ),
     "peagle": ({**eagle3("layers.0"), "mask_hidden": (1, 1, H)}, {}, "speculators, vLLM", None, H, 128),
-    "eagle": (eagle(), {}, "reference", None, H, V),
+    "eagle": ({**eagle(), "fc.bias": (H,)}, {}, "reference", None, H, V),
+    "eagle, no bias": (eagle(), {}, "reference, vLLM", None, H, V),
+    "eagle, no architectures": (eagle(), {"architectures": None}, "reference, vLLM", None, H, V),
+    "eagle, SGLang": ({**eagle(), "fc.bias": (H,)}, {"architectures": [SGLANG]}, "SGLang", None, H, V),
     "eagle, vLLM": (eagle("model."), {}, "vLLM", None, H, V),
     "speculators": (
         {"fusion_fc.weight": (H, 2 * H)},

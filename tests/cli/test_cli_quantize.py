@@ -47,3 +47,9 @@ def test_a_full_disk_is_one_line(run: Run, tmp_path: Path) -> None:
     with full_disk(1 << 16):
         done = run("quantize", "-m", source, "-o", tmp_path / "few")
     assert done.status == 2 and "few/model.safetensors' cannot be written: " in done.err
+
+
+def test_a_grown_model_is_refused(run: Run, tmp_path: Path) -> None:
+    """Its file is that of `builtin`, which would be written instead."""
+    done = run("quantize", "-m", "builtin-100m", "-o", tmp_path / "few", "--bits", 16)
+    assert done.status == 2 and done.err.endswith("has no weights of its own: give 'builtin'.\n")

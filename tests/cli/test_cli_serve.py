@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -190,6 +192,20 @@ def test_a_port_in_use_is_reported_before_loading(run: Run) -> None:
             assert result.status == 2 and result.err.endswith(
                 f"error: 127.0.0.1:{port} cannot be listened on: Address already in use.\n"
             )
+
+
+def test_without_its_packages_there_is_help_and_one_line_at_the_start() -> None:
+    missing = ("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client")
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); from outrider.cli import main; main()"
+
+    def called(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", code, "serve", *words], capture_output=True, text=True)
+
+    shown = called("--help")
+    assert shown.returncode == 0 and "--max-requests" in shown.stdout, shown.stderr
+    refused = called("builtin")
+    text = "error: the server needs more packages: pip install 'outrider[serve]'.\n"
+    assert (refused.returncode, refused.stderr) == (2, text)
 
 
 def test_help_explains_every_option(run: Run) -> None:

@@ -11,6 +11,7 @@ from commands import Run
 
 from outrider.draft import detect
 from outrider.errors import ConfigError
+from outrider.train.loop import Trainer
 from outrider.train.processes import Processes
 
 
@@ -40,6 +41,28 @@ def test_a_head_is_trained_and_its_run_reported(run: Run, mute: str, data: Path,
     assert "tokens/step" in done.out and "answer tokens/s" in done.out and "optimizer" in done.out
     assert detect(str(tmp_path / "head")) == "medusa"
     again = run("train", "medusa", "-m", mute, "--data", data, "--out", tmp_path / "head", *short)
+    assert again.status == 0 and "going on after step 2" in again.out
+
+
+def test_ctrl_c_keeps_the_checkpoint_and_prints_how_to_resume(
+    run: Run, mute: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = '{"prompt_tokens": 6, "heads": 2, "checkpoint_every": 1, "answer_tokens": 12}'
+    given = ("-m", mute, "--data", data, "--steps", 3, "--batch", 2, "--options", sizes)
+    advance = Trainer.advance
+
+    def pressed(trainer: Trainer) -> float:
+        if trainer.step == 2:
+            raise KeyboardInterrupt
+        return advance(trainer)
+
+    monkeypatch.setattr(Trainer, "advance", pressed)
+    stopped = run("train", "medusa", *given, "--out", tmp_path / "head")
+    assert (stopped.status, stopped.err) == (130, "")
+    last = stopped.out.splitlines()[-1]
+    assert last == f"Stopped: the same command goes on from what is saved in {tmp_path / 'head' / 'work'}."
+    monkeypatch.undo()
+    again = run("train", "medusa", *given, "--out", tmp_path / "head")
     assert again.status == 0 and "going on after step 2" in again.out
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 
 from outrider import RequestError, SamplingParams
-from outrider.core.params import DistributionParams
+from outrider.core.params import COLDEST, HOTTEST, DistributionParams
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ from outrider.core.params import DistributionParams
         {"n": 1.5},
         {"n": True},
         {"temperature": -0.1},
-        {"temperature": 0.001},
+        {"temperature": -1e-9},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
         {"temperature": "1"},
@@ -53,6 +54,7 @@ def test_a_parameter_out_of_range_is_refused_by_name_and_value(given: dict[str, 
     with pytest.raises(RequestError) as caught:
         SamplingParams(**given)
     assert name in str(caught.value) and repr(value).strip("()[]") in str(caught.value)
+    assert caught.value.param == pickle.loads(pickle.dumps(caught.value)).param == name
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,8 @@ def test_a_parameter_of_another_program_is_refused_with_what_serves_here(wrong: 
 
 
 def test_parameters_are_normalised_and_frozen() -> None:
-    params = SamplingParams(stop="x", top_k=-1, temperature=1)
+    params = SamplingParams(stop="x", top_k=-1, temperature=1, seed=-1)
+    assert params.seed is None
     assert (
         params.stop == ("x",)
         and params.top_k == 0
@@ -134,8 +137,17 @@ def test_parameters_are_normalised_and_frozen() -> None:
 )
 def test_a_bad_value_is_refused_by_name(given: dict[str, Any]) -> None:
     ((name, _),) = given.items()
-    with pytest.raises(RequestError, match=rf"^{name} must"):
+    with pytest.raises(RequestError, match=rf"^{name} must") as caught:
         SamplingParams(**given)
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("given", "used"), [(0, 0), (1e-3, 1e-3), (5e-324, COLDEST), (1e-20, 1e-20), (1e300, HOTTEST)]
+)
+def test_every_temperature_has_a_reciprocal_in_float32(given: float, used: float) -> None:
+    params = SamplingParams(temperature=given)
+    assert (params.temperature, params.distribution.temperature) == (given, used)
 
 
 def test_stop_strings_need_text() -> None:

@@ -18,6 +18,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}"
     "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.x }}{% endif %}{{ eos_token }}{% endfor %}"
     "{% if tools %}({{ tools[0].function.name }}){% endif %}{% if loud %}!{% endif %}"
+    "{% for d in documents or () %}<{{ d.title }}>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 ASKED = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello there"}]
@@ -72,6 +73,7 @@ def test_template_options_and_tools_are_applied(llm: LLM) -> None:
         "function": {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}},
     }
     assert "(look)" in text_of(llm, ASKED, tools=[tool])
+    assert "<One><Two>[" in text_of(llm, ASKED, documents=[{"title": "One"}, {"title": "Two"}])
     begun = [*ASKED, {"role": "assistant", "content": "I am"}]
     assert text_of(llm, begun, add_generation_prompt=False, continue_final_message=True).endswith(
         "[assistant] I am"
@@ -87,6 +89,12 @@ def test_streaming_takes_messages_too(llm: LLM) -> None:
     assert (
         last.outputs[0].token_ids == llm.chat(ASKED, GREEDY, chat_template=TEMPLATE)[0].outputs[0].token_ids
     )
+
+
+@pytest.mark.parametrize("more", [{}, {"content": None}, {"content": None, "tool_calls": []}], ids=str)
+def test_an_assistant_message_without_content_is_empty(llm: LLM, more: dict[str, Any]) -> None:
+    messages = [*ASKED, {"role": "assistant", **more}, {"role": "user", "content": "and now?"}]
+    assert "[assistant] <|end|>[user] and now?" in text_of(llm, messages)
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [

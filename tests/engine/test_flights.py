@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import time
+from pathlib import Path
 
+import pytest
+
+from outrider import LLM, SamplingParams
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.evidence import Evidence
@@ -13,8 +18,9 @@ from outrider.core.clock import NO_TIMES, Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import DraftTree
+from outrider.engine import flights
 from outrider.engine.flights import Flight, controller_of
-from outrider.testing import make_row
+from outrider.testing import make_row, tiny_checkpoint
 
 DEPTH, ASKED = 4, 5
 
@@ -75,3 +81,31 @@ def test_what_a_controller_has_of_a_row_is_taken_in_before_another_one_gets_it()
     assert controller_of(batch_of(a, b), [first, second], []) is first
     assert first.log and not second.log
     assert sum(second.evidence.states[b].summary.steps.values()) > 0
+
+
+def test_waiting_for_what_drafters_asked_of_a_device_is_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed before the forward, which the controller would otherwise take for slower."""
+    moments = iter([10.0, 14.0, 20.0])
+    monkeypatch.setattr(flights, "working_time", moments.__next__)
+    flight = Flight(Batch(), controllers()[0], lambda: NotImplemented, Times(1.0, 2.0, 3.0))
+    assert flight.result()[1] == Times(5.0, 8.0, 3.0)
+
+
+def test_what_a_drafter_does_after_a_step_is_drafting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no part of what plain decoding is taken to cost."""
+    llm = LLM(tiny_checkpoint(tmp_path / "llama"), speculative_config={"method": "auto"})
+    engine, found = llm.engine, list[Times]()
+    learn = engine.adaptive[0].learn
+
+    def listening(commit: Commit, times: Times) -> None:
+        if not commit.batch.prefill:
+            found.append(times)
+        learn(commit, times)
+
+    monkeypatch.setattr(engine.adaptive[0], "learn", listening)
+    monkeypatch.setattr(engine.drafter, "observe", lambda commit: time.sleep(0.2))
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False)
+    llm.generate({"prompt_token_ids": [1, 2, 3]}, params, use_tqdm=False)
+    assert found and all(times.propose >= 0.2 > times.rest for times in found)

@@ -238,6 +238,14 @@ def test_prefix_cache(
     assert not any(cache.index for cache in llm.engine.caches)
 
 
+def test_a_draft_model_with_its_own_pages_keeps_salts_apart(llama: str, twins: Callable[..., str]) -> None:
+    llm = LLM(llama, speculative_config=draft(twins(sentencepiece), "retokenize"))
+    hits, prompt = _hits(llm), [*PROMPTS[0], *PROMPTS[1]] * 2
+    for salt in ("a", "b", "b", None):
+        llm.generate({"prompt_token_ids": prompt, "cache_salt": salt}, SamplingParams(max_tokens=2))
+    assert [hit > 0 for hit in hits] == [False, False, True, False]
+
+
 def _hits(llm: LLM) -> list[int]:
     """What the last of the engine's allocators finds in its index from now on."""
     cache, found = llm.engine.caches[-1], list[int]()

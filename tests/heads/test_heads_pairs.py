@@ -7,6 +7,7 @@ text.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +24,9 @@ from outrider import LLM, SamplingParams
 from outrider.cache.pool import Pool
 from outrider.config import SpeculativeOptions
 from outrider.core.row import Row
-from outrider.core.step import FINAL
+from outrider.core.step import FINAL, Batch, Commit
 from outrider.core.step_input import StepInput
+from outrider.core.tree import NO_BUDGET, Budget
 from outrider.heads.recurrent import Forwards
 from outrider.testing import KnownTexts, check_idle, random_prompts, tiny_checkpoint
 
@@ -170,6 +172,48 @@ def test_rows_without_drafts_are_read_before_many_states_are_pending(checkpoint:
     silent = next(records for row, records in drafter.log.pairs.items() if not row.params.speculate)
     assert len(silent) >= 64 and most <= 64 + 4
     check(llm, drafter)
+
+
+@pytest.mark.parametrize("rest", [1, 7, 80])
+def test_states_of_steps_without_drafts_are_read_together_later(
+    checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch, rest: int
+) -> None:
+    """Drafts pause for so many steps, in which requests come and go.  No pair is missing afterwards."""
+    prompts = random_prompts(5, seed=13, longest=40)
+    params = [distribution(i, max_tokens=LONG + 11 * i) for i in range(5)]
+    llm, drafter = use_drafter(checkpoint, plain, prompts, params, max_num_seqs=3)
+    budget, steps, pending = llm.engine.controller.budget, itertools.count(1), list[int]()
+
+    def paused(batch: Batch) -> list[Budget]:
+        pending.append(len(drafter.unread.commits))
+        return budget(batch) if next(steps) % (rest + 2) < 2 else [NO_BUDGET] * len(batch)
+
+    monkeypatch.setattr(llm.engine.controller, "budget", paused)
+    run(llm, prompts, params)
+    assert min(rest + 1, 50) <= max(pending) <= 64
+    check(llm, drafter)
+
+
+def test_a_lost_plain_step_leaves_a_gap(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps on both sides of one whose states were lost are not taken for neighbours."""
+    prompts, params = random_prompts(2, seed=3), [distribution(i, max_tokens=40) for i in range(2)]
+    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
+    drafter.complete = False
+    budget, observe, steps, seen = llm.engine.controller.budget, drafter.observe, itertools.count(), []
+
+    def paused(batch: Batch) -> list[Budget]:
+        return budget(batch) if next(steps) > 12 else [NO_BUDGET] * len(batch)
+
+    def lossy(commit: Commit) -> None:
+        seen.append(commit)
+        if len(seen) != 6:
+            observe(commit)
+
+    monkeypatch.setattr(llm.engine.controller, "budget", paused)
+    monkeypatch.setattr(drafter, "observe", lossy)
+    run(llm, prompts, params)
+    assert drafter.drafted > 2
+    check(llm, drafter, once=False)
 
 
 def test_a_pair_without_a_slot_is_not_read(checkpoint: str, plain: LLM) -> None:

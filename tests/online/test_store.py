@@ -79,7 +79,10 @@ def test_an_error_while_writing_leaves_the_last_weights(
 ) -> None:
     Store(tmp_path, "t", "b").save({}, WEIGHTS, {"number": 1})
     again = Store(tmp_path, "t", "b")  # as after a restart
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(OSError, match="No space left" if part == "hashed" else "the disk is full"),
+    ):
         patch.setattr(Path if part == "write_text" else store, part, broken)
         again.save({}, WEIGHTS, {"number": 2})
     assert number(tmp_path) == 1 and len(list(tmp_path.iterdir())) == 3, "nothing is left of the new ones"

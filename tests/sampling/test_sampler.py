@@ -17,7 +17,7 @@ from outrider import ModelError
 from outrider.backends.torch import sampling as reference
 from outrider.backends.torch.backend import TorchBackend
 from outrider.core.noise import MASK, key_of
-from outrider.core.params import DistributionParams
+from outrider.core.params import COLDEST, HOTTEST, DistributionParams
 from outrider.sampling.processors import min_tokens
 from outrider.sampling.sampler import Sampler
 
@@ -45,7 +45,7 @@ def random_logits(rng: random.Random, vocabulary: int) -> Tensor:
 
 def random_distribution(rng: random.Random, vocabulary: int) -> DistributionParams:
     return DistributionParams(
-        temperature=rng.choice((0.0, 0.01, 0.3, 0.8, 1.0, 1.7, 20.0)),
+        temperature=rng.choice((0.0, COLDEST, 1e-7, 0.003, 0.01, 0.3, 0.8, 1.0, 1.7, 20.0, HOTTEST)),
         min_p=rng.choice((0.0, 0.0, 0.001, 0.05, 0.5, 1.0)),
         top_k=rng.choice((0, 0, 1, 2, 5, 50, vocabulary - 1, vocabulary, vocabulary + 7)),
         top_p=rng.choice((1.0, 1.0, 0.999, 0.9, 0.5, 0.05, 1e-6)),

@@ -93,6 +93,16 @@ def test_tokens_of_a_conversation_are_those_of_its_prompt(server: Served, llm: L
     assert "What is 3 + 4?" in text and server.post("/tokenize", {"prompt": "Hi"}).json()["count"] >= 1
 
 
+def test_an_assistant_message_of_null_is_an_empty_one(client: OpenAI) -> None:
+    def prompt(content: str | None) -> Any:
+        messages: Any = [*MESSAGES, {"role": "assistant", "content": content}, MESSAGES[1]]
+        given: Any = {"model": "builtin", "messages": messages, "max_tokens": 1}
+        got: Any = client.chat.completions.create(**given, extra_body={"return_token_ids": True})
+        return got.prompt_token_ids
+
+    assert prompt(None) == prompt("")
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": [3, 4]}},

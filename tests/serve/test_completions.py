@@ -87,7 +87,13 @@ def test_echo_and_logprobs_cover_prompt_and_output(client: OpenAI, llm: LLM) -> 
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"echo": True}, {"guided_choice": ["😀 and 𝄞"], "speculation": {"enabled": False}}]
+    "more",
+    [
+        {},
+        {"echo": True},
+        {"echo": True, "truncate_prompt_tokens": 3},
+        {"guided_choice": ["😀 and 𝄞"], "speculation": {"enabled": False}},
+    ],
 )
 def test_logprobs_of_a_stream_are_those_of_the_whole(more: Any, server: Served) -> None:
     body: Any = {"prompt": PROMPT, "seed": 3, "max_tokens": 12, "logprobs": 1, "n": 2, **more}
@@ -99,6 +105,28 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(more: Any, server: Served) 
         assert "".join(part["text"] for part in parts) == choice["text"]
         for name, values in choice["logprobs"].items():
             assert [x for part in parts if (found := part["logprobs"]) for x in found[name]] == values
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, [70, 80, 90, 300, 310]])
+@pytest.mark.parametrize(("keep", "stream"), [(3, False), (3, True), (50, False), (-1, True)])
+def test_the_echo_of_a_truncated_prompt_is_what_the_model_got(
+    prompt: Any, keep: int, stream: bool, server: Served, llm: LLM
+) -> None:
+    ids = (llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)[-keep if keep > 0 else 0 :]
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 2, "temperature": 0}
+    answer = server.post("/v1/completions", {**body, "truncate_prompt_tokens": keep, "stream": stream})
+    lines = [line[6:] for line in answer.text.split("\n\n")[:-2]] if stream else [answer.text]
+    parts = [json.loads(line)["choices"][0] for line in lines]
+    text = "".join(part["text"] for part in parts)
+    found = {
+        name: [value for part in parts if part["logprobs"] for value in part["logprobs"][name]]
+        for name in ("tokens", "text_offset", "token_logprobs")
+    }
+    assert text.startswith(llm.tokenizer.decode(ids)) and text == "".join(found["tokens"])
+    assert found["tokens"][: len(ids)] == [llm.tokenizer.decode([token]) for token in ids]
+    for offset, token in zip(found["text_offset"], found["tokens"], strict=True):
+        assert text[offset:].startswith(token)
+    assert found["token_logprobs"][0] is None and None not in found["token_logprobs"][1:]
 
 
 def test_usage_of_a_stream_comes_last_when_asked_for(client: OpenAI) -> None:

@@ -11,7 +11,8 @@ import pytest
 from patience import HANG
 from served import Served
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+NO = {"type": "array", "items": {"not": {}}}  # a schema that is refused
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -44,7 +45,6 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
         (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "temperature"),
         (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
-        (COMPLETIONS, {"prompt": "a", "temperature": 0.001}, "temperature"),
         (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"prompt": "a", "min_tokens": 99}, "min_tokens"),
@@ -71,7 +71,6 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
         (CHAT, {"messages": HELLO, "chat_template": "{{ 1 }}"}, "--trust-request-chat-template"),
         (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content", "content": [3]}}, "prediction"),
         (COMPLETIONS, {"prompt": "a", "prediction": "text"}, "prediction"),
-        (COMPLETIONS, {"prompt": "a", "stream_options": {"continuous_usage_stats": True}}, "continuous"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "x", "6": "y"}}, "logit_bias"),
         ("/v1/responses", {"input": "a", "truncation": "auto"}, "truncation"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a", "tool_calls": 5}]}, ""),
@@ -89,6 +88,72 @@ def test_a_wrong_value_is_named(path: str, body: Any, text: str, server: Served)
 
 
 JSON = {"Content-Type": "application/json"}
+USER = {"role": "user", "content": "a"}
+FUNCTION: dict[str, Any] = {"name": "f", "parameters": NO}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (COMPLETIONS, {"prompt": [10**9]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x " * 600}, "prompt"),
+        (COMPLETIONS, {"prompt": "x" * 200_000}, "prompt"),
+        (COMPLETIONS, {"prompt": "\ud800"}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "min_tokens": 99}, "min_tokens"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "x"}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"99999999": 1}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [1 << 70]}, "stop_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [99999999]}, "allowed_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "bad_words": [" "]}, "bad_words"),
+        (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        (COMPLETIONS, {"prompt": "a", "speculation": {"method": "x"}}, "speculation.method"),
+        (COMPLETIONS, {"prompt": ["a"] * 200, "n": 2}, "n"),
+        (COMPLETIONS, {"prompt": "a", "guided_regex": "a("}, "guided_regex"),
+        (COMPLETIONS, {"prompt": "a", "guided_choice": []}, "guided_choice"),
+        (COMPLETIONS, {"prompt": "a", "structured_outputs": {}}, "structured_outputs"),
+        (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regexp": "a"}}, "structured_outputs"),
+        (COMPLETIONS, {"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        (CHAT, {"messages": [USER, {}]}, "messages.1.role"),
+        (CHAT, {"messages": [USER, {"role": "user"}]}, "messages.1.content"),
+        (CHAT, {"messages": [{**USER, "tool_calls": [5]}]}, "messages.0.tool_calls"),
+        (CHAT, {"messages": [{**USER, "content": "x " * 600}]}, "messages"),
+        (CHAT, {"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
+        (CHAT, {"messages": HELLO, "max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+        (CHAT, {"messages": HELLO, "allowed_token_ids": []}, "allowed_token_ids"),
+        (
+            CHAT,
+            {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": NO}}},
+            "response_format",
+        ),
+        (
+            CHAT,
+            {
+                "messages": HELLO,
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": FUNCTION}],
+            },
+            "tools",
+        ),
+        (RESPONSES, {"input": "x " * 600}, "input"),
+        (RESPONSES, {"input": [USER, {"role": 5, "content": "a"}]}, "input"),
+        (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema", "schema": NO}}}, "text.format"),
+        (RESPONSES, {"input": "a", "allowed_token_ids": []}, "allowed_token_ids"),
+        ("/tokenize", {"prompt": "\udfff"}, "prompt"),
+        ("/tokenize", {"messages": [USER, {"role": "user"}]}, "messages.1.content"),
+    ],
+)
+def test_the_field_at_fault_is_the_param_of_the_error(
+    path: str, body: dict[str, Any], param: str, server: Served
+) -> None:
+    """Streams, too, have the status of an error that is known before the first token."""
+    streams = [{}, {"stream": True}] if path in (COMPLETIONS, CHAT, RESPONSES) else [{}]
+    for stream in streams:
+        content = json.dumps({**body, **stream})
+        answer = httpx.post(server.url + path, content=content, headers=JSON, timeout=HANG)
+        assert refused(answer, 400)["param"] == param, answer.text
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_a_method_that_is_not_loaded_is_refused_by_name(adaptive: Served) -> Non
     answer = adaptive.post("/v1/completions", body, headers=KEY)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "speculation.method"
-    assert error["message"].startswith("speculation.method must be one that is loaded (")
+    assert error["message"].startswith("speculation.method: draft_method must be one that is loaded (")
     assert "medusa" in error["message"] and "suffix" in error["message"]
 
 

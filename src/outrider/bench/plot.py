@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.control.evidence import Moment
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, write_fault
 
 FORMATS = (".png", ".svg", ".pdf")
 BLUE, RED, GREY = "#0072b2", "#d55e00", "#7a7a7a"  # of Okabe and Ito, whom colour-blind readers can follow
@@ -158,6 +158,6 @@ def save(figure: Any, title: str, out: Path) -> None:
         metadata = {"Date": None} if out.suffix.lower() == ".svg" else None  # the same file every day
         figure.savefig(out.expanduser(), dpi=150, metadata=metadata)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {str(out)!r}: {error}") from error
+        raise ConfigError(f"the plot cannot be written to {str(out)!r}: {write_fault(error)}") from error
     finally:
         pyplot().close(figure)

@@ -86,7 +86,7 @@ def prompts_of(
     asked = [
         prompt for question in questions for prompt in _asked(llm, question, params, templated, all_turns)
     ]
-    made = [(kind, ids) for kind, ids in asked if len(ids) + (params.max_tokens or 1) <= llm.engine.max_len]
+    made = _fitting(llm, asked, params)
     if not made:
         raise RequestError(
             f"no prompt and {params.max_tokens} new tokens fit into the context of {llm.engine.max_len}."
@@ -102,9 +102,18 @@ def prompts_for(
     all_turns: bool = False,
 ) -> tuple[Prompts, int]:
     """`prompts_of`; our own prompts if there are no questions."""
-    if questions is None:
-        return [(prompt.kind, rendered(prompt, llm.tokenizer, raw)) for prompt in PROMPTS], 0
-    return prompts_of(llm, questions, params, all_turns)
+    if questions is not None:
+        return prompts_of(llm, questions, params, all_turns)
+    own = [(each.kind, rendered(each, llm.tokenizer, raw)["prompt_token_ids"]) for each in PROMPTS]
+    made = _fitting(llm, own, params) or own
+    return [(kind, {"prompt_token_ids": ids}) for kind, ids in made], len(own) - len(made)
+
+
+def _fitting(
+    llm: LLM, asked: Sequence[tuple[str, list[int]]], params: SamplingParams
+) -> list[tuple[str, list[int]]]:
+    """Those that fit into the context together with their answers."""
+    return [(kind, ids) for kind, ids in asked if len(ids) + (params.max_tokens or 1) <= llm.engine.max_len]
 
 
 def _asked(

@@ -30,9 +30,9 @@ def counted(what: str, total: int, console: Console) -> Iterator[Callable[[str],
 def _titled(title: str, *columns: str, no_wrap: bool = True) -> Table:
     """A row for each method."""
     made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
-    made.add_column("method")
+    made.add_column("method", overflow="fold")
     for name in columns:
-        made.add_column(name, justify="right", no_wrap=no_wrap)
+        made.add_column(name, justify="right", no_wrap=no_wrap, overflow="fold")
     return made
 
 

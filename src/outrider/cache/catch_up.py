@@ -16,13 +16,17 @@ read, but `filled` stays in front of the gap, so that no page behind it is share
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from outrider.core.block_table import PAGE
+from outrider.core.device import to_device
 from outrider.core.row import Row
+from outrider.core.step import Commit
 
 MAX_PENDING = 64  # states of a row without drafts that may be pending; then they are read all the same
 
@@ -61,11 +65,71 @@ class Cursor:
         written = self.states[: self.num_written]
         kept: list[Tensor] = []
         if written and keep:  # a copy: a view would keep the whole chunk alive
-            kept = [torch.cat([states[-keep:] for states in written])[-keep:].clone()]
+            last = written[-1] if len(written[-1]) >= keep else torch.cat([part[-keep:] for part in written])
+            kept = [last[-keep:].clone()]
         dropped = sum(map(len, written)) - sum(map(len, kept))
         self.first, self.count = self.first + dropped, self.count - dropped
         self.states[: self.num_written] = kept
         self.num_written = 0
+
+
+class Unread:
+    """Steps whose states no cursor has yet, oldest first.
+
+    While a drafter is not asked, they are put off: taken in together, they cost a few calls for each row, and
+    not for each row and step.  num_rows: of their forwards.
+    """
+
+    def __init__(self) -> None:
+        self.commits: list[Commit] = []
+        self.num_rows = 0
+
+    def add(self, commit: Commit) -> None:
+        self.commits.append(commit)
+        self.num_rows += commit.states.num_rows
+
+    def take_in(self, catch_up: CatchUp, wanted: Sequence[int], keep: int) -> None:
+        """Append the wanted states to the cursors of their rows, which keep so many written ones."""
+        commits, self.commits, self.num_rows = self.commits, [], 0
+        for group in _successive(commits):
+            for step, own in zip(group[0].batch, _states_of(group, wanted)):
+                cursor = catch_up.cursor(step.row, step.start)
+                cursor.drop_written(keep)
+                cursor.append(step.start, own)
+
+
+def _states_of(group: Sequence[Commit], wanted: Sequence[int]) -> Sequence[Tensor]:
+    """The wanted states of each row in successive steps."""
+    if len(group) == 1:
+        return [group[0].states.of(r, wanted) for r in range(len(group[0].batch))]
+    parts = [commit.states.all(wanted) for commit in group]
+    firsts, index, counts = [0, *accumulate(map(len, parts))], list[int](), list[int]()
+    for r in range(len(group[0].batch)):
+        before = len(index)
+        for first, commit in zip(firsts, group):
+            index += [first + place for place in commit.states.places[r]]
+        counts.append(len(index) - before)
+    places = to_device(torch.tensor(index, dtype=torch.int64), parts[0].device)
+    return torch.split(torch.cat(parts).index_select(0, places), counts)
+
+
+def _successive(commits: Sequence[Commit]) -> Iterator[list[Commit]]:
+    """Groups of steps of the same rows, without a gap in their positions."""
+    group = list[Commit]()
+    for commit in commits:
+        if group and not _follows(group[-1], commit):
+            yield group
+            group = []
+        group.append(commit)
+    if group:
+        yield group
+
+
+def _follows(before: Commit, after: Commit) -> bool:
+    return len(before.batch) == len(after.batch) and all(
+        old.row is new.row and old.start + len(places) == new.start
+        for old, new, places in zip(before.batch, after.batch, before.states.places)
+    )
 
 
 class CatchUp:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from outrider.cache.pool import Pool
 from outrider.core.block_table import PAGE, ROOT, BlockTable
 
-Key = tuple[int, tuple[int, ...]]  # of an indexed page: the node before it, its tokens
+Key = tuple[Hashable, tuple[int, ...]]  # of an indexed page: the node or root before it, its tokens
 
 
 class Cache:
@@ -38,8 +38,11 @@ class Cache:
         """Pages that no sequence holds."""
         return len(self.free) + len(self.idle)
 
-    def open(self, root: int = ROOT) -> BlockTable:
-        """Create an empty table.  It shares pages with tables of the same root only."""
+    def open(self, root: Hashable = ROOT) -> BlockTable:
+        """Create an empty table.  It shares pages with tables of the same root only.
+
+        root: not a positive int, as the nodes of the index are.
+        """
         table = BlockTable(array("i", bytes(4 * self.capacity)), root=root)
         self.tables.add(table)
         return table

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from itertools import pairwise
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer import Option
@@ -27,10 +28,16 @@ from outrider.cli.quantize import quantize
 from outrider.cli.serve import serve
 from outrider.cli.train import train
 from outrider.cli.verify import verify
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, is_full, write_fault
 from outrider.version import VERSION
 
-HUB = {"-hf": "-m", "-hfr": "-m", "-hfd": "-md", "-hfrd": "-md"}  # llama.cpp's flags -> ours
+TOKEN = ("-hft", "--hf-token")
+HUB = {  # flags of llama.cpp -> what to do instead
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "give the hub id with -m"),
+    **dict.fromkeys(("-hfd", "-hfrd", "--hf-repo-draft"), "give the hub id with -md"),
+    **dict.fromkeys(("-hff", "--hf-file", "-mu", "--model-url"), "download the file and give it with -m"),
+    **dict.fromkeys(TOKEN, "set the environment variable HF_TOKEN"),
+}
 
 # Some versions of typer contain a copy of click; others use click itself.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -93,24 +100,32 @@ def main(arguments: list[str] | None = None) -> None:
     except typer.Abort:
         raise SystemExit(1) from None
     except BrokenPipeError:  # `outrider … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         raise SystemExit(1) from None
     except OSError as error:  # a folder that cannot be written, a full disk, a port in use
+        if is_full(error) and error.filename is None:  # every other file has its name in the message
+            drop_output()
+            fail(f"standard output cannot be written: {write_fault(error)}", error)
         fail(str(error), error)
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def drop_output() -> None:
+    """Discard what is not printed yet: it would fail again at the end of the process."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def completed(words: list[str]) -> list[str]:
     """Insert the value of -fa, which older versions of llama.cpp do not require.
 
-    Raises ConfigError for llama.cpp's -hf and -hfd, which would be read as -h -f and print the help.  `serve`
+    Raises ConfigError for llama.cpp's -hf, -hff …, which would be read as -h -f and print the help.  `serve`
     has a refusal of its own.
     """
     made: list[str] = []
     for word, after in zip(words, [*words[1:], ""]):
         if word in HUB and words[0] != "serve":
-            given = f"{word} {after}".strip()
-            raise ConfigError(f"{given} is not known: give the hub id with {HUB[word]}.")
+            given = word if word in TOKEN else f"{word} {after}".strip()  # a token is not printed
+            raise ConfigError(f"{given} is not known: {HUB[word]}.")
         made += [word, "on"] if word == "-fa" and after not in ("on", "off", "auto", "0", "1") else [word]
     return made
 
@@ -127,7 +142,18 @@ def usage(error: Exception, given: list[str]) -> NoReturn:
         (after for word, after in pairwise(given) if word in names and repr(after) not in message), None
     )
     got = "" if wrong is None else f", got {wrong!r}"
+    if word := misread(given, message, context):
+        message, got = f"No such option: {word}", ""
     fail(f"{' '.join(message.split()).rstrip('.')}{got}. See `{path} --help`.", error)
+
+
+def misread(given: list[str], message: str, context: Any) -> str | None:
+    """A word such as llama.cpp's -cnv that was read as -c nv, if the error is due to that."""
+    if context is None:
+        return None
+    options = [name for parameter in context.command.params for name in parameter.opts]
+    words = (word for word in given if re.fullmatch("-[a-z]{2,}", word) and word not in options)
+    return next((word for word in words if word[:2] in message or "extra argument" in message), None)
 
 
 def fail(text: str, error: BaseException) -> NoReturn:

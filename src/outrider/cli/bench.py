@@ -14,8 +14,9 @@ import typer
 from typer import Option
 
 from outrider.cli.arguments import one_of
-from outrider.cli.flags import OUT, Given, load, parsed, shared
-from outrider.errors import ConfigError
+from outrider.cli.flags import OUT, Given, load, shared
+from outrider.cli.speculation import parsed
+from outrider.errors import ConfigError, write_fault, writing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,7 +112,13 @@ def record(sink: IO[str], llm: LLM, about: dict[str, Any], results: Sequence[Mea
 
     measured = figures(results) if results[0].runs else {}
     line = {"conditions": conditions(), "model": llm.engine.options.model, **about, "results": measured}
-    print(json.dumps(line), file=sink, flush=True)
+    print_line(line, sink)
+
+
+def print_line(value: Any, sink: IO[str]) -> None:
+    """Write a line of JSON to a file of `opened`."""
+    with writing("standard output" if sink is sys.stdout else sink.name):
+        print(json.dumps(value, default=repr), file=sink, flush=True)
 
 
 def configs_of(
@@ -213,4 +220,4 @@ def opened(out: str | None) -> IO[str] | None:
     try:
         return None if out is None else sys.stdout if out == "-" else open(out, "a", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"the results cannot be written to {out!r}: {error}") from error
+        raise ConfigError(f"the results cannot be written to {out!r}: {write_fault(error)}") from error

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from outrider.cli.flags import AUTO, Given, config_of, load, shared
+from outrider.cli.flags import Given, load, shared
 from outrider.cli.generate import print_answer
+from outrider.cli.speculation import AUTO, config_of
 from outrider.core.validate import text_of
 from outrider.errors import RequestError
 
@@ -71,7 +72,11 @@ class Talk:
         self.cached = self.prompt = self.turns = 0
         self.speculation = Speculation()
         self.start(system)
-        render(llm.tokenizer, self.asked("Hello"))  # raises an error for a model without a chat template
+        if llm.tokenizer is not None and not (template or getattr(llm.tokenizer, "chat_template", None)):
+            raise RequestError(
+                "the model has no chat template: give one with --chat-template-file, or take generate."
+            )
+        render(llm.tokenizer, self.asked("Hello"))  # raises an error for a template that it cannot use
 
     def start(self, system: str | None) -> None:
         self.system = system
@@ -96,9 +101,10 @@ class Talk:
 
     def stats(self) -> str:
         total, times, share = self.speculation, self.llm.engine.times, self.cached / max(1, self.prompt)
+        turns = "turn" if self.turns == 1 else "turns"
         loss = "" if total.lossless else "\nnot lossless: the verification rule changes the output"
         return (
-            f"{self.turns} turns, {total.emitted} tokens in {sum(times):.2f} s "
+            f"{self.turns} {turns}, {total.emitted} tokens in {sum(times):.2f} s "
             f"({total.emitted / (sum(times) or 1):.1f} tokens/s)\n"
             f"speculation: {total.tokens_per_step:.2f} tokens per step, {total.accepted} of {total.drafted} "
             "draft tokens accepted "
@@ -151,6 +157,10 @@ def lines(interactive: bool) -> Iterator[str]:
         import readline  # noqa: F401  history and editing, where the platform has it
     while True:
         try:
-            yield input("> ")
-        except EOFError:
-            return
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt) as left:
+            typer.echo()  # after the prompt, and what the terminal shows of the key
+            if isinstance(left, EOFError):
+                return
+            raise
+        yield line

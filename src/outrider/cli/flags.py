@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from outrider.core.validate import text_of
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -131,7 +129,6 @@ ENGINE = (
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
     Flag("threads", int, "--threads -t", "CPU threads; default: OMP_NUM_THREADS, or one per core."),
 )  # fmt: skip
-AUTO = {"method": "auto"}  # what is drafted without a flag
 DEPTH = "num_speculative_tokens"
 SPECULATION = (
     Flag("model", str, _names(*MODEL_DRAFT), "Draft model: folder, .gguf file or hub id."),
@@ -192,6 +189,7 @@ _LLAMA_CPP = (  # of llama.cpp, without effect here; the help is the reason, and
     Flag("", bool, "--color", _LOOK, False),
     Flag("", bool, "--log-disable", _LOOK, False),
     Flag("", bool, "--no-warmup", "nothing is computed before the prompt", False),
+    Flag("", bool, "--jinja", "chat templates are always rendered by Jinja", False),
     Flag("", bool, "--no-conversation -no-cnv", "generate continues a text, chat talks", False),
 )  # fmt: skip
 LLAMA_CPP = tuple(replace(flag, hidden=True) for flag in _LLAMA_CPP)
@@ -324,27 +322,3 @@ def without_gpu_layers(engine: Given, config: Mapping[str, Any] | None) -> tuple
             "all its layers are there."
         )
     return engine, None if config is None else draft
-
-
-def config_of(speculation: Given, default: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """speculative_config from the flags, JSON or a method's name.  -md with --draft drafts in every step."""
-    given = dict(speculation)
-    text = given.pop("config", "") or "{}"
-    config = {"method": text} if re.fullmatch("[a-z]\\w*", text) else parsed(text)
-    if default and not config and not ("method" in given or {"model", DEPTH} <= given.keys()):
-        config = default if given.keys() <= {"model", DEPTH} else {"adaptive": True}
-    return {**config, **given} or None
-
-
-def parsed(text: str, what: str = "speculative_config") -> dict[str, Any]:
-    """The object of an option: JSON, or @FILE with JSON in it.  what: its name in errors."""
-    where = f"{text!r}"
-    if text.startswith("@"):
-        where, text = f"file {text[1:]!r}", text_of(text[1:], f"{what}: the file")
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{what} {where} is no JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f'{what} must be an object such as {{"name": 1}}, got {where}.')
-    return config

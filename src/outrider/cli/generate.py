@@ -16,7 +16,8 @@ from typer import Option
 
 from outrider.cli.arguments import one_of
 from outrider.cli.constraint import structured
-from outrider.cli.flags import AUTO, Given, config_of, load, shared
+from outrider.cli.flags import Given, load, shared
+from outrider.cli.speculation import AUTO, config_of
 from outrider.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:

@@ -80,8 +80,10 @@ def models(
 def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> Table:
     from outrider.inspect.card import known
 
-    columns = "model", "architecture", "weights", "memory", "runs on"
-    made = Table(*columns, title="Available models", title_justify="left", title_style="bold")
+    made = Table(title="Available models", title_justify="left", title_style="bold")
+    made.add_column("model", no_wrap=True)  # a name is typed as it is shown
+    for column in ("architecture", "weights", "memory", "runs on"):
+        made.add_column(column, overflow="fold")
     for name in known():
         try:
             for card in cards(name):

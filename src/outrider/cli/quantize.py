@@ -21,7 +21,10 @@ def quantize(
 
     The numbers are those of --quantization while loading; the file is half or a quarter of the size.
     """
+    from rich.console import Console
+
     from outrider.models.export import write
 
-    size = write(model, out.expanduser(), bits, revision)
+    with Console(stderr=True).status(f"Writing {bits} bits"):
+        size = write(model, out.expanduser(), bits, revision)
     typer.echo(f"{out}: {size:,} bytes of weights in {bits} bits")

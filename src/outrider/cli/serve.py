@@ -18,28 +18,26 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from outrider.cli.flags import (
-    AUTO,
     CONTEXT,
     MODEL_HELP,
     SPECULATION,
     Flag,
-    config_of,
     layers,
     note_ignored,
     values_of,
     without_gpu_layers,
 )
 from outrider.cli.serve_flags import ALIASES, IGNORED, REFUSED, repeated
+from outrider.cli.speculation import AUTO, config_of
 from outrider.errors import ConfigError
 
+PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")  # of the extra `serve`
 ENVIRONMENT = {"api_key": "OUTRIDER_API_KEY"}
 SEVERAL = ("--served-model-name", "--api-key", "--allowed-origins", "--lora-modules")  # values of one option
 
 
 def serve(context: typer.Context) -> None:
     """Serve a model with OpenAI's protocol: outrider serve MODEL --port 8000.  --help lists the options."""
-    if not all(map(find_spec, ("fastapi", "uvicorn", "httptools", "prometheus_client"))):
-        raise ConfigError("the server needs more packages: pip install 'outrider[serve]'.")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=CONTEXT)
     app.command()(command())
     app(repeated(context.args, SEVERAL), prog_name="outrider serve", standalone_mode=False)
@@ -86,7 +84,9 @@ def command() -> Callable[..., None]:
 
 
 def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, threads: int | None) -> None:
-    """Check all options, then load and serve."""
+    """Check packages and all options, then load and serve."""
+    if not all(map(find_spec, PACKAGES)):
+        raise ConfigError("the server needs more packages: pip install 'outrider[serve]'.")
     from outrider.config import EngineOptions, SpeculativeOptions
     from outrider.parallel.start import join, placed
     from outrider.serve.run import Service, run

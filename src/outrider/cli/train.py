@@ -10,7 +10,8 @@ from rich.console import Console
 from typer import Option
 
 from outrider.cli.arguments import check_folder, named
-from outrider.cli.flags import GROUPS, OUT, SEED, Flag, Given, load, parsed, shared
+from outrider.cli.flags import GROUPS, OUT, SEED, Flag, Given, load, shared
+from outrider.cli.speculation import parsed
 
 GROUPS["training"] = (
     (
@@ -71,10 +72,16 @@ def train(
     context = Checkpoint.open(engine["model"], engine.get("revision")).spec.context
     room = engine.get("max_model_len") or min(settings.length, context)  # K/V memory for texts of a run only
     given = {**settings.engine, **engine, "max_model_len": room}
-    llm, report = load(given, max_num_seqs=32), Report(console)
-    if estimate:
-        found = estimates.estimate(llm, method, settings, report)
-        console.print(estimates.table(found, settings.cache_gb))
-    else:
-        run.train(llm, method, settings, report)
+    report = Report(console)
+    try:
+        llm = load(given, max_num_seqs=32)
+        if estimate:
+            found = estimates.estimate(llm, method, settings, report)
+            console.print(estimates.table(found, settings.cache_gb))
+        else:
+            run.train(llm, method, settings, report)
+    except KeyboardInterrupt:
+        if not estimate:
+            report.say(f"Stopped: the same command goes on from what is saved in {settings.work}.")
+        raise
     processes.leave()

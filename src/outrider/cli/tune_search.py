@@ -12,7 +12,7 @@ from typer import Option
 
 from outrider.cli.arguments import Drafts, Target, Temperature, bar_over, check_folder, named, with_prompts
 from outrider.cli.flags import MAX_TOKENS, OUT, SEED, Given, shared
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, write_fault
 
 
 @shared
@@ -43,7 +43,7 @@ def search(
     try:
         out.expanduser().write_text(json.dumps(outcome.config, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"the setting cannot be written to {str(out)!r}: {error}") from error
+        raise ConfigError(f"the setting cannot be written to {str(out)!r}: {write_fault(error)}") from error
     show_ranking(outcome, out, console)
     if any(one.changed for one in (*outcome.ranking, *outcome.dropped)):
         raise typer.Exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,8 +9,9 @@ from rich.console import Console
 from typer import Option
 
 from outrider.cli.arguments import bar_over
-from outrider.cli.bench import Out, opened
-from outrider.cli.flags import MAX_TOKENS, SEED, Given, config_of, load, shared
+from outrider.cli.bench import Out, opened, print_line
+from outrider.cli.flags import MAX_TOKENS, SEED, Given, load, shared
+from outrider.cli.speculation import config_of
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def verify(
     if sink:
         settings = {"minutes": minutes, "batch size": batch_size, "max tokens": max_tokens, "seed": seed,
                     "raw": asked["raw"], "prompts": str(asked["file"]) if questions else None}  # fmt: skip
-        print(json.dumps(figures(llm, config, made, settings), default=repr), file=sink, flush=True)
+        print_line(figures(llm, config, made, settings), sink)
     if not made.passed:
         raise typer.Exit(1)
 

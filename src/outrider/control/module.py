@@ -33,7 +33,7 @@ from safetensors.numpy import save_file
 
 from outrider.control.acceptance import CELLS, DEEP, EDGES, FINE, Calibration
 from outrider.core.row import Row
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, write_fault
 
 log = logging.getLogger("outrider")
 
@@ -107,7 +107,9 @@ class Network:
         try:
             save_file(tensors, file, {**self.about, "methods": " ".join(self.methods)})
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"the control module cannot be written to {str(file)!r}: {error}") from error
+            raise ConfigError(
+                f"the control module cannot be written to {str(file)!r}: {write_fault(error)}"
+            ) from error
 
 
 def load(file: Path) -> Network:

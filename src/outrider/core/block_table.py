@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 PAGE = 16
-ROOT = 0  # parent of the first page of a sequence; sequences with a LoRA adapter have a negative root
+ROOT = 0  # parent of the first page of a sequence, unless `Row.cache_root` is another one
 
 
 @dataclass(eq=False)
@@ -17,13 +17,13 @@ class BlockTable:
     slots: array[int]  # 32-bit [capacity]
     pages: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)  # index node of each indexed page, from the first
-    root: int = ROOT
+    root: Hashable = ROOT
 
     @property
     def room(self) -> int:
         return len(self.pages) * PAGE
 
-    def key(self, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    def key(self, tokens: Sequence[int]) -> tuple[Hashable, tuple[int, ...]]:
         """Key of the next page to be indexed."""
         at = len(self.nodes) * PAGE
         return self.nodes[-1] if self.nodes else self.root, tuple(tokens[at : at + PAGE])

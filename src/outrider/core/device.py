@@ -65,8 +65,36 @@ class HostCopy:
         return numbers
 
 
+class Mark:
+    """A moment in the work of a CUDA device that the host can wait for.  Of other devices it is over."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.reached: torch.cuda.Event | None = None
+        if device is not None and device.type == "cuda":
+            self.reached = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.reached.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        if self.reached is not None:
+            self.reached.synchronize()
+            self.reached = None
+
+
 def take(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Some rows of x, ascending."""
     if len(rows) == len(x):
         return x
     return x.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), x.device))
+
+
+def beside(parts: Sequence[Tensor]) -> Tensor | None:
+    """Tensors [n, width] side by side, as a view; None unless they are neighbouring columns of one tensor."""
+    first, width = parts[0], 0
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or part.stride() != first.stride():
+            return None
+        if part.storage_offset() != first.storage_offset() + width:
+            return None
+        width += part.shape[1]
+    return first if len(parts) == 1 else first.as_strided((len(first), width), first.stride())

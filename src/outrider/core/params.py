@@ -23,9 +23,12 @@ from outrider.core.validate import (
     real,
     whole,
 )
-from outrider.errors import RequestError, refuse_unknown, shortened
+from outrider.errors import RequestError, about, refuse_unknown, shortened
 
 ALL = (1 << 31) - 1  # upper bound of top_k, above any vocabulary size
+# A temperature beyond these gives the distribution of the bound: in float32, its reciprocal and what that is
+# multiplied by stay finite, and the best logit alone, or every one, has all the probability already.
+COLDEST, HOTTEST = 1e-20, 1e20
 MOST_SAMPLES = 16384  # samples per prompt, as in vLLM
 LARGEST = sys.float_info.max
 LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors", "prediction")
@@ -61,7 +64,7 @@ def _ids(values: Sequence[Any]) -> bool:
 
 
 ALLOWED = Kind("a list of at least one token id", lambda ids: ids is None or (len(ids) > 0 and _ids(ids)))
-TEMPERATURE = real("0 (greedy) or a finite number of at least 0.01", lambda t: t == 0 or 0.01 <= t <= LARGEST)
+TEMPERATURE = real("0 (greedy) or a finite number above 0", lambda t: 0 <= t <= LARGEST)
 FACTOR = real("a finite number above 0", lambda x: 0 < x <= LARGEST)
 Penalty = Annotated[float, real("in [-2, 2]", lambda x: -2 <= x <= 2)]
 Entries = Annotated[
@@ -95,7 +98,7 @@ class SamplingParams:
     top_p                       in (0, 1]
     top_k                       0 or -1: all tokens
     min_p                       in [0, 1]
-    seed                        fixes the output; None: each request gets its own seed
+    seed                        fixes the output; None or -1: each request gets its own seed
     repetition_penalty          > 0; divides positive and multiplies negative logits of tokens in prompt or
                                 output
     frequency_penalty           in [-2, 2]; subtracted from a logit once per occurrence of the token in the
@@ -169,18 +172,23 @@ class SamplingParams:
         names = [each.name for each in fields(SamplingParams)]
         refuse_unknown(given, names, "sampling parameter", elsewhere=ELSEWHERE, error=RequestError)
         for name, value in given.items():  # the defaults are attributes of the class
-            object.__setattr__(self, name, _normal(name, value))
+            with about(name):
+                object.__setattr__(self, name, _normal(name, value))
         check_fields(self, error=RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             got = shortened(self.min_tokens)
-            raise RequestError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {got}.")
+            text = f"min_tokens must be at most max_tokens ({self.max_tokens}), got {got}."
+            raise RequestError(text, "min_tokens")
         if self.stop and not self.detokenize:
-            raise RequestError("detokenize must be True where there are stop strings, got False.")
+            raise RequestError(
+                "detokenize must be True where there are stop strings, got False.", "detokenize"
+            )
 
     @property
     def distribution(self) -> DistributionParams:
+        temperature = min(max(self.temperature, COLDEST), HOTTEST) if self.temperature else 0
         return DistributionParams(
-            float(self.temperature), float(self.min_p), min(self.top_k, ALL), float(self.top_p)
+            float(temperature), float(self.min_p), min(self.top_k, ALL), float(self.top_p)
         )
 
 
@@ -202,6 +210,8 @@ def _normal(name: str, value: Any) -> Any:
         return _listed(name, (value,) if isinstance(value, str) and name == "stop" else value)
     if name == "top_k" and value == -1:
         return 0
+    if name == "seed" and value == -1 and is_whole(value):
+        return None
     if name in ("logprobs", "prompt_logprobs") and value is True:
         return 1
     if name == "logit_bias" and value is not None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from outrider.core.block_table import BlockTable
+from outrider.core.block_table import ROOT, BlockTable
 from outrider.core.logprobs import Logprobs
 from outrider.core.noise import stream_of
 from outrider.core.params import DistributionParams, SamplingParams
@@ -166,6 +166,7 @@ class Row:
     source: Row | None = None  # the sample whose prompt this one shares
     priority: int = 0  # rows of a smaller one come first
     lora: LoRARequest | None = None
+    cache_salt: str | None = None  # pages are shared with rows of the same salt only
     adapter: Any = None  # packed weights of `lora`, while the row runs
     table: BlockTable | None = None
     computed: int = 0
@@ -204,6 +205,13 @@ class Row:
         """Whether the request lets one of these methods draft for it."""
         method = self.params.draft_method
         return method is None or method in sources
+
+    @property
+    def cache_root(self) -> Hashable:
+        """Root of its pages in the prefix index, one for each LoRA adapter and salt."""
+        if self.lora is None and self.cache_salt is None:
+            return ROOT
+        return self.lora and self.lora.lora_int_id, self.cache_salt
 
     @property
     def slots(self) -> array[int]:

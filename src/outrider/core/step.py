@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from outrider.core.device import to_device
+from outrider.core.device import beside, to_device
 from outrider.core.row import LastDraft, Row
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, Budget, Draft, DraftTree, Resume
 
@@ -178,14 +178,24 @@ class States:
     places: list[list[int]]
     _gathered: dict[object, dict[int, Tensor]] = field(default_factory=dict)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward."""
+        return len(next(iter(self.kept.values())))
+
+    def all(self, wanted: Sequence[int]) -> Tensor:
+        """The wanted states of all forward rows side by side, [n, len(wanted) * hidden]."""
+        return self._at(range(self.num_rows), wanted)
+
     def of(self, r: int, wanted: Sequence[int], last: bool = False) -> Tensor:
         """Concatenate the wanted states of row r to [positions, len(wanted) * hidden].
 
         last: only the last position.
         Rows of few positions are gathered together: on a device a call costs more than what it copies.
         """
-        if not last and len(self.places[r]) > SEVERAL:
-            return self._at(self.places[r], wanted)
+        if not last and len(own := self.places[r]) > SEVERAL:
+            together = own[-1] - own[0] < len(own)  # those of a prompt are
+            return self._at(range(own[0], own[-1] + 1) if together else own, wanted)
         key = tuple(wanted), last
         if key not in self._gathered:
             self._gathered[key] = self._gather(wanted, last)
@@ -199,9 +209,17 @@ class States:
         return dict(zip(own, parts))
 
     def _at(self, places: Sequence[int], wanted: Sequence[int]) -> Tensor:
-        index = to_device(torch.tensor(places, dtype=torch.int64), self.kept[wanted[0]].device)
-        parts = [self.kept[which].index_select(0, index) for which in wanted]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        """The wanted states of some forward rows, ascending.  A range needs no index on the device."""
+        parts = [self.kept[which] for which in wanted]
+        parts = parts if (whole := beside(parts)) is None else [whole]
+        if len(places) == len(parts[0]):
+            pass
+        elif isinstance(places, range):
+            parts = [part[places.start : places.stop] for part in parts]
+        else:
+            index = to_device(torch.tensor(places, dtype=torch.int64), parts[0].device)
+            parts = [part.index_select(0, index) for part in parts]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 NO_STATES = States({}, [])

@@ -66,7 +66,7 @@ class StructuredOutputs:
             raise RequestError(f"{WHERE} needs exactly one of {', '.join(FORMS)}, got {found}.")
         object.__setattr__(self, "json", _schema(self.json))
         for name, kind in kinds_of(StructuredOutputs).items():
-            kind.check(getattr(self, name), f"{WHERE}: {name}", RequestError)
+            kind.check(getattr(self, name), f"{WHERE}.{name}", RequestError)
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise RequestError(f"{WHERE}: whitespace_pattern has no effect beside disable_any_whitespace.")
 

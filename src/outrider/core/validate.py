@@ -30,8 +30,8 @@ class Kind:
     def check(self, value: Any, name: str, error: type[OutriderError] = ConfigError) -> None:
         if not self.accepts(value):
             if self.words:
-                raise error(unknown(name, value, self.words))
-            raise error(f"{name} must be {self.text}, got {shortened(value)}.")
+                raise error(unknown(name, value, self.words), name)
+            raise error(f"{name} must be {self.text}, got {shortened(value)}.", name)
 
 
 def is_whole(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:

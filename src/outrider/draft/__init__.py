@@ -22,6 +22,7 @@ RENAMED = {  # of vLLM and others -> hint
     "none": "Did you mean 'off'?",
     **dict.fromkeys(("deepseek_mtp", "mimo_mtp", "ernie_mtp", "qwen3_next_mtp"), "Did you mean 'mtp'?"),
     **dict.fromkeys(("prompt_lookup", "prompt_lookup_decoding"), "Did you mean 'ngram'?"),
+    "draft": "Did you mean 'draft_model'?",
     "arctic": "Did you mean 'mlp_speculator' or 'suffix'?",
 }
 

@@ -12,6 +12,7 @@ Published files.
 
     layout                         names
     reference, .bin or safetensors fc.*, layers.0.*, embed_tokens.weight (a copy of the target's, not read)
+    SGLang                         the same, with LlamaForCausalLMEagle in the config
     vLLM, converted                model.* or model.model.*, lm_head.weight (a copy), enorm, hnorm,
                                    token_map (a smaller vocabulary)
     vLLM, as it reads              embedding_layernorm, hidden_states_layernorm (HASS with add_para_norm)
@@ -57,6 +58,7 @@ ROWS = (
     ("norm.{rest}", "norm_out.{rest}"),
     *UNCHANGED,
 )
+SGLANG = "LlamaForCausalLMEagle"  # in the configs of its files
 SPECULATORS = Layout(
     "speculators",
     ("fusion_fc.weight",),
@@ -78,8 +80,18 @@ def _refused(head: Head) -> str:
     return f"it reads states {offset} layers before the last (hidden_state_offset)" if offset else ""
 
 
+def _of_sglang(head: Head) -> bool:
+    return SGLANG in (head.config.get("architectures") or ())
+
+
+# The reference's names, which others write and read, too.
+NAMED_AS_REFERENCE = (
+    Layout("SGLang", ("fc.weight",), ROWS, applies=_of_sglang),
+    Layout("reference, vLLM", ("fc.weight",), ROWS, applies=lambda head: "fc.bias" not in head),
+    Layout("reference", ("fc.weight",), ROWS),
+)
 FORMAT = HeadFormat(
-    (SPECULATORS, VLLM, HYDRA, Layout("reference", ("fc.weight",), ROWS)),
+    (SPECULATORS, VLLM, HYDRA, *NAMED_AS_REFERENCE),
     hidden=(("fc.weight", 0),),
     vocabulary=("lm_head.weight", "embed_tokens.weight"),
     known=rf"fc\.(weight|bias)|token_map|(norm_(token|state|out)|lm_head|embed_tokens)\.weight|"

@@ -16,7 +16,7 @@ fc_norm.0, …, input_norm (variants)                 the same                no
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -58,10 +58,16 @@ SGLANG = Layout(
     ("model.",),
 )
 REFERENCE = Layout("reference", ("midlayer.hidden_norm.weight",), (FIRST, *REST), ("model.",))
+READ_BY_SGLANG = replace(REFERENCE, publisher="reference, SGLang", applies=lambda head: not _variant(head))
+
+
+def _variant(head: Head) -> bool:
+    """Whether a head has norms that SGLang does not read."""
+    return any("fc_norm" in name or "input_norm" in name for name in head)
 
 
 FORMAT = HeadFormat(
-    (SGLANG, VLLM, REFERENCE),
+    (SGLANG, VLLM, READ_BY_SGLANG, REFERENCE),
     hidden=(("fc.weight", 1),),
     vocabulary=("lm_head.weight",),
     taps=(TAPS,),

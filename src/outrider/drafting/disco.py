@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from outrider.core.stop_rule import NUM_FEATURES
-from outrider.errors import ConfigError, first_line
+from outrider.errors import ConfigError, first_line, write_fault
 
 FEATURES = NUM_FEATURES + 1
 
@@ -47,7 +47,9 @@ class Classifier(nn.Module):
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             save_file(self.state_dict(), file, {"format": "pt"})
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"the stop classifier {file!r} cannot be written: {error}.") from error
+            raise ConfigError(
+                f"the stop classifier {file!r} cannot be written: {write_fault(error)}"
+            ) from error
 
 
 def load(file: str) -> Classifier:

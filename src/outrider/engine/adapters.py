@@ -10,7 +10,7 @@ from typing import Any
 from outrider.checkpoints.peft import PeftAdapter
 from outrider.checkpoints.spec import Spec
 from outrider.core.row import LoRARequest
-from outrider.errors import ModelError, RequestError
+from outrider.errors import ModelError, RequestError, about
 from outrider.models.base import Model
 
 
@@ -59,7 +59,7 @@ class Adapters:
         Evicts the least recently used adapter that is not in `busy`.  Returns None if all loaded ones are
         busy.  Raises RequestError if the weights cannot be read, or the adapter has been dropped.
         """
-        with self.lock:
+        with self.lock, about("lora_request"):
             return self._take(wanted, busy)
 
     def _take(self, wanted: LoRARequest, busy: Set[int]) -> Any | None:

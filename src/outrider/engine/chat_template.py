@@ -21,7 +21,9 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    cache_salt: str | None = None  # not of the template
 
 
 def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
@@ -51,17 +53,20 @@ def render(
     if given.chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise RequestError(
             "the tokenizer has no chat template: pass chat_template=…, or write the prompt yourself and use "
-            "generate."
+            "generate.",
+            "chat_template",
         )
     if given.add_generation_prompt and given.continue_final_message:
         raise RequestError(
-            "continue_final_message goes on with the last message: set add_generation_prompt=False with it."
+            "continue_final_message goes on with the last message: set add_generation_prompt=False with it.",
+            "continue_final_message",
         )
     conversation = [_message(given.messages, i) for i in range(_count(given.messages))]
     try:
         text: str = tokenizer.apply_chat_template(
             conversation,
             tools=given.tools,
+            documents=given.documents,
             chat_template=given.chat_template,
             add_generation_prompt=given.add_generation_prompt,
             continue_final_message=given.continue_final_message,
@@ -94,12 +99,17 @@ def _message(messages: Messages, i: int) -> dict[str, Any]:
     """Normalize message i: content as a string, arguments of tool calls as objects.  Raises RequestError."""
     given = messages[i]
     if not isinstance(given, Mapping):
-        raise RequestError(f'message {i} must be {{"role": …, "content": …}}, got {given!r}.')
+        raise RequestError(
+            f'message {i} must be {{"role": …, "content": …}}, got {given!r}.', f"messages.{i}"
+        )
     made = dict(given)
     if not isinstance(made.get("role"), str):
         raise RequestError(
-            f"message {i} needs a role such as 'user', 'assistant' or 'system', got {made.get('role')!r}."
+            f"message {i} needs a role such as 'user', 'assistant' or 'system', got {made.get('role')!r}.",
+            f"messages.{i}.role",
         )
+    if made["role"] == "assistant" and made.get("content") is None and not made.get("tool_calls"):
+        made["content"] = ""
     made["content"] = _content(made.get("content"), i, optional=bool(made.get("tool_calls")))
     if made.get("tool_calls"):
         made["tool_calls"] = [_call(call, i) for call in made["tool_calls"]]
@@ -118,7 +128,8 @@ def _content(given: Any, i: int, optional: bool) -> str | None:
     if not texts or not all(isinstance(text, str) for text in texts):
         raise RequestError(
             f"the content of message {i} must be a string or a list of "
-            f'{{"type": "text", "text": …}}, got {given!r}.'
+            f'{{"type": "text", "text": …}}, got {given!r}.',
+            f"messages.{i}.content",
         )
     return "\n".join(texts)
 
@@ -131,5 +142,6 @@ def _call(given: Any, i: int) -> dict[str, Any]:
         return {**given, "function": function}
     except (TypeError, KeyError, ValueError) as error:
         raise RequestError(
-            f"a tool call of message {i} has no function with JSON arguments: {given!r}."
+            f"a tool call of message {i} has no function with JSON arguments: {given!r}.",
+            f"messages.{i}.tool_calls",
         ) from error

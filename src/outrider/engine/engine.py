@@ -23,6 +23,7 @@ from outrider.control.module import module_for
 from outrider.control.prefill import PrefillPacer
 from outrider.core.block_table import PAGE
 from outrider.core.clock import Times, Work, working_time
+from outrider.core.device import Mark
 from outrider.core.row import Row
 from outrider.core.step import NO_STATES, Batch, Commit
 from outrider.draft import automatic, methods_of
@@ -30,7 +31,7 @@ from outrider.draft.union.joined import Joined
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.calibrate import forward_cost
-from outrider.engine.flights import Flight, controller_of, report_of
+from outrider.engine.flights import NO_MARK, Flight, controller_of, report_of
 from outrider.engine.memory import longest, plan_pages, working_bytes
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
@@ -120,6 +121,7 @@ class Engine:
         self.flights, self.overlap = deque[Flight](), self.decoder.stages  # steps in flight at once
         # whether one is in flight between two calls of `step`
         self.ahead = self.decoder.in_process and self.decoder.device.type != "cpu"
+        self.prompts_read = NO_MARK  # by the drafters, of the last step
         self.adaptive = self._adaptive_controllers(limits, speculation) if speculation.adaptive else []
         self.controller: Controller = self.adaptive[0] if self.adaptive else limits
         self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
@@ -239,26 +241,33 @@ class Engine:
         propose = working_time()
         batch.take(self.proposer.propose(batch))
         controller.trim(batch)
-        forward = working_time()
+        forward, drafted = working_time(), self._mark()
         complete = self.runner.begin(batch, self.drafter.needs)
         drafting = forward - propose - self.proposer.taken()
         times = Times(drafting, working_time() - forward, propose - began)
-        return Flight(batch, controller, complete, times)
+        return Flight(batch, controller, complete, times, drafted)
+
+    def _mark(self) -> Mark:
+        """The present moment in the work of the device, if a controller has to know what took how long."""
+        return Mark(self.decoder.device) if self.adaptive else NO_MARK
 
     def _complete(self, flight: Flight) -> list[Row]:
         """Wait for the forward of a step, and verify and commit its drafts."""
-        batch, waiting = flight.batch, working_time()
-        output = flight.complete()
+        self.prompts_read.wait()
+        batch, (output, times) = flight.batch, flight.result()
         after = working_time()
         self.verify(batch, output)
         output.record_logprobs()
         self.scheduler.clip(batch)
         self.scheduler.commit(batch)
         commit = self._commit(batch, output)
+        before = working_time()
         self.proposer.observe(commit)
+        # what drafters do with a prompt is no cost of drafts
+        observed = 0.0 if batch.prefill else working_time() - before
+        self.prompts_read = self._mark() if batch.prefill else NO_MARK
         finished = self._finish(batch)
-        drafting, forward, rest = flight.times
-        times = Times(drafting, forward + after - waiting, rest + working_time() - after)
+        times = times.plus(Times(observed, 0.0, working_time() - after - observed))
         times = self.proposer.charged(times)
         flight.controller.learn(commit, times)
         self.pacer.learn(batch, sum(times))

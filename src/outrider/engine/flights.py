@@ -7,18 +7,31 @@ from typing import Any, NamedTuple
 
 from outrider.control import Controller
 from outrider.control.auto import AutoController
-from outrider.core.clock import Times
+from outrider.core.clock import Times, working_time
+from outrider.core.device import Mark
 from outrider.core.step import Batch
 from outrider.engine.runner import ForwardOutput
 
+NO_MARK = Mark()
+
 
 class Flight(NamedTuple):
-    """complete: waits for the forward.  times: so far."""
+    """complete: waits for the forward.  times: so far.  drafted: the end of drafters' work on a device."""
 
     batch: Batch
     controller: Controller
     complete: Callable[[], ForwardOutput]
     times: Times
+    drafted: Mark = NO_MARK
+
+    def result(self) -> tuple[ForwardOutput, Times]:
+        """Wait for the drafters and the forward.  Returns its output, and the times with those of waiting."""
+        began = working_time()
+        self.drafted.wait()
+        drafted = working_time()
+        output = self.complete()
+        waited = Times(drafted - began, working_time() - drafted)
+        return output, self.times.plus(waited)
 
 
 def controller_of(

@@ -75,9 +75,8 @@ class EngineLoop:
             if self._stopped is not None:
                 raise self._stopped
             if ticket.id in self.tickets:
-                raise RequestError(
-                    f"request id {ticket.id!r} belongs to a request that still runs: give each its own."
-                )
+                text = f"request id {ticket.id!r} belongs to a request that still runs: give each its own."
+                raise RequestError(text, "request_id")
             self.tickets[ticket.id] = ticket
             self._arriving.append(ticket)
             self._between_steps()

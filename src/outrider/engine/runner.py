@@ -71,7 +71,7 @@ class ForwardOutput:
     def states(self) -> States:
         """Hidden states of the known tokens and the accepted nodes of every row."""
         places = [
-            [*range(first, end), *(end + node for node in step.accepted)]
+            [*range(first, end), *[end + node for node in step.accepted]]
             for (first, end), step in zip(self.spans, self.batch)
         ]
         return States(self.kept, places)
@@ -196,7 +196,8 @@ class Runner:
         mode = logprobs.mode.replace("processed", "raw")
         for places in (todo[i : i + SLICE] for i in range(0, len(todo), SLICE)):
             offset = first - step.start
-            rows = self.decoder.head_logits(states[offset + places.start : offset + places.stop])
+            part = states[offset + places.start : offset + places.stop]
+            rows = self.decoder.head_logits(part.contiguous())  # they may be columns beside other states
             for position, logits in zip(places, rows):
                 logprobs.add_prompt(row.tokens[position + 1], self.sampler.values(row, (), logits, mode))
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from outrider.cache.pages import Cache
 from outrider.control.prefill import PrefillBudget
-from outrider.core.block_table import PAGE, ROOT
+from outrider.core.block_table import PAGE
 from outrider.core.row import LoRARequest, Row
 from outrider.core.step import Batch
 from outrider.core.tree import Budget
@@ -271,7 +271,7 @@ class Scheduler:
             return False  # its prompt is being computed right now
         if row.lora is not None and not self._adapt(row, row.lora):
             return row.error is not None
-        row.table = self.cache.open(-row.lora.lora_int_id if row.lora else ROOT)
+        row.table = self.cache.open(row.cache_root)
         if source is not None and shared is not None:
             row.computed = min(row.prompt - 1, self.hooks.filled(source))
             fits = self.cache.fork(shared, row.table, row.computed)

@@ -47,7 +47,7 @@ OF_LAYERS = (
     "num_attention_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_parameters",
     "rope_scaling", "max_position_embeddings",
 )  # fmt: skip
-OF_ROWS = ("catch_up", "last_states", "memory", "trees")  # of a drafter, besides its weights
+OF_ROWS = ("catch_up", "last_states", "memory", "trees", "unread")  # of a drafter, besides its weights
 log = logging.getLogger("outrider")
 # Names of tensors beside, or in place of, quantized weights.
 QUANTIZED = re.compile(r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$")

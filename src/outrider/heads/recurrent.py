@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.launch import Call, ForwardShape
-from outrider.cache.catch_up import MAX_PENDING, CatchUp, Cursor
+from outrider.cache.catch_up import MAX_PENDING, CatchUp, Cursor, Unread
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.device import Numbers, take
@@ -227,7 +227,10 @@ class Forwards:
 
 
 class Recurrent(HeadDrafter):
-    """A subclass makes its network in `network`.  overlap: states that are read again, with the next one."""
+    """A subclass makes its network in `network`.  overlap: states that are read again, with the next one.
+
+    unread: steps whose states no cursor has yet.
+    """
 
     tunable: ClassVar = {**DEPTHS, "tree": (CHAIN,)}
     depth = 5
@@ -243,6 +246,7 @@ class Recurrent(HeadDrafter):
         self.nodes = target.nodes(options.nodes, 59)
         self.paths: frozenset[Path] = frozenset(paths(EAGLE.get(options.tree, "")))
         self.catch_up = CatchUp(offset=1)
+        self.unread = Unread()
 
     def network(self) -> Net:
         raise NotImplementedError
@@ -259,6 +263,11 @@ class Recurrent(HeadDrafter):
         return max(depth, min(self.nodes, k + (depth - 1) * k * k))
 
     def propose(self, batch: Batch) -> Draft:
+        cursors = self.catch_up.cursors
+        idle = not any(step.budget.nodes or step.row not in cursors for step in batch)
+        if idle and not self._due(batch):
+            return Draft([EMPTY_TREE] * len(batch))
+        self._take_in()
         readings, trees = list[Reading](), dict[int, LevelTree]()
         for r, step in enumerate(batch):
             row, end, budget = step.row, step.end, step.budget
@@ -298,11 +307,13 @@ class Recurrent(HeadDrafter):
         return o
 
     def observe(self, commit: Commit) -> None:
+        self.unread.add(commit)
+        if not any(step.known > 1 for step in commit.batch):
+            return
+        self._take_in()
         readings: list[Reading] = []
-        for r, step in enumerate(commit.batch):
-            row, cursor = step.row, self.catch_up.cursor(step.row, step.start)
-            cursor.drop_written(self.overlap)
-            cursor.append(step.start, commit.states.of(r, self.net.taps))
+        for step in commit.batch:
+            row, cursor = step.row, self.catch_up.cursors[step.row]
             # The last pair is beside the pending token, whose slot may be missing.
             has_slot = row.table is not None and row.table.room > row.computed
             if step.known > 1 and row.error is None and has_slot:
@@ -312,3 +323,16 @@ class Recurrent(HeadDrafter):
             for reading in readings:
                 # the next first level needs the last pair again
                 reading.cursor.drop_written(self.overlap + 1)
+
+    def _due(self, batch: Batch) -> bool:
+        """Whether some row has so many pending states that they have to be read, or all have too many."""
+        unread, cursors = self.unread, self.catch_up.cursors
+        most = max([cursor.count for cursor in cursors.values()], default=0) + len(unread.commits)
+        return most >= MAX_PENDING or unread.num_rows >= MAX_PENDING * len(batch)
+
+    def _take_in(self) -> None:
+        self.unread.take_in(self.catch_up, self.net.taps, self.overlap)
+
+    def forget(self, row: Row, reason: str) -> None:
+        self._take_in()
+        super().forget(row, reason)

@@ -25,7 +25,7 @@ from outrider.checkpoints.quantize import GROUP, quantize
 from outrider.checkpoints.validate import read_json
 from outrider.checkpoints.weights import SAFE, Weights, write_tensors
 from outrider.core.quantized import QuantizedWeight
-from outrider.errors import ConfigError, ModelError
+from outrider.errors import ConfigError, ModelError, writing
 from outrider.models.load import needs_fallback
 
 OUTER = ("embed_tokens", "lm_head")
@@ -54,7 +54,8 @@ def write(source: str, folder: Path, bits: int, revision: str | None = None) -> 
         config["dtype"] = str(PLAIN[bits]).removeprefix("torch.")
     else:
         config["quantization_config"] = scheme(bits, [name for name in weights if _plain(weights, name)])
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with writing(folder / "config.json"):
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _copy_rest(checkpoint, folder)
     return _write_weights(weights, checkpoint, folder, bits)
 
@@ -62,6 +63,8 @@ def write(source: str, folder: Path, bits: int, revision: str | None = None) -> 
 def _check(checkpoint: Checkpoint, bits: int) -> None:
     if checkpoint.gguf is not None:
         raise ModelError(f"{checkpoint.name!r} is a GGUF file: give a folder with safetensors.")
+    if checkpoint.small is not None:
+        raise ModelError(f"{checkpoint.name!r} has no weights of its own: give 'builtin'.")
     if checkpoint.scheme is None:
         if needs_fallback(checkpoint):
             raise ModelError(
@@ -96,7 +99,9 @@ def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits:
         size += target.stat().st_size
     if len(files) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": where}
-        (folder / f"model{SAFE}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        path = folder / f"model{SAFE}.index.json"
+        with writing(path):
+            path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return size
 
 
@@ -112,7 +117,8 @@ def _copy_rest(checkpoint: Checkpoint, folder: Path) -> None:
     for path in (*shared.glob("*token*"), *shared.glob("*.jinja"), *checkpoint.folder.iterdir()):
         weights = path.suffix in (SAFE, ".bin", ".pt", ".pth") or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.name != "config.json":
-            shutil.copyfile(path, folder / path.name)
+            with writing(folder / path.name):
+                shutil.copyfile(path, folder / path.name)
 
 
 def packed(tensors: Iterable[tuple[str, Tensor]], bits: int) -> dict[str, Tensor]:

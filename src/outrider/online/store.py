@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, writing
 
 log = logging.getLogger("outrider")
 WEIGHTS, CONFIG, LOCK = "model.safetensors", "config.json", "lock"
@@ -118,7 +118,7 @@ class Store:
         """Raises OSError if they cannot be written; the weights are then those of before."""
         kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
         state = json.dumps({**self.key, "weights": hashed(kept), "statistics": dict(about)})
-        with self.lock.writing:
+        with self.lock.writing, writing(self.path / WEIGHTS, SafetensorError):
             new_weights, new_config = files = [self.path / name for name in TEMPORARY]
             try:
                 save_file(kept, new_weights, {"format": "pt", KEY: state})
@@ -127,8 +127,6 @@ class Store:
                     synced(file)
                 new_config.replace(self.path / CONFIG)  # the same every time, and nothing without weights
                 new_weights.replace(self.path / WEIGHTS)
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
             finally:
                 for file in files:
                     file.unlink(missing_ok=True)

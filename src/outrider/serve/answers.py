@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -15,9 +15,10 @@ from outrider.errors import shortened
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.errors import ApiError, api_error
-from outrider.serve.protocol import Classic, Sampling
+from outrider.serve.protocol import Classic, Sampling, StreamOptions
+from outrider.serve.sampling import naming
 from outrider.serve.state import Server
-from outrider.serve.usage import origins_of, speculation_of, usage_of
+from outrider.serve.usage import origins_of, speculation_of, usage_of, usage_so_far
 from outrider.serve.wire import DONE, event
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -63,15 +64,24 @@ class Job:
     async def response(self) -> dict[str, Any]:
         """The response, with a choice for each sample of each prompt."""
         outputs = await self.server.outputs(self.requests)
+        if self.body.max_tokens == 0:
+            outputs = [*map(without_text, outputs)]
         made = self.head(self.kind)
         n = self.body.n
         made["choices"] = [
-            {"index": i * n + sample.index, **self.choices.choice(i, sample), **self._origins(sample, 0)}
+            {
+                "index": i * n + sample.index,
+                **self.choices.choice(i, sample),
+                **self._prompt_ids(i, chat=False),
+                **self._token_ids(sample, 0),
+                **self._origins(sample, 0),
+            }
             for i, output in enumerate(outputs)
             for sample in output.outputs
         ]
         if self.kind == "chat.completion":
             made |= prompt_logprobs(self.body, self.requests[0])
+        made |= self._prompt_ids(0, chat=True)
         made["usage"] = usage_of(outputs)
         if self.body.return_speculation:
             made["speculation"] = speculation_of(outputs)
@@ -80,41 +90,44 @@ class Job:
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:
         """Server-sent events: `first` of every choice, `delta` of each output, usage if asked for.
 
-        An error after the start is an event, too.
+        An error after the first event is an event, too; one before it is raised.
         """
+        began = False
         try:
-            async with aclosing(self._chunks(room)) as chunks:
-                async for chunk in chunks:
-                    yield event(chunk)
+            with naming(self.body):
+                async with aclosing(self._chunks(room)) as chunks:
+                    async for chunk in chunks:
+                        yield event(chunk)
+                        began = True
         except Exception as error:
+            if not began:
+                raise
             yield event(api_error(error).body())
         yield DONE
 
     async def _chunks(self, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
-        options, samples = self.body.stream_options, self.body.n
+        options, samples = self.body.stream_options or StreamOptions(), self.body.n
         ended: dict[int, RequestOutput] = {}
         head = self.head(self.chunk_kind)
-        usage = {"usage": None} if options is not None and options.include_usage else {}
-        started: dict[int, int] = {}  # choice -> tokens whose origins have been sent
+        usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        started: dict[int, int] = {}  # choice -> tokens whose ids and origins have been sent
         complete = set[int]()  # choices; the other ones of a request may go on
         every_step = self.body.return_origins  # each with its draft tree
         async with aclosing(self.server.stream(self.requests, room, every_step)) as outputs:
             async for i, output in outputs:
+                if self.body.max_tokens == 0:
+                    without_text(output)
                 for sample in output.outputs:
                     index = i * samples + sample.index
                     if index in complete:
                         continue
                     if sample.finish_reason is not None:
                         complete.add(index)
-                    parts = self.choices.delta(i, sample)
-                    if index not in started:
-                        started[index] = 0
-                        parts = self.choices.first(i, sample) + parts
-                    if parts and self.body.return_origins:
-                        parts[-1] |= self._origins(sample, started[index])
-                        started[index] = len(sample.token_ids)
-                    for part in parts:
-                        yield {**head, "choices": [{"index": index, **part}], **usage}
+                    counts = usage
+                    if usage and options.continuous_usage_stats:
+                        counts = {"usage": usage_so_far(output, sample)}
+                    for outer, part in self._parts(i, sample, started, index):
+                        yield {**head, **outer, "choices": [{"index": index, **part}], **counts}
                 if output.finished:
                     ended[i] = output
         total = list(ended.values())
@@ -122,6 +135,37 @@ class Job:
             yield {**head, "choices": [], "usage": usage_of(total)}
         if self.body.return_speculation:
             yield {**head, "choices": [], "speculation": speculation_of(total), **usage}
+
+    def _parts(
+        self, i: int, sample: CompletionOutput, started: dict[int, int], index: int
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """New parts of a choice, each after its fields outside of `choices`."""
+        parts, begins = self.choices.delta(i, sample), index not in started
+        if begins:
+            parts = self.choices.first(i, sample) + parts
+        for part in parts:
+            outer, inner = self._prompt_ids(i, chat=True), self._prompt_ids(i, chat=False)
+            if not begins:
+                outer, inner = {}, dict.fromkeys(inner)
+            begins, last = False, part is parts[-1]  # the last one has the new tokens
+            start = started.get(index, 0) if last else len(sample.token_ids)
+            part |= {**inner, **self._token_ids(sample, start)}
+            if last:
+                part |= self._origins(sample, start)
+                started[index] = len(sample.token_ids)
+            yield outer, part
+
+    def _prompt_ids(self, i: int, chat: bool) -> dict[str, Any]:
+        """Ids of a prompt, if they are asked for and are in this place.
+
+        chat: beside the choices, as for chat; else in a choice, as for completions.
+        """
+        if not self.body.return_token_ids or chat != (self.kind == "chat.completion"):
+            return {}
+        return {"prompt_token_ids": self.requests[i].ids}
+
+    def _token_ids(self, sample: CompletionOutput, start: int) -> dict[str, Any]:
+        return {"token_ids": sample.token_ids[start:]} if self.body.return_token_ids else {}
 
     def _origins(self, sample: CompletionOutput, start: int) -> dict[str, Any]:
         if not self.body.return_origins:
@@ -154,6 +198,20 @@ def name_of(body: Sampling, prefix: str) -> str:
 def derived(prefix: str, id: str) -> str:
     """Id of a part of a response.  It follows from the response's id, so that a repeated one has it, too."""
     return f"{prefix}{sha256(f'{prefix}{id}'.encode()).hexdigest()[:32]}"
+
+
+def token_name(body: Classic, token: int, text: str) -> str:
+    """Name of a token in log-probabilities: its text, or its id as vLLM writes it."""
+    return f"token_id:{token}" if body.return_tokens_as_token_ids else text
+
+
+def without_text(output: RequestOutput) -> RequestOutput:
+    """The output of max_tokens=0, for which the engine has sampled one token."""
+    for i, sample in enumerate(output.outputs):
+        if sample.finish_reason in ("stop", "length"):
+            logprobs: list[Entry] | None = None if sample.logprobs is None else []
+            output.outputs[i] = CompletionOutput(sample.index, "", [], "length", logprobs=logprobs)
+    return output
 
 
 def bounded(logprob: float) -> float:

@@ -20,6 +20,7 @@ from outrider.serve.guard import middleware
 from outrider.serve.models import add_models
 from outrider.serve.protocol import ChatBody, CompletionBody, ErrorBody, ResponsesBody
 from outrider.serve.responses import Responses, response_job
+from outrider.serve.sampling import naming
 from outrider.serve.state import Server
 from outrider.serve.wire import Events, Json, StrictRoute, unless_left
 from outrider.version import VERSION
@@ -64,7 +65,7 @@ def make_app(server: Server, lifespan: Lifespan[FastAPI] | None = None) -> FastA
 
 
 def add_status(app: FastAPI, server: Server) -> None:
-    """The page at /, /health, /version and /metrics."""
+    """The page at /, /health, /ping, /load, /version and /metrics."""
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
@@ -75,6 +76,17 @@ def add_status(app: FastAPI, server: Server) -> None:
         """Status 200 while requests are accepted, 503 while loading or stopping and after a failure."""
         server.check_ready()
         return Json({"status": server.status})
+
+    @app.get("/ping")
+    @app.post("/ping")
+    async def ping() -> Json:
+        """/health, by the name that SageMaker asks."""
+        return await health()
+
+    @app.get("/load")
+    async def load() -> Json:
+        """Number of samples that are queued or running."""
+        return Json({"server_load": server.open})
 
     @app.get("/version")
     async def version() -> Json:
@@ -89,27 +101,30 @@ def add_status(app: FastAPI, server: Server) -> None:
 def add_generation(app: FastAPI, server: Server) -> None:
     """/v1/completions, /v1/chat/completions, /v1/responses and /v1/embeddings."""
 
-    async def answered(request: Request, checked: Coroutine[Any, Any, Job | Responses]) -> Response:
-        job = await unless_left(request.receive, checked)
-        if job.body.stream:
-            room = server.room(job.requests)
-            return Events(job.events(room), room)
-        return Json(await unless_left(request.receive, job.response()))
+    async def answered(work: Coroutine[Any, Any, Job | Responses]) -> Response:
+        job = await work
+        if not job.body.stream:
+            return Json(await job.response())
+        room = server.room(job.requests)
+        return await Events.begun(job.events(room), room)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue texts."""
-        return await answered(request, completion_job(server, body))
+        with naming(body):
+            return await unless_left(request.receive, answered(completion_job(server, body)))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         """Reply to a conversation."""
-        return await answered(request, chat_job(server, body))
+        with naming(body):
+            return await unless_left(request.receive, answered(chat_job(server, body)))
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Reply to input items."""
-        return await answered(request, response_job(server, body))
+        with naming(body):
+            return await unless_left(request.receive, answered(response_job(server, body)))
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Json:

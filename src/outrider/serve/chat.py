@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
-from outrider.serve.answers import Job, best_of, bounded, name_of
+from outrider.serve.answers import Job, best_of, bounded, name_of, token_name
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import Calling, ChatBody
 from outrider.serve.sampling import checked_tools, named_tool, params_of, tool_form
@@ -21,7 +21,7 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
     adapter = server.adapter_of(body.model)
     tools = checked_tools(body.tools, body.tool_choice)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
     if body.chat_template is not None and not server.options.trust_request_chat_template:
         raise ApiError(
@@ -38,12 +38,13 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
         body.messages,
         chat_template=body.chat_template,
         tools=tools or None,
+        documents=body.documents,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
     )
     id = name_of(body, "chatcmpl-")
-    requests = await server.read([prompt], params, id, adapter, body.priority)
+    requests = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
     made = Chat(server, body, reply_for(server, tools, body))
     return Job(server, body, id, "chat.completion", "chat.completion.chunk", requests, made)
 
@@ -184,4 +185,5 @@ class Chat:
     def _one(self, token: int, entry: Entry) -> dict[str, Any]:
         text = self.server.llm.reader.piece(token)
         found = list(text.encode(errors="replace"))
-        return {"token": text, "logprob": bounded(entry[token].logprob), "bytes": found}
+        name = token_name(self.body, token, text)
+        return {"token": name, "logprob": bounded(entry[token].logprob), "bytes": found}

@@ -11,7 +11,7 @@ from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
 from outrider.progress import Request
 from outrider.requests import Prompt
-from outrider.serve.answers import Job, best_of, bounded, name_of, prompt_logprobs
+from outrider.serve.answers import Job, best_of, bounded, name_of, prompt_logprobs, token_name
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import CompletionBody
 from outrider.serve.sampling import params_of
@@ -25,13 +25,19 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
         raise ApiError(400, "best_of is not supported: ask for n samples with logprobs.", "best_of")
     if body.suffix:
         raise ApiError(400, "suffix is not supported: text is continued, not filled in.", "suffix")
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(
+            400, "max_tokens must be at least 1, or 0 with echo to score the prompt.", "max_tokens"
+        )
     more: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    if body.max_tokens == 0:
+        more["max_tokens"] = 1  # which `without_text` leaves out
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
     params = params_of(body, **more)
     id = name_of(body, "cmpl-")
     prompts = _prompts(body) if body.add_special_tokens else await asyncio.to_thread(_encoded, server, body)
-    requests = await server.read(prompts, params, id, adapter, body.priority)
+    requests = await server.read(prompts, params, id, adapter, body.priority, body.cache_salt)
     made = Completion(server, body, requests)
     return Job(server, body, id, "text_completion", "text_completion", requests, made)
 
@@ -118,7 +124,8 @@ class Completion:
     def _echo(self, request: Request) -> str:
         if not self.body.echo:
             return ""
-        return self.server.decode(request.ids) if request.prompt is None else request.prompt
+        text = None if request.truncated else request.prompt
+        return self.server.decode(request.ids) if text is None else text
 
     def _logprobs(self, ids: Sequence[int], entries: Sequence[Entry | None], offset: int) -> dict[str, Any]:
         """OpenAI's lists, one entry a token."""
@@ -126,7 +133,7 @@ class Completion:
         made: dict[str, list[Any]] = {name: [] for name in FIELDS}
         for token, entry in zip(ids, entries):
             text = piece(token)
-            made["tokens"].append(text)
+            made["tokens"].append(token_name(self.body, token, text))
             made["text_offset"].append(offset)
             made["token_logprobs"].append(None if entry is None else bounded(entry[token].logprob))
             made["top_logprobs"].append(None if entry is None else self._best(token, entry))
@@ -134,10 +141,11 @@ class Completion:
         return made
 
     def _best(self, token: int, entry: Entry) -> dict[str, float]:
-        """The best tokens and the sampled one, by their text; of several with one text the best."""
+        """The best tokens and the sampled one, by their names; of several with one name the best."""
         found: dict[str, float] = {}
         for other in [*best_of(entry, self.body.logprobs or 0), token]:
-            found.setdefault(self.server.reader.piece(other), bounded(entry[other].logprob))
+            name = token_name(self.body, other, self.server.reader.piece(other))
+            found.setdefault(name, bounded(entry[other].logprob))
         return found
 
 

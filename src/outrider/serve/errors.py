@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from outrider.errors import EngineError, RequestError, shortened
+from outrider.errors import ContextError, EngineError, RequestError, shortened
 from outrider.serve.wire import Json
 
 TYPES = {
@@ -67,7 +67,8 @@ def api_error(error: Exception) -> ApiError:
         refusal.headers.update(error.headers or {})
         return refusal
     if isinstance(error, RequestError):
-        return ApiError(400, str(error))
+        code = "context_length_exceeded" if isinstance(error, ContextError) else None
+        return ApiError(400, str(error), error.param, code)
     if isinstance(error, EngineError):
         return ApiError(503, str(error), code="engine_error", retry_after=5)
     if isinstance(error, TimeoutError):

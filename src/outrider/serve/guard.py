@@ -17,7 +17,7 @@ from outrider.serve.traces import HEADERS
 from outrider.serve.wire import Left
 
 # need no key, answer in every state; "" is redirected to "/"
-OPEN = ("", "/", "/health", "/version", "/metrics", "/openapi.json")
+OPEN = ("", "/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json")
 FILES = "/static/"  # of the page at /, which has no data and asks for the key itself
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 log = logging.getLogger("outrider.serve")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MOST_LOGPROBS = 20  # as in OpenAI's and vLLM's servers
 MOST_SAMPLES = 128
@@ -18,9 +18,24 @@ Many = Annotated[list[T], Field(fail_fast=True)]  # one error, however many item
 
 
 class Body(BaseModel):
-    """Values have the types that are written here: "1" is no number."""
+    """Values have the types that are written here: "1" is no number.
+
+    A field that is null is left out, unless null has a meaning of its own.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or cls._has_null(name)}
+
+    @classmethod
+    def _has_null(cls, name: str) -> bool:
+        field = cls.model_fields.get(name)
+        return field is not None and type(None) in get_args(field.annotation)
 
 
 class Fault(Body):
@@ -38,7 +53,7 @@ class ErrorBody(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False  # vLLM's
     include_obfuscation: bool | None = None
 
 
@@ -93,6 +108,7 @@ class Sampling(Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = Field(None, ge=0, le=1)
@@ -102,6 +118,7 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     min_tokens: Token | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # without effect: of tokenizers in Python
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     allowed_token_ids: Many[Token] | None = None
     bad_words: Many[Text] | None = None
@@ -111,8 +128,10 @@ class Sampling(Body):
     guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: Text | None = None
+    use_beam_search: Literal[False] | None = None
     priority: int = 0
     request_id: Text | None = None
+    cache_salt: Text | None = None
     # ours
     speculation: Speculate | None = None
     return_speculation: bool = False
@@ -133,6 +152,8 @@ class Classic(Sampling):
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     prediction: Prediction | None = None
+    return_token_ids: bool = False  # vLLM's, as is the next one
+    return_tokens_as_token_ids: bool = False
     return_origins: bool = False  # ours
 
 
@@ -157,7 +178,7 @@ class CompletionBody(Classic):
         | Annotated[Many[str], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[Many[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
-    max_tokens: Count | None = 16
+    max_tokens: Token | None = 16  # 0 with echo alone: the prompt is scored
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     best_of: int | None = None
@@ -173,12 +194,17 @@ class ChatBody(Classic, Calling):
     modalities: list[Literal["text"]] | None = None
     # of models that reason: without effect here
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     verbosity: str | None = None
     # vLLM's
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Many[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    # accepted as vLLM's defaults alone
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
 
 
 class ResponseText(Body):

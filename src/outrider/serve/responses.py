@@ -17,7 +17,7 @@ from outrider.serve.errors import ApiError, api_error
 from outrider.serve.items import chat_tools, messages_of
 from outrider.serve.output_items import OutputItems
 from outrider.serve.protocol import JsonSchema, ResponseFormat, ResponsesBody
-from outrider.serve.sampling import checked_tools, of_format, params_of, tool_form
+from outrider.serve.sampling import checked_tools, naming, of_format, params_of, tool_form
 from outrider.serve.state import Server
 from outrider.serve.usage import speculation_of, usage_of
 from outrider.serve.wire import event
@@ -38,22 +38,22 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     more: dict[str, Any] = {"max_tokens": body.max_output_tokens}
     if tools and body.skip_special_tokens is None:
         more["skip_special_tokens"] = False  # markers of calls may be special tokens
-    forms = [*_format(body), *([form] if (form := tool_form(tools, body.tool_choice)) else [])]
+    forms = [form for form in (_format(body), tool_form(tools, body.tool_choice)) if form is not None]
     if len(forms) > 1:
         raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
     params = params_of(body, forms[0] if forms else None, **more)
     prompt = server.conversation(messages_of(body.input, body.instructions), tools=tools or None)
     id = name_of(body, "resp_")
-    (request,) = await server.read([prompt], params, id, adapter, body.priority)
+    (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
     reply = reply_for(server, tools, body)
     return Responses(server, body, id, now(), [request], reply)
 
 
-def _format(body: ResponsesBody) -> list[dict[str, Any]]:
+def _format(body: ResponsesBody) -> dict[str, Any] | None:
     """structured_outputs of text.format, whose schema lies one level higher than in chat completions."""
     given = body.text.format if body.text is not None else None
     if given is None:
-        return []
+        return None
     rest = {key: value for key, value in given.items() if key != "type"}
     try:
         schema = JsonSchema(**rest) if given.get("type") == "json_schema" else None
@@ -89,12 +89,15 @@ class Responses:
         return self._ended(output)
 
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:
-        """Its events.  An error after the start is one, too."""
+        """Its events.  An error after the first one is an event, too; one before it is raised."""
         try:
-            async with aclosing(self._events(room)) as events:
-                async for each in events:
-                    yield self._sent(each)
+            with naming(self.body):
+                async with aclosing(self._events(room)) as events:
+                    async for each in events:
+                        yield self._sent(each)
         except Exception as error:
+            if self.sequence == 0:
+                raise
             refusal = api_error(error).body()["error"]
             short = {"code": "server_error", "message": refusal["message"]}
             failed = {**self._head("failed"), "error": short}
@@ -108,10 +111,11 @@ class Responses:
 
     async def _events(self, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
         head = self._head("in_progress")
-        yield {"type": "response.created", "response": head}
-        yield {"type": "response.in_progress", "response": head}
         async with aclosing(self.server.stream(self.requests, room)) as outputs:
             async for _, output in outputs:
+                if self.sequence == 0:
+                    yield {"type": "response.created", "response": head}
+                    yield {"type": "response.in_progress", "response": head}
                 sample = output.outputs[0]
                 parsed = self.reply.read(sample.text, sample.finish_reason)
                 for each in self.items.grow(parsed, _status(sample)):

@@ -76,7 +76,10 @@ def run(service: Service) -> None:
             await asyncio.to_thread(server.traces.shutdown)
 
     process = Process(make_app(server, lifespan), server, service.socket)
-    process.run()
+    try:
+        process.run()
+    finally:
+        gc.unfreeze()  # else extension modules such as Triton's report their objects as leaked
     if any(thread.name == LOADER for thread in threading.enumerate()):
         os._exit(0)  # the end of the interpreter would abort the process, inside a library of that thread
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 from outrider.core.params import SamplingParams
-from outrider.serve.errors import ApiError
+from outrider.errors import RequestError
+from outrider.serve.errors import ApiError, api_error
 from outrider.serve.protocol import Classic, ResponseFormat, Sampling
 
 # parameters that a body has under the same name, but not with the same meaning
@@ -21,6 +23,9 @@ GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
+# parameters of the engine that bodies have under other names
+FIELDS = {"draft_method": "speculation.method", "lora_request": "model"}
+PROMPTS = ("prompt", "messages", "input")
 
 
 def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any) -> SamplingParams:
@@ -34,7 +39,7 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
         if body.stream and body.prompt_logprobs is not None:
             raise ApiError(400, "a stream has no prompt_logprobs.", "prompt_logprobs")
         given["prediction"] = body.prediction.text if body.prediction is not None else None
-    forms = [*_forms(body), *([dict(form)] if form else [])]
+    forms = [*_forms(body).values(), *([dict(form)] if form else [])]
     if len(forms) > 1:
         raise ApiError(400, f"only one constraint on the output can be given, got {len(forms)}.")
     given["structured_outputs"] = forms[0] if forms else None
@@ -46,29 +51,62 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
     return SamplingParams(**{"max_tokens": None, **known})
 
 
-def _forms(body: Sampling) -> list[dict[str, Any]]:
-    """structured_outputs that a body asks for, in its several ways."""
-    forms = [{key: value} for name, key in GUIDED.items() if (value := getattr(body, name)) is not None]
+def _forms(body: Sampling) -> dict[str, dict[str, Any]]:
+    """structured_outputs that a body asks for, by the field that does."""
+    forms = {name: {key: value} for name, key in GUIDED.items() if (value := getattr(body, name)) is not None}
     if body.structured_outputs is not None:
-        forms.append(body.structured_outputs)
-    if isinstance(body, Classic) and body.response_format is not None:
-        forms += of_format(body.response_format)
+        forms["structured_outputs"] = body.structured_outputs
+    format = body.response_format if isinstance(body, Classic) else None
+    if format is not None and (form := of_format(format)) is not None:
+        forms["response_format"] = form
     if (pattern := body.guided_whitespace_pattern) is not None:
-        if not any(JSON_FORMS & form.keys() for form in forms):
+        if not any(JSON_FORMS & form.keys() for form in forms.values()):
             raise ApiError(400, f"{WHITESPACE} needs a constraint to JSON.", WHITESPACE)
-        forms = [{**form, "whitespace_pattern": pattern} for form in forms]
+        forms = {name: {**form, "whitespace_pattern": pattern} for name, form in forms.items()}
     return forms
 
 
-def of_format(format: ResponseFormat) -> list[dict[str, Any]]:
-    """structured_outputs of OpenAI's response_format; none for text."""
+@contextmanager
+def naming(body: Sampling) -> Iterator[None]:
+    """Raise a RequestError as an ApiError that names the field of the body at fault."""
+    try:
+        yield
+    except RequestError as error:
+        refusal, field = api_error(error), field_of(body, error.param)
+        other = "" if field in (None, error.param) else f"{field}: "
+        raise ApiError(400, f"{other}{error}", field, refusal.code) from error
+
+
+def field_of(body: Sampling, param: str | None) -> str | None:
+    """The field of a body that a parameter of the engine or the prompt comes from; None if it is none.
+
+    param: may go on with a place within the value, which is kept if the field has the same name.
+    """
+    name, known = (param or "").partition(".")[0], type(body).model_fields
+    found = FIELDS.get(name, name)
+    if name in PROMPTS:
+        found = next(field for field in PROMPTS if field in known)
+    elif name == "structured_outputs":
+        found = next(iter(_forms(body)), "text.format" if _is_free(body) else "tools")
+    if found.partition(".")[0] not in known:
+        return None
+    return param if found == name else found
+
+
+def _is_free(body: Sampling) -> bool:
+    """Whether no tool_choice constrains the output."""
+    return getattr(body, "tool_choice", None) in (None, "auto", "none")
+
+
+def of_format(format: ResponseFormat) -> dict[str, Any] | None:
+    """structured_outputs of OpenAI's response_format; None for text."""
     if format.type == "text":
-        return []
+        return None
     if format.type == "json_object":
-        return [{"json_object": True}]
+        return {"json_object": True}
     if format.json_schema is None:
         raise ApiError(400, "response_format json_schema needs 'json_schema'.", "response_format.json_schema")
-    return [{"json": format.json_schema.schema_}]
+    return {"json": format.json_schema.schema_}
 
 
 def tool_form(tools: Sequence[Mapping[str, Any]], choice: Any) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from outrider.async_llm import AsyncLLM
 from outrider.core.params import SamplingParams
 from outrider.core.row import LoRARequest
 from outrider.core.validate import text_of
-from outrider.errors import RequestError, shortened
+from outrider.errors import RequestError, about
 from outrider.llm import LLM
 from outrider.outputs import RequestOutput
 from outrider.progress import Request
@@ -121,7 +121,8 @@ class Server:
             if name in self.adapters or name in self.names:
                 raise ApiError(400, f"the model {name!r} exists already.", "lora_name")
             adapter = LoRARequest(name, next(self._adapter_ids), path)
-            adapters.check(adapter)
+            with about("lora_path"):
+                adapters.check(adapter)
             self.adapters[name] = adapter
 
     def remove_adapter(self, name: str) -> None:
@@ -148,7 +149,7 @@ class Server:
         """Raise ApiError with status 429 if so many samples more exceed max_requests."""
         most = self.options.max_requests
         if samples > most:
-            raise ApiError(400, f"a request may have {most} samples at most, got {samples}.")
+            raise ApiError(400, f"a request may have {most} samples at most, got {samples}.", "n")
         if self.open + samples > most:
             self.metrics.refused.inc()
             wait = max(1, min(60, math.ceil(self.seconds / 2)))
@@ -182,13 +183,12 @@ class Server:
         id: str,
         adapter: LoRARequest | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> list[Request]:
         """Tokenize the prompts of a request and check its parameters.  Raises RequestError and ApiError."""
+        if cache_salt is not None:
+            prompts = [{**_dict_of(prompt), "cache_salt": cache_salt} for prompt in prompts]
         engine, several, samples = self.engine, len(prompts) > 1, len(prompts) * params.n
-        loaded, method = self.llm.engine.drafter.sources, params.draft_method
-        if method not in (None, *loaded):
-            text = f"speculation.method must be one that is loaded ({', '.join(loaded) or 'none is'})"
-            raise ApiError(400, f"{text}, got {shortened(method)}.", "speculation.method")
         self.check_room(samples)
         self.open += samples  # reading may take a while: of long prompts, or behind those of others
         try:
@@ -290,6 +290,12 @@ class Server:
         ]
         given = {"chat_template": self.template, **{k: v for k, v in more.items() if v is not None}}
         return {"messages": known, **given}
+
+
+def _dict_of(prompt: Prompt) -> Mapping[str, Any]:
+    if isinstance(prompt, Mapping):
+        return prompt
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
 
 
 async def cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -30,6 +30,12 @@ def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
     }
 
 
+def usage_so_far(output: RequestOutput, sample: CompletionOutput) -> dict[str, int]:
+    """Usage of one choice of a stream, as vLLM's `continuous_usage_stats` adds it to every part."""
+    prompt, emitted = len(output.prompt_token_ids), len(sample.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": emitted, "total_tokens": prompt + emitted}
+
+
 def statistics(outputs: Iterable[RequestOutput]) -> Speculation:
     return sum((output.speculation for output in outputs), Speculation())
 

@@ -100,25 +100,38 @@ class Events(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str], room: ExitStack) -> None:
+    def __init__(self, first: str, rest: AsyncGenerator[str], room: ExitStack) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.events, self.room = events, room
+        self.first, self.rest, self.room = first, rest, room
         self.sent, self.sending = 0, False
+
+    @staticmethod
+    async def begun(events: AsyncGenerator[str], room: ExitStack) -> Events:
+        """A response whose first event is there: an error before it is raised, so that it has a status."""
+        try:
+            return Events(await anext(events), events, room)
+        except BaseException:
+            room.close()
+            raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.room, suppress(Left, OSError):
             await unless_left(receive, self._stream(send), self._stuck())
 
     async def _stream(self, send: Send) -> None:
-        async with aclosing(self.events):
+        async with aclosing(self.rest):
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            async for text in self.events:
-                self.sending = True
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-                self.sent, self.sending = self.sent + 1, False
+            await self._send(send, self.first)
+            async for text in self.rest:
+                await self._send(send, text)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, text: str) -> None:
+        self.sending = True
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        self.sent, self.sending = self.sent + 1, False
 
     async def _stuck(self) -> None:
         """Return once a part has not been taken for SEND_SECONDS.  Cheaper than a timeout for each part."""

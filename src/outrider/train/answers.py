@@ -113,5 +113,6 @@ def _read(path: Path) -> dict[int, list[int]]:
     content = path.read_text(encoding="utf-8")
     whole = content[: content.rfind("\n") + 1]
     if whole != content:
-        path.write_text(whole, encoding="utf-8")
+        with writing(path):
+            path.write_text(whole, encoding="utf-8")
     return dict(map(json.loads, whole.splitlines()))

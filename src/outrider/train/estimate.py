@@ -89,15 +89,17 @@ def table(found: Estimate, limit: float) -> Table:
         ("steps", f"{found.steps:,}"),
         ("weights", f"{found.weights:,}, {found.head / 1e6:,.1f} MB on disk"),
         ("features on disk", f"{min(found.features / 1e9, limit):,.2f} of {found.features / 1e9:,.2f} GB"),
-        *((what, _minutes(seconds)) for what, seconds in found.seconds.items()),
-        ("together, without evaluations", _minutes(found.total)),
+        *((what, _time(seconds)) for what, seconds in found.seconds.items()),
+        ("together, without evaluations", _time(found.total)),
     ]
     for row in rows:
         made.add_row(*row)
     return made
 
 
-def _minutes(seconds: float) -> str:
+def _time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:,.1f} s"
     return f"{seconds / 60:,.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from outrider import draft
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import bits_of
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, write_fault
 from outrider.heads.base import FINGERPRINT
 from outrider.train.base import write_head
 from outrider.train.methods import methods
@@ -55,5 +53,7 @@ def _writing(folder: Path) -> Iterator[None]:
     """Raise ConfigError if the folder cannot be read or written."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"the folder {str(folder)!r} cannot be written: {error}") from error
+    except OSError as error:
+        if error.errno is None:  # the message of `writing` names the file
+            raise ConfigError(str(error)) from error
+        raise ConfigError(f"the folder {str(folder)!r} cannot be written: {write_fault(error)}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from outrider.core.device import to_device
 from outrider.core.step import FINAL
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, writing
 from outrider.heads.sample import CHUNK, Sample, read_states, target_logits
 from outrider.models.base import Model
 from outrider.train.answers import OutOfTime, Text
@@ -68,7 +69,7 @@ class States:
         size = self.width * self.starts[self.cached]
         shape = (self.starts[self.cached], self.width)
         path = self.folder / "states.bin"
-        _check_space(path, self.bytes)
+        _reserve(path, self.bytes)
         self.store = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16).view(shape)
         tick(done)
         for first, end in self._parts(done):
@@ -154,11 +155,17 @@ def needed_states(wanted: Sequence[int], logits: bool) -> tuple[int, ...]:
     return tuple(sorted({*wanted, FINAL} if logits else {*wanted}))
 
 
-def _check_space(path: Path, size: int) -> None:
-    """Raise ConfigError if the disk has no room for what a file of this size lacks: it is made with holes."""
+def _reserve(path: Path, size: int) -> None:
+    """Take the room of a file of this size: a write to a mapped file on a full disk would end the process.
+
+    Raises ConfigError if the disk lacks it.
+    """
     held = path.stat().st_blocks * 512 if path.exists() else 0
     if size - held > (free := shutil.disk_usage(path.parent).free):
         raise ConfigError(
-            f"the features need {(size - held) / 1e9:.1f} GB in {str(path.parent)!r}, which has "
-            f"{free / 1e9:.1f} GB left: give a smaller cache_gb, or another folder as cache."
+            f"the features need {(size - held) / 1e6:,.1f} MB in {str(path.parent)!r}, which has "
+            f"{free / 1e6:,.1f} MB left: give a smaller cache_gb, or another folder as cache."
         )
+    if hasattr(os, "posix_fallocate"):
+        with writing(path), path.open("ab") as file:
+            os.posix_fallocate(file.fileno(), 0, size)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from outrider.bench.measure import Prompts
 from outrider.core.params import SamplingParams
+from outrider.draft import PLAIN_MODEL, detect
 from outrider.draft.draft_model import DraftModel
 from outrider.drafting import disco
 from outrider.errors import ConfigError
@@ -37,9 +38,14 @@ class Fitted(NamedTuple):
 def record(
     llm: LLM, draft: str, prompts: Prompts, params: SamplingParams, depth: int, tick: Callable[[str], None]
 ) -> list[Pairs]:
-    """Draft chains of `depth` tokens with the model `draft`.  Returns the judged nodes of each prompt."""
+    """Draft chains of `depth` tokens with the model `draft`.  Returns the judged nodes of each prompt.
+
+    Raises ConfigError for a head.
+    """
+    if (method := detect(draft)) != PLAIN_MODEL:
+        raise ConfigError(f"{draft!r} is a head for {method!r}: only draft models have a stop classifier.")
     config = {
-        "method": "draft_model",
+        "method": PLAIN_MODEL,
         "model": draft,
         "num_speculative_tokens": depth,
         "assistant_confidence_threshold": 0.0,

@@ -17,7 +17,7 @@ from outrider.tune.estimate import Costs, Estimate
 from outrider.tune.layerskip import Trial, Tuner
 from outrider.tune.search import LEVEL, OFF, Outcome
 
-BAR = 40  # blocks of the longest bar
+BAR = 40  # blocks of the longest bar, fewer on a terminal of less than 111 columns
 DROPPED = 20  # settings shown behind the finalists
 CLOSE = 0.1  # a prediction may be off by this
 
@@ -27,17 +27,18 @@ def show_estimates(costs: Costs, found: Sequence[Estimate], console: Console) ->
     depth = found[-1].depth
     console.print(
         f"A step takes {1e3 * costs.step:.2f} ms, one with {depth} draft tokens "
-        f"{1e3 * (costs.step + costs.verify[1, depth]):.2f}; drafting {depth} takes "
-        f"{1e3 * costs.propose[1, depth]:.2f}."
+        f"{1e3 * (costs.step + costs.verify[1, depth]):.2f} ms; drafting {depth} takes "
+        f"{1e3 * costs.propose[1, depth]:.2f} ms."
     )
     most, best = max(one.speed for one in found), max(found, key=lambda one: one.speed)
+    blocks = max(1, min(BAR, console.width - 71))
     for one in found:
         kind = "chain" if one.siblings == 1 else f"{one.siblings} siblings"
         name = "plain decoding" if one.depth == 0 else f"{kind}, depth {one.depth}"
         mark = "  ◀ best" if one is best else ""
         console.print(
-            f"{name:22} {'▇' * round(BAR * one.speed / most):{BAR}} {one.speed:7.1f} tokens/s  "
-            f"{one.gain:.2f}×  {one.tokens_per_step:.2f} tokens a step{mark}",
+            f"{name:20} {'▇' * round(blocks * one.speed / most):{blocks}} {one.speed:7.1f} tokens/s  "
+            f"{one.gain:.2f}×  {one.tokens_per_step:.2f} tokens/step{mark}",
             highlight=False,
             soft_wrap=True,
         )
@@ -109,12 +110,12 @@ def show_layers(
     console.print(
         f"{len(tuner.trials)} sets tried.  A step takes {1e3 * costs.step:.2f} ms, {1e3 * costs.row:.2f} ms "
         f"more a draft token; drafting one with all layers {1e3 * costs.full:.2f} ms, less "
-        f"{1e3 * costs.attention:.3f} for every attention and {1e3 * costs.mlp:.3f} for every MLP that is "
-        "skipped."
+        f"{1e3 * costs.attention:.3f} ms for every attention and {1e3 * costs.mlp:.3f} ms for every MLP that "
+        "is skipped."
     )
     console.print(
-        f"Skipped: attention {list(best.skip.attention)}, MLP {list(best.skip.mlp)}; {best.depth} draft "
-        "tokens a step."
+        f"Skipped: attention {list(best.skip.attention)}, MLP {list(best.skip.mlp)}; draft tokens per "
+        f"step: {best.depth}."
     )
     if speed_up <= 1:
         console.print(

@@ -138,8 +138,9 @@ def test_a_request_that_ends_replicas_is_given_up() -> None:
     assert text_of("\n\n".join(tokens)) == "The future of " and "replica_lost" in error and end in DONE
 
 
-def test_before_its_first_event_it_is_given_up_with_a_status() -> None:
-    pool = Script([Scripted([], lost=True, stream=False), ReplicaLost(), Scripted(WHOLE)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_before_its_first_event_it_is_given_up_with_a_status(stream: bool) -> None:
+    pool = Script([Scripted([], lost=True, stream=stream), ReplicaLost(), Scripted(WHOLE)])
     with pytest.raises(ApiError, match="2 replicas ended") as raised:
         ask(pool)
     assert raised.value.status == 503
@@ -186,7 +187,7 @@ def bodies() -> Iterator[tuple[bytes, bool]]:
         yield odd, False
 
 
-@pytest.mark.parametrize(("given", "generates"), bodies())
+@pytest.mark.parametrize(("given", "generates"), list(bodies()))
 def test_a_request_gets_a_seed_and_an_id_once(given: bytes, generates: bool) -> None:
     question = Question.of(
         "POST", "/v1/completions?a=1", [("Host", "x"), ("Authorization", "Bearer k")], given

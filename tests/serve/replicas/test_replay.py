@@ -26,12 +26,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": (
         "/v1/completions",
         {"prompt": ["The future of AI is", "Once"], "n": 2, "logprobs": 2, "echo": True, "max_tokens": 12,
-         "stream_options": {"include_usage": True}, "return_origins": True},
+         "stream_options": {"include_usage": True}, "return_origins": True, "return_token_ids": True},
     ),
     "chat": (
         "/v1/chat/completions",
         {"messages": MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 1, "max_tokens": 12,
-         "return_speculation": True},
+         "return_speculation": True, "return_token_ids": True},
     ),
     "calls": (
         "/v1/chat/completions",
@@ -82,6 +82,12 @@ def content(events: list[str]) -> dict[Any, Any]:
                     add((at, field), [one])
             for field in ("text", "content"):
                 add((at, field), delta.get(field) or "")
+            for place, field in (
+                (value, "prompt_token_ids"),
+                (choice, "prompt_token_ids"),
+                (choice, "token_ids"),
+            ):
+                add((at, field), place.get(field) or [])
             for call in delta.get("tool_calls", ()):
                 add((at, "name", call["index"]), call["function"].get("name", ""))
                 add((at, "ids", call["index"]), len(call.get("id", "")))

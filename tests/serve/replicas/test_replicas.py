@@ -74,29 +74,32 @@ def busy(server: Served) -> int | None:
     return processes(server)[int(numbers[0])] if numbers else None
 
 
-def streamed(server: Served, body: dict[str, Any], fate: int) -> tuple[str, bool]:
-    """The text of a stream, and whether its replica was there to get a signal after some events."""
+def streamed(server: Served, body: dict[str, Any], fate: int) -> tuple[str, list[int], bool]:
+    """Text and tokens of a stream, and whether its replica was there to get a signal after some events."""
     found, hurt = [], False
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, headers=KEY,
                       timeout=HANG) as answer:  # fmt: skip
         for line in answer.iter_lines():
             if line.startswith("data: {"):
-                found.append(parsed(line)["choices"][0]["text"])
+                found.append(parsed(line)["choices"][0])
             if len(found) == 5 and not hurt and (pid := busy(server)):
                 os.kill(pid, fate)
                 hurt = True
-    return "".join(found), hurt
+    assert [part["prompt_token_ids"] is None for part in found] == [False] + [True] * (len(found) - 1)
+    ids = [token for part in found for token in part["token_ids"]]
+    return "".join(part["text"] for part in found), ids, hurt
 
 
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_stream_survives_its_replica(pair: Served, fate: int) -> None:
     await_ready(pair)
-    body = {**TEXT, "max_tokens": LONGEST}
+    body = {**TEXT, "max_tokens": LONGEST, "return_token_ids": True, "cache_salt": "mine"}
     (plain,) = offline([body])
+    whole = pair.post("/v1/completions", body, headers=KEY).json()["choices"][0]
     retries = pair.metric("router_retries_total")
     for _ in range(20):  # until this client is no slower than the replica
-        text, hurt = streamed(pair, body, fate)
-        assert text == plain
+        text, ids, hurt = streamed(pair, body, fate)
+        assert text == whole["text"] == plain and ids == whole["token_ids"]
         if hurt:
             break
     assert hurt and pair.metric("router_retries_total") == retries + 1
@@ -123,7 +126,7 @@ def test_keys_limits_and_other_routes_are_those_of_one_server(pair: Served) -> N
 
 def test_the_root_path_may_be_in_the_path_of_a_request_or_not(pair: Served) -> None:
     for root in ("", "/llm"):
-        for path in ("/health", "/", "/static/app.js", "/openapi.json"):
+        for path in ("/health", "/ping", "/", "/static/app.js", "/openapi.json"):
             assert pair.get(root + path).status_code == 200
         for path in ("/v1/models", "/static/%2e%2e/v1/models", "/llm/v1/models"):
             assert pair.get(root + path).status_code == 401
@@ -194,7 +197,7 @@ def test_the_end_of_the_router_is_that_of_its_replicas(pair: Served) -> None:
         )
     )
     asking.start()
-    while not re.search(r"router_open_samples\S+ [1-9]", pair.get("/metrics").text):
+    while pair.get("/load").json() != {"server_load": 1}:
         assert asking.is_alive()
     assert pair.stop(seconds=HANG) == 0
     asking.join()

@@ -93,6 +93,13 @@ def test_the_oldest_blocks_leave_first_and_the_tail_of_a_prefix_before_its_head(
     assert prefixes.match([1, 2, 3]) == 2
 
 
+def test_other_salts_and_documents_have_other_blocks() -> None:
+    body = {"messages": turns(1, random.Random(2))}
+    bodies = [body, {**body, "cache_salt": "a"}, {**body, "cache_salt": "b"}, {**body, "documents": [{}]}]
+    first = {blocks_of(one)[0] for one in bodies}
+    assert len(first) == 4 and blocks_of(bodies[1]) == blocks_of({**bodies[1]})
+
+
 def test_a_trace_of_conversations_finds_most_of_what_is_cached() -> None:
     """At least 80 % of the blocks that an endless single replica would have, with an even load."""
     rng = random.Random(1)

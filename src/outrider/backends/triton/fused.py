@@ -64,11 +64,11 @@ class TritonFusedModel:
         logits, *found = _results(job, graphs)
         if queries is not None:
             queries.answered(found.pop())
-        n = kv.step_input.length
-        kept = [state[:n] for state in found]
-        if job.graphed and kept:
-            kept = [*torch.stack(kept)]  # a copy of all in one launch
-        states.update(zip(job.states, kept))
+        if found:  # one copy, however many there are
+            n = kv.step_input.length
+            wide = found[0] if len(found[0]) == n else found[0][:n]
+            wide = wide.clone() if job.graphed else wide
+            states.update(zip(job.states, wide.chunk(len(job.states), dim=1)))
         logits = logits[: len(kv.step_input.logits_rows)]
         return logits.clone() if job.graphed else logits  # any graph's next replay may use this memory
 
@@ -137,7 +137,8 @@ class _Step:
     """`Job` of a step.
 
     Its inputs are int32 numbers: ids [N], rows with logits [M], `verifier.WORDS` words of 8 bytes of each of
-    these for the trees, and the plan.  Its results: logits [M, V], states [N, h], and answers if asked for.
+    these for the trees, and the plan.  Its results: logits [M, V], states [N, states · h] side by side, and
+    answers, each if asked for.
     """
 
     def __init__(
@@ -175,7 +176,8 @@ class _Step:
         x, taps = self._run(model.embed(ids[: self.sizes.rows]), step)
         wanted = x.index_select(0, rows[: self.wanted])
         logits = model.logits(model.final(wanted))
-        found = [model.final(x) if layer == FINAL else taps[layer] for layer in self.states]
+        kept = [model.final(x) if layer == FINAL else taps[layer] for layer in self.states]
+        found = [torch.cat(kept, dim=1)] if len(kept) > 1 else kept
         if self.queries is not None:
             most = self.wanted if self.graphed else self.queries.most
             found.append(answers_to(logits, words[: 2 * WORDS * self.wanted].view(torch.int64), most))

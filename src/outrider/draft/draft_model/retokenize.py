@@ -22,7 +22,7 @@ from typing import Any
 
 from outrider.cache.pages import Cache
 from outrider.cache.pool import Pool
-from outrider.core.block_table import PAGE
+from outrider.core.block_table import PAGE, ROOT
 from outrider.core.params import SamplingParams
 from outrider.core.row import Row
 from outrider.core.step import Batch
@@ -98,7 +98,7 @@ class Retokenized(ModelDrafter):
         own, text = shadow.row, shadow.text
         unchanged = self._extend_text(text, row.tokens, end)
         if own.table is None:
-            own.table = self.cache.open()
+            own.table = self.cache.open(row.cache_salt or ROOT)
             done = self.cache.match(own.table, text.ids, text.fixed)
         else:
             done = min(self.catch_up.cursor(own, own.computed).filled, unchanged)

@@ -112,7 +112,8 @@ class GrammarState:
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         if self.matcher.is_error():
             fault = self.matcher.get_error().splitlines()[0]
-            raise RequestError(f"structured_outputs: the grammar is too complex to follow: {fault}.")
+            text = f"structured_outputs: the grammar is too complex to follow: {fault}."
+            raise RequestError(text, "structured_outputs")
         forbidden = torch.from_numpy(np.unpackbits(bits, bitorder="little") == 0)
         if ended:
             forbidden.fill_(True)

@@ -30,7 +30,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 def make_app(router: Router, lifespan: Lifespan[Starlette] | None = None) -> Starlette:
     """The application of a router."""
     routes = [
-        *(Route(path, handler) for path, handler in _own_routes(router).items()),
+        *_own_routes(router),
         *(Route(path, _everywhere(router), methods=["POST"]) for path in (LOADING, UNLOADING)),
         Mount("/", passed_on(router, router.options.root_path)),
     ]
@@ -42,13 +42,16 @@ def make_app(router: Router, lifespan: Lifespan[Starlette] | None = None) -> Sta
     )
 
 
-def _own_routes(router: Router) -> dict[str, Handler]:
-    """/health, /version and /metrics."""
+def _own_routes(router: Router) -> list[Route]:
+    """/health, /ping, /load, /version and /metrics."""
 
     async def health(_: Request) -> Response:
         router.check_ready()
         states = {str(replica.number): replica.state for replica in router.replicas}
         return Json({"status": router.status, "replicas": states}, 200 if router.ready() else 503)
+
+    async def load(_: Request) -> Response:
+        return Json({"server_load": router.open})
 
     async def version(_: Request) -> Response:
         return Json({"version": VERSION})
@@ -56,7 +59,13 @@ def _own_routes(router: Router) -> dict[str, Handler]:
     async def metrics(_: Request) -> Response:
         return Response(await metrics_of(router), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    return {"/health": health, "/version": version, "/metrics": metrics}
+    return [
+        Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/load", load),
+        Route("/version", version),
+        Route("/metrics", metrics),
+    ]
 
 
 def passed_on(pool: Pool, root_path: str = "") -> Callable[[Scope, Receive, Send], Awaitable[None]]:

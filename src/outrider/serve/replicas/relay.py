@@ -74,7 +74,7 @@ class Question:
             given = None
         if not isinstance(given, dict):
             return Question(method, target, kept, body)
-        if given.get("seed") is None:
+        if given.get("seed") in (None, -1):  # a random one
             given["seed"] = secrets.randbits(62)
         if given.get("request_id") is None:
             given["request_id"] = uuid4().hex
@@ -142,7 +142,7 @@ class Relay:
     async def _response(self) -> Response:
         answer, body = await self._ask()
         if body is None:
-            return Events(self._events(answer), ExitStack())
+            return await Events.begun(self._events(answer), ExitStack())
         kept = {name: value for name, value in answer.headers.items() if name.lower() not in NOT_COPIED}
         return Response(body, answer.status, kept)
 
@@ -210,6 +210,8 @@ class Relay:
                     text = shortened(body.decode(errors="replace"), 200)
                     raise ApiError(503, f"the request could not be repeated: {text}", code="replica_lost")
         except Exception as error:
+            if not sent:
+                raise
             for text in Replay(sent).failure(api_error(error).body()["error"]):
                 yield text
 

@@ -99,6 +99,7 @@ def _parts(value: dict[str, Any]) -> Iterator[Part]:
         return
     for choice in value["choices"]:
         yield from _choice_parts(choice["index"], choice)
+        yield Part((choice["index"], "prompt of chat"), value, "prompt_token_ids", True)
     for field in ("usage", "speculation") if not value["choices"] else ():
         yield Part((field,), value, field, True)
 
@@ -115,6 +116,9 @@ def _choice_parts(index: int, choice: dict[str, Any]) -> Iterator[Part]:
     for field, entries in (choice.get("logprobs") or {}).items():
         if isinstance(entries, list):
             yield Part((index, "logprobs", field), choice["logprobs"], field)
+    yield Part((index, "prompt"), choice, "prompt_token_ids", True)
+    if "token_ids" in choice:
+        yield Part((index, "ids"), choice, "token_ids")
     if "outrider" in choice:
         yield Part((index, "origins"), choice["outrider"], "tokens")
     yield Part((index, "end"), choice, "finish_reason", True)
@@ -122,6 +126,8 @@ def _choice_parts(index: int, choice: dict[str, Any]) -> Iterator[Part]:
 
 def _tidy(value: dict[str, Any]) -> None:
     """Leave out the fields of which nothing is left, as an event has them that continues."""
+    if value.get("prompt_token_ids", ()) is None:
+        del value["prompt_token_ids"]
     for choice in value.get("choices", ()):
         delta = choice.get("delta", {})
         if delta.get("role", "") is None:

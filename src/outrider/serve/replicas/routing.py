@@ -20,7 +20,16 @@ from outrider.serve.wire import dumps
 BLOCK_CHARACTERS = 64
 BLOCK_TOKENS = 16  # of text in English; a list of token ids has this many a block, too
 OPEN_TOKENS = 128  # prompt tokens whose computation is worth as much as one open sample less in the batch
-BEFORE = ("model", "tools", "instructions", "chat_template", "chat_template_kwargs")  # of the prompt's text
+# fields before the prompt: of its text, and of the pages that it may share
+BEFORE = (
+    "model",
+    "cache_salt",
+    "tools",
+    "documents",
+    "instructions",
+    "chat_template",
+    "chat_template_kwargs",
+)
 
 
 def blocks_of(body: Mapping[str, Any]) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import Count, Flag
-from outrider.draft.eagle import FORMAT, SPECULATORS, Network
+from outrider.draft.eagle import FORMAT, SGLANG, SPECULATORS, Network
 from outrider.errors import ConfigError
 from outrider.train.base import Files, Method
 from outrider.train.conversions import check_layout, dense, plain, refuse
@@ -48,7 +48,7 @@ class Eagle(Method):
             )
         if layout == "sglang":
             bias = {"fc.bias": tensors["fc.weight"].new_zeros(len(tensors["fc.weight"]))}
-            return {**config, "architectures": ["LlamaForCausalLMEagle"], "bias": True}, {**bias, **tensors}
+            return {**config, "architectures": [SGLANG], "bias": True}, {**bias, **tensors}
         if layout != "speculators":
             return config, tensors
         outer = {
