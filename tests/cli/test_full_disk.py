@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from errno import ENOSPC
+from errno import ENOSPC, EOPNOTSUPP
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,17 @@ def test_train(
     done = run("train", "medusa", "-m", mute, "--data", data, "--out", tmp_path / "head", *short)
     assert done.status == 2 and file in done.err and done.err.endswith(f"' {CURE}\n"), done.err
     assert done.err.count("\n") == 1
+
+
+def test_a_file_system_that_cannot_allocate_is_written_all_the_same(
+    run: Run, mute: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(EOPNOTSUPP, os.strerror(EOPNOTSUPP))
+
+    monkeypatch.setattr("os.posix_fallocate", refused)
+    short = ("--steps", 1, "--batch", 2, "--options", '{"prompt_tokens": 6, "heads": 2, "answer_tokens": 12}')
+    assert run("train", "medusa", "-m", mute, "--data", data, "--out", tmp_path / "head", *short).status == 0
 
 
 def test_results_of_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

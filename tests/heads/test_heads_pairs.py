@@ -7,6 +7,7 @@ text.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit
 from outrider.core.step_input import StepInput
 from outrider.core.tree import NO_BUDGET, Budget
+from outrider.errors import EngineError
 from outrider.heads.recurrent import Forwards
 from outrider.testing import KnownTexts, check_idle, random_prompts, tiny_checkpoint
 
@@ -214,6 +216,25 @@ def test_a_lost_plain_step_leaves_a_gap(checkpoint: str, plain: LLM, monkeypatch
     run(llm, prompts, params)
     assert drafter.drafted > 2
     check(llm, drafter, once=False)
+
+
+def test_a_row_whose_deferred_states_cannot_be_appended_is_forgotten(
+    checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, params = random_prompts(1, seed=3), [distribution(0, max_tokens=20)]
+    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
+    monkeypatch.setattr(llm.engine.controller, "budget", lambda batch: [NO_BUDGET] * len(batch))
+    take_in = drafter.unread.take_in
+
+    def short_of_memory(*given: Any) -> None:
+        if len(drafter.unread.commits) > 5:
+            raise torch.OutOfMemoryError("no memory")
+        take_in(*given)
+
+    monkeypatch.setattr(drafter.unread, "take_in", short_of_memory)
+    with contextlib.suppress(EngineError, torch.OutOfMemoryError):
+        run(llm, prompts, params)
+    assert not drafter.catch_up.cursors and not llm.engine.busy
 
 
 def test_a_pair_without_a_slot_is_not_read(checkpoint: str, plain: LLM) -> None:

@@ -107,3 +107,13 @@ def test_tokens_of_a_chat_can_be_named_by_their_ids(server: Served, llm: LLM) ->
     for entry, token in zip(entries, answer["token_ids"]):
         assert bytes(entry["bytes"]).decode() == llm.tokenizer.decode([token])
         assert all(one["token"].startswith("token_id:") for one in entry["top_logprobs"])
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_part_of_a_stream_has_the_ids_of_its_log_probabilities(path: str, server: Served) -> None:
+    """Also where the first token is a part of a character, which has no text yet."""
+    choice = {"guided_choice": ["😀x"], "logprobs": True if path == CHAT else 0, "return_token_ids": True}
+    parts = [chunk["choices"][0] for chunk in chunks_of(server, path, body_of(path, n=1, **choice))]
+    counts = [(one["logprobs"] or {}).get("content" if path == CHAT else "tokens", []) for one in parts]
+    assert [len(one["token_ids"]) for one in parts] == [len(count) for count in counts]
+    assert sum(len(one["token_ids"]) for one in parts) > 2

@@ -28,6 +28,7 @@ from outrider.core.device import to_device
 from outrider.core.row import Row
 from outrider.core.step import Commit
 
+MOST_UNREAD = 4096  # rows of forwards whose states wait for a cursor, of all requests together
 MAX_PENDING = 64  # states of a row without drafts that may be pending; then they are read all the same
 
 
@@ -74,10 +75,10 @@ class Cursor:
 
 
 class Unread:
-    """Steps whose states no cursor has yet, oldest first.
+    """Steps whose states were not appended to cursors yet, oldest first.
 
-    While a drafter is not asked, they are put off: taken in together, they cost a few calls for each row, and
-    not for each row and step.  num_rows: of their forwards.
+    While a drafter is not asked, its states are deferred: appended together, they cost a few calls for each
+    row, and not for each row and step.  num_rows: of their forwards.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ def look(
     alone, together = reference_logits(engine.decoder, prompt, before)
     a, b = (_scores(logits, params, len(prompt) + len(before)) for logits in (alone, together))
     values, best = a.topk(2)
-    temperature = params.temperature or 1.0
+    temperature = params.distribution.temperature or 1.0
     moved = 0.0 if engine.exact else tolerance(alone, together, engine.decoder.dtype) / temperature
     limit = max_rounding(alone, engine.decoder.dtype) / temperature
     first, second = best.tolist()

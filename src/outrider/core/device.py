@@ -34,10 +34,9 @@ class Numbers(NamedTuple):
 
     @staticmethod
     def of(values: Iterable[int], *shape: int) -> Numbers:
-        """shape: [n, …], with as many rows as there are values if n is -1"""
         made = array("q", values)
-        n, rest = shape[0], math.prod(shape[1:])
-        return Numbers(made, (len(made) // rest if n < 0 else n, *shape[1:]))
+        assert len(made) == math.prod(shape)
+        return Numbers(made, shape)
 
     def on(self, device: torch.device) -> Tensor:
         if not self.values:
@@ -66,7 +65,7 @@ class HostCopy:
 
 
 class Mark:
-    """A moment in the work of a CUDA device that the host can wait for.  Of other devices it is over."""
+    """CUDA event on the current stream; nothing to wait for on other devices."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.reached: torch.cuda.Event | None = None

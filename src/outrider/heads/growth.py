@@ -127,7 +127,7 @@ def grow(
 
 
 def power_of_two(n: int) -> int:
-    """The next one.  Sizes are rounded up to few, for each has another record."""
+    """Smallest power of two of at least n, so that few graphs serve many sizes."""
     return 1 << (n - 1).bit_length()
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.launch import Call, ForwardShape
-from outrider.cache.catch_up import MAX_PENDING, CatchUp, Cursor, Unread
+from outrider.cache.catch_up import MAX_PENDING, MOST_UNREAD, CatchUp, Cursor, Unread
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.device import Numbers, take
@@ -328,11 +328,13 @@ class Recurrent(HeadDrafter):
         """Whether some row has so many pending states that they have to be read, or all have too many."""
         unread, cursors = self.unread, self.catch_up.cursors
         most = max([cursor.count for cursor in cursors.values()], default=0) + len(unread.commits)
-        return most >= MAX_PENDING or unread.num_rows >= MAX_PENDING * len(batch)
+        return most >= MAX_PENDING or unread.num_rows >= min(MAX_PENDING * len(batch), MOST_UNREAD)
 
     def _take_in(self) -> None:
         self.unread.take_in(self.catch_up, self.net.taps, self.overlap)
 
     def forget(self, row: Row, reason: str) -> None:
-        self._take_in()
-        super().forget(row, reason)
+        try:
+            self._take_in()
+        finally:
+            super().forget(row, reason)

@@ -140,19 +140,19 @@ class Job:
         self, i: int, sample: CompletionOutput, started: dict[int, int], index: int
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """New parts of a choice, each after its fields outside of `choices`."""
-        parts, begins = self.choices.delta(i, sample), index not in started
-        if begins:
-            parts = self.choices.first(i, sample) + parts
+        new, begins = self.choices.delta(i, sample), index not in started
+        parts = [*self.choices.first(i, sample), *new] if begins else new
         for part in parts:
             outer, inner = self._prompt_ids(i, chat=True), self._prompt_ids(i, chat=False)
             if not begins:
                 outer, inner = {}, dict.fromkeys(inner)
-            begins, last = False, part is parts[-1]  # the last one has the new tokens
+            begins, last = False, bool(new) and part is parts[-1]  # the last new one has the new tokens
             start = started.get(index, 0) if last else len(sample.token_ids)
             part |= {**inner, **self._token_ids(sample, start)}
             if last:
                 part |= self._origins(sample, start)
                 started[index] = len(sample.token_ids)
+            started.setdefault(index, 0)
             yield outer, part
 
     def _prompt_ids(self, i: int, chat: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ States of the texts beyond the limit are computed whenever they are needed, with
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -156,7 +157,7 @@ def needed_states(wanted: Sequence[int], logits: bool) -> tuple[int, ...]:
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Take the room of a file of this size: a write to a mapped file on a full disk would end the process.
+    """Allocate a file's blocks: a write to a mapped file on a full disk would end the process.
 
     Raises ConfigError if the disk lacks it.
     """
@@ -167,5 +168,10 @@ def _reserve(path: Path, size: int) -> None:
             f"{free / 1e6:,.1f} MB left: give a smaller cache_gb, or another folder as cache."
         )
     if hasattr(os, "posix_fallocate"):
-        with writing(path), path.open("ab") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
+        path.touch()
+        with writing(path), path.open("r+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:  # of file systems that cannot: the file is sparse there
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise

@@ -72,7 +72,7 @@ class Plan(NamedTuple):
 
     @staticmethod
     def of(flat: Tensor, sizes: Sizes) -> Plan:
-        """The plan in a tensor that `numbers_of` has filled."""
+        """The plan in a tensor that `load_step` has filled."""
         parts, start = [], 0
         for length in sizes.lengths:
             parts.append(flat[start : start + max(1, length)])

@@ -74,7 +74,8 @@ class Question:
             given = None
         if not isinstance(given, dict):
             return Question(method, target, kept, body)
-        if given.get("seed") in (None, -1):  # a random one
+        seed = given.get("seed")
+        if seed is None or (type(seed) is int and seed == -1):  # a random one
             given["seed"] = secrets.randbits(62)
         if given.get("request_id") is None:
             given["request_id"] = uuid4().hex
