@@ -91,12 +91,13 @@ def test_waiting_for_what_drafters_asked_of_a_device_is_drafting(monkeypatch: py
     assert flight.result()[1] == Times(5.0, 8.0, 3.0)
 
 
-def test_what_a_drafter_does_after_a_step_is_drafting(
+def test_what_a_drafter_does_after_a_step_is_drafting_on_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no part of what plain decoding is taken to cost."""
     llm = LLM(tiny_checkpoint(tmp_path / "llama"), speculative_config={"method": "auto"})
     engine, found = llm.engine, list[Times]()
+    monkeypatch.setattr(engine, "ahead", True)
     learn = engine.adaptive[0].learn
 
     def listening(commit: Commit, times: Times) -> None:

@@ -263,8 +263,8 @@ class Engine:
         commit = self._commit(batch, output)
         before = working_time()
         self.proposer.observe(commit)
-        # what drafters do with a prompt is no cost of drafts
-        observed = 0.0 if batch.prefill else working_time() - before
+        # Of a device, that it may still compute.  What drafters do with a prompt is no cost of drafts.
+        observed = working_time() - before if self.ahead and not batch.prefill else 0.0
         self.prompts_read = self._mark() if batch.prefill else NO_MARK
         finished = self._finish(batch)
         times = times.plus(Times(observed, 0.0, working_time() - after - observed))
