@@ -75,7 +75,7 @@ class Cursor:
 
 
 class Unread:
-    """Steps whose states were not appended to cursors yet, oldest first.
+    """Steps whose states are not appended to cursors yet, oldest first.
 
     While a drafter is not asked, its states are deferred: appended together, they cost a few calls for each
     row, and not for each row and step.  num_rows: of their forwards.

@@ -19,7 +19,7 @@ NO_LOGITS = torch.empty(0)  # of trees that are laid out
 
 
 class _RankChooser:
-    """Stands in for a `Chooser` while the shape of a tree is laid out: the best token of rank i is i."""
+    """`Chooser` that returns ranks in place of tokens, to lay out a tree before there are logits."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
