@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.control.acceptance import Outcome
+from outrider.control.acceptance import Outcome, Reach
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController, Options
@@ -109,6 +109,29 @@ def test_a_grade_without_effect_is_looked_at_once(auto: AutoController) -> None:
         GRADES[row.id] = int(i > 3)
         step(auto, [row], False)
     assert len(looks) == 2
+
+
+@pytest.mark.parametrize("failures", [0, 10])
+def test_plans_leave_the_room_that_a_promising_draft_needs(auto: AutoController, failures: int) -> None:
+    """Nothing may be lost any more, and a plan costs what 20 steps earn: drafts begin again all the same.
+
+    failures: drafts of each grade that were wrong before.
+    """
+    now = iter(range(10**6))
+    auto.clock, auto.evidence.ledger.loss = (lambda: next(now) * PLAIN / 5), 1.0
+    step(auto, rows(1), True)
+    ledger, accepted = auto.evidence.ledger, 0
+    ledger.loss = 0.0
+    ledger.loss = ledger.room
+    for grade in range(1, 5):
+        auto.evidence.graded[0, grade] = Reach()
+        for _ in range(failures):
+            auto.evidence.graded[0, grade].learn(Outcome(0, True))
+    for row in rows(20, "promising"):
+        for i in range(32):
+            GRADES[row.id] = 1 + i // LISTEN
+            accepted += step(auto, [row], True)[0]
+    assert accepted > 200
 
 
 def test_a_repeated_request_is_drafted_at_once(tiny: Path) -> None:

@@ -139,8 +139,8 @@ class AutoController:
         least = math.ceil(self.look_seconds / (EXPLORE * self.load.decode))
         closed = max(least, wait) if (wait := self.planner.closed()) else 0
         longest = min(LONGEST_PAUSE, max(least, self.planner.wait, 1))
-        load, depth = self.load, self.limits.depth_for(len(self.rows))
-        self.rest = Rest(self.rows, longest - 1, closed, load.batch, depth, not load.decodes_only)
+        load, depth, need = self.load, self.limits.depth_for(len(self.rows)), self.planner.least_need()
+        self.rest = Rest(self.rows, longest - 1, closed, need, load.batch, depth, not load.decodes_only)
         self.anchored, self.since_plain = False, 0
         self._charge(self.looked)
         self.looked = 0.0

@@ -108,10 +108,8 @@ class Planner:
         self.trials = [replace(trials) for trials in self.evidence.trials]
         # one draw for all rows, since they share what an ask costs
         self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
-        self.of_new.clear()
-        self.refused.clear()
-        self.hopes.clear()
-        self.exponents.clear()
+        for of_last in (self.of_new, self.refused, self.hopes, self.exponents):
+            of_last.clear()
 
     def set_grace(self, load: Load) -> None:
         """Set what each request, and all together, may lose beside such a step."""
@@ -127,16 +125,24 @@ class Planner:
         courage = self._courage(min(self.room, USED * self.row_grace))
         for k, trials in enumerate(self.trials):
             reach = self.evidence.reach[k]
-            depth = self.depth(k, reach, most)
-            if depth and self.hopeful(k, self.load, most):
+            if (depth := self.depth(k, reach, most)) and self.hopeful(k, self.load, most):
                 best = self._best(k, None, reach, depth, courage)
                 if math.isinf(best.cost):
                     waits.append(1)
                     continue
-                need = MARGIN * best.cost * (1 if (pays := self._pays(best)) else 2)
-                pause = 0 if pays else trials.wait(best.cost, self.load.decode)
-                waits.append(max(pause, self._until(need - self.room)))
+                pause = 0 if self._pays(best) else trials.wait(best.cost, self.load.decode)
+                waits.append(max(pause, self._until(self._need(best) - self.room)))
         return min(waits)
+
+    def least_need(self) -> float:
+        """Seconds that have to be left for a trial of one token, of the cheapest drafter; 0 if unknown."""
+        reach, load = self.evidence.reach, self.load
+        costs = [self.best(k, reach[k], 0.0, load, 1).cost for k in range(len(self.arms))]
+        return 2 * MARGIN * min(filter(math.isfinite, costs), default=0.0)
+
+    def _need(self, option: Option) -> float:
+        """Seconds that have to be left for an option; twice as many for a trial."""
+        return MARGIN * option.cost * (1 if self._pays(option) else 2)
 
     def _courage(self, room: float) -> float:
         """Standard deviations by which a draw counts: -1 where a row has used what it may lose, up to 1."""
@@ -229,7 +235,7 @@ class Planner:
             if math.isinf(best.cost):
                 wait = 1  # beside prompt tokens, or beyond the known costs
                 continue
-            while MARGIN * best.cost > room and best.depth > 1:  # a shorter draft may be tried
+            while self._need(best) > room and best.depth > 1:  # a shorter draft may be tried
                 best = self._best(k, state, self.evidence.reach_of(k, row), best.depth // 2, courage)
             late = self.evidence.prefill_cost[k] * self._lacks(k, row)
             pays = self._pays(best) and (not late or late < self.saved(best, self.load) * row.remaining)
@@ -253,11 +259,10 @@ class Planner:
         retry: until it may be tried again in this row.  room: seconds that the row may still lose.
         """
         (option, late, pays), load = candidate, self.load
-        need = MARGIN * option.cost
+        need = MARGIN * option.cost * (1 if pays else 2)
         if not pays:
             if not self.hopeful(k, load, most):
                 return LONGEST_PAUSE
-            need *= 2
             pause = max(retry, self.trials[k].wait(option.cost + late, load.decode))
             if pause > 0:
                 return pause

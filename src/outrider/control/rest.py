@@ -22,6 +22,7 @@ class Rest:
 
     rows: of the last step.  longest: steps until drafters are considered for them; closed: until they are
     for a new row.
+    need: seconds that have to be left for the shortest draft.
     batch: emitting rows when it began.  depth: largest draft that was allowed then.
     moved: other rows run than those that the load was computed for.  fresh: some of them are new.
     taken: steps so far.  promising: rows for which more speaks for a draft than when the rest began.
@@ -32,6 +33,7 @@ class Rest:
     rows: list[Row]
     longest: int
     closed: int
+    need: float
     batch: int
     depth: int
     moved: bool
@@ -71,7 +73,8 @@ class Rest:
     def promises(self, batch: Batch, evidence: Evidence, load: Load, look_seconds: float) -> bool:
         """Whether so much speaks for drafts that did not when the rest began that a plan may pay."""
         self.fresh = False in [step.emits for step in batch]
-        if evidence.ledger.room + SHARE * self.taken * load.decode <= 0:
+        # room for the plan and then for a draft: otherwise plans would use up what is earned for drafts
+        if evidence.ledger.room + SHARE * self.taken * load.decode <= look_seconds + self.need:
             return False
         rows = [step.row for step in batch if step.emits]
         if self.taken % LISTEN:
