@@ -78,7 +78,7 @@ TARGETS = {  # the best one last; `portable` has NEON on arm64, where every proc
     **(ARM64 if platform.machine() in ("aarch64", "arm64") else X86_64),
 }
 CPUINFO = Path("/proc/cpuinfo")
-SLOW = "the torch kernels are used, which are exact but several times slower: %s"
+SLOW = "the torch kernels are used, which are exact but many times slower: %s"
 log = logging.getLogger("outrider")
 
 

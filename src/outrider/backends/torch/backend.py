@@ -2,8 +2,8 @@
 
 On a CPU the linears are oneDNN's packed ones, never called with one row.  From two rows on, their results
 do not depend on the number of rows (docs/log.md, "Linears").  Attention sums in float64 on a CPU (see
-attention.py), in float32 elsewhere.  A quantized weight keeps its bits and is widened at every use.  That
-saves memory and is slow.
+attention.py), in float32 elsewhere.  A quantized weight keeps its bits.  On a CPU the first `MOST_WIDENED`
+bytes stay widened after their first use; others are widened at every use, which saves memory and is slow.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import NodeFeatures, StopRule
 
+MOST_WIDENED = 2 << 30  # bytes of quantized weights of a backend: a billion weights in bfloat16
+
 
 @dataclass
 class TorchWeight:
     data: Tensor | QuantizedWeight  # [O, K]
-    packed: Tensor | None  # in oneDNN's own layout, bfloat16 or float32
+    packed: Tensor | None  # in oneDNN's own layout, bfloat16 or float32; of a quantized weight, once widened
     bias: Tensor | None
     inputs: int
     outputs: int
@@ -94,6 +96,7 @@ class TorchBackend:
         self.pick_next = None if mps else self._pick_next
         self.top_next: TopNext | None = None if mps else sampling.TopNext()
         self.wide = torch.float64 if device.type == "cpu" else torch.float32
+        self.widened = 0  # bytes of quantized weights
         self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> TorchWeight:
@@ -112,10 +115,11 @@ class TorchBackend:
         return packed
 
     def linear(self, x: Tensor, weight: TorchWeight, add: Tensor | None = None) -> Tensor:
-        data, packed = weight.data, weight.packed
-        if isinstance(data, QuantizedWeight):
-            data = data.dense().to(self.dtype)
+        packed = weight.packed
+        if packed is None:
+            data = self._dense(weight.data)
             packed = self._packed(data)
+            self._keep(weight, packed)
         if packed is None:
             y = F.linear(x, data, weight.bias)
         else:
@@ -126,6 +130,15 @@ class TorchBackend:
             y = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "").to(self.dtype)
             y = y[:1] if alone else y
         return y if add is None else add.add_(y)
+
+    def _dense(self, data: Tensor | QuantizedWeight) -> Tensor:
+        return data.dense().to(self.dtype) if isinstance(data, QuantizedWeight) else data
+
+    def _keep(self, weight: TorchWeight, packed: Tensor | None) -> None:
+        """Keep a widened weight, if there is room."""
+        size = weight.inputs * weight.outputs * self.linear_dtype.itemsize
+        if packed is not None and self.widened + size <= MOST_WIDENED:
+            weight.packed, self.widened = packed, self.widened + size
 
     def launch(self, method: Launched, call: Call) -> Tensor:
         return launched(method, call)
