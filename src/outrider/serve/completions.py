@@ -29,6 +29,10 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
         raise ApiError(
             400, "max_tokens must be at least 1, or 0 with echo to score the prompt.", "max_tokens"
         )
+    if body.max_tokens == 0 and body.min_tokens:
+        raise ApiError(
+            400, f"min_tokens must be at most max_tokens (0), got {body.min_tokens}.", "min_tokens"
+        )
     more: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
     if body.max_tokens == 0:
         more["max_tokens"] = 1  # which `without_text` leaves out
