@@ -121,7 +121,6 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", str, "--structured-outputs-config", "one library compiles all grammars"),
     Flag("", str, "--generation-config",
          "it gives no defaults for sampling: without a temperature, a request has 1"),
-    Flag("", str, "--max-logprobs", "a request may have 20"),
     Flag("", bool, "--exclude-tools-when-tool-choice-none",
          'with tool_choice "none" the template has no tools', False),
     Flag("", str, "--max-cpu-loras", "--max-loras adapters are in memory"),

@@ -12,7 +12,7 @@ from outrider.outputs import CompletionOutput
 from outrider.serve.answers import Job, best_of, bounded, name_of, token_name
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import ChatBody
-from outrider.serve.sampling import params_of
+from outrider.serve.sampling import check_logprobs, params_of
 from outrider.serve.state import Server
 from outrider.serve.tool_choice import ToolUse
 from outrider.serve.tools import Parsed, ToolCall, ToolParser, listed
@@ -21,6 +21,7 @@ from outrider.serve.tools import Parsed, ToolCall, ToolParser, listed
 async def chat_job(server: Server, body: ChatBody) -> Job:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
     adapter = server.adapter_of(body.model)
+    check_logprobs(body, server.options.max_logprobs)
     use = ToolUse.of(body.tools, body.tool_choice)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")

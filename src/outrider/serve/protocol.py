@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-MOST_LOGPROBS = 20  # as in OpenAI's and vLLM's servers
 MOST_SAMPLES = 128
 MOST_PROMPTS = 1024
 
@@ -150,7 +149,7 @@ class Classic(Sampling):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=-1)  # -1: the vocabulary; a server has a limit
     prediction: Prediction | None = None
     return_token_ids: bool = False  # vLLM's, as is the next one
     return_tokens_as_token_ids: bool = False
@@ -180,7 +179,7 @@ class CompletionBody(Classic):
     )
     max_tokens: Token | None = 16  # 0 with echo alone: the prompt is scored
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0)
     best_of: int | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
@@ -190,10 +189,10 @@ class ChatBody(Classic, Calling):
     messages: Many[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=-1)
     modalities: list[Literal["text"]] | None = None
-    # of models that reason: without effect here
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = None  # for the chat template
+    # without effect here
     include_reasoning: bool | None = None
     verbosity: str | None = None
     # vLLM's

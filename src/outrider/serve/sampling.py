@@ -36,8 +36,9 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
     """
     given = {name: getattr(body, name) for name in SHARED & type(body).model_fields.keys()}
     if isinstance(body, Classic):
-        if body.stream and body.prompt_logprobs is not None:
-            raise ApiError(400, "a stream has no prompt_logprobs.", "prompt_logprobs")
+        if body.stream and body.prompt_logprobs:
+            instead = "leave stream out, or ask /v1/completions for echo with logprobs"
+            raise ApiError(400, f"a stream has no prompt_logprobs: {instead}.", "prompt_logprobs")
         given["prediction"] = body.prediction.text if body.prediction is not None else None
     forms = [*_forms(body).values(), *([dict(form)] if form else [])]
     if len(forms) > 1:
@@ -49,6 +50,20 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
         given["draft_method"] = body.speculation.method
     known = {key: value for key, value in {**given, **more}.items() if value is not None}
     return SamplingParams(**{"max_tokens": None, **known})
+
+
+def check_logprobs(body: Classic, most: int) -> None:
+    """Raise ApiError if a body asks for more log-probabilities of a token than the server's max_logprobs."""
+    for name in ("prompt_logprobs", "logprobs", "top_logprobs"):
+        count = getattr(body, name, None)
+        if isinstance(count, bool) or count is None or most == -1 or 0 <= count <= most:
+            continue
+        asked = "all" if count == -1 else count
+        raise ApiError(
+            400,
+            f"{name} must be at most {most}, got {count}: a server with --max-logprobs -1 returns {asked}.",
+            name,
+        )
 
 
 def _forms(body: Sampling) -> dict[str, dict[str, Any]]:
