@@ -86,6 +86,15 @@ def test_calls_and_their_outputs_are_messages() -> None:
     assert tool == {"role": "tool", "tool_call_id": "1", "content": "7"}
 
 
+def test_items_of_other_servers_are_read() -> None:
+    """Of a conversation that another model began: a refusal is its text, its reasoning is left out."""
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    items = [{"role": "user", "content": "Add."}, {"type": "reasoning", "id": "r", "summary": []}, refusal]
+    assert messages_of(items, None) == [
+        {"role": "user", "content": "Add."}, {"role": "assistant", "content": "No."}
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [
