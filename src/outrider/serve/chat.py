@@ -42,12 +42,17 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs={**of_effort(body.reasoning_effort), **(body.chat_template_kwargs or {})},
     )
     id = name_of(body, "chatcmpl-")
     requests = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
     made = Chat(server, body, reply_for(server, use, body.parallel_tool_calls is not False))
     return Job(server, body, id, "chat.completion", "chat.completion.chunk", requests, made)
+
+
+def of_effort(effort: str | None) -> dict[str, Any]:
+    """Variables of the chat template for a reasoning effort, as in vLLM; "none" turns reasoning off."""
+    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 @dataclass

@@ -16,6 +16,24 @@ T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # one error, however many items are wrong
 
 
+UNSUPPORTED = {  # fields of OpenAI's and vLLM's servers that are refused -> what to do instead
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "audio": "models take and make text",
+    "moderation": "texts are not judged here",
+    "web_search_options": "nothing is searched here: give the model a tool",
+    "conversation": "responses are not stored: send the whole conversation as input",
+    "context_management": "shorten the input yourself",
+    "prompt_embeds": "give token ids as prompt",
+    "mm_processor_kwargs": "models take and make text",
+    "logits_processors": "use them in Python, with SamplingParams",
+    "logprob_token_ids": "ask for more logprobs",
+    "structural_tag": "use structured_outputs with a grammar",
+    "thinking_token_budget": "use max_tokens",
+    "kv_transfer_params": "prompts are computed by the server itself",
+}
+
+
 class Body(BaseModel):
     """Values have the types that are written here: "1" is no number.
 
@@ -103,11 +121,22 @@ class Sampling(Body):
     model: str | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    # of the client alone: without effect here
+    # of the client, of OpenAI's service or of other schedulers: without effect here
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    session_id: str | None = None
+    stream_interval: Count | None = None
+    guided_decoding_backend: str | None = None
+    # accepted as the values that change nothing
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    early_stopping: Literal[False] | None = None
+    truncation_side: Literal["left"] | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = Field(None, ge=0, le=1)
@@ -165,9 +194,6 @@ class Calling(Body):
     tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
 
 
 class CompletionBody(Classic):
@@ -217,7 +243,10 @@ class ResponsesBody(Sampling, Calling):
     max_output_tokens: Count | None = None
     stream: bool | None = None
     text: ResponseText | None = None
-    reasoning: dict[str, Any] | None = None  # of models that reason: without effect here
+    reasoning: dict[str, Any] | None = None  # its effort is for the chat template
+    max_tool_calls: Count | None = None  # of the service's own tools: without effect here
+    stream_options: StreamOptions | None = None
+    top_logprobs: Literal[0] | None = None
     previous_response_id: str | None = None
     background: bool | None = None
     include: Many[str] | None = None

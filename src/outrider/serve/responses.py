@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.answers import name_of, now
-from outrider.serve.chat import Reply, reply_for
+from outrider.serve.chat import Reply, of_effort, reply_for
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.items import chat_tools, messages_of
 from outrider.serve.output_items import OutputItems
@@ -43,7 +43,11 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     if len(forms) > 1:
         raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
     params = params_of(body, forms[0] if forms else None, **more)
-    prompt = server.conversation(messages_of(body.input, body.instructions), tools=use.tools or None)
+    prompt = server.conversation(
+        messages_of(body.input, body.instructions),
+        tools=use.tools or None,
+        chat_template_kwargs=of_effort((body.reasoning or {}).get("effort")),
+    )
     id = name_of(body, "resp_")
     (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
     reply = reply_for(server, use, body.parallel_tool_calls is not False)
