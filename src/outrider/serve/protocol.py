@@ -250,7 +250,7 @@ class ResponsesBody(Sampling, Calling):
     previous_response_id: str | None = None
     background: bool | None = None
     include: Many[str] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     seed: int | None = None
 
 

@@ -37,6 +37,8 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
         raise ApiError(400, "logprobs of responses are not supported: use /v1/chat/completions.", "include")
     use = ToolUse.of(chat_tools(body.tools), body.tool_choice)
     more: dict[str, Any] = {"max_tokens": body.max_output_tokens}
+    if body.truncation == "auto" and body.truncate_prompt_tokens is None:
+        more["truncate_prompt_tokens"] = -1  # as in vLLM
     if use.tools and body.skip_special_tokens is None:
         more["skip_special_tokens"] = False  # markers of calls may be special tokens
     forms = [form for form in (_format(body), use.form) if form is not None]
@@ -168,7 +170,7 @@ class Responses:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": params.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None,
         }
 
