@@ -61,6 +61,7 @@ ELSEWHERE = {  # engine options of vLLM, transformers and llama-cpp-python -> hi
     "torch_dtype": "Did you mean 'dtype'?",
     "n_ctx": "Did you mean 'max_model_len'?",
     "n_gpu_layers": "Did you mean 'gpu_layers'?",
+    "max_logprobs": "SamplingParams may ask for any number of log-probabilities: leave it out.",
     "load_in_8bit": "Did you mean quantization='int8'?",
     "load_in_4bit": "Did you mean quantization='int4'?",
     "assistant_model": "Did you mean speculative_config={'model': …}?",

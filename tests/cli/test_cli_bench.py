@@ -297,6 +297,15 @@ def test_methods_all_selects_every_method() -> None:
     assert list(configs_of(["all"], [], None, None)) == list(demonstrations())
 
 
+def test_the_label_of_a_row_selects_it_too() -> None:
+    """Those of "all" have a built-in model, and some methods have two.  A method's name is the method."""
+    assert configs_of(["auto"], [], None, None)["auto"] == {"method": "auto"}
+    for label, config in demonstrations().items():
+        if config is not None and label != "auto":
+            assert configs_of([label], [], None, None) == {PLAIN: None, label: config}
+    assert configs_of(["EAGLE"], [], None, 2)["EAGLE"]["num_speculative_tokens"] == 2  # type: ignore[index]
+
+
 def test_lines_of_text_go_through_the_chat_template_unless_raw(tmp_path: Path, mute: str) -> None:
     file = tmp_path / "lines.txt"
     file.write_text("What do plants need?\n")

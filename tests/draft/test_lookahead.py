@@ -15,7 +15,6 @@ from outrider import LLM, ConfigError, SamplingParams
 from outrider.core.step import Commit, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Budget, DraftTree
-from outrider.draft import lookahead
 from outrider.draft.lookahead import Lookahead, NgramPool, Window
 from outrider.engine.runner import add_row
 from outrider.testing import (
@@ -222,19 +221,15 @@ def test_target_after_a_probe_equals_target_after_its_path(
 @given(st.lists(st.tuples(st.integers(0, 4), st.tuples(st.integers(0, 2), st.integers(0, 1))), max_size=60))
 def test_the_pool_equals_a_list(adds: list[tuple[int, tuple[int, ...]]]) -> None:
     """Of the last n-grams, of the last tokens."""
-    pool, naive = NgramPool(2), []
-    before, lookahead.MAX_TOKENS = lookahead.MAX_TOKENS, 3
-    try:
-        for token, rest in adds:
-            pool.add(token, rest)
-            naive = [*((t, r) for t, r in naive if (t, r) != (token, rest)), (token, rest)]
-            mine = [entry for entry in naive if entry[0] == token]
-            if len(mine) > 2:
-                naive.remove(mine[0])
-            alive = list(dict.fromkeys(t for t, _ in reversed(naive)))[:3]
-            naive = [entry for entry in naive if entry[0] in alive]
-    finally:
-        lookahead.MAX_TOKENS = before
+    pool, naive = NgramPool(2, max_tokens=3), []
+    for token, rest in adds:
+        pool.add(token, rest)
+        naive = [*((t, r) for t, r in naive if (t, r) != (token, rest)), (token, rest)]
+        mine = [entry for entry in naive if entry[0] == token]
+        if len(mine) > 2:
+            naive.remove(mine[0])
+        alive = list(dict.fromkeys(t for t, _ in reversed(naive)))[:3]
+        naive = [entry for entry in naive if entry[0] in alive]
     for token in range(5):
         assert list(pool.after(token)) == [rest for t, rest in reversed(naive) if t == token]
 

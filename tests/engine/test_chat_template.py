@@ -84,6 +84,11 @@ def test_template_options_and_tools_are_applied(llm: LLM) -> None:
     assert "42" in text_of(llm, [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}])
 
 
+def test_a_refusal_of_an_earlier_turn_is_text(llm: LLM) -> None:
+    parts = [*ASKED, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]
+    assert text_of(llm, parts) == text_of(llm, [*ASKED, {"role": "assistant", "content": "no"}])
+
+
 def test_streaming_takes_messages_too(llm: LLM) -> None:
     *_, last = llm.stream({"messages": ASKED, "chat_template": TEMPLATE}, GREEDY)
     assert (

@@ -139,6 +139,14 @@ def test_drafts_of_guided_rows_do_not_judge_weights(llm: LLM, use: Use) -> None:
     assert learner.now.drafts > 0
 
 
+def test_requests_with_a_cache_salt_teach_nothing(llm: LLM, use: Use) -> None:
+    learner = use()
+    llm.generate([{"prompt_token_ids": ids, "cache_salt": "mine"} for ids in PROMPTS], GREEDY)
+    assert (learner.texts.count, learner.now.drafts) == (0, 0)
+    tokens(llm)
+    assert learner.texts.count > 0 and learner.now.drafts > 0
+
+
 @pytest.fixture(scope="module")
 def builtin() -> LLM:
     return LLM("builtin", kv_cache_memory_bytes=1 << 26)

@@ -72,7 +72,7 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
         (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content", "content": [3]}}, "prediction"),
         (COMPLETIONS, {"prompt": "a", "prediction": "text"}, "prediction"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "x", "6": "y"}}, "logit_bias"),
-        ("/v1/responses", {"input": "a", "truncation": "auto"}, "truncation"),
+        ("/v1/responses", {"input": "a", "truncation": "maybe"}, "truncation"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a", "tool_calls": 5}]}, ""),
         (CHAT, {"messages": HELLO, "continue_final_message": True}, "add_generation_prompt"),
         ("/tokenize", {}, "prompt or messages"),

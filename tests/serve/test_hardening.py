@@ -164,7 +164,12 @@ def test_only_allowed_origins_may_read(guarded: Served, server: Served) -> None:
         headers = {**bearer(), "Origin": origin}
         answer = guarded.get("/v1/models", headers=headers)
         assert ("access-control-allow-origin" in answer.headers) == allowed
-        preflight = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        asked = "authorization, content-type, x-stainless-lang"  # of OpenAI's client in a browser
+        preflight = {
+            "Origin": origin,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": asked,
+        }
         answer = httpx.options(f"{guarded.url}/v1/completions", headers=preflight, timeout=HANG)
         assert (answer.status_code == 200) == allowed
     plain = server.get("/v1/models", headers={"Origin": "https://a.example"})

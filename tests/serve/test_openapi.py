@@ -80,7 +80,13 @@ MESSAGES = made_of(
     content=PARTS | VALUES,
     tool_calls=st.lists(TOOLS, max_size=2),
 )
-CHOICES = st.sampled_from(["auto", "none", "required"]) | TOOLS
+CHOICES = (
+    st.sampled_from(["auto", "none", "required"])
+    | TOOLS
+    | made_of(
+        "mode", type=st.just("allowed_tools"), allowed_tools=made_of("mode", tools=VALUES), tools=VALUES
+    )
+)
 KINDS = st.sampled_from(["text", "json_object", "json_schema"]) | VALUES
 ITEMS = MESSAGES | made_of(
     "call_id", "output", type=st.sampled_from(["function_call", "function_call_output", "message"]),

@@ -8,6 +8,7 @@ import pytest
 
 from outrider.serve.chat import Reply
 from outrider.serve.output_items import OutputItems
+from outrider.serve.tool_choice import ToolUse
 from outrider.serve.tools import HERMES, PARSERS
 
 CALLS = ['{"a": 3}', '{"b": {"c": [1, "}"]}}']
@@ -58,8 +59,7 @@ def test_a_call_that_was_begun_is_incomplete_and_no_content() -> None:
 
 
 def test_a_forced_call_comes_in_parts() -> None:
-    reply = Reply(HERMES, {"type": "function", "name": "f"})
-    items, events = grown(CALLS[1], "completed", 4, reply)
+    items, events = grown(CALLS[1], "completed", 4, FORCED)
     assert [(item["name"], item["arguments"], item["status"]) for item in items] == [
         ("f", CALLS[1], "completed")
     ]
@@ -73,9 +73,9 @@ def test_an_empty_text_is_an_empty_message() -> None:
 
 
 F = '{"name": "f", "arguments": {"a": 1}}'
-LLAMA = Reply(PARSERS["llama3"], names=frozenset("f"))
+LLAMA = Reply(PARSERS["llama3"], ToolUse.of([{"type": "function", "function": {"name": "f"}}], "auto"))
 MISTRAL = Reply(PARSERS["mistral"])
-FORCED = Reply(HERMES, {"type": "function", "name": "f"})
+FORCED = Reply(HERMES, ToolUse(name="f"))
 CUT = [  # reply, text, its end, types and statuses of its items
     (None, 'Hi <tool_call>{"name": "f", "arguments": {"a": "xy', "incomplete", "m- f-"),
     (None, 'Hi <tool_call>{"name": "f", "arguments": {"a": x}}</tool_call> bye', "completed", "m f-"),
@@ -87,7 +87,7 @@ CUT = [  # reply, text, its end, types and statuses of its items
     (None, "a <tool b", "completed", "m"),
     (FORCED, '{"a": "x', "incomplete", "f-"),
     (FORCED, '{"a": "x"}', "completed", "f"),
-    (Reply(HERMES, "required"), f'[{F}, {{"name": "f", "arguments": {{"a', "incomplete", "f f-"),
+    (Reply(HERMES, ToolUse(required=True)), f'[{F}, {{"name": "f", "arguments": {{"a', "incomplete", "f f-"),
     (Reply(HERMES, parallel=False), f"<tool_call>{F}</tool_call>\n<tool_call>{F}", "completed", "f"),
     (LLAMA, f"{F} and more", "completed", "f m"),
     (LLAMA, F.replace('"f"', '"z"') + " and more", "completed", "m"),

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from served import Served
 
 from outrider import LLM, SamplingParams
@@ -84,6 +84,23 @@ def test_calls_and_their_outputs_are_messages() -> None:
     assert user == {"role": "user", "content": "Add."}
     assert [made["id"] for made in assistant["tool_calls"]] == ["1", "2"]
     assert tool == {"role": "tool", "tool_call_id": "1", "content": "7"}
+
+
+def test_truncation_keeps_the_end_of_a_long_input(client: OpenAI) -> None:
+    given: Any = {"model": "builtin", "input": "x " * 600, "max_output_tokens": 4}
+    got = client.responses.create(**given, truncation="auto")
+    assert got.usage is not None and (got.usage.input_tokens, got.truncation) == (512 - 4, "auto")
+    with pytest.raises(BadRequestError, match="context"):
+        client.responses.create(**given, truncation="disabled")
+
+
+def test_items_of_other_servers_are_read() -> None:
+    """Of a conversation that another model began: a refusal is its text, its reasoning is left out."""
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    items = [{"role": "user", "content": "Add."}, {"type": "reasoning", "id": "r", "summary": []}, refusal]
+    assert messages_of(items, None) == [
+        {"role": "user", "content": "Add."}, {"role": "assistant", "content": "No."}
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

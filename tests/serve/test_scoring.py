@@ -68,3 +68,12 @@ def test_no_new_token_without_echo_is_refused(server: Served) -> None:
     answer = server.post(COMPLETIONS, {"prompt": "A b", "max_tokens": 0})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
     assert "echo" in answer.json()["error"]["message"]
+
+
+def test_no_new_token_and_a_least_number_of_them_exclude_each_other(server: Served) -> None:
+    for least in (1, 3):
+        answer = server.post(COMPLETIONS, {**BODY, "max_tokens": 0, "min_tokens": least})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == "min_tokens"
+        assert error["message"] == f"min_tokens must be at most max_tokens (0), got {least}."
+    assert server.post(COMPLETIONS, {**BODY, "max_tokens": 0, "min_tokens": 0}).status_code == 200

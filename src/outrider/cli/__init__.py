@@ -90,6 +90,10 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     # INFO: reports the compilation of the kernels, which takes seconds
     logging.getLogger("outrider").setLevel(logging.INFO)
+    if not given or {"-h", "--help"} & {*given}:
+        from outrider.cli.help import wrap_names  # it imports rich
+
+        wrap_names()
     try:
         status = app(completed(given), prog_name="outrider", standalone_mode=False)
         sys.stdout.flush()

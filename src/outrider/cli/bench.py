@@ -127,12 +127,16 @@ def configs_of(
     """Label -> speculative_config, plain decoding first.  Raises ConfigError before anything is loaded."""
     from outrider.bench.measure import PLAIN, demonstrations
     from outrider.config import SpeculativeOptions
+    from outrider.draft import names
 
     levels = {} if depth is None else {"num_speculative_tokens": depth}
     made: dict[str, dict[str, Any] | None] = {PLAIN: None}
+    shown = {label: dict(config) for label, config in demonstrations().items() if config}
     for name in methods:
         if name == ALL_METHODS:
-            made |= {label: dict(config) for label, config in demonstrations().items() if config}
+            made |= shown
+        elif name in shown and name not in names():
+            made[name] = {**shown[name], **levels}
         else:
             made[name] = {"method": name, **levels}
     if draft is not None:

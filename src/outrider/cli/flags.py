@@ -195,7 +195,8 @@ _LLAMA_CPP = (  # of llama.cpp, without effect here; the help is the reason, and
 LLAMA_CPP = tuple(replace(flag, hidden=True) for flag in _LLAMA_CPP)
 ASKED = (Flag("file", Path, _names(*PROMPTS), PROMPTS_HELP), Flag("raw", bool, _names(*RAW), RAW_HELP, False))
 COMPARED = (
-    Flag("methods", list[str], "--method", "Measure this method, or all; may be given several times."),
+    Flag("methods", list[str], "--method",
+         "Measure this method, all of them, or one row of all; may be given several times."),
     Flag("configs", list[str], "--speculative-config",
          "Measure this JSON or @FILE, or LABEL=JSON or LABEL=@FILE; may be given several times."),
     Flag("draft", str, _names(*MODEL_DRAFT), "Measure this model as the draft."),

@@ -32,7 +32,7 @@ _FILES = "the files of the model decide"
 _BACKEND = "the backend chooses its kernels"
 _HTTP = "one process answers HTTP"
 _KV = "the KV cache has pages of one size, which all requests share"
-_PAGES = "pages of --allowed-origins may send GET and POST, with the headers Authorization and Content-Type"
+_PAGES = "pages of --allowed-origins may send GET and POST, with any headers"
 _TEXT = "models take and make text"
 _SYSTEM = "the operating system places the threads of -t"
 _LOG = "the log has one form"
@@ -121,7 +121,6 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", str, "--structured-outputs-config", "one library compiles all grammars"),
     Flag("", str, "--generation-config",
          "it gives no defaults for sampling: without a temperature, a request has 1"),
-    Flag("", str, "--max-logprobs", "a request may have 20"),
     Flag("", bool, "--exclude-tools-when-tool-choice-none",
          'with tool_choice "none" the template has no tools', False),
     Flag("", str, "--max-cpu-loras", "--max-loras adapters are in memory"),

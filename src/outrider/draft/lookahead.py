@@ -31,6 +31,7 @@ from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
 from outrider.core.validate import Checked, Flag, whole
 from outrider.drafting.base import Drafter, Target
 from outrider.drafting.lookup.matches import MatchAcceptance
+from outrider.drafting.salts import SaltedMemory, share
 from outrider.drafting.trees.builder import TreeBuilder
 
 PUBLISHED_SIZES, CPU_SIZES = (15, 5, 15), (2, 3, 1)  # window, levels and n-grams of a token
@@ -40,8 +41,8 @@ MAX_TOKENS = 1 << 16  # first tokens whose n-grams are kept; the least recently 
 class NgramPool:
     """The last `max_grams` distinct n-grams that begin with each token, without that token; oldest first."""
 
-    def __init__(self, max_grams: int) -> None:
-        self.max_grams = max_grams
+    def __init__(self, max_grams: int, max_tokens: int = MAX_TOKENS) -> None:
+        self.max_grams, self.max_tokens = max_grams, max_tokens
         self.grams: OrderedDict[int, dict[tuple[int, ...], None]] = OrderedDict()
 
     def add(self, token: int, rest: tuple[int, ...]) -> None:
@@ -51,7 +52,7 @@ class NgramPool:
         if len(grams) > self.max_grams:
             del grams[next(iter(grams))]
         self.grams.move_to_end(token)
-        if len(self.grams) > MAX_TOKENS:
+        if len(self.grams) > self.max_tokens:
             self.grams.popitem(last=False)
 
     def after(self, token: int) -> Iterable[tuple[int, ...]]:
@@ -147,13 +148,22 @@ class Lookahead(Drafter):
         self.depth = self.level - 1
         # Depth of the deepest probe, which is also the number of tokens in a new window.
         self.reach = self.window + self.level - 3
-        self.memory = Memory(NgramPool(self.max_grams), MatchAcceptance(self.level))
+        self.memory = self._empty(MAX_TOKENS)
+        self.salted = SaltedMemory(lambda: self._empty(share(MAX_TOKENS)))
         self.rows: dict[Row, RowState] = {}
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
         """A wide window, with all the n-grams that it finds."""
         return cls(cls.Options(window_size=8, level=4, guess_set_size=8), target)
+
+    def _empty(self, max_tokens: int) -> Memory:
+        return Memory(NgramPool(self.max_grams, max_tokens), MatchAcceptance(self.level))
+
+    def _known(self, row: Row) -> Memory:
+        """What a row is drafted from, and contributes to."""
+        memory: Memory = self.memory if row.cache_salt is None else self.salted.of(row)
+        return memory
 
     def size(self, depth: int) -> int:
         """Maximum number of nodes, probes included.  A growing window may have more nodes than a full one."""
@@ -166,7 +176,7 @@ class Lookahead(Drafter):
     def _tree(self, step: RowStep) -> DraftTree:
         """The draft tokens, then the window as probes if budget and model length have room for it."""
         row, end, budget = step.row, step.end, step.budget
-        tree = self._draft_tokens(row.tokens[-1], budget)
+        tree = self._draft_tokens(self._known(row), row.tokens[-1], budget)
         window = self._state(row).window
         if window.size <= tree.room and end + self.reach <= self.target.max_len:
             probes = [token for level in window.levels for token in level]
@@ -179,16 +189,16 @@ class Lookahead(Drafter):
             self.rows[row] = RowState(Window([start], self.level - 1))
         return self.rows[row]
 
-    def _draft_tokens(self, last: int, budget: Budget) -> TreeBuilder:
+    def _draft_tokens(self, memory: Memory, last: int, budget: Budget) -> TreeBuilder:
         """The n-grams after `last`, most recent first, as a tree with shared prefixes."""
         tree, node_of = TreeBuilder(budget), dict[tuple[int, int], int]()
-        for gram in self.memory.pool.after(last):
+        for gram in memory.pool.after(last):
             parent = ROOT
             for depth, token in enumerate(gram[: budget.depth], start=1):
                 if (parent, token) not in node_of:
                     if not tree.room:
                         break
-                    node_of[parent, token] = tree.add(parent, token, self.memory.acceptance(depth))
+                    node_of[parent, token] = tree.add(parent, token, memory.acceptance(depth))
                 parent = node_of[parent, token]
         return tree
 
@@ -199,7 +209,7 @@ class Lookahead(Drafter):
                 continue
             state, root = self.rows[row], row.tokens[step.end - 1]
             if tree.size:
-                self.memory.acceptance.observe(1, tree, step.accepted)
+                self._known(row).acceptance.observe(1, tree, step.accepted)
             if step.topk and tree.probes == state.window.size:
                 self._advance(row, root, tree, step.topk)
             if self.options.pool_from_prompt:
@@ -213,16 +223,18 @@ class Lookahead(Drafter):
             del self.rows[row]
             return
         predicted = [ids[0] for ids in best]
+        pool = self._known(row).pool
         for token, rest in window.ngrams(root, predicted):
-            self.memory.pool.add(token, rest)
+            pool.add(token, rest)
         window.advance(predicted)
 
     def _pool_text(self, row: Row, state: RowState) -> None:
         """Pool the n-grams of the text that are not pooled yet."""
-        n, tokens = self.level, row.tokens
+        n, tokens, pool = self.level, row.tokens, self._known(row).pool
         for at in range(state.pooled, len(tokens) - n + 1):
-            self.memory.pool.add(tokens[at], tuple(tokens[at + 1 : at + n]))
+            pool.add(tokens[at], tuple(tokens[at + 1 : at + n]))
         state.pooled = max(state.pooled, len(tokens) - n + 1)
 
     def forget(self, row: Row, reason: str) -> None:
         self.rows.pop(row, None)
+        self.salted.forget(row)

@@ -1,8 +1,8 @@
 """Token recycling (Luo et al. 2024, arXiv 2408.08696): draft from the target's own runners-up.
 
 A table keeps, for every token, the ids with the largest logits when the target last predicted what follows
-it.  Rejected nodes and all requests contribute.  The published tree of 80 nodes lists the ranks that may
-become nodes; the measured acceptance of each rank orders them.
+it.  Rejected nodes and all requests contribute; those of a cache_salt to a table of its own.  The published
+tree of 80 nodes lists the ranks that may become nodes; the measured acceptance of each rank orders them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from outrider.core.step import Batch, Commit, Needs
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
 from outrider.core.validate import Checked, Share, whole
 from outrider.drafting.base import Target, TextDrafter
+from outrider.drafting.salts import SaltedMemory
 from outrider.drafting.trees.builder import TreeBuilder
 from outrider.heads.ranks import Path, paths
 
@@ -76,7 +77,8 @@ class Recycle(TextDrafter):
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
         self.nodes = target.nodes(options.nodes, len(PATHS))
-        self.memory = SuccessorTable(array("i", [-1]) * (target.vocabulary * RANKS))
+        self.memory = self._table()
+        self.salted = SaltedMemory(self._table)
 
     @classmethod
     def example(cls, target: Target) -> Recycle:
@@ -89,24 +91,39 @@ class Recycle(TextDrafter):
     def propose(self, batch: Batch) -> Draft:
         if not any(step.budget.nodes for step in batch):
             return Draft([EMPTY_TREE] * len(batch))
-        order = self._order()
-        return Draft([self._tree(step.row.tokens[-1], order, step.budget) for step in batch])
+        order = self._order(self.memory)
+        return Draft(
+            [
+                self._tree(step.row.tokens[-1], self.memory, order, step.budget)
+                if step.row.cache_salt is None
+                else self.after(step.row, (), step.budget)
+                for step in batch
+            ]
+        )
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
-        return self._tree(ahead[-1] if ahead else row.tokens[-1], self._order(), budget)
+        table = self._known(row)
+        return self._tree(ahead[-1] if ahead else row.tokens[-1], table, self._order(table), budget)
 
-    def _order(self) -> list[Path]:
+    def _table(self) -> SuccessorTable:
+        return SuccessorTable(array("i", [-1]) * (self.target.vocabulary * RANKS))
+
+    def _known(self, row: Row) -> SuccessorTable:
+        """The table that a row is drafted from, and contributes to."""
+        table: SuccessorTable = self.memory if row.cache_salt is None else self.salted.of(row)
+        return table
+
+    def _order(self, table: SuccessorTable) -> list[Path]:
         """The nodes that are probable enough, most probable first.  Parents come before their children."""
-        acceptance, least = self.memory.acceptance, self.options.min_token_prob
+        acceptance, least = table.acceptance, self.options.min_token_prob
         joint = [1.0]
         for parent, rank in STEPS:
             joint.append(joint[parent] * acceptance[rank])
         probable = [(path, p) for path, p in zip(PATHS, joint[1:]) if p >= least]
         return [path for path, _ in sorted(probable, key=lambda each: -each[1])]
 
-    def _tree(self, last: int, order: list[Path], budget: Budget) -> DraftTree:
+    def _tree(self, last: int, table: SuccessorTable, order: list[Path], budget: Budget) -> DraftTree:
         """The tree after token `last`.  A rank without a known token has no node."""
-        table: SuccessorTable = self.memory
         tree = TreeBuilder(budget.within(nodes=self.nodes))
         # path -> (its node, the successors of that node's token)
         placed: dict[Path, tuple[int, array[int]]] = {(): (ROOT, table.after(last))}
@@ -123,22 +140,25 @@ class Recycle(TextDrafter):
         return tree.draft_tree
 
     def observe(self, commit: Commit) -> None:
-        table: SuccessorTable = self.memory
         for step in commit.batch:
             if step.tree.tokens:
-                self._judge(step.row.tokens[step.end - 1], step.tree, step.accepted)
+                table = self._known(step.row)
+                self._judge(table, step.row.tokens[step.end - 1], step.tree, step.accepted)
         for step in commit.batch:
-            known = step.row.tokens[step.start : step.end]
+            table, known = self._known(step.row), step.row.tokens[step.start : step.end]
             for token, successor in itertools.pairwise(known):
                 table.put_first(token, successor)
             for token, ids in zip([known[-1], *step.tree.tokens], step.topk):
                 table.put(token, ids)
 
-    def _judge(self, last: int, tree: DraftTree, accepted: Sequence[int]) -> None:
+    def forget(self, row: Row, reason: str) -> None:
+        self.salted.forget(row)
+
+    def _judge(self, table: SuccessorTable, last: int, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Learn which ranks were right among the children of the accepted path."""
         for depth, node in enumerate([ROOT, *accepted]):
-            successors = self.memory.after(last if node == ROOT else tree.tokens[node])
+            successors = table.after(last if node == ROOT else tree.tokens[node])
             right = accepted[depth] if depth < len(accepted) else None
             for child, parent in enumerate(tree.parents):
                 if parent == node and tree.tokens[child] in successors:
-                    self.memory.learn(successors.index(tree.tokens[child]), child == right)
+                    table.learn(successors.index(tree.tokens[child]), child == right)

@@ -26,6 +26,7 @@ from outrider.drafting.base import Target, TextDrafter
 from outrider.drafting.lookup.index import index_for
 from outrider.drafting.lookup.index_base import RUNS, Index
 from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, frequent
+from outrider.drafting.salts import SaltedMemory, share
 
 SEGMENT = 1 << 18  # tokens of finished requests in one index
 SEPARATOR = -1  # token id between two requests
@@ -117,7 +118,8 @@ class Suffix(TextDrafter):
         """Options under the names of vLLM and Arctic Inference, each after suffix_decoding_.
 
         max_tree_depth: tokens of a match and of the draft after it, together.
-        max_cached_requests: finished requests that are kept; 0 for none.
+        max_cached_requests: finished requests that are kept, and as many of those with a cache_salt; 0 for
+            none.
         max_spec_factor: draft tokens for each token of the match.
         min_token_prob: minimum joint probability of a node.
         use_tree_spec: propose trees instead of chains, with the same number of nodes.
@@ -137,9 +139,16 @@ class Suffix(TextDrafter):
         self.longest = total - 1
         self.siblings = 64 if options.suffix_decoding_use_tree_spec else 1
         self.min_prob = options.suffix_decoding_min_token_prob
-        self.memory = FinishedTexts(options.suffix_decoding_max_cached_requests)
+        most = options.suffix_decoding_max_cached_requests
+        self.memory = FinishedTexts(most)
+        self.salted = SaltedMemory(lambda: FinishedTexts(share(most)))
         self.rows: dict[Row, RowState] = {}
         self.repeats: dict[Row, Repeat] = {}
+
+    def _finished(self, row: Row) -> FinishedTexts:
+        """The texts that a row is drafted from, and joins."""
+        memory: FinishedTexts = self.memory if row.cache_salt is None else self.salted.of(row)
+        return memory
 
     def grade(self, row: Row) -> int:
         repeat = self._repeat(row)
@@ -151,7 +160,7 @@ class Suffix(TextDrafter):
         repeat = self.repeats.get(row)
         if repeat is None:
             end = tuple(row.tokens[max(0, row.prompt - self.longest) : row.prompt])
-            repeat = self.repeats[row] = Repeat(self.memory.outputs.get(end, array("i")), len(end))
+            repeat = self.repeats[row] = Repeat(self._finished(row).outputs.get(end, array("i")), len(end))
         if repeat.tokens and (new := row.tokens[row.prompt + repeat.count :]):
             repeat.follow(new)
         return repeat
@@ -173,6 +182,7 @@ class Suffix(TextDrafter):
             index = index_for(row.limit, self.longest, self.depth)
             state = self.rows[row] = RowState(index, MatchAcceptance(RUNS[0]))
         own, acceptance = state.index, state.acceptance
+        segments = self._finished(row).segments
         places = own.find(row.tokens[own.length :], ahead, ())
         finished_places = None
         best = Proposal()
@@ -189,8 +199,8 @@ class Suffix(TextDrafter):
                 acceptance.skip(run, longest)
                 continue
             best = self._better(best, places(order), acceptance, budget)
-            if self.memory.segments and bound > best.expected + ROUNDING:
-                finished_places = finished_places or own.find((), ahead, self.memory.segments)
+            if segments and bound > best.expected + ROUNDING:
+                finished_places = finished_places or own.find((), ahead, segments)
                 best = self._better(best, finished_places(order), acceptance, budget)
         state.length = best.length or state.length
         return best.tree
@@ -231,4 +241,5 @@ class Suffix(TextDrafter):
         self.repeats.pop(row, None)
         if reason == "finished":
             first = max(0, row.prompt - self.longest)
-            self.memory.add(row.tokens[first:], row.prompt - first)
+            self._finished(row).add(row.tokens[first:], row.prompt - first)
+        self.salted.forget(row)

@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.errors import RequestError, refuse_unknown
 
+TEXTS = ("text", "refusal")  # types of parts, and their keys
 Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "…"}, …]
 
 
@@ -117,12 +118,12 @@ def _message(messages: Messages, i: int) -> dict[str, Any]:
 
 
 def _content(given: Any, i: int, optional: bool) -> str | None:
-    """Content as a string; text parts are joined by newlines.  None only if `optional`."""
+    """Content as a string; parts of type text or refusal are joined by newlines.  None only if `optional`."""
     if isinstance(given, str) or (given is None and optional):
         return given
     parts = given if isinstance(given, (list, tuple)) else [given]
     texts: list[Any] = [
-        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        part.get(part["type"]) if isinstance(part, Mapping) and part.get("type") in TEXTS else None
         for part in parts
     ]
     if not texts or not all(isinstance(text, str) for text in texts):

@@ -38,7 +38,7 @@ from outrider.heads.sample import TargetWeights
 from outrider.online.networks import Trainable
 from outrider.online.options import Online
 from outrider.online.store import Store, hashed
-from outrider.online.texts import Text, Texts
+from outrider.online.texts import Text, Texts, teaches
 
 BATCH, ROUND = 4, 8  # texts of an optimizer step, optimizer steps between two judgements
 FIRST, HELD = 8, 2  # texts to begin with, for training and for judging
@@ -166,7 +166,7 @@ class Learner:
         self.texts.observe(commit)
         for step in commit.batch:
             row = step.row
-            if row.lora is None and not row.guided and step.emitted and step.tree.size:
+            if teaches(row) and not row.guided and step.emitted and step.tree.size:
                 self.now.drafts += 1
                 self.now.accepted += bool(step.accepted)
 

@@ -37,6 +37,14 @@ class Text:
     mask: Tensor
 
 
+def teaches(row: Row) -> bool:
+    """Whether a row is learned from.
+
+    Not with an adapter, which is another target, nor with a cache_salt, whose texts are kept apart.
+    """
+    return row.lora is None and row.cache_salt is None
+
+
 class Texts:
     """The latest texts.  wanted: the target's states, as in `Needs.states`."""
 
@@ -49,7 +57,7 @@ class Texts:
     def observe(self, commit: Commit) -> None:
         for r, step in enumerate(commit.batch):
             row, states = step.row, commit.states.of(r, self.wanted)
-            if row.error is not None or row.lora is not None:  # an adapter is another target
+            if row.error is not None or not teaches(row):
                 continue
             record = self.records.get(row)
             if record is None or record.end != step.start or step.end < row.prompt - CONTEXT:

@@ -219,5 +219,5 @@ def bounded(logprob: float) -> float:
 
 
 def best_of(entry: Entry, count: int) -> list[int]:
-    """The ids of the `count` best tokens of an entry, whose first one is the sampled token."""
-    return sorted(entry, key=lambda token: entry[token].rank)[:count]
+    """The ids of the `count` best tokens of an entry, whose first one is the sampled token; -1: all."""
+    return sorted(entry, key=lambda token: entry[token].rank)[: None if count == -1 else count]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -11,16 +11,18 @@ from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
 from outrider.serve.answers import Job, best_of, bounded, name_of, token_name
 from outrider.serve.errors import ApiError
-from outrider.serve.protocol import Calling, ChatBody
-from outrider.serve.sampling import checked_tools, named_tool, params_of, tool_form
+from outrider.serve.protocol import ChatBody
+from outrider.serve.sampling import check_logprobs, params_of
 from outrider.serve.state import Server
+from outrider.serve.tool_choice import ToolUse
 from outrider.serve.tools import Parsed, ToolCall, ToolParser, listed
 
 
 async def chat_job(server: Server, body: ChatBody) -> Job:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
     adapter = server.adapter_of(body.model)
-    tools = checked_tools(body.tools, body.tool_choice)
+    check_logprobs(body, server.options.max_logprobs)
+    use = ToolUse.of(body.tools, body.tool_choice)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
     if body.chat_template is not None and not server.options.trust_request_chat_template:
@@ -30,36 +32,39 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
     more: dict[str, Any] = {"max_tokens": body.max_completion_tokens or body.max_tokens}
     if body.logprobs:
         more["logprobs"] = body.top_logprobs or 0
-    if tools and body.skip_special_tokens is None:
+    if use.tools and body.skip_special_tokens is None:
         more["skip_special_tokens"] = False  # markers of calls may be special tokens
-    form = tool_form(tools, body.tool_choice)
-    params = params_of(body, form, **more)
+    params = params_of(body, use.form, **more)
     prompt = server.conversation(
         body.messages,
         chat_template=body.chat_template,
-        tools=tools or None,
+        tools=use.tools or None,
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs={**of_effort(body.reasoning_effort), **(body.chat_template_kwargs or {})},
     )
     id = name_of(body, "chatcmpl-")
     requests = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
-    made = Chat(server, body, reply_for(server, tools, body))
+    made = Chat(server, body, reply_for(server, use, body.parallel_tool_calls is not False))
     return Job(server, body, id, "chat.completion", "chat.completion.chunk", requests, made)
+
+
+def of_effort(effort: str | None) -> dict[str, Any]:
+    """Variables of the chat template for a reasoning effort, as in vLLM; "none" turns reasoning off."""
+    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 @dataclass
 class Reply:
     """Reader of tool calls in the text of a reply.
 
-    parser: None: the text has no calls.  choice: the tool_choice of the request.
+    parser: None: the text has no calls.  use: the tools of the request.
     """
 
     parser: ToolParser | None
-    choice: Any = None
+    use: ToolUse = field(default_factory=ToolUse)
     ending: frozenset[str] = frozenset()  # special tokens at the end of a text, which are not part of it
-    names: frozenset[str] = frozenset()
     parallel: bool = True  # False: only the first call
 
     def read(self, text: str, finish_reason: str | None) -> Parsed:
@@ -68,6 +73,8 @@ class Reply:
         The same for a text that came in parts and for a whole one: a call that has begun stays a call.
         """
         parsed = self._parsed(text, finish_reason)
+        if self.use.limited:
+            parsed = parsed.only(self.use.names)
         return parsed if self.parallel else parsed._replace(calls=parsed.calls[:1])
 
     def _parsed(self, text: str, finish_reason: str | None) -> Parsed:
@@ -75,11 +82,11 @@ class Reply:
             return Parsed(text, [])
         for token in self.ending:
             text = text.removesuffix(token)
-        if (name := named_tool(self.choice)) is not None:
+        if (name := self.use.name) is not None:
             return Parsed("", [ToolCall(name, text, finish_reason not in (None, "length"))])
-        if self.choice == "required":
+        if self.use.required:
             return Parsed("", [each for each in listed(text) if isinstance(each, ToolCall)])
-        return self.parser.parse(text, finish_reason is not None, self.names)
+        return self.parser.parse(text, finish_reason is not None, self.use.names)
 
 
 def called(call: ToolCall) -> dict[str, Any]:
@@ -88,15 +95,13 @@ def called(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def reply_for(server: Server, tools: Sequence[Mapping[str, Any]], body: Calling) -> Reply:
-    """A reader for a request.  tools: those of the body, checked and in the shape of chat completions."""
-    choice = body.tool_choice
-    if not tools:
+def reply_for(server: Server, use: ToolUse, parallel: bool) -> Reply:
+    """A reader for a request.  parallel: it may have several calls."""
+    if not use.tools:
         return Reply(None)
     special = server.tokenizer.convert_ids_to_tokens(sorted(server.llm.engine.ending))
-    names = frozenset(tool["function"]["name"] for tool in tools)
     ending = frozenset(token for token in special if token)
-    return Reply(server.tool_parser, choice, ending, names, body.parallel_tool_calls is not False)
+    return Reply(server.tool_parser, use, ending, parallel)
 
 
 @dataclass
@@ -168,7 +173,7 @@ class Chat:
         return [{**part, "stop_reason": sample.stop_reason} if reason else part]
 
     def _reason(self, sample: CompletionOutput, calls: Sequence[ToolCall]) -> str | None:
-        forced = named_tool(self.reply.choice) is not None  # OpenAI's servers tell "stop" then
+        forced = self.reply.use.name is not None  # OpenAI's servers tell "stop" then
         ended = sample.finish_reason == "stop" and any(call.complete for call in calls)
         return "tool_calls" if ended and not forced else sample.finish_reason
 

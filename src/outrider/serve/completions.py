@@ -14,13 +14,14 @@ from outrider.requests import Prompt
 from outrider.serve.answers import Job, best_of, bounded, name_of, prompt_logprobs, token_name
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import CompletionBody
-from outrider.serve.sampling import params_of
+from outrider.serve.sampling import check_logprobs, params_of
 from outrider.serve.state import Server
 
 
 async def completion_job(server: Server, body: CompletionBody) -> Job:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
     adapter = server.adapter_of(body.model)
+    check_logprobs(body, server.options.max_logprobs)
     if body.best_of not in (None, 1, body.n):
         raise ApiError(400, "best_of is not supported: ask for n samples with logprobs.", "best_of")
     if body.suffix:
@@ -28,6 +29,10 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(
             400, "max_tokens must be at least 1, or 0 with echo to score the prompt.", "max_tokens"
+        )
+    if body.max_tokens == 0 and body.min_tokens:
+        raise ApiError(
+            400, f"min_tokens must be at most max_tokens (0), got {body.min_tokens}.", "min_tokens"
         )
     more: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
     if body.max_tokens == 0:

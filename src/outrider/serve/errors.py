@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from outrider.errors import ContextError, EngineError, RequestError, shortened
+from outrider.serve.protocol import UNSUPPORTED
 from outrider.serve.wire import Json
 
 TYPES = {
@@ -87,7 +88,9 @@ def of_validation(error: RequestValidationError) -> ApiError:
     place = [str(part) for part in _place(first, error.body)]
     param = ".".join(place)
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown field {place[-1]!r}.", param, "unknown_parameter")
+        hint = UNSUPPORTED.get(param)
+        text = f"{param} is not supported: {hint}." if hint else f"unknown field {place[-1]!r}."
+        return ApiError(400, text, param, "unknown_parameter")
     several = len(first["loc"]) > len(place) + (first["loc"][:1] == ("body",))  # a type of a union follows
     message = (several and UNIONS.get(param)) or first["msg"].removeprefix("Value error, ")
     if not param and first["type"] in ("missing", "model_attributes_type"):

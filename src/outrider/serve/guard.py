@@ -134,7 +134,7 @@ def middleware(server: Gate) -> list[Middleware]:
         CORSMiddleware,
         allow_origins=list(origins),
         allow_methods=["GET", "POST"],
-        allow_headers=["Authorization", "Content-Type"],
+        allow_headers=["*"],  # OpenAI's client in a browser sends its version and more
     )
     return [allowed, guard]
 

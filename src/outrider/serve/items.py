@@ -7,7 +7,7 @@ from typing import Any
 
 from outrider.serve.errors import ApiError
 
-TEXTS = ("input_text", "output_text", "text")
+TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # type -> key
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
@@ -26,16 +26,15 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
         elif kind == "function_call_output":
             output = _content(item.get("output"), i)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-        else:
+        elif kind != "reasoning":  # of other models: it is no part of the conversation
             raise ApiError(400, f"input items of type {kind!r} are not supported.", f"input.{i}.type")
     return messages
 
 
 def _content(given: Any, i: int) -> str:
     parts = given if isinstance(given, list) else [given]
-    texts = [
-        part["text"] if isinstance(part, Mapping) and part.get("type") in TEXTS and "text" in part else part
-        for part in parts
+    texts: list[Any] = [
+        part.get(TEXTS.get(str(part.get("type")))) if isinstance(part, Mapping) else part for part in parts
     ]
     if not all(isinstance(text, str) for text in texts):
         raise ApiError(

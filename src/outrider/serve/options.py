@@ -32,6 +32,7 @@ class ServerOptions(Checked):
     api_key              keys of which a request must carry one; none: no key is needed
     api_key_file         file with one key a line, beside `api_key`
     max_requests         samples that may be queued or running; more are refused with status 429
+    max_logprobs         log-probabilities that a request may ask for, of each token; -1: of all tokens
     max_body_bytes       of a request
     body_timeout         seconds in which the headers of a request must arrive, and then its body
     request_timeout      seconds after which a request is ended with an error
@@ -59,6 +60,7 @@ class ServerOptions(Checked):
     api_key: Texts = ()
     api_key_file: Text | None = None
     max_requests: Count = 256
+    max_logprobs: Annotated[int, whole(-1)] = 20
     max_body_bytes: Count = 8 << 20
     body_timeout: Seconds = 30.0
     request_timeout: Seconds = 600.0

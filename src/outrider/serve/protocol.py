@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-MOST_LOGPROBS = 20  # as in OpenAI's and vLLM's servers
 MOST_SAMPLES = 128
 MOST_PROMPTS = 1024
 
@@ -15,6 +14,24 @@ Count = Annotated[int, Field(ge=1)]
 Token = Annotated[int, Field(ge=0)]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # one error, however many items are wrong
+
+
+UNSUPPORTED = {  # fields of OpenAI's and vLLM's servers that are refused -> what to do instead
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "audio": "models take and make text",
+    "moderation": "texts are not judged here",
+    "web_search_options": "nothing is searched here: give the model a tool",
+    "conversation": "responses are not stored: send the whole conversation as input",
+    "context_management": "shorten the input yourself",
+    "prompt_embeds": "give token ids as prompt",
+    "mm_processor_kwargs": "models take and make text",
+    "logits_processors": "use them in Python, with SamplingParams",
+    "logprob_token_ids": "ask for more logprobs",
+    "structural_tag": "use structured_outputs with a grammar",
+    "thinking_token_budget": "use max_tokens",
+    "kv_transfer_params": "prompts are computed by the server itself",
+}
 
 
 class Body(BaseModel):
@@ -104,11 +121,22 @@ class Sampling(Body):
     model: str | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    # of the client alone: without effect here
+    # of the client, of OpenAI's service or of other schedulers: without effect here
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    session_id: str | None = None
+    stream_interval: Count | None = None
+    guided_decoding_backend: str | None = None
+    # accepted as the values that change nothing
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    early_stopping: Literal[False] | None = None
+    truncation_side: Literal["left"] | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = Field(None, ge=0, le=1)
@@ -150,7 +178,7 @@ class Classic(Sampling):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=-1)  # -1: the vocabulary; a server has a limit
     prediction: Prediction | None = None
     return_token_ids: bool = False  # vLLM's, as is the next one
     return_tokens_as_token_ids: bool = False
@@ -166,9 +194,6 @@ class Calling(Body):
     tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
 
 
 class CompletionBody(Classic):
@@ -180,7 +205,7 @@ class CompletionBody(Classic):
     )
     max_tokens: Token | None = 16  # 0 with echo alone: the prompt is scored
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0)
     best_of: int | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
@@ -190,10 +215,10 @@ class ChatBody(Classic, Calling):
     messages: Many[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=-1)
     modalities: list[Literal["text"]] | None = None
-    # of models that reason: without effect here
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = None  # for the chat template
+    # without effect here
     include_reasoning: bool | None = None
     verbosity: str | None = None
     # vLLM's
@@ -218,11 +243,14 @@ class ResponsesBody(Sampling, Calling):
     max_output_tokens: Count | None = None
     stream: bool | None = None
     text: ResponseText | None = None
-    reasoning: dict[str, Any] | None = None  # of models that reason: without effect here
+    reasoning: dict[str, Any] | None = None  # its effort is for the chat template
+    max_tool_calls: Count | None = None  # of the service's own tools: without effect here
+    stream_options: StreamOptions | None = None
+    top_logprobs: Literal[0] | None = None
     previous_response_id: str | None = None
     background: bool | None = None
     include: Many[str] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     seed: int | None = None
 
 

@@ -12,13 +12,14 @@ from pydantic import ValidationError
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.answers import name_of, now
-from outrider.serve.chat import Reply, reply_for
+from outrider.serve.chat import Reply, of_effort, reply_for
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.items import chat_tools, messages_of
 from outrider.serve.output_items import OutputItems
 from outrider.serve.protocol import JsonSchema, ResponseFormat, ResponsesBody
-from outrider.serve.sampling import checked_tools, naming, of_format, params_of, tool_form
+from outrider.serve.sampling import naming, of_format, params_of
 from outrider.serve.state import Server
+from outrider.serve.tool_choice import ToolUse
 from outrider.serve.usage import speculation_of, usage_of
 from outrider.serve.wire import event
 
@@ -34,18 +35,24 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
         raise ApiError(400, "background responses are not supported: leave it out.", "background")
     if "message.output_text.logprobs" in (body.include or ()):
         raise ApiError(400, "logprobs of responses are not supported: use /v1/chat/completions.", "include")
-    tools = checked_tools(chat_tools(body.tools), body.tool_choice)
+    use = ToolUse.of(chat_tools(body.tools), body.tool_choice)
     more: dict[str, Any] = {"max_tokens": body.max_output_tokens}
-    if tools and body.skip_special_tokens is None:
+    if body.truncation == "auto" and body.truncate_prompt_tokens is None:
+        more["truncate_prompt_tokens"] = -1  # as in vLLM
+    if use.tools and body.skip_special_tokens is None:
         more["skip_special_tokens"] = False  # markers of calls may be special tokens
-    forms = [form for form in (_format(body), tool_form(tools, body.tool_choice)) if form is not None]
+    forms = [form for form in (_format(body), use.form) if form is not None]
     if len(forms) > 1:
         raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
     params = params_of(body, forms[0] if forms else None, **more)
-    prompt = server.conversation(messages_of(body.input, body.instructions), tools=tools or None)
+    prompt = server.conversation(
+        messages_of(body.input, body.instructions),
+        tools=use.tools or None,
+        chat_template_kwargs=of_effort((body.reasoning or {}).get("effort")),
+    )
     id = name_of(body, "resp_")
     (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
-    reply = reply_for(server, tools, body)
+    reply = reply_for(server, use, body.parallel_tool_calls is not False)
     return Responses(server, body, id, now(), [request], reply)
 
 
@@ -163,7 +170,7 @@ class Responses:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": params.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None,
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from outrider.core.params import SamplingParams
 from outrider.errors import RequestError
 from outrider.serve.errors import ApiError, api_error
-from outrider.serve.protocol import Classic, ResponseFormat, Sampling
+from outrider.serve.protocol import Classic, ResponseFormat, ResponsesBody, Sampling
 
 # parameters that a body has under the same name, but not with the same meaning
 OTHERS = {"logprobs", "max_tokens", "prediction", "structured_outputs"}
@@ -36,8 +36,9 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
     """
     given = {name: getattr(body, name) for name in SHARED & type(body).model_fields.keys()}
     if isinstance(body, Classic):
-        if body.stream and body.prompt_logprobs is not None:
-            raise ApiError(400, "a stream has no prompt_logprobs.", "prompt_logprobs")
+        if body.stream and body.prompt_logprobs:
+            instead = "leave stream out, or ask /v1/completions for echo with logprobs"
+            raise ApiError(400, f"a stream has no prompt_logprobs: {instead}.", "prompt_logprobs")
         given["prediction"] = body.prediction.text if body.prediction is not None else None
     forms = [*_forms(body).values(), *([dict(form)] if form else [])]
     if len(forms) > 1:
@@ -49,6 +50,20 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
         given["draft_method"] = body.speculation.method
     known = {key: value for key, value in {**given, **more}.items() if value is not None}
     return SamplingParams(**{"max_tokens": None, **known})
+
+
+def check_logprobs(body: Classic, most: int) -> None:
+    """Raise ApiError if a body asks for more log-probabilities of a token than the server's max_logprobs."""
+    for name in ("prompt_logprobs", "logprobs", "top_logprobs"):
+        count = getattr(body, name, None)
+        if isinstance(count, bool) or count is None or most == -1 or 0 <= count <= most:
+            continue
+        asked = "all" if count == -1 else count
+        raise ApiError(
+            400,
+            f"{name} must be at most {most}, got {count}: a server with --max-logprobs -1 returns {asked}.",
+            name,
+        )
 
 
 def _forms(body: Sampling) -> dict[str, dict[str, Any]]:
@@ -87,15 +102,16 @@ def field_of(body: Sampling, param: str | None) -> str | None:
     if name in PROMPTS:
         found = next(field for field in PROMPTS if field in known)
     elif name == "structured_outputs":
-        found = next(iter(_forms(body)), "text.format" if _is_free(body) else "tools")
+        found = next(iter(_forms(body)), "text.format" if _has_format(body) else "tools")
     if found.partition(".")[0] not in known:
         return None
     return param if found == name else found
 
 
-def _is_free(body: Sampling) -> bool:
-    """Whether no tool_choice constrains the output."""
-    return getattr(body, "tool_choice", None) in (None, "auto", "none")
+def _has_format(body: Sampling) -> bool:
+    """Whether the output of a response is constrained by text.format, not by a tool_choice."""
+    format = body.text.format if isinstance(body, ResponsesBody) and body.text is not None else None
+    return format is not None and format.get("type") != "text"
 
 
 def of_format(format: ResponseFormat) -> dict[str, Any] | None:
@@ -107,75 +123,3 @@ def of_format(format: ResponseFormat) -> dict[str, Any] | None:
     if format.json_schema is None:
         raise ApiError(400, "response_format json_schema needs 'json_schema'.", "response_format.json_schema")
     return {"json": format.json_schema.schema_}
-
-
-def tool_form(tools: Sequence[Mapping[str, Any]], choice: Any) -> dict[str, Any] | None:
-    """The constraint of a tool_choice: None for auto and none.
-
-    A named function constrains the output to its arguments, `required` to a list of calls (as in vLLM).  The
-    JSON has no line breaks, in which small models get lost.
-    """
-    functions = {
-        tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools
-    }
-    if choice is None or choice in ("auto", "none"):
-        return None
-    if choice == "required":
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{i}"}},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for i, name in enumerate(functions)
-        ]
-        parts = {str(i): moved(schema, f"#/$defs/{i}") for i, schema in enumerate(functions.values())}
-        schema = {"$defs": parts, "type": "array", "minItems": 1, "items": {"anyOf": calls}}
-        return {"json": schema, "disable_any_whitespace": True}
-    name = named_tool(choice)
-    if name not in functions:
-        raise ApiError(400, f"tool_choice names {name!r}, which is none of the tools.", "tool_choice")
-    return {"json": functions[name], "disable_any_whitespace": True}
-
-
-def moved(schema: Any, place: str) -> Any:
-    """A schema whose references stay valid as part of another one, at this place."""
-    if isinstance(schema, Mapping):
-        ref = schema.get("$ref")
-        own = {"$ref": place + ref[1:]} if isinstance(ref, str) and ref.startswith("#") else {}
-        return {key: moved(value, place) for key, value in schema.items()} | own
-    return [moved(value, place) for value in schema] if isinstance(schema, list) else schema
-
-
-def named_tool(choice: Any) -> str | None:
-    """The function that a tool_choice names, in chat's or in the responses' shape."""
-    if not isinstance(choice, Mapping):
-        return None
-    inner = choice.get("function", choice)
-    name = inner.get("name") if isinstance(inner, Mapping) else None
-    return name if isinstance(name, str) else None
-
-
-def checked_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> list[dict[str, Any]]:
-    """The tools of a chat body; none for tool_choice "none".
-
-    Raises ApiError for what is no function, and for an unknown tool_choice.
-    """
-    for i, tool in enumerate(tools or ()):
-        function = tool.get("function")
-        good = tool.get("type") == "function" and isinstance(function, Mapping)
-        if not (good and isinstance(function.get("name"), str)):  # type: ignore[union-attr]
-            raise ApiError(
-                400, f'tool {i} must be {{"type": "function", "function": {{"name": …}}}}.', f"tools.{i}"
-            )
-        if not isinstance(function.get("parameters") or {}, Mapping):  # type: ignore[union-attr]
-            raise ApiError(400, f"the parameters of tool {i} must be a JSON schema.", f"tools.{i}")
-    known = choice in (None, "auto", "none", "required") or named_tool(choice) is not None
-    if not known:
-        raise ApiError(
-            400, 'tool_choice must be "auto", "none", "required" or name a function.', "tool_choice"
-        )
-    if not tools and choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice needs tools.", "tool_choice")
-    return [dict(tool) for tool in tools or ()] if choice != "none" else []

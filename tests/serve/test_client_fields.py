@@ -1,0 +1,123 @@
+"""Fields that OpenAI's client and clients of vLLM's server send: used, without effect, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+from served import Served, forked
+
+from outrider.serve.protocol import UNSUPPORTED, ChatBody, CompletionBody, ResponsesBody
+
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+HELLO = [{"role": "user", "content": "Hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "The future of AI is", "max_tokens": 4, "temperature": 0},
+    CHAT: {"messages": HELLO, "max_tokens": 4, "temperature": 0},
+    RESPONSES: {"input": "Hello", "max_output_tokens": 4, "temperature": 0},
+}
+OF_THE_SERVICE = {"prompt", "image", "access_programs", "background_options"}  # of responses: unknown here
+WITHOUT_EFFECT: dict[str, Any] = {
+    "user": "someone", "safety_identifier": "x", "prompt_cache_key": "x", "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "implicit"}, "metadata": {"a": "b"}, "store": True,
+    "service_tier": "auto", "session_id": "x", "stream_interval": 4, "guided_decoding_backend": "xgrammar",
+    "length_penalty": 1.0, "early_stopping": False, "truncation_side": "left",
+}  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"best_of": 1, "suffix": "", "logit_bias": {}, "stop": [], "echo": False, "n": 1},
+    CHAT: {
+        "verbosity": "low", "reasoning_effort": "minimal", "modalities": ["text"], "logprobs": False,
+        "parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "logit_bias": {}, "stop": [],
+        "response_format": {"type": "text"}, "functions": None, "web_search_options": None, "audio": None,
+    },
+    RESPONSES: {
+        "reasoning": {"effort": "low", "summary": None}, "text": {"format": {"type": "text"}},
+        "include": ["reasoning.encrypted_content"], "parallel_tool_calls": False, "tools": [],
+        "max_tool_calls": 3, "stream_options": {"include_obfuscation": False}, "truncation": "disabled",
+        "background": False, "conversation": None, "top_logprobs": 0, "tool_choice": "auto",
+    },
+}  # fmt: skip
+KINDS: list[tuple[Any, Any]] = [
+    (completion_create_params.CompletionCreateParamsBase, CompletionBody),
+    (chat_create_params.CompletionCreateParamsBase, ChatBody),
+    (response_create_params.ResponseCreateParamsBase, ResponsesBody),
+]
+
+
+@pytest.mark.parametrize(("params", "body"), KINDS)
+def test_every_field_of_openais_client_is_known_or_refused_by_name(params: Any, body: Any) -> None:
+    names = set(params.__annotations__)
+    assert len(names) > 10
+    assert names <= body.model_fields.keys() | UNSUPPORTED.keys() | OF_THE_SERVICE
+    assert not body.model_fields.keys() & UNSUPPORTED.keys()
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_fields_without_an_effect_change_nothing(path: str, server: Served) -> None:
+    found = [server.post(path, {**BODIES[path], **more}) for more in ({}, {**WITHOUT_EFFECT, **MORE[path]})]
+    assert [answer.status_code for answer in found] == [200, 200], found[1].text
+    texts = [answer.json().get("choices") or answer.json()["output"][0]["content"] for answer in found]
+    assert texts[0] == texts[1]
+    more = {"stream": True, "stream_options": {"include_obfuscation": False}}
+    assert server.post(path, {**BODIES[path], **more}).status_code == 200
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_refusal_has_its_cure(name: str, server: Served) -> None:
+    answer = server.post(CHAT, {**BODIES[CHAT], name: {}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, name, "unknown_parameter")
+    assert error["message"] == f"{name} is not supported: {UNSUPPORTED[name]}."
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("length_penalty", 0.5),
+        ("early_stopping", True),
+        ("truncation_side", "right"),
+        ("modalities", ["audio"]),
+    ],
+)
+def test_values_with_an_effect_are_refused(field: str, value: Any, server: Served) -> None:
+    answer = server.post(CHAT, {**BODIES[CHAT], field: value})
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(field)
+
+
+# ---- a server whose template shows its variables
+
+
+@pytest.fixture(scope="module")
+def reasoning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text("<{{ reasoning_effort }} {{ enable_thinking }}>{{ messages[0].content }}")
+    with forked("builtin", "--speculative-config", "off", "--chat-template", str(template),
+                "--max-model-len", "256") as running:  # fmt: skip
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, "< >Hello"),
+        ({"reasoning_effort": "low"}, "<low True>Hello"),
+        ({"reasoning_effort": "none"}, "<none False>Hello"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "<low False>Hello"),
+    ],
+)
+def test_the_reasoning_effort_is_given_to_the_template(more: Any, expected: str, reasoning: Served) -> None:
+    answer = reasoning.post(CHAT, {**BODIES[CHAT], **more, "return_token_ids": True}).json()
+    prompt = reasoning.post("/detokenize", {"tokens": answer["prompt_token_ids"]}).json()["prompt"]
+    assert prompt == expected
+
+
+def test_the_effort_of_a_response_is_given_to_the_template(reasoning: Served) -> None:
+    counts = [
+        reasoning.post(RESPONSES, {**BODIES[RESPONSES], **more}).json()["usage"]["input_tokens"]
+        for more in ({}, {"reasoning": {"effort": "medium"}})
+    ]
+    assert counts[0] < counts[1]
