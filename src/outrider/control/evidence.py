@@ -190,7 +190,7 @@ class Evidence:
         if record.once:  # its times tell nothing of later steps; all requests profit from its work
             usual = self._expected(load, asks) + expected - load.plain
             lost, host, self.host = record.lost(usual), self.host, 0.0
-            self.ledger.add(lost, 0.0)
+            self.ledger.add_once(lost, load.plain)
             self.total.seconds += lost
             return usual + host
         measured = expected

@@ -27,8 +27,9 @@ USED = 0.9  # part of the grace that may be planned with: a step may take longer
 MOST_KEPT = 4.0  # plain steps that drafts saved before this start and that may be spent in it
 SAVED = 10  # what drafts have saved counts up to so many graces
 EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
-# Plain steps of one-time work that count in a step: compiling takes more, but once on a machine.
-MOST_ONCE = 8.0
+# Plain steps of one-time work that count in a step: recording a graph may take ten, but only once, and drafts
+# would have to rest for a thousand steps after it.
+MOST_ONCE = 2.0
 FIRST_TRIALS, MOST_TRIALS = 4.0, 2.0  # plain steps that such a drafter may take at first, and save up
 
 
@@ -61,6 +62,10 @@ class Ledger:
         """Enter seconds of steps, and those of plain decoding for the same tokens."""
         self.plain += plain
         self.loss = max(self.loss + spent - plain, -SAVED * self.grace)
+
+    def add_once(self, lost: float, step: float) -> None:
+        """Enter one-time work in a step, a plain one of which takes `step` seconds."""
+        self.add(min(lost, MOST_ONCE * step), 0.0)
 
     @property
     def room(self) -> float:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from outrider.control.acceptance import Calibration, Outcome, Reach, key_of
 from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
-from outrider.control.ledger import MOST_ONCE, Ledger
+from outrider.control.ledger import Ledger
 from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import ROOT, Budget
@@ -237,7 +237,7 @@ class StepRecord:
     def lost(self, usual: float) -> float:
         """Seconds that one-time work for drafts, which usually cost `usual`, has added to the step."""
         added = self.propose + self.seconds + self.once - self.load.plain - usual
-        return max(0.0, min(added, self.once, MOST_ONCE * self.load.plain)) if self.tries else 0.0
+        return max(0.0, min(added, self.once)) if self.tries else 0.0
 
     @property
     def nodes(self) -> int:

@@ -29,7 +29,7 @@ NO_TIMES = Times()
 
 
 class _OneTime(threading.local):
-    """taken: seconds that were entered into a ledger, or that came before them.  recordings: still allowed."""
+    """taken: seconds up to which `take_one_time` has returned them.  recordings: still allowed."""
 
     seconds = taken = 0.0
     recordings = math.inf
