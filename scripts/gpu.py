@@ -24,6 +24,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def certificate(model: str, device: torch.device) -> dict[str, Any]:
             "same_texts": same, "accepted_nodes": accepted}  # fmt: skip
 
 
-def milliseconds(call: Callable[[], object], device: torch.device, rounds: int, warm: int = 3) -> float:
+def milliseconds(call: Callable[[], object], device: torch.device, rounds: int, warm: int = 4) -> float:
     """Median of `rounds` calls, each until the device is idle."""
     taken = []
     for _ in range(rounds + warm):
@@ -205,7 +206,7 @@ def decoder_figures(shape: str, device: torch.device, context: int, tiny: bool) 
         "share_of_copy_bandwidth_of_one_row": round(weights / took[0] / 1e6 / copied, 3),
         "cost_of_nodes": {n: round(took[n] / took[0], 3) for n in NODES[1:]},
         "prefill_of_2048_ms": prefill,
-        "graph_bytes": graphs and graphs.bytes,
+        "graphs": graphs and asdict(graphs.counts),
     }
 
 
@@ -217,8 +218,6 @@ def copy_rate(device: torch.device, rounds: int) -> float:
 
 def random_checkpoint(sizes: Mapping[str, int]) -> Any:
     """A Llama of these sizes without a file of weights: they are drawn on the device when asked for."""
-    from dataclasses import fields
-
     from transformers import LlamaConfig
 
     from outrider.checkpoints.hub import Checkpoint

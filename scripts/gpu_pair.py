@@ -3,9 +3,9 @@
 wide:  the target in the shape of Llama 3's 8 B (wide.py); its heads have 64 dimensions, not 128
 grown: the target with more layers and a wider MLP, but its own width of 384, which suits no GPU
 
-A cell is a batch size and a temperature.  Methods take turns in every round, after a round that records
-graphs and compiles kernels.  Prompts are included in tokens/s.  For a method that raises, its error takes the
-place of figures.
+A cell is a batch size and a temperature.  Methods take turns in every round, after a round that compiles
+kernels and records most graphs; `graphs_of_rounds` counts those of all models, in every round.  Prompts are
+included in tokens/s.  For a method that raises, its error takes the place of figures.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 import wide
 
 from outrider import LLM, SamplingParams
+from outrider.backends.triton.graphs import counts_of_all
 from outrider.bench.measure import Run, once
 from outrider.bench.prompts import PROMPTS, TASKS, rendered
 from outrider.checkpoints.hub import Checkpoint
@@ -149,21 +151,22 @@ class Engines:
     def measured(self, groups: Sequence[tuple[Any, Any]], rounds: int) -> dict[str, Any]:
         """Figures of every method."""
         failed, taken = dict(self.errors), Rounds()
-        recorded = dict.fromkeys(self.llms, 0)
+        graphs: dict[str, list[dict[str, float]]] = {name: [] for name in self.llms}
         for i in range(rounds + 1):
             for name in [name for name in self.llms if name not in failed]:
-                before = self._graphs()
+                before = asdict(counts_of_all())
                 try:
                     runs = self._round(name, groups)
                 except Exception as error:  # the other methods may still work
                     failed[name] = repr(error)
                     continue
-                if i:  # the first one records graphs
+                after = asdict(counts_of_all())
+                graphs[name].append({key: round(after[key] - before[key], 3) for key in after})
+                if i:  # the first one compiles kernels and records most graphs
                     taken.setdefault(name, []).append(runs)
-                    recorded[name] += self._graphs() - before
         found = {name: figures(runs, taken.get(PLAIN)) for name, runs in taken.items() if name not in failed}
         for name, each in found.items():
-            each["graphs_recorded"] = recorded[name]
+            each["graphs_of_rounds"] = graphs[name]  # beginning with the first
             if report := self.llms[name].engine.report():
                 each["chosen"] = chosen(report)
         return found | {name: {"error": error} for name, error in failed.items()}
@@ -171,12 +174,6 @@ class Engines:
     def _round(self, name: str, groups: Sequence[tuple[Any, Any]]) -> list[Run]:
         llm, memory = self.llms[name], self.memories[name]
         return [once(llm, "all", prompts, params, memory) for prompts, params in groups]
-
-    def _graphs(self) -> int:
-        """Graphs of the target that were recorded so far."""
-        decoder: Any = next(iter(self.llms.values())).engine.decoder
-        graphs = getattr(decoder.backend, "graphs", None)
-        return graphs.recorded if graphs is not None else 0
 
 
 def figures(rounds: Sequence[Sequence[Run]], plain: Sequence[Sequence[Run]] | None) -> dict[str, Any]:

@@ -60,7 +60,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
 
 @pytest.fixture
 def own(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    """The graphs of the decoder's backend."""
+    """The graphs of the decoder's backend, each recorded at once."""
+    monkeypatch.setattr(graphs, "WORTH", 0.0)
     made = graphs.graphs_for(DEVICE) or Graphs(Rerun())
     monkeypatch.setattr(decoder.backend, "graphs", made)
     return made
@@ -98,7 +99,7 @@ def test_replayed_steps_of_random_trees_have_the_bits_of_launched_ones(decoder: 
         step = step_of(rng, [rng.randint(1, 40) for _ in range(rng.randint(1, 3))], 2)
         assert torch.equal(decoder.forward(step, ours), eager(decoder, step, theirs))
         assert torch.equal(ours.data, theirs.data)
-    assert own.replayed and own.recorded < 9
+    assert own.counts.replayed and own.counts.recorded < 9
 
 
 def level_of(rng: random.Random, hidden: bool) -> StepInput:
@@ -126,7 +127,7 @@ def test_paths_that_only_the_device_knows_are_read_by_launches_and_graphs(
         found = decoder.forward(step, ours)
         assert torch.equal(found, eager(decoder, level_of(random.Random(seed), False), theirs))
         assert torch.equal(found, eager(decoder, level_of(random.Random(seed), True), theirs))
-    assert own.replayed
+    assert own.counts.replayed
 
 
 def test_a_recording_that_fails_leaves_its_sizes_without_a_graph(
@@ -143,14 +144,16 @@ def test_a_recording_that_fails_leaves_its_sizes_without_a_graph(
         return record(run)
 
     monkeypatch.setattr(own.recorder, "record", fail)
-    monkeypatch.setattr(graphs, "IDLE_CALLS", 3)
+    monkeypatch.setattr(graphs, "RETRY", 4 * (graphs.LAUNCHED - 1))
     rng, (ours, theirs) = random.Random(10), pair(decoder)
     for length, recorded in ((5, 0), (5, 0), (40, 0), (40, 0), (5, 0), (5, 0), (5, 1)):
         step = step_of(rng, [length], 0)
         assert torch.equal(decoder.forward(step, ours), eager(decoder, step, theirs))
-        assert own.recorded == recorded
+        assert own.counts.recorded == recorded
     assert torch.equal(ours.data, theirs.data)
-    assert own.failed == 2 and len([each for each in caplog.records if each.levelname == "WARNING"]) == 1
+    assert (
+        own.counts.failed == 2 and len([each for each in caplog.records if each.levelname == "WARNING"]) == 1
+    )
 
 
 def answered(decoder: Decoder, step: StepInput, tree: DraftTree, pool: Pool) -> tuple[list[Tensor], Any]:
@@ -184,7 +187,7 @@ def test_steps_of_a_whole_model_have_the_bits_and_the_answers_of_launched_ones(
         decoder.backend.graphs = kept  # type: ignore[attr-defined]
         assert all(map(torch.equal, found, expected)) and paths == their_paths
         assert torch.equal(ours.data, theirs.data)
-    assert own.recorded < 4 and own.replayed > 3
+    assert own.counts.recorded < 4 and own.counts.replayed > 3
 
 
 def test_steps_with_adapters_and_states_have_the_updates_of_each_layer(
@@ -214,7 +217,7 @@ def test_results_of_earlier_steps_stay(decoder: Decoder, own: Graphs) -> None:
     results = [decoder.forward(step_of(rng, [5], 0), pool) for _ in range(4)]
     kept = [result.clone() for result in results]
     decoder.forward(step_of(rng, [6], 0), pool)
-    assert own.replayed == 5
+    assert own.counts.replayed == 5
     assert all(map(torch.equal, results, kept))
 
 
@@ -222,7 +225,7 @@ def test_a_long_step_has_no_graph(decoder: Decoder, own: Graphs) -> None:
     rng, (pool, _) = random.Random(3), pair(decoder)
     for _ in range(2):
         decoder.forward(step_of(rng, [3] * (jobs.ROWS[-1] + 1), 0), pool)
-    assert not own.graphs and not own.recorded
+    assert not own.graphs and not own.counts.recorded
 
 
 def test_recording_is_no_working_time(decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +241,7 @@ def test_recording_is_no_working_time(decoder: Decoder, own: Graphs, monkeypatch
     began, worked = time.perf_counter(), working_time()
     decoder.forward(step_of(rng, [5], 0), pool)
     assert time.perf_counter() - began > 2 > working_time() - worked
-    assert own.recorded == own.replayed == 1
+    assert own.counts.recorded == own.counts.replayed == 1
 
 
 def test_each_pool_and_each_choice_of_layers_has_its_own_graph(decoder: Decoder, own: Graphs) -> None:
@@ -281,27 +284,28 @@ def test_the_graph_that_was_used_longest_ago_goes(
     decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
-    monkeypatch.setattr(graphs, "IDLE_CALLS", -1)
     rng, (pool, _) = random.Random(6), pair(decoder)
     for length in (5, 5, 40, 40, 5, 60, 60):  # keys: 32, 64, 32, 64
         decoder.forward(step_of(rng, [length], 0), pool)
     decoder.forward(step_of(rng, [5, 5], 0), pool)
     decoder.forward(step_of(rng, [5, 5], 0), pool)
-    assert [(key[3].rows, key[3].keys) for key in own.graphs] == [(1, 64), (2, 32)]
+    assert [(Sizes(*key.sizes).rows, Sizes(*key.sizes).keys) for key in own.graphs] == [(1, 64), (2, 32)]
 
 
-def test_shapes_in_turn_do_not_drop_each_others_graphs(
+def test_sizes_in_turn_do_not_drop_each_others_graphs(
     decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A graph goes for a size that comes often enough while that graph is not used."""
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
-    monkeypatch.setattr(graphs, "IDLE_CALLS", 4)
+    monkeypatch.setattr(graphs, "WORTH", 2 * (graphs.LAUNCHED - 1))
     rng, (pool, _) = random.Random(8), pair(decoder)
-    for length in (5, 40) * 4:
+    for length in (5, 40) * 8:
         decoder.forward(step_of(rng, [length], 0), pool)
-    assert (own.recorded, own.replayed) == (1, 4)
-    for length in (40,) * 6:
+    assert (own.counts.recorded, own.counts.replayed, own.counts.launched) == (1, 6, 10)
+    for length in (40,) * 4:
         decoder.forward(step_of(rng, [length], 0), pool)
-    assert own.recorded == 2 and [key[3].keys for key in own.graphs] == [64]
+    assert (own.counts.recorded, own.counts.dropped) == (2, 1)
+    assert [Sizes(*key.sizes).keys for key in own.graphs] == [64]
 
 
 def test_a_padded_plan_holds_the_numbers_of_the_plan() -> None:

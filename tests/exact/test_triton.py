@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -66,11 +67,14 @@ def plain(llm: LLM) -> list[Any]:
     return [answer(llm, prompt, p).outputs for prompt, p in zip(PROMPTS, PARAMS)]
 
 
-def graphs_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """New graphs of small sizes for the target, of every shape."""
+def graphs_of(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, worth: float = 0.0, rows: tuple[int, ...] = (20,)
+) -> Any:
+    """New graphs for the target, of these numbers of rows and every shape; `worth`: see graphs.py."""
     from outrider.backends.triton import graphs, jobs
 
-    monkeypatch.setattr(jobs, "ROWS", (20,))
+    monkeypatch.setattr(jobs, "ROWS", rows)
+    monkeypatch.setattr(graphs, "WORTH", worth)
     monkeypatch.setattr(jobs, "LEAST_KEYS", 32)
     made = graphs.graphs_for(DEVICE) or graphs.Graphs(Rerun())
     monkeypatch.setattr(llm.engine.decoder.backend, "graphs", made)
@@ -106,23 +110,28 @@ def test_trees_leave_the_tokens_unchanged_with_one_read_a_step(
     assert sum(o.speculation.accepted for o in outputs) > 0
     assert llm.engine.steps > steps
     assert seen.seen == ["tolist"] * (llm.engine.steps - steps)
-    assert own is None or own.replayed
+    assert own is None or own.counts.replayed
     check_idle(llm)
 
 
 def test_a_draft_model_reads_once_a_chain_and_leaves_the_tokens_unchanged(
     llm: LLM, small: str, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = graphs_of(llm, monkeypatch)
+    """No step records more than one graph, of the target or of the draft."""
+    own, recorded = graphs_of(llm, monkeypatch), [0]
     monkeypatch.setattr("outrider.backends.triton.graphs.graphs_for", lambda device: own)
     llm.use({"model": small, "num_speculative_tokens": 3})
     steps, seen = llm.engine.steps, Syncs()
-    with seen:
-        outputs = run_staggered(llm, PROMPTS, PARAMS)
-    assert [visible_parts(o.outputs) for o in outputs] == [visible_parts(o) for o in plain]
+    for _ in range(2):
+        with seen:
+            outputs = run_staggered(
+                llm, PROMPTS, PARAMS, on_step=lambda: recorded.append(own.counts.recorded)
+            )
+        assert [visible_parts(o.outputs) for o in outputs] == [visible_parts(o) for o in plain]
     assert sum(o.speculation.accepted for o in outputs) > 0
     assert set(seen.seen) == {"tolist"} and len(seen.seen) <= 2 * (llm.engine.steps - steps)
-    assert own.replayed and len({key[0] for key in own.graphs}) == 2  # of the target and of the draft
+    assert own.counts.replayed and max(after - before for before, after in pairwise(recorded)) == 1
+    assert len({key.kind[0] for key in own.graphs}) == 2  # of the target and of the draft
     check_idle(llm)
 
 
@@ -137,7 +146,7 @@ def test_trees_of_a_head_read_once_a_draft_and_leave_the_tokens_unchanged(
     assert [visible_parts(o.outputs) for o in outputs] == [visible_parts(o) for o in plain]
     assert sum(o.speculation.drafted for o in outputs) > 0
     assert set(seen.seen) == {"tolist"} and len(seen.seen) <= 2 * (llm.engine.steps - steps)
-    assert own.replayed
+    assert own.counts.replayed
     check_idle(llm)
 
 
@@ -152,15 +161,15 @@ def use_head(llm: LLM, tree: str) -> None:
 
 
 def drafted(llm: LLM, own: Any) -> tuple[list[Any], list[Any], list[Counter[str]]]:
-    """Texts, all draft trees, and what each draft launched that recorded nothing."""
+    """Texts, all draft trees, and what each draft launched that was replayed."""
     trees, launches, propose = list[Any](), list[Counter[str]](), llm.engine.drafter.propose
 
     def noting(batch: Any) -> Any:
-        recorded = own.recorded
+        before = own.counts.recorded, own.counts.launched
         with Launches() as seen:
             draft = propose(batch)
         trees.append([tree[:2] for tree in draft.trees])
-        if own.recorded == recorded and any(tree.tokens for tree in draft.trees):
+        if (own.counts.recorded, own.counts.launched) == before and any(tree.tokens for tree in draft.trees):
             launches.append(seen.seen)
         return draft
 
@@ -181,6 +190,10 @@ def test_a_draft_of_a_head_is_one_replay_and_that_of_launches(
     assert texts == [visible_parts(o) for o in plain]
     # states are taken in, joined and copied, numbers copied, a graph replayed; a device's read is one more
     assert launches and max(seen.total() for seen in launches) <= 8, launches
+    own = graphs_of(llm, monkeypatch, worth=3.0, rows=(1, 2, 4, 8, 20))
+    use_head(llm, tree)
+    assert drafted(llm, own)[:2] == (texts, trees)
+    assert own.counts.launched and own.counts.replayed and own.counts.padded
     monkeypatch.setattr(llm.engine.decoder.backend, "graphs", None)
     use_head(llm, tree)
     assert drafted(llm, own)[:2] == (texts, trees)
@@ -200,7 +213,7 @@ def test_a_draft_of_a_head_that_cannot_be_recorded_is_launched(
     own = graphs_of(llm, monkeypatch)
     monkeypatch.setattr(own.recorder, "record", fail)
     use_head(llm, "dynamic")
-    assert drafted(llm, own)[:2] == expected and not own.replayed and own.failed
+    assert drafted(llm, own)[:2] == expected and not own.counts.replayed and own.counts.failed
     warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert len(warnings) == 1 and "not permitted when stream is capturing" in warnings[0]
 

@@ -122,7 +122,8 @@ def test_recorded_chains_have_the_tokens_of_launched_ones(
     monkeypatch.setattr("outrider.backends.triton.attention.BLOCK", 16)
     monkeypatch.setattr("outrider.backends.triton.attention.SPLIT", 16)
     monkeypatch.setattr(jobs, "LEAST_KEYS", 32)
-    monkeypatch.setattr(jobs, "ROWS", (8,))
+    monkeypatch.setattr(jobs, "ROWS", (16,))
+    monkeypatch.setattr(graphs, "WORTH", 0.0)
     decoder = made("triton", tmp_path)
     own, pools = graphs.graphs_for(DEVICE) or graphs.Graphs(Rerun()), [decoder.pool(80) for _ in range(2)]
     wanted = Chains(chains_of(no_probs()), VOCABULARY, StopRule())
@@ -135,7 +136,7 @@ def test_recorded_chains_have_the_tokens_of_launched_ones(
         assert ours == theirs
         for i, levels in enumerate(LEVELS):
             assert torch.equal(our_states[i, :levels], their_states[i, :levels])
-    assert (own.recorded, own.replayed) == (1, 4)
+    assert (own.counts.recorded, own.counts.replayed) == (1, 4)
 
 
 def test_sampled_chains_return_what_their_tokens_were_sampled_from(decoder: Decoder) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.control.evidence import Moment
+from outrider.control.ledger import Moment
 from outrider.errors import ConfigError, write_fault
 
 FORMATS = (".png", ".svg", ".pdf")

@@ -33,7 +33,7 @@ from outrider.control.planner import Planner
 from outrider.control.prefill_choice import PrefillChoice
 from outrider.control.report import report
 from outrider.control.rest import Rest
-from outrider.core.clock import Times, working_time
+from outrider.core.clock import Times, one_time, take_one_time, working_time
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget, Draft
@@ -84,8 +84,8 @@ class AutoController:
         self.looked = self.digested = self.look_seconds = 0.0
         self.spent: dict[int, float] = {}  # seconds of each drafter of a mix
         self.mark: tuple[int, float] | None = None  # the one that drafts now, and when it began
-        # since the last digest, the last plain step, and the last plan
-        self.log, self.since_plain = list[StepRecord](), 0
+        # since the last digest, the last plain step, and the last plan; one-time work before this step
+        self.log, self.since_plain, self.began = list[StepRecord](), 0, 0.0
         self.expected = self.shortfall = 0.0  # accepted tokens
         # seconds that all rows, and each, may lose before plans are made again
         self.room, self.room_of = 0.0, dict[int, float]()
@@ -107,12 +107,11 @@ class AutoController:
     # ---- before drafting
 
     def budget(self, batch: Batch) -> list[Budget]:
-        self.guided = False
+        self.guided, self.began = False, one_time()
         rest = self.rest
         if rest is not None and (rest.repeats(batch) or self._rests(rest, batch)):
             return [NO_BUDGET] * len(batch)
-        self.tries, self.mark = {}, None
-        self.spent.clear()
+        self.tries, self.mark, self.spent = {}, None, {}
         if self.stale or batch.prefill or batch.rows != self.rows:
             self._look(batch)
             if not self.plans and self.load.batch:
@@ -277,11 +276,12 @@ class AutoController:
     def learn(self, commit: Commit, times: Times) -> None:
         batch = commit.batch
         ended = [step.row for step in batch if step.row.finish_reason is not None]
+        ends, once = bool(ended), take_one_time(self.began)
         if self.rest is None:
-            self._note(batch, times, bool(ended))
+            self._note(batch, times, ends, once)
         elif batch.prefill or self.guided:
             load, seconds = Load.of(batch, self.evidence.forward), times.forward + times.rest
-            record = StepRecord(batch, load, {}, times.propose, seconds, {}, bool(ended))
+            record = StepRecord(batch, load, {}, times.propose, seconds, {}, ends, once)
             # at once: forced drafts of a row that ends, and what a first prefill costs
             at_once = self.guided or self.prefill_choice.tells_cost(batch)
             self.rest.add_record(record, at_once, self.evidence, self.load)
@@ -295,13 +295,13 @@ class AutoController:
             if self.rest is not None:
                 self.rest.drop_ended(self.evidence, self.load)
 
-    def _note(self, batch: Batch, times: Times, ended: bool) -> None:
+    def _note(self, batch: Batch, times: Times, ended: bool, once: float) -> None:
         """Log a step, and take in the log if it is due."""
         seconds = times.forward + times.rest - self.looked
         self._charge(self.looked)
         self.looked = 0.0
-        record = StepRecord(batch, self.load, self.tries, times.propose, seconds, {**self.spent}, ended)
-        self.log.append(record)
+        what = batch, self.load, self.tries, times.propose, seconds, self.spent, ended
+        self.log.append(StepRecord(*what, once))
         if any(step.tree.tokens for step in batch):
             self.since_plain += 1
         elif self.load.batch:

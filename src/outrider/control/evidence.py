@@ -10,11 +10,10 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median_low
-from typing import NamedTuple
 
 from outrider.control.acceptance import Calibration, Reach, Reliability
 from outrider.control.cost import OUTLIER, RATE, ForwardCost
-from outrider.control.ledger import EXPLORE, FIRST_TRIALS, MOST_KEPT, MOST_TRIALS, Ledger, Trials
+from outrider.control.ledger import EXPLORE, FIRST_TRIALS, MOST_KEPT, MOST_TRIALS, Ledger, Moment, Trials
 from outrider.control.memory import EVERY, Memory, learned
 from outrider.control.module import Corrected, Module
 from outrider.control.plan import Arm, Load, RowState, StepRecord, Try, judged, outcome_of
@@ -29,19 +28,6 @@ FEW_TOKENS = 16  # of a prompt: fewer tell nothing of what its prefill costs, or
 PREFILLS = 5  # of which the median counts
 HISTORY = 2000  # moments that are kept for a picture
 MAX_CLIP = 1.1  # of a step's seconds over the expected ones, in the ledger; more is noise of the machine
-
-
-class Moment(NamedTuple):
-    """Sums of all steps up to some time: steps by drafters asked, seconds, and those of plain decoding.
-
-    loss, room: of the ledger, in seconds.
-    """
-
-    steps: Mapping[str, int]
-    seconds: float
-    plain_seconds: float
-    loss: float
-    room: float
 
 
 class Evidence:
@@ -201,6 +187,12 @@ class Evidence:
         batch, load, nodes, asks = record.batch, record.load, record.nodes, record.asks
         seconds, propose = record.seconds, record.propose
         expected = load.plain + (load.added(nodes) if nodes else 0.0)
+        if record.once:  # its times tell nothing of later steps; all requests profit from its work
+            usual = self._expected(load, asks) + expected - load.plain
+            lost, host, self.host = record.lost(usual), self.host, 0.0
+            self.ledger.add_once(lost, load.plain)
+            self.total.seconds += lost
+            return usual + host
         measured = expected
         if load.decodes_only:
             self._forward(load, nodes, seconds)
@@ -221,6 +213,11 @@ class Evidence:
         self.host = 0.0
         return extra
 
+    def _expected(self, load: Load, asks: Mapping[int, Sequence[int]]) -> float:
+        """Seconds that drafting is expected to take."""
+        means = {k: (len(depths), sum(depths) / len(depths)) for k, depths in asks.items()}
+        return load.pace * sum(self.drafting.expected(k, *mean) for k, mean in means.items())
+
     def _forward(self, load: Load, nodes: int, seconds: float) -> None:
         if not nodes:
             self.forward.learn_plain(load.batch, load.rows, load.context, seconds)
@@ -239,10 +236,7 @@ class Evidence:
         to save, so no row's ledger is charged with them.  That of all requests is charged with catching up,
         and with doubtful prefill where that is decided (prefill_choice.py).
         """
-        pace, expected, prefill = record.load.pace, 0.0, record.batch.prefill
-        for k, depths in asks.items():
-            expected += pace * self.drafting.expected(k, len(depths), sum(depths) / len(depths))
-        drafting = min(record.propose, expected)
+        prefill, drafting = record.batch.prefill, min(record.propose, self._expected(record.load, asks))
         self.prefill_seconds += record.propose - drafting
         for k, arm in enumerate(self.arms):
             rows = [s for s in record.batch if s.known > 1 and not s.row.left_out.issuperset(arm.sources)]

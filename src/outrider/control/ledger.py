@@ -11,7 +11,9 @@ arXiv 1602.04282).  What drafts have saved may be spent on later ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SHARE = 0.01  # of the time of plain decoding
 # plain steps that a request, and all together, may lose beyond that; a request also `SPARE` (planner.py)
@@ -25,7 +27,23 @@ USED = 0.9  # part of the grace that may be planned with: a step may take longer
 MOST_KEPT = 4.0  # plain steps that drafts saved before this start and that may be spent in it
 SAVED = 10  # what drafts have saved counts up to so many graces
 EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
+# Plain steps of one-time work that count in a step: recording a graph may take ten, but only once, and drafts
+# would have to rest for a thousand steps after it.
+MOST_ONCE = 2.0
 FIRST_TRIALS, MOST_TRIALS = 4.0, 2.0  # plain steps that such a drafter may take at first, and save up
+
+
+class Moment(NamedTuple):
+    """Sums of all steps up to some time: steps by drafters asked, seconds, and those of plain decoding.
+
+    loss, room: of the ledger, in seconds.
+    """
+
+    steps: Mapping[str, int]
+    seconds: float
+    plain_seconds: float
+    loss: float
+    room: float
 
 
 @dataclass(slots=True)
@@ -44,6 +62,10 @@ class Ledger:
         """Enter seconds of steps, and those of plain decoding for the same tokens."""
         self.plain += plain
         self.loss = max(self.loss + spent - plain, -SAVED * self.grace)
+
+    def add_once(self, lost: float, step: float) -> None:
+        """Enter one-time work in a step, a plain one of which takes `step` seconds."""
+        self.add(min(lost, MOST_ONCE * step), 0.0)
 
     @property
     def room(self) -> float:

@@ -222,6 +222,7 @@ class StepRecord:
 
     tries: row of the batch -> its drafts.  propose, seconds: of drafting, and of everything else.
     spent: seconds of each drafter of a mix.  last: some row ended in it.
+    once: seconds of one-time work besides, such as recording a graph.
     """
 
     batch: Batch
@@ -231,6 +232,12 @@ class StepRecord:
     seconds: float
     spent: dict[int, float]
     last: bool
+    once: float = 0.0
+
+    def lost(self, usual: float) -> float:
+        """Seconds that one-time work for drafts, which usually cost `usual`, has added to the step."""
+        added = self.propose + self.seconds + self.once - self.load.plain - usual
+        return max(0.0, min(added, self.once)) if self.tries else 0.0
 
     @property
     def nodes(self) -> int:

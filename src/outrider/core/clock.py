@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -28,20 +29,54 @@ NO_TIMES = Times()
 
 
 class _OneTime(threading.local):
-    seconds = 0.0
+    """taken: seconds up to which `take_one_time` has returned them.  recordings: still allowed."""
+
+    seconds = taken = 0.0
+    recordings = math.inf
 
 
 _ONE_TIME = _OneTime()
 
 
 @contextmanager
-def one_time_work() -> Iterator[None]:
-    """Leave the time of this block, such as compiling kernels, out of `working_time` of this thread."""
+def one_time_work(share: float = 1.0) -> Iterator[None]:
+    """Leave the time of this block, such as compiling kernels, out of `working_time` of this thread.
+
+    share: of that time
+    """
     began = time.perf_counter()
     try:
         yield
     finally:
-        _ONE_TIME.seconds += time.perf_counter() - began
+        _ONE_TIME.seconds += share * (time.perf_counter() - began)
+
+
+def one_time() -> float:
+    """Seconds of one-time work so far in this thread."""
+    return _ONE_TIME.seconds
+
+
+def take_one_time(since: float) -> float:
+    """Seconds of one-time work since a value of `one_time`, without those that were taken before."""
+    since, _ONE_TIME.taken = max(since, _ONE_TIME.taken), _ONE_TIME.seconds
+    return _ONE_TIME.seconds - since
+
+
+@contextmanager
+def one_recording() -> Iterator[None]:
+    """Allow one recording of a graph in this block, a step: several would stall it."""
+    _ONE_TIME.recordings = 1
+    try:
+        yield
+    finally:
+        _ONE_TIME.recordings = math.inf
+
+
+def may_record() -> bool:
+    """Whether a graph may be recorded now.  It counts as recorded."""
+    allowed = _ONE_TIME.recordings > 0
+    _ONE_TIME.recordings -= allowed
+    return allowed
 
 
 def working_time() -> float:

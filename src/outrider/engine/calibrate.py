@@ -23,6 +23,7 @@ from outrider.models.base import Model
 
 SECONDS, ROUNDS = 0.8, 9
 ROWS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)  # the most important first, where time is short
+WARM_UP = 4  # forwards of every size on a GPU
 NEAR, FAR = 32, 480  # positions before the rows
 FAR_ROWS = 8  # rows behind `FAR`: one alone reads its context in less time than the noise of its forward
 
@@ -80,9 +81,10 @@ def measure(
         wait_for(decoder.device)
         return clock() - began
 
-    if decoder.device.type == "cuda":  # the first forwards compile kernels and record graphs
-        for rows in ROWS:
-            seconds(rows, NEAR)
+    if decoder.device.type == "cuda":  # the first forwards compile kernels, the last one records a graph
+        for rows in sorted(ROWS):
+            for _ in range(WARM_UP):
+                seconds(rows, NEAR)
         seconds(FAR_ROWS, far)
     least = found or Measured({}, math.inf, far)
     began = clock()

@@ -22,7 +22,7 @@ from outrider.control.fixed import FixedController
 from outrider.control.module import module_for
 from outrider.control.prefill import PrefillPacer
 from outrider.core.block_table import PAGE
-from outrider.core.clock import Times, Work, working_time
+from outrider.core.clock import Times, Work, one_recording, working_time
 from outrider.core.device import Mark
 from outrider.core.row import Row
 from outrider.core.step import NO_STATES, Batch, Commit
@@ -193,6 +193,7 @@ class Engine:
         return Adapters(self.decoder, self.options.max_loras, self.options.max_lora_rank)
 
     @in_turn
+    @one_recording()
     def step(self) -> list[Row]:
         """Run one forward for every row that can run.  Returns the rows that emitted tokens or failed.
 

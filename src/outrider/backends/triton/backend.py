@@ -90,7 +90,7 @@ class TritonBackend(TorchBackend):
         return super().run_layers(stack, x, kv, runs)
 
     def launch(self, method: Launched, call: Call) -> Tensor:
-        sizes = jobs.method_sizes(call.shape) if self.graphs is not None else None
+        sizes = jobs.method_sizes(call) if self.graphs is not None else None
         if self.graphs is None or sizes is None:
             return super().launch(method, call)
         return self.graphs.run(jobs.Method(method, call, sizes))[0]

@@ -20,6 +20,11 @@ from outrider.core.stop_rule import Chained, NodeFeatures
 COLUMNS = 7  # of a plan of rows without paths
 
 
+def levels_of(chains: Chains) -> int:
+    """Levels of the longest chain."""
+    return max(chain.levels for chain in chains.chains)
+
+
 class ChainInput(NamedTuple):
     """What the forwards and picks of C chains read.
 
@@ -42,7 +47,7 @@ class ChainInput(NamedTuple):
 
 
 class ChainNumbers:
-    """int32 numbers of C chains of some levels, whose first forward has `sizes`.
+    """int32 numbers of up to C chains of up to so many levels, whose first forward has `sizes`.
 
     total: how many.  level_sizes: of the forwards that follow.
     """
@@ -59,7 +64,7 @@ class ChainNumbers:
         """The numbers, without the end of a longer table."""
         starts = list(accumulate(self.parts, initial=0))
         numbers = array("i", bytes(4 * starts[4]))
-        tables = Tables([step], self.levels - 1)
+        tables = Tables([step], levels_of(chains) - 1)
         tips = [*_tips(step, chains.chains, tables)]
         words = array("i", self._words(tips, chains.chains, chains.vocabulary).tobytes())
         places = array("i", [chain.at for chain in chains.chains])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from torch import Tensor
 from outrider.backends.base import Backend, Chains, LayerKV
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton import chain_numbers
-from outrider.backends.triton.chain_numbers import ChainInput, ChainNumbers
+from outrider.backends.triton.chain_numbers import ChainInput, ChainNumbers, levels_of
 from outrider.backends.triton.graphs import Graphs, Results
-from outrider.backends.triton.jobs import frame, padded, padded_rows
-from outrider.backends.triton.linear import TritonWeight
+from outrider.backends.triton.jobs import cost_of, frame, kind_of, padded, padded_rows
+from outrider.backends.triton.linear import FEW, TritonWeight
 from outrider.backends.triton.picking import next_tokens
 from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
 from outrider.backends.triton.verifier import WORDS, TreeQueries, answers_to
@@ -60,7 +60,8 @@ class TritonFusedModel:
         self, stack: Stack, ends: Ends, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
     ) -> Tensor:
         model, graphs = _Model(self.backend, stack, ends, kv), self.backend.graphs
-        job = _Step(model, tuple(sorted(states)), queries, runs, graphs is not None)
+        sizes = None if graphs is None or runs else _step_sizes(model)
+        job = _Step(model, tuple(sorted(states)), queries, runs, sizes)
         logits, *found = _results(job, graphs)
         if queries is not None:
             queries.answered(found.pop())
@@ -83,16 +84,17 @@ class TritonFusedModel:
 
     def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
         model, graphs = _Model(self.backend, stack, ends, kv), self.backend.graphs
-        job = _Chain(model, chains, graphs is not None)
+        sizes = None if graphs is None or kv.step_input.adapters else _chain_sizes(model, chains)
+        job = _Chain(model, chains, sizes)
         found, *states = _results(job, graphs)
+        levels = levels_of(chains)
         if chains.states is not None:
-            levels = len(found)
-            chains.states[:, :levels].copy_(states[0][:, : len(chains.chains)].transpose(0, 1))
-        return chain_numbers.read(found.tolist(), chains)
+            chains.states[:, :levels].copy_(states[0][:levels, : len(chains.chains)].transpose(0, 1))
+        return chain_numbers.read(found[:levels].tolist(), chains)
 
 
 def _results(job: _Step | _Chain, graphs: Graphs | None) -> Results:
-    return job.compute(job.inputs()) if graphs is None or not job.graphed else graphs.run(job)
+    return job.launch() if graphs is None or not job.graphed else graphs.run(job)
 
 
 class _Model:
@@ -119,16 +121,41 @@ class _Model:
         return self.backend.linear(x, self.ends.head).float()
 
 
-def _fitted(exact: Sizes, model: _Model, possible: bool) -> tuple[bool, Sizes]:
-    """Whether a graph is possible, and its padded sizes, or the exact ones."""
-    fits = padded(exact, model.layers[0]) if possible else None
-    return fits is not None, fits or exact
+class StepSizes(NamedTuple):
+    """step: of the plan.  wanted: rows with logits."""
+
+    step: Sizes
+    wanted: int
+
+
+class ChainSizes(NamedTuple):
+    """step: of the plan of the first forward.  chains: how many."""
+
+    step: Sizes
+    levels: int
+    chains: int
+
+
+def _step_sizes(model: _Model) -> StepSizes | None:
+    """The padded sizes of a step; None if it is too long for a graph."""
+    step = model.kv.step_input
+    sizes = padded(Sizes.of(step), model.layers[0])
+    return None if sizes is None else StepSizes(sizes, padded_rows(len(step.logits_rows)))
+
+
+def _chain_sizes(model: _Model, chains: Chains) -> ChainSizes | None:
+    """The same of chains.  Few chains have room for all tokens that may be accepted before them."""
+    count, levels = len(chains.chains), levels_of(chains)
+    exact = Sizes.of(model.kv.step_input, more=levels - 1)
+    room = min(count * (1 + levels), FEW.rows)
+    sizes = padded(exact._replace(rows=max(exact.rows, room)), model.layers[0])
+    return None if sizes is None else ChainSizes(sizes, levels, padded_rows(count))
 
 
 def _with_plan(job: _Step | _Chain, plan: Plan) -> StepInput:
     """The step of a job for the kernels: itself, or padded."""
     if job.graphed:
-        return frame(job.sizes, plan)
+        return frame(job.padded.step, plan)
     install(job.step, plan.slots.device, plan)
     return job.step
 
@@ -142,17 +169,30 @@ class _Step:
     """
 
     def __init__(
-        self, model: _Model, states: tuple[int, ...], queries: TreeQueries | None, runs: Runs, graphed: bool
+        self,
+        model: _Model,
+        states: tuple[int, ...],
+        queries: TreeQueries | None,
+        runs: Runs,
+        sizes: StepSizes | None,
     ) -> None:
         self.model, self.step, self.states = model, model.kv.step_input, states
-        self.queries, self.runs = queries, runs
-        self.graphed, self.sizes = _fitted(Sizes.of(self.step), model, graphed and not runs)
-        wanted = len(self.step.logits_rows)
-        self.wanted = padded_rows(wanted) if self.graphed else wanted
+        self.queries, self.runs, self.graphed = queries, runs, sizes is not None
+        self.padded = sizes or StepSizes(Sizes.of(self.step), len(self.step.logits_rows))
+        step, self.wanted = self.padded
+        self.sizes, self.cost = (*step, self.wanted), cost_of(step.rows)
         self.uses = model.stack, model.kv.pool
-        self.rest = model.kv.layer, self.wanted, states, queries is None
+        self.rest = model.kv.layer, *kind_of(step), states, queries is None
         words = 0 if queries is None else 2 * WORDS * self.wanted
-        self.parts = [aligned(self.sizes.rows), aligned(self.wanted), aligned(words), total(self.sizes)]
+        self.parts = [aligned(step.rows), aligned(self.wanted), aligned(words), total(step)]
+
+    def at(self, sizes: tuple[int, ...]) -> _Step:
+        *step, wanted = sizes
+        return _Step(self.model, self.states, self.queries, self.runs, StepSizes(Sizes(*step), wanted))
+
+    def launch(self) -> Results:
+        exact = _Step(self.model, self.states, self.queries, self.runs, None) if self.graphed else self
+        return exact.compute(exact.inputs())
 
     def inputs(self) -> Tensor:
         flat = torch.zeros(sum(self.parts), dtype=torch.int32, device=self.model.backend.device)
@@ -167,13 +207,13 @@ class _Step:
         if self.queries is not None:
             trees = array("i", self.queries.words(self.wanted, self.model.ends.head.outputs).tobytes())
             numbers[ids + rows : ids + rows + len(trees)] = trees
-        load_step(flat, numbers, self.step, self.sizes)
+        load_step(flat, numbers, self.step, self.padded.step)
 
     def compute(self, flat: Tensor) -> Results:
         model = self.model
         ids, rows, words, numbers = flat.split(self.parts)
-        step = _with_plan(self, Plan.of(numbers, self.sizes))
-        x, taps = self._run(model.embed(ids[: self.sizes.rows]), step)
+        step = _with_plan(self, Plan.of(numbers, self.padded.step))
+        x, taps = self._run(model.embed(ids[: self.padded.step.rows]), step)
         wanted = x.index_select(0, rows[: self.wanted])
         logits = model.logits(model.final(wanted))
         kept = [model.final(x) if layer == FINAL else taps[layer] for layer in self.states]
@@ -199,17 +239,24 @@ class _Chain:
     states [levels, chains, h].
     """
 
-    def __init__(self, model: _Model, chains: Chains, graphed: bool) -> None:
+    def __init__(self, model: _Model, chains: Chains, sizes: ChainSizes | None) -> None:
         self.model, self.chains, self.step = model, chains, model.kv.step_input
-        self.levels = max(chain.levels for chain in chains.chains)
-        exact = Sizes.of(self.step, more=self.levels - 1)
-        self.graphed, self.sizes = _fitted(exact, model, graphed and not self.step.adapters)
-        count = len(chains.chains)
-        self.count = padded_rows(count) if self.graphed else count
+        self.graphed, levels = sizes is not None, levels_of(chains)
+        self.padded = sizes or ChainSizes(Sizes.of(self.step, more=levels - 1), levels, len(chains.chains))
+        step, levels, count = self.padded
+        self.sizes, self.cost = (*step, levels, count), cost_of(step.rows, *[count] * (levels - 1))
         self.uses = model.stack, model.kv.pool
         asked = chains.stop_rule is None, chains.states is None
-        self.rest = model.kv.layer, self.levels, self.count, chains.vocabulary, *asked
-        self.numbers = ChainNumbers(self.sizes, self.levels, self.count)
+        self.rest = model.kv.layer, *kind_of(step), chains.vocabulary, *asked
+        self.numbers = ChainNumbers(*self.padded)
+
+    def at(self, sizes: tuple[int, ...]) -> _Chain:
+        *step, levels, count = sizes
+        return _Chain(self.model, self.chains, ChainSizes(Sizes(*step), levels, count))
+
+    def launch(self) -> Results:
+        exact = _Chain(self.model, self.chains, None) if self.graphed else self
+        return exact.compute(exact.inputs())
 
     def inputs(self) -> Tensor:
         flat = torch.zeros(self.numbers.total, dtype=torch.int32, device=self.model.backend.device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import LayerKV
-from outrider.backends.launch import AttentionShape, Call, ForwardShape, Launched
+from outrider.backends.launch import AttentionShape, Call, Launched, launched
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton.attention import in_one_part
 from outrider.backends.triton.graphs import Graphs, Results
@@ -28,8 +28,11 @@ from outrider.backends.triton.plan import (
 )
 from outrider.core.step_input import StepInput, StepTensors
 
-# Rows of a graph; longer steps have none.
-ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# Rows of a graph; longer steps have none.  Tiles of the linears have 16 to 256 rows, so that rows which pad
+# a step hardly cost anything up to the next power of two.
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+# Rows that add as much as the first one takes: 65, padded to 128, take 1.63 to 1.85 times as long on an H200.
+ROWS_AS_LONG = 160
 LEAST_KEYS, LEAST_PATH, LEAST_TABLE = 2048, 16, 4096
 
 
@@ -56,6 +59,11 @@ def padded(sizes: Sizes, spec: AttentionShape) -> Sizes | None:
     return Sizes(rows, rows, keys, path, table, sizes.pinned)
 
 
+def cost_of(*rows: int) -> float:
+    """`Job.cost` of forwards of these numbers of rows."""
+    return sum(1 + n / ROWS_AS_LONG for n in rows)
+
+
 def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
@@ -71,6 +79,11 @@ def frame(sizes: Sizes, plan: Plan, ids: Tensor | None = None) -> StepInput:
         step.device_ids = ids
         step.device_paths = plan.path_slots[: sizes.rows * sizes.path].view(sizes.rows, sizes.path)
     return step
+
+
+def kind_of(*steps: Sizes) -> tuple[Any, ...]:
+    """What larger sizes have to have in common with these: the attention visits all keys of a graph."""
+    return tuple((sizes.keys, sizes.path > 0, sizes.pinned) for sizes in steps)
 
 
 class LayersCall(NamedTuple):
@@ -90,9 +103,16 @@ class Layers:
 
     def __init__(self, run: Run, call: LayersCall, sizes: Sizes) -> None:
         self.run, self.call, self.sizes = run, call, sizes
-        self.uses = call.stack, call.kv.pool
+        self.uses, self.cost = (call.stack, call.kv.pool), cost_of(sizes.rows)
         u = None if call.u is None else (call.u.dtype, call.u.shape[1])
-        self.rest = call.kv.layer, call.x.dtype, u, call.u is call.x
+        self.rest = call.kv.layer, *kind_of(sizes), call.x.dtype, u, call.u is call.x
+
+    def at(self, sizes: tuple[int, ...]) -> Layers:
+        return Layers(self.run, self.call, Sizes(*sizes))
+
+    def launch(self) -> Results:
+        stack, x, kv, u = self.call
+        return (self.run(stack, x, kv, (), u),)
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
         x, u = self.call.x.new_zeros(self.sizes.rows, self.call.x.shape[1]), self.call.u
@@ -115,15 +135,25 @@ class Layers:
         return (self.run(self.call.stack, x, kv, (), u),)
 
 
-class StepSizes(NamedTuple):
-    """Padded sizes of the first step of a method, and of all others; `table` is of all."""
+class MethodSizes(NamedTuple):
+    """Padded sizes of the first step of a method, and of all others, and rows of its numbers.
+
+    The table of `first` is that of all steps.
+    """
 
     first: Sizes
     others: Sizes
+    numbers: tuple[int, ...]
+
+    @staticmethod
+    def of(flat: tuple[int, ...]) -> MethodSizes:
+        n = len(Sizes._fields)
+        return MethodSizes(Sizes(*flat[:n]), Sizes(*flat[n : 2 * n]), flat[2 * n :])
 
 
-def method_sizes(shape: ForwardShape) -> StepSizes | None:
+def method_sizes(call: Call) -> MethodSizes | None:
     """The padded sizes of a method's steps; None if one is too long for a graph."""
+    shape = call.shape
     (first, *others), tables = shape.steps, Tables(shape.steps)
     keys = max(step.max_seq_len for step in shape.steps)
     path = max((step.max_path_len for step in others), default=0)
@@ -132,7 +162,9 @@ def method_sizes(shape: ForwardShape) -> StepSizes | None:
     room = min(shape.room, ROWS[-1])
     of_first = padded(exact._replace(rows=max(exact.rows, room)), shape.attention)
     of_others = padded(exact._replace(rows=rows, path=path), shape.attention)
-    return None if of_first is None or of_others is None else StepSizes(of_first, of_others)
+    if of_first is None or of_others is None:
+        return None
+    return MethodSizes(of_first, of_others, tuple(padded_rows(part.shape[0]) for part in call.numbers))
 
 
 class Method:
@@ -142,23 +174,31 @@ class Method:
     the slot tables of all.
     """
 
-    def __init__(self, method: Launched, call: Call, sizes: StepSizes) -> None:
-        self.method, self.call, self.sizes = method, call, sizes
+    def __init__(self, method: Launched, call: Call, padded: MethodSizes) -> None:
+        self.method, self.call, self.padded = method, call, padded
         owner: Any = getattr(method, "__self__")  # noqa: B009 - of a bound method
         self.uses = owner, call.shape.pool
-        self.shapes = [(padded_rows(part.shape[0]), *part.shape[1:]) for part in call.numbers]
-        rows = call.rows.shape[1:], call.rows.dtype
-        self.rest = method.__qualname__, len(call.shape.steps), *call.fixed, rows, *self.shapes
+        self.sizes = *padded.first, *padded.others, *padded.numbers
+        self.shapes = [(n, *part.shape[1:]) for n, part in zip(padded.numbers, call.numbers)]
+        rows, widths = (call.rows.shape[1:], call.rows.dtype), [part.shape[1:] for part in call.numbers]
         others = len(call.shape.steps) - 1
-        self.of_steps = [sizes.first, *[sizes.others] * others]
-        columns = [aligned(s.rows) + total(s._replace(table=0)) - aligned(0) for s in sizes]
+        self.rest = method.__qualname__, others, *kind_of(*padded[:2]), *call.fixed, rows, *widths
+        self.cost = cost_of(padded.first.rows, *[padded.others.rows] * others)
+        self.of_steps = [padded.first, *[padded.others] * others]
+        columns = [aligned(s.rows) + total(s._replace(table=0)) - aligned(0) for s in padded[:2]]
         # of the parts of the array, but for the slot tables
         self.lengths = [*(aligned(2 * math.prod(shape)) for shape in self.shapes), columns[0]]
         self.lengths += [columns[1]] * others
 
+    def at(self, sizes: tuple[int, ...]) -> Method:
+        return Method(self.method, self.call, MethodSizes.of(sizes))
+
+    def launch(self) -> Results:
+        return (launched(self.method, self.call),)
+
     def inputs(self) -> tuple[Tensor, Tensor]:
-        rows = self.call.rows.new_zeros(self.sizes.first.rows, *self.call.rows.shape[1:])
-        length = sum(self.lengths) + aligned(self.sizes.first.table)
+        rows = self.call.rows.new_zeros(self.padded.first.rows, *self.call.rows.shape[1:])
+        length = sum(self.lengths) + aligned(self.padded.first.table)
         inputs = torch.zeros(length, dtype=torch.int32, device=rows.device), rows
         self.load(inputs)
         return inputs

@@ -1,0 +1,89 @@
+"""What the adaptive controller makes of work that is done once, such as recording the graph of a draft."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.control.auto import AutoController
+from outrider.control.fixed import FixedController, Options
+from outrider.control.ledger import MOST_ONCE
+from outrider.control.plan import Arm
+from outrider.core import clock
+from outrider.core.clock import Times
+from outrider.core.step import Batch, Commit, RowStep
+from outrider.core.tree import DraftTree
+from outrider.testing import make_row
+
+DEPTH, PLAIN = 4, 0.001  # seconds of a plain step
+DRAFT = 0.2 * PLAIN
+
+
+def made() -> AutoController:
+    limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
+    auto = AutoController(limits, [Arm(("drafter",), DEPTH, lambda depth: depth)], clock=lambda: 0.0)
+    auto.evidence.reach[0].asked = 5  # its first drafts, which are short, are over
+    return auto
+
+
+def take_step(auto: AutoController, right: bool, once: float, times: Times) -> bool:
+    """One step of a request with `once` seconds of one-time work.  Returns whether it had a draft."""
+    batch = Batch([RowStep(ROW, len(ROW.tokens) - 1, 1)])
+    asked = batch[0].budget = auto.budget(batch)[0]
+    clock._ONE_TIME.seconds += once
+    if asked.depth:
+        batch[0].tree = DraftTree.chain([7] * asked.depth, [0.99] * asked.depth)
+    auto.trim(batch)
+    size = batch[0].tree.size
+    batch[0].accepted, batch[0].emitted = [*range(size if right else 0)], [7] * (1 + size * right)
+    ROW.steps += 1
+    auto.learn(Commit(batch), times if asked.depth else Times(0.0, PLAIN, 0.0))
+    return asked.depth > 0
+
+
+ROW = make_row([1, 2, 3], limit=1000)
+
+
+def first_draft(once: float, times: Times) -> AutoController:
+    """A controller after its first step with a draft, of which no token was right."""
+    auto = made()
+    while not take_step(auto, False, 0.0 if not auto.evidence.forward.plain_steps[1] else once, times):
+        pass
+    auto.release([ROW])
+    return auto
+
+
+def test_one_time_work_of_drafts_is_in_the_ledger_once() -> None:
+    usual = first_draft(0.0, Times(DRAFT, PLAIN, 0.0)).evidence
+    found = first_draft(1.5 * PLAIN, Times(DRAFT, PLAIN, 0.0)).evidence
+    assert found.ledger.loss - usual.ledger.loss == pytest.approx(1.5 * PLAIN, rel=0.1)
+    assert found.total.seconds - usual.total.seconds == pytest.approx(1.5 * PLAIN, rel=0.1)
+
+
+def test_one_step_with_one_time_work_does_not_use_up_the_ledger() -> None:
+    """The summary has all of it."""
+    found = first_draft(5.0, Times(DRAFT, PLAIN, 0.0)).evidence
+    assert found.ledger.loss <= (MOST_ONCE + 1) * PLAIN and found.total.seconds > 5.0
+
+
+def test_a_step_with_one_time_work_teaches_no_cost() -> None:
+    """Its drafts were launched, or recorded: neither the draft nor the forward takes as long again."""
+    auto = made()
+    before = auto.evidence.drafting.expected(0, 1, DEPTH), auto.evidence.forward.base(1 + DEPTH)
+    auto = first_draft(3 * PLAIN, Times(9 * PLAIN, 9 * PLAIN, 0.0))
+    assert (auto.evidence.drafting.expected(0, 1, DEPTH), auto.evidence.forward.base(1 + DEPTH)) == before
+
+
+def test_one_time_work_without_drafts_is_not_lost() -> None:
+    """A graph of a plain step: plain decoding records it, too."""
+    auto = made()
+    assert not take_step(auto, False, 3 * PLAIN, Times(0.0, PLAIN, 0.0)), "the first step is plain"
+    auto.release([ROW])
+    assert auto.evidence.ledger.loss == pytest.approx(0.0, abs=0.01 * PLAIN)
+
+
+def test_one_time_work_before_a_step_or_of_another_controller_does_not_count() -> None:
+    clock._ONE_TIME.seconds += 5.0
+    since = clock.one_time()
+    clock._ONE_TIME.seconds += 1.0
+    assert clock.take_one_time(since) == pytest.approx(1.0)
+    assert clock.take_one_time(since) == 0.0
