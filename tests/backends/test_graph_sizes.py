@@ -159,7 +159,7 @@ def test_one_graph_is_recorded_in_a_step(
     own = graphs_of(decoder, seen, monkeypatch)
     monkeypatch.setattr("outrider.backends.triton.graphs.WORTH", 0.0)
     for recorded in (1, 2, 2):
-        with one_recording():
+        with one_recording:
             drafted(decoder, pool, [2] * 4, [2] * 4)
             drafted(decoder, pool, [2] * 4, [5] * 4)
         assert own.counts.recorded == recorded

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from outrider.backends.base import LayerKV, Scores
 from outrider.backends.cpu import bindings, build, structs
-from outrider.backends.torch import backend as torch_kernels
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
@@ -83,22 +82,6 @@ def test_linear(outputs: int, bits: int, offsets: bool, group: int) -> None:
         added = base.clone()
         assert backend.linear(x, packed, add=added) is added
         near(added, base + exact + bias, 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("most", "kept"), [(torch_kernels.MOST_WIDENED, [0, 1]), (70 * 64 * 4, [0]), (0, [])]
-)
-def test_torch_widens_weights_once_while_there_is_room(
-    most: int, kept: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_kernels, "MOST_WIDENED", most)
-    backend, x = TorchBackend(CPU, torch.float32), torch.randn(3, 64)
-    few = [some(70, 64), some(70, 64, 4)]
-    weights = [backend.pack(each) for each in few]
-    for _ in range(2):
-        for each, weight in zip(few, weights):
-            near(backend.linear(x, weight), x @ each.dense().T, 1e-4)
-    assert [i for i, weight in enumerate(weights) if weight.packed is not None] == kept
 
 
 @needs_c

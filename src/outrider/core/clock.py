@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,14 +62,17 @@ def take_one_time(since: float) -> float:
     return _ONE_TIME.seconds - since
 
 
-@contextmanager
-def one_recording() -> Iterator[None]:
+class OneRecording(ContextDecorator):
     """Allow one recording of a graph in this block, a step: several would stall it."""
-    _ONE_TIME.recordings = 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _ONE_TIME.recordings = 1
+
+    def __exit__(self, *error: object) -> None:
         _ONE_TIME.recordings = math.inf
+
+
+one_recording = OneRecording()  # no generator: it is entered in every step
 
 
 def may_record() -> bool:

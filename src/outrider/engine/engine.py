@@ -193,7 +193,7 @@ class Engine:
         return Adapters(self.decoder, self.options.max_loras, self.options.max_lora_rank)
 
     @in_turn
-    @one_recording()
+    @one_recording
     def step(self) -> list[Row]:
         """Run one forward for every row that can run.  Returns the rows that emitted tokens or failed.
 
