@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from nccl import Wires, nccl
 
 from outrider import ConfigError
-from outrider.parallel import links as transfers
 from outrider.parallel import rank as ranks
 from outrider.parallel.layout import Layout
 from outrider.parallel.links import SocketLinks, TorchLinks, add_parts
 from outrider.parallel.rank import RankProcess, Sockets
 from outrider.parallel.start import Local
 
+__all__ = ["nccl"]
 HAS_NCCL = torch.cuda.is_available() and dist.is_nccl_available()
 
 
@@ -32,58 +33,25 @@ def test_one_rank_gets_its_own_parts(kind: str, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(own, part) and own.data_ptr() != part.data_ptr()
     assert torch.equal(add_parts(links, x.clone(), part), x + part)
     links.settle()
-    assert (links.transfers, links.waiting) == (2, set())
+    if kind == "cuda":
+        torch.cuda.synchronize()
+    assert links.progress.completed() == 2 and not links.progress.waits(threading.get_ident())
 
 
-class Nccl:
-    """A stand-in for ProcessGroupNCCL: what it was made with, and what it was asked to transfer."""
-
-    class Options:
-        _timeout: Any = None
-
-    def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
-        assert isinstance(options, Nccl.Options) and options._timeout is not None
-        self.rank, self.size, self.asked = rank, size, list[tuple[object, ...]]()
-
-    def _work(self, *asked: object) -> SimpleNamespace:
-        self.asked.append(asked)
-        return SimpleNamespace(wait=lambda: True)
-
-    def allgather(self, parts: list[list[Tensor]], own: list[Tensor]) -> SimpleNamespace:
-        for i, part in enumerate(parts[0]):
-            part.copy_(own[0] + i)
-        return self._work("allgather", len(parts[0]))
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> SimpleNamespace:
-        return self._work("send", len(tensors), to)
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> SimpleNamespace:
-        return self._work("recv", len(tensors), source)
-
-
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(kind: object) -> None:
-        raise AssertionError("a device of gloo on a GPU")
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    monkeypatch.setattr(transfers, "_network", refused)
-
-
-def test_gpu_ranks_transfer_over_nccl_alone(nccl: None) -> None:
+def test_gpu_ranks_transfer_over_nccl_alone(nccl: Wires) -> None:
     links: Any = TorchLinks(Layout(2, 2), 3, torch.device("cuda", 1), dist.HashStore())
     assert (links.all.rank, links.all.size, links.stage.rank, links.stage.size) == (3, 4, 1, 2)
     part = torch.arange(6.0).view(2, 3)
     assert torch.equal(add_parts(links, torch.zeros(2, 3), part), 2 * part + 1)
     links.send(part, 1)
-    links.expect(part, 0)()
+    links.receive(part, 0)
     links.settle()
     assert links.stage.asked == [("allgather", 2)]
     assert links.all.asked == [("send", 1, 1), ("recv", 1, 0)]
 
 
 @pytest.mark.parametrize(("kind", "links"), [("cuda", TorchLinks), ("cpu", SocketLinks)])
-def test_ranks_of_one_machine_use_sockets_on_cpus_only(nccl: None, kind: str, links: type[Any]) -> None:
+def test_ranks_of_one_machine_use_sockets_on_cpus_only(nccl: Wires, kind: str, links: type[Any]) -> None:
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first: Any = object.__new__(Local)
     first.layout, first.store, first.sums, first.direct = Layout(2), store, {}, {}

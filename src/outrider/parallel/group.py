@@ -267,6 +267,11 @@ class Group:
         self.ranks.end()
         for future in list(self._open):
             _resolve(future, self.failure)
+        self._abort()
+
+    def _abort(self) -> None:
+        if self._stages is not None:
+            self._stages.links.abort()
 
     def close(self) -> None:
         """End the other ranks and the threads."""
@@ -274,6 +279,7 @@ class Group:
         self._queue.put(None)
         self._awaited.put(None)
         self.ranks.end()
+        self._abort()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(SILENCE)  # at the interpreter's exit none may be inside torch

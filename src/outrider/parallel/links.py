@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +23,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.parallel.layout import Layout
+from outrider.parallel.progress import DeviceProgress, HostProgress, Progress
 
 TIMEOUT = timedelta(minutes=10)  # of one transfer; ranks that died or froze are noticed by group.py
 PIECE = 1 << 15  # bytes; two of them fit into the buffer of a socket
@@ -46,12 +45,10 @@ class Answer:
 class Links(Protocol):
     """Transfers of one rank.  Ranks of a pair send and receive in the same order.
 
-    waiting: threads that wait for a transfer.  transfers: completed ones.  Neither is counted where no
-    network can be lost.
+    progress: of its transfers, which are not counted where no network can be lost
     """
 
-    waiting: set[int]
-    transfers: int
+    progress: Progress
 
     def gather(self, part: Tensor) -> Sequence[Tensor]:
         """The parts of all ranks of the stage, in rank order."""
@@ -62,8 +59,14 @@ class Links(Protocol):
     def settle(self) -> None:
         """Wait until all that was sent has left."""
 
+    def receive(self, x: Tensor, source: int) -> None:
+        """Receive into x, for what this rank computes next."""
+
     def expect(self, x: Tensor, source: int) -> Callable[[], object]:
         """Prepare to receive into x.  The result waits for it; it may run in another thread."""
+
+    def abort(self) -> None:
+        """End transfers that other ranks never complete."""
 
 
 def add_parts(links: Links, x: Tensor, part: Tensor) -> Tensor:
@@ -85,7 +88,7 @@ class SocketLinks:
         direct: Mapping[int, socket.socket],
     ) -> None:
         self.peers, self.rank, self.sums, self.direct = layout.peers(layout.stage(rank)), rank, sums, direct
-        self.waiting, self.transfers = set[int](), 0
+        self.progress: Progress = HostProgress()
 
     def gather(self, part: Tensor) -> Sequence[Tensor]:
         """Exchanged in pieces, so that no two ranks wait for each other with full buffers."""
@@ -106,8 +109,14 @@ class SocketLinks:
     def settle(self) -> None:
         pass
 
+    def receive(self, x: Tensor, source: int) -> None:
+        _fill(self.direct[source], _bytes(x))
+
     def expect(self, x: Tensor, source: int) -> Callable[[], object]:
-        return lambda: _fill(self.direct[source], _bytes(x))
+        return lambda: self.receive(x, source)
+
+    def abort(self) -> None:
+        pass  # sockets end with the ranks
 
 
 def _bytes(x: Tensor) -> memoryview:
@@ -132,7 +141,8 @@ class TorchLinks:
     def __init__(self, layout: Layout, rank: int, device: torch.device, store: Any) -> None:
         stage = layout.stage(rank)
         self.peers = layout.peers(stage)
-        self.waiting, self.transfers = set[int](), 0
+        self._nccl = device.type == "cuda"
+        self.progress: Progress = DeviceProgress(device) if self._nccl else HostProgress()
         self._sent: list[tuple[Any, Tensor]] = []  # a tensor must live until it has left
         self.all = _group(store, "all", rank, layout.size, device)
         self.stage = self.all
@@ -141,7 +151,7 @@ class TorchLinks:
 
     def gather(self, part: Tensor) -> Sequence[Tensor]:
         parts = [torch.empty_like(part) for _ in self.peers]
-        self._complete(self.stage.allgather([parts], [part.contiguous()]))
+        self.progress.wait(self.stage.allgather([parts], [part.contiguous()]))
         return parts
 
     def send(self, x: Tensor, to: int) -> None:
@@ -150,21 +160,24 @@ class TorchLinks:
 
     def settle(self) -> None:
         for work, _ in self._sent:
-            self._complete(work)
+            self.progress.wait(work)
         self._sent.clear()
 
-    def expect(self, x: Tensor, source: int) -> Callable[[], object]:
-        return partial(self._complete, self.all.recv([x], source, 0))
+    def receive(self, x: Tensor, source: int) -> None:
+        self.progress.wait(self.all.recv([x], source, 0))
 
-    def _complete(self, work: Any) -> None:
-        """Wait for a transfer."""
-        thread = threading.get_ident()
-        self.waiting.add(thread)
-        try:
-            work.wait()
-        finally:
-            self.waiting.discard(thread)
-            self.transfers += 1
+    def expect(self, x: Tensor, source: int) -> Callable[[], object]:
+        return self.progress.result(self.all.recv([x], source, 0))
+
+    def abort(self) -> None:
+        """Only NCCL needs it: its kernels would keep the GPU, and a host that waits for it, busy."""
+        self.progress.end()
+        if self._nccl:
+            groups = {id(group): group for group in (self.all, self.stage)}.values()
+            self.all._group_start()  # all at once: one would wait for another
+            for group in groups:
+                group.abort()
+            self.all._group_end()
 
 
 def _group(store: Any, name: str, rank: int, size: int, device: torch.device) -> Any:

@@ -260,7 +260,7 @@ class Stage:
 
     def _receive(self, shape: Sequence[int], source: int) -> Tensor:
         x = torch.empty(*shape, dtype=self.backend.activations, device=self.backend.device)
-        self.links.expect(x, source)()
+        self.links.receive(x, source)
         return x
 
     def _from_rank_0(self, x: Tensor | None, shape: Sequence[int], to: range) -> Tensor:
@@ -323,8 +323,8 @@ class Stages:
 
     @property
     def activity(self) -> Activity:
-        computing = self._thread != 0 and self._thread not in self.links.waiting
-        return Activity(self._commands, self.links.transfers, computing)
+        thread, progress = self._thread, self.links.progress
+        return Activity(self._commands, progress.completed(), thread != 0 and not progress.waits(thread))
 
     def add(self, number: int, stage: Stage) -> None:
         stage.links = self.links

@@ -96,7 +96,9 @@ def deployment(
     )(Model)
     inner = replace(options, api_key=(), api_key_file=None, allowed_origins=(), root_path="")
     service = Service(inner, {"model": model, **engine}, speculative_config, threads)
-    front = serve.deployment(**FRONT)(serve.ingress()(Front))
+    front = serve.deployment(graceful_shutdown_timeout_s=options.shutdown_timeout, **FRONT)(
+        serve.ingress()(Front)
+    )
     return front.bind(routed.bind(service, resources if placed else None), options)
 
 

@@ -180,9 +180,22 @@ def test_refusals_of_a_replica_are_passed_on() -> None:
     assert ask(Script([Scripted(["wrong"], 0, 400, stream=False)])) == (400, "wrong")
 
 
+FIELDS: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "\u00e9 \ud83d\ude00"}],
+    "documents": [{"title": "One", "text": "first", "of": [1, 2.5, None]}],
+    "prediction": {"type": "content", "content": [{"type": "text", "text": "x"}]},
+    "cache_salt": "mine",
+    "priority": -3,
+    "return_token_ids": True,
+    "temperature": 0.1 + 0.2,
+    "max_tokens": None,
+}
+
+
 def bodies() -> Iterator[tuple[bytes, bool]]:
     yield b'{"prompt": "x", "seed": 3, "request_id": "a"}', True
     yield b'{"prompt": "x"}', True
+    yield json.dumps(FIELDS).encode(), True
     for odd in (b"", b"{", b"[1]", b'{"seed": NaN}', b'{"a": 1e999}', b"\xff"):
         yield odd, False
 

@@ -26,9 +26,18 @@ KEY = {"Authorization": "Bearer secret"}
 TEXT: dict[str, Any] = {"prompt": "The future of AI is", "ignore_eos": True, "temperature": 0.8, "seed": 3}
 
 
+TEMPLATE = (
+    "{% for document in documents or () %}<{{ document.title }}>{% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Served]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    template: Path = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text(TEMPLATE)
     with served("builtin-draft", "--replicas", "2", "--replica-timeout", "8", "--api-key", "secret",
+                "--chat-template", str(template),
                 "--max-requests", "8", "--root-path", "/llm", "--stream-interval", "0",
                 "--speculative-config", '{"method": "ngram"}') as running:  # fmt: skip
         yield running
@@ -122,6 +131,28 @@ def test_keys_limits_and_other_routes_are_those_of_one_server(pair: Served) -> N
     text = pair.get("/metrics").text
     assert re.search(r'(?m)^outrider:kv_cache_tokens\{replica="\d"\} \d', text)
     assert text.count("# TYPE outrider:kv_cache_tokens ") == 1
+
+
+def test_fields_of_a_chat_reach_its_replica(pair: Served) -> None:
+    """And so does the next request with the same salt, at the replica that has its pages."""
+    await_ready(pair)
+    messages = [{"role": "user", "content": "Which of them is the first one? " * 6}]
+    body = {"messages": messages, "documents": [{"title": "One"}, {"title": "Two"}], "cache_salt": "a",
+            "priority": 3, "return_token_ids": True, "temperature": 0, "max_tokens": 24}  # fmt: skip
+
+    def chat(**more: Any) -> dict[str, Any]:
+        answer = pair.post("/v1/chat/completions", {**body, **more}, headers=KEY)
+        return dict(answer.json())
+
+    first = chat()
+    prompt = {"tokens": first["prompt_token_ids"]}
+    assert pair.post("/detokenize", prompt, headers=KEY).json()["prompt"].startswith("<One><Two>Which of")
+    text = first["choices"][0]["message"]["content"]
+    found = [chat(prediction={"type": "content", "content": text}), chat(cache_salt="b")]
+    assert all(one["choices"][0]["token_ids"] == first["choices"][0]["token_ids"] for one in found)
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (first, *found)]
+    assert cached[0] == cached[2] == 0 < cached[1]
+    assert found[0]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
 
 
 def test_the_root_path_may_be_in_the_path_of_a_request_or_not(pair: Served) -> None:
