@@ -320,7 +320,7 @@ class StateDrafter(HeadDrafter):
     def observe(self, commit: Commit) -> None:
         for r, step in enumerate(commit.batch):
             if step.emitted:
-                state = commit.states.of(r, (self.tap,), last=True)
+                state = commit.states.last_of(r, (self.tap,))
                 self.last_states[step.row] = LastState(step.row.computed, state)
 
     def forget(self, row: Row, reason: str) -> None:
