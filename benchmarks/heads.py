@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
-from outrider.backends.candidates import Candidates, Found
+from outrider.backends.candidates import Candidates, TopEntries
 from outrider.bench.conditions import conditions
 from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
@@ -131,7 +131,7 @@ class Known(Chooser):
     def __init__(self, target: Target, logits: torch.Tensor) -> None:
         super().__init__(target)
         picks = target.decoder.backend.pick_rows
-        self.picked = {rows: Found(*picks(logits[:rows], GREEDY, [0] * rows, TOP_K)) for rows in ROWS}
+        self.picked = {rows: TopEntries(*picks(logits[:rows], GREEDY, [0] * rows, TOP_K)) for rows in ROWS}
 
     def widen(
         self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: torch.Tensor

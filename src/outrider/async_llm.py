@@ -238,7 +238,7 @@ class AsyncLLM:
 
     def _refuse_to_wait(self, inbox: _Inbox, came: float) -> None:
         try:
-            self.llm.engine.turn.refuse_to_wait(came)
+            self.llm.engine.turn.check_processor(came)
         except RequestError as error:
             inbox.fail(error)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from outrider.core.params import SamplingParams
 from outrider.core.row import DraftingSummary, LastDraft, Row, Speculation
-from outrider.engine.detokenizer import Detokenizer, shown
+from outrider.engine.detokenizer import Detokenizer, visible_text
 from outrider.outputs import CompletionOutput, RequestOutput
 
 
@@ -120,7 +120,7 @@ class Request:
             return ""
         if so_far.text is not None:
             if not ended:
-                return shown(
+                return visible_text(
                     so_far.text, () if params.include_stop_str_in_output else tuple(params.stop or ())
                 )
             if not isinstance(so_far.stop_reason, str):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.backends.candidates import Candidates, Found, Nodes, Plain
+from outrider.backends.candidates import Candidates, Nodes, Plain, TopEntries
 from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu.candidates import Compiled
 from outrider.backends.torch.backend import TorchBackend
@@ -39,15 +39,15 @@ class Sorted:
         ] = []  # tokens, shares, scores [n, k], records of the n
         self.records, self.scores = np.full(1, -1), np.zeros((1, 1))
 
-    def widen(self, found: Found) -> tuple[list[int], list[int]]:
+    def widen(self, found: TopEntries) -> tuple[list[int], list[int]]:
         entries, shares = found.entries.numpy(), found.shares.numpy()
         tokens = (
             entries
             if found.ids is None
             else np.where(entries < 0, -1, found.ids.numpy()[np.maximum(entries, 0)])
         )
-        if found.ranked is not None:
-            shares = np.broadcast_to(found.ranked.numpy()[: entries.shape[1]], entries.shape)
+        if found.by_rank is not None:
+            shares = np.broadcast_to(found.by_rank.numpy()[: entries.shape[1]], entries.shape)
         logs = [
             math.log(share) for share in np.maximum(shares, LEAST, dtype=np.float64).ravel()
         ]  # numpy's own may differ in the last bit
@@ -110,7 +110,7 @@ def test_the_likeliest_are_kept(
         )
         entries[:, some:], shares[:, some:] = -1, 0.0
         ids = torch.arange(100, 150, dtype=torch.int32) if listed else None
-        found = Found(entries, shares, ids, torch.tensor(RANK_CONFIDENCE) if ranked else None)
+        found = TopEntries(entries, shares, ids, torch.tensor(RANK_CONFIDENCE) if ranked else None)
         first, *others = [tree.widen(found) for tree in trees]
         assert all(other == first for other in others)
         if not (rows := len(first[0])):
@@ -126,7 +126,7 @@ def test_a_level_without_candidates_gives_an_empty_tree(which: int) -> None:
     if which >= len(trees):
         pytest.skip("no C compiler here")
     tree = trees[which]
-    assert tree.widen(Found(torch.full((1, 3), -1, dtype=torch.int32), torch.zeros(1, 3))) == ([], [])
+    assert tree.widen(TopEntries(torch.full((1, 3), -1, dtype=torch.int32), torch.zeros(1, 3))) == ([], [])
     assert tree.keep(4) == ([], [], [])
 
 
@@ -158,7 +158,7 @@ def test_growing_is_picking_and_widening(
     rows = 1
     for level in range(levels):
         logits, key = torch.randn(rows, 40, generator=rng) * 3, seed + level
-        found = Found(*TORCH.pick_rows(logits, distribution, [key] * rows, k, ids), ids, ranked)
+        found = TopEntries(*TORCH.pick_rows(logits, distribution, [key] * rows, k, ids), ids, ranked)
         expected = apart.widen(found)
         assert all(tree.grow(logits, distribution, key, ids, ranked) == expected for tree in trees)
         if not (rows := len(expected[0])):

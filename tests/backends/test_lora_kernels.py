@@ -10,7 +10,7 @@ from kernel_cases import c_backend, near, needs_c, two_threads
 from torch import Tensor
 
 from outrider.backends.cpu import lora
-from outrider.core.lora import Low, Runs
+from outrider.core.lora import LowRankUpdate, Runs
 
 SPEC = SimpleNamespace(hidden=250, inner=600, heads=6, kv_heads=2, head_dim=62)
 WIDTH = 10 * 62  # q, k and v
@@ -28,7 +28,7 @@ def test_updates_are_the_formula_and_rows_are_independent() -> None:
     torch.manual_seed(0)
     outputs = {"q": 372, "k": 124, "v": 124}
     lows = {
-        name: Low(torch.randn(rank, 250) / 16, torch.randn(outputs[name], rank), 0.5)
+        name: LowRankUpdate(torch.randn(rank, 250) / 16, torch.randn(outputs[name], rank), 0.5)
         for name, rank in RANKS.items()
     }
     adapters = [lora.pack(SPEC, [lows]), lora.pack(SPEC, [{"k": lows["k"]}])]

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.clock import working_time
-from outrider.core.lora import Low
+from outrider.core.lora import LowRankUpdate
 from outrider.core.params import DistributionParams
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
@@ -201,7 +201,9 @@ def test_steps_with_adapters_and_states_have_the_updates_of_each_layer(
     path = tiny_checkpoint(tmp_path / "llama", num_hidden_layers=3, **sizes)
     model = Decoder(Checkpoint.open(path), Precision(torch.float32), DEVICE, 64)
     torch.manual_seed(0)
-    adapter = model.pack_adapter([{"o": Low(torch.randn(2, 32), torch.randn(32, 2), 0.5)} for _ in range(3)])
+    adapter = model.pack_adapter(
+        [{"o": LowRankUpdate(torch.randn(2, 32), torch.randn(32, 2), 0.5)} for _ in range(3)]
+    )
     step, found = step_of(random.Random(12), [9, 5], 2), list[list[Tensor]]()
     step.adapt(0, adapter)
     step.logits_rows = [*range(step.length)]

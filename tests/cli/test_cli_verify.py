@@ -291,7 +291,7 @@ def test_a_token_accepted_unseen(pair: tuple[str, str], monkeypatch: pytest.Monk
 def test_a_wrong_residual(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rejection the token comes from p instead of the residual: only the distribution differs."""
     monkeypatch.setattr(rejection.Rejection, "kernel", "")  # the mutation is one of the reference
-    monkeypatch.setattr(rejection, "surplus", lambda p, q, scale=1.0: (p, 1.0))
+    monkeypatch.setattr(rejection, "residual", lambda p, q, scale=1.0: (p, 1.0))
     made = verdict(drafting(pair[1], verification="rejection"), pair, samples=400)
     assert failed(made) == {"distribution"} and "distributions differ" in next(
         c.result for c in made.checks if c.name == "distribution"

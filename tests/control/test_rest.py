@@ -235,9 +235,9 @@ def test_a_plain_step_stays_plain_beside_forced_text() -> None:
     auto, row = controller(accepted=DEPTH), make_row([1, 2, 3], grammar=grammar)
     joined = Joined(make_drafter(Ngram), [make_drafter(Sure)])
     batch = Batch([RowStep(row, len(row.tokens) - 1, 1)])
-    assert joined.budgets(batch, auto) == [NO_BUDGET] and not joined.given
+    assert joined.budgets(batch, auto) == [NO_BUDGET] and not joined.chains
     finish(auto, batch)
     assert (
         joined.budgets(Batch([RowStep(row, len(row.tokens) - 1, 1)]), auto)[0].nodes >= 3
-        and row in joined.given
+        and row in joined.chains
     )

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeOptions
 from outrider.core.device import beside
-from outrider.core.step import Batch, States
+from outrider.core.step import NO_STATES, Batch, States
 from outrider.core.tree import NO_BUDGET, Budget
 from outrider.draft.eagle3 import Eagle3
 from outrider.testing import random_prompts, tiny_checkpoint
@@ -92,7 +92,7 @@ def test_states_of_rows_are_gathered_in_the_wanted_order(joint: bool) -> None:
     for wanted, columns in (((1, 4, 7), [0, 1, 2, 3, 4, 5]), ((7, 1), [4, 5, 0, 1]), ((4,), [2, 3])):
         assert torch.equal(every.of(1, wanted), wide[1:3][:, columns])
         assert torch.equal(some.of(2, wanted), wide[4:5][:, columns])
-        assert torch.equal(every.of(2, wanted, last=True), wide[4:5][:, columns])
+        assert torch.equal(every.last_of(2, wanted), wide[4:5][:, columns])
         assert torch.equal(every.all(wanted), wide[:, columns]) and every.all(wanted).is_contiguous()
 
 
@@ -103,3 +103,7 @@ def test_states_of_long_prompts_are_those_of_their_positions() -> None:
     for r, places in enumerate(states.places):
         assert torch.equal(states.of(r, (1, 4)), wide[places])
         assert torch.equal(states.of(r, (4,)), wide[places][:, 1:])
+
+
+def test_a_step_without_hidden_states_has_no_rows_of_them() -> None:
+    assert NO_STATES.num_rows == 0

@@ -26,7 +26,7 @@ from outrider.core.stop_rule import StopRule
 from outrider.draft.layerskip.chain import ExitThreshold, siblings_at
 from outrider.draft.layerskip.options import LayerSkipOptions
 from outrider.draft.layerskip.search import Search
-from outrider.draft.layerskip.sets import PUBLISHED, Skip, known, named
+from outrider.draft.layerskip.sets import PUBLISHED, Skip, read_set, set_name
 from outrider.models.decoder import Decoder
 from outrider.models.placement import Precision
 
@@ -166,7 +166,7 @@ def test_a_plan_of_some_rows() -> None:
 def test_published_sets_are_sets_of_their_models() -> None:
     for name, found in PUBLISHED.items():
         layers = found["layers"]
-        skip = named(name, layers, name)
+        skip = read_set(name, layers, name)
         assert [*skip.attention] == found["skip_attention"] and [*skip.mlp] == found["skip_mlp"]
         assert 0.1 * layers < len(skip.attention) < layers
 
@@ -183,16 +183,16 @@ def test_published_sets_are_sets_of_their_models() -> None:
 )
 def test_what_swift_found_has_the_size_it_looked_for(name: str, layers: int, ratio: float) -> None:
     """A share of the sublayers between the first and the last layer."""
-    skip = named(name, layers, name)
+    skip = read_set(name, layers, name)
     assert len(skip.attention) + len(skip.mlp) == round(ratio * 2 * (layers - 2))
     assert {*skip.attention, *skip.mlp} <= set(range(1, layers - 1))
 
 
 def test_a_model_is_known_by_its_name() -> None:
-    assert known("meta-llama/Llama-2-13b-chat-hf", 40) == "llama-2-13b-chat"
-    assert known("/models/CodeLlama-13b-hf/", 40) == "codellama-13b"
-    assert known("builtin", 8) == "builtin"
-    assert known("mine", 8) is known("/models/builtin", 8) is known("llama-2-13b", 2) is None
+    assert set_name("meta-llama/Llama-2-13b-chat-hf", 40) == "llama-2-13b-chat"
+    assert set_name("/models/CodeLlama-13b-hf/", 40) == "codellama-13b"
+    assert set_name("builtin", 8) == "builtin"
+    assert set_name("mine", 8) is set_name("/models/builtin", 8) is set_name("llama-2-13b", 2) is None
 
 
 def test_without_a_set_every_second_layer_in_the_middle() -> None:
@@ -251,7 +251,7 @@ def test_files_of_the_tuner(tmp_path: Path) -> None:
         {"layers": 4, "skip_attention": [2, 1], "skip_mlp": [], "num_speculative_tokens": 3},
     )
     file.write_text(json.dumps(good))
-    assert named(str(file), 4, "m") == Skip((1, 2), (), 3)
+    assert read_set(str(file), 4, "m") == Skip((1, 2), (), 3)
     for broken in (
         {**good, "skip_mlp": [9]},
         {**good, "num_speculative_tokens": 0},
@@ -261,7 +261,7 @@ def test_files_of_the_tuner(tmp_path: Path) -> None:
     ):
         file.write_text(json.dumps(broken))
         with pytest.raises(ConfigError):
-            named(str(file), 4, "m")
+            read_set(str(file), 4, "m")
 
 
 # ---- thresholds

@@ -20,7 +20,7 @@ from outrider.core.noise import gumbel, key_of
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
-from outrider.draft.medusa import Medusa, Network, Packed
+from outrider.draft.medusa import Medusa, MedusaHeads, Network
 from outrider.draft.union import Union
 from outrider.drafting.base import Drafter
 from outrider.heads.ranks import MEDUSA, RankAccuracy, paths
@@ -246,9 +246,9 @@ def test_a_trained_head_is_mostly_right(toy: LLM, taught: str) -> None:
 
 def test_a_shift_is_caught(toy: LLM, taught: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first level asks the second head."""
-    whole = Packed.__call__
+    whole = MedusaHeads.__call__
     monkeypatch.setattr(
-        Packed, "__call__", lambda self, states, levels: whole(self, states, 2).flip(1)[:, :levels]
+        MedusaHeads, "__call__", lambda self, states, levels: whole(self, states, 2).flip(1)[:, :levels]
     )
     assert (
         acceptance(toy.engine.options.model, {"model": taught, "tree": "chain", "num_speculative_tokens": 1})

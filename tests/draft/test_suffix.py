@@ -13,7 +13,7 @@ from outrider import ConfigError
 from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft import suffix
 from outrider.draft.suffix import Suffix
-from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, frequent
+from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, continuation_tree
 from outrider.testing import check_tree, make_drafter, make_row, propose_tree, replay
 
 # ---- the tree
@@ -31,7 +31,7 @@ def test_the_tree_equals_counting(
     texts: list[list[int]], nodes: int, depth: int, length: int, least: float, siblings: int
 ) -> None:
     acceptance = MatchAcceptance(6)
-    tree, score = frequent(texts, acceptance, length, TreeLimits(depth, nodes, siblings, least))
+    tree, score = continuation_tree(texts, acceptance, length, TreeLimits(depth, nodes, siblings, least))
     check_tree(tree, Budget(depth, nodes))
     texts = [text[: text.index(-1)] if -1 in text else text for text in texts]
     paths: dict[int, tuple[int, ...]] = {ROOT: ()}

@@ -19,7 +19,7 @@ from outrider.core.step import Batch
 from outrider.core.tree import ROOT, Budget, Draft, DraftTree
 from outrider.draft.first import First
 from outrider.draft.union import Union
-from outrider.draft.union.merge import Merger, independent
+from outrider.draft.union.merge import Merger, with_independent_samples
 from outrider.drafting.base import Drafter
 from outrider.sampling import random_streams
 from outrider.testing import (
@@ -185,7 +185,7 @@ def test_two_drafters_of_one_method_have_their_own_random_streams(kind: dict[str
     def listening(*given: Any) -> Draft:
         draft: Draft = propose(*given)
         same.extend(
-            a.tokens[:1] == b.tokens[:1] for (a, b), _ in drafter.asked.values() if a.tokens and b.tokens
+            a.tokens[:1] == b.tokens[:1] for (a, b), _ in drafter.proposed.values() if a.tokens and b.tokens
         )
         return draft
 
@@ -212,8 +212,8 @@ def test_caches_of_all_are_looked_after() -> None:
 def test_separate_equal_distributions_give_the_same_samples() -> None:
     """The distribution of each sample given those before it."""
     tree = proposed_tree(Drawing(1, 3), make_row([5]), Budget(1, 3))
-    apart = independent(tree)
-    assert apart.repeats and independent(apart) is apart
+    apart = with_independent_samples(tree)
+    assert apart.repeats and with_independent_samples(apart) is apart
     left = probs_of((), 1)
     for node, token in enumerate(tree.tokens):
         assert torch.allclose(apart.distribution(node), left)  # type: ignore[arg-type]
@@ -224,6 +224,6 @@ def test_parents_with_one_distribution_sample_independently() -> None:
     """Independent heads have one q for a whole level; both children hold the same token."""
     first, second = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.6, 0.3, 0.1]).double()
     tree = DraftTree([0, 1, 0, 0], [ROOT, ROOT, 0, 1], [0.5] * 4, [first, second], [0, 0, 1, 1])
-    apart = independent(tree)
+    apart = with_independent_samples(tree)
     assert torch.equal(apart.distribution(2), second) and torch.equal(apart.distribution(3), second)
     assert torch.equal(apart.distribution(1), random_streams.without(first, 0))  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ def test_the_network_is_the_same_in_c(backend: Backend) -> None:
 
 def test_the_schedule_of_lengths() -> None:
     for first, all_right, then in ((5, True, 7), (5, False, 4), (1, False, 1)):
-        assert stop.scheduled(first, all_right) == then
+        assert stop.next_length(first, all_right) == then
 
 
 @pytest.mark.parametrize(("name", "lasts"), [("heuristic", True), ("heuristic_transient", False)])
@@ -145,7 +145,7 @@ def naive_threshold(history: list[tuple[float, bool]]) -> float:
 def test_the_threshold_is_the_one_of_the_roc_curve(history: list[tuple[float, bool]]) -> None:
     both = len({good for _, good in history}) == 2
     expected = naive_threshold(history) if len(history) > 5 and both else 0.4
-    assert stop.fitted(deque(history), 0.4) == pytest.approx(expected, abs=1e-9)
+    assert stop.fit_threshold(deque(history), 0.4) == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_history_holds_what_the_target_judged() -> None:
@@ -162,7 +162,7 @@ def test_the_history_holds_what_the_target_judged() -> None:
     assert rules.stop_rule == StopRule(naive_threshold(list(rules.memory.judged))) == StopRule(0.5)
     row.finish_reason = "stop"
     settle(rules, row, [0.1], 0, 4)
-    assert len(rules.memory.judged) == 6 and not rules.rounds
+    assert len(rules.memory.judged) == 6 and not rules.drafts
 
 
 def test_lambda_follows_the_share_that_was_right() -> None:
@@ -190,7 +190,7 @@ def test_forget_drops_the_rounds_of_a_row() -> None:
     rules, row = stop.Stop(options(assistant_confidence_threshold=0.4)), make_row([1])
     rules.begin(row, 4)
     rules.forget(row)
-    assert not rules.rounds
+    assert not rules.drafts
 
 
 # ---- the network

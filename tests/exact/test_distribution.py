@@ -243,7 +243,7 @@ def test_sampling_from_p_after_a_rejection_is_detected(
     """What follows a rejection comes from p itself."""
     use_reference(llm, draft, judge, monkeypatch)
     monkeypatch.setattr(
-        module, "surplus", lambda p, q, scale=1.0: (p, float((scale * p - q).clamp_min(0).sum()))
+        module, "residual", lambda p, q, scale=1.0: (p, float((scale * p - q).clamp_min(0).sum()))
     )
     assert caught(llm, exact)
 

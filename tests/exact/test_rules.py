@@ -177,7 +177,7 @@ def test_typical_acceptance_is_not_lossless() -> None:
 def test_a_wrong_residual_is_detected(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rejection the token comes from p itself."""
     monkeypatch.setattr(
-        module, "surplus", lambda p, q, scale=1.0: (p, float((scale * p - q).clamp_min(0).sum()))
+        module, "residual", lambda p, q, scale=1.0: (p, float((scale * p - q).clamp_min(0).sum()))
     )
     assert emissions(module.__name__.rpartition(".")[2], sampled(2, 2)).error() > 1e-3
 

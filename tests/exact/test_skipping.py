@@ -151,13 +151,13 @@ def test_one_call_equals_one_level_after_another(
 def test_verification_computes_no_first_layer_twice(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a chain of four, the first layers are computed for the last node only."""
     rows: list[tuple[int, int]] = []
-    run = Runner._resumed
+    run = Runner._resume
 
     def counting(self: Runner, step_input: StepInput, resume: Resume, ends: list[int]) -> torch.Tensor:
         rows.append((step_input.length, step_input.length - sum(map(len, resume.nodes))))
         return run(self, step_input, resume, ends)
 
-    monkeypatch.setattr(Runner, "_resumed", counting)
+    monkeypatch.setattr(Runner, "_resume", counting)
     use(llm, early_exit=2, **NEVER_STOP)
     answer(llm, PROMPTS[0], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     assert rows[0] == (5, 1)
@@ -178,9 +178,9 @@ Edit = Callable[[Resume], Resume]
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, edit: Edit) -> None:
-    run = Runner._resumed
+    run = Runner._resume
     monkeypatch.setattr(
-        Runner, "_resumed", lambda self, step_input, resume, ends: run(self, step_input, edit(resume), ends)
+        Runner, "_resume", lambda self, step_input, resume, ends: run(self, step_input, edit(resume), ends)
     )
 
 

@@ -63,7 +63,7 @@ def recorded(
         for step, tree in zip(batch, draft.trees):
             row = step.row
             if step.budget.nodes:
-                features = self.stop.rounds[row].features if row in self.stop.rounds else {}
+                features = self.stop.drafts[row].features if row in self.stop.drafts else {}
                 heard[row.seed, len(row.tokens)] = tree.tokens, [features[i] for i in sorted(features)]
         return draft
 
@@ -152,7 +152,7 @@ def test_a_tree_does_not_grow_after_a_stopped_node(temperature: float, fast: LLM
     def listening(batch: Batch) -> Draft:
         draft = propose(batch)
         trees.extend(
-            (tree, drafter.stop.rounds[row].features)
+            (tree, drafter.stop.drafts[row].features)
             for row, tree in zip(batch.rows, draft.trees)
             if tree.tokens
         )

@@ -22,7 +22,7 @@ from outrider.core.row import Row
 from outrider.core.tree import Budget, DraftTree
 from outrider.heads.choose import Chooser
 from outrider.heads.device_trees import grow_blocks, on_device
-from outrider.heads.growth import Asked, DeviceGrowth, Found, grow
+from outrider.heads.growth import DeviceGrowth, GrowthPlan, LevelInput, grow
 from outrider.heads.ranks import EAGLE, MEDUSA, paths, prior_paths
 from outrider.heads.trees import BlockTree, DynamicTree, LevelTree, RankTree
 from outrider.sampling.sampler import Sampler
@@ -87,18 +87,17 @@ def grow_on_device(
     def logits() -> Tensor:
         return torch.stack([logits_of(*one) for one in at])
 
-    def advance(level: int, found: Found) -> Tensor:
+    def advance(level: int, given: LevelInput) -> Tensor:
         nonlocal at
-        step = growth.steps[level - 1]
-        step.put(found.ids, found.paths)
-        before = [at[i] for i in found.sources.tolist()]
-        at = [(seed, (*path, token)) for (seed, path), token in zip(before, found.ids.tolist())]
+        step = growth.forwards[level - 1]
+        step.put(given.ids, given.paths)
+        before = [at[i] for i in given.sources.tolist()]
+        at = [(seed, (*path, token)) for (seed, path), token in zip(before, given.ids.tolist())]
         look(step, at)
         return logits()
 
-    cpu, rows = torch.device("cpu"), [len(level) for level in growth.rows[1:]]
-    numbers, asked = [part.on(cpu) for part in growth.numbers], Asked.of(growth, choose).on(cpu)
-    growth.read(grow(growth.shape, numbers, choose, asked, logits(), rows, advance))
+    plan = GrowthPlan.of(growth, choose).on(torch.device("cpu"))
+    growth.set_trees(grow(plan, choose, logits(), advance))
 
 
 @settings(max_examples=60, deadline=None)
@@ -170,24 +169,21 @@ def test_growth_reads_and_sends_nothing(kind: str) -> None:
         allowed = frozenset(paths(next(iter(EAGLE.values()))))
         shapes = [prior_paths(budget.nodes, budget.depth, 10, allowed) for budget in budgets]
         trees = [RankTree(row_at(0.0), shape, BASE, t) for shape, (t, _) in zip(shapes, rest)]
-    laid = on_device(trees, choose)
-    assert laid is not None
-    sizes = [len(level) for level in laid.rows]
+    growth = on_device(trees, choose)
+    assert growth is not None
+    sizes = [len(level) for level in growth.requests]
 
-    def top(logits: Tensor, words: Any, noised: Any, k: int, probs: bool) -> tuple[Tensor, Tensor]:
+    def top(logits: Tensor, inputs: Any, k: int) -> tuple[Tensor, Tensor]:
         return logits[:, :k].long(), logits[:, :k]
 
-    def advance(level: int, found: Found) -> Tensor:
-        laid.steps[level - 1].put(found.ids, found.paths)
-        assert len(found.ids) == len(found.sources) == sizes[level]
+    def advance(level: int, given: LevelInput) -> Tensor:
+        growth.forwards[level - 1].put(given.ids, given.paths)
+        assert len(given.ids) == len(given.sources) == sizes[level]
         return torch.empty(sizes[level], V, device=meta)
 
-    numbers, asked = [part.on(meta) for part in laid.numbers], Asked.of(laid, choose)
-    fake: Any = SimpleNamespace(top=top)
-    logits = torch.empty(sizes[0], V, device=meta)
-    assert grow(
-        laid.shape, numbers, fake, asked._replace(noised=asked.words), logits, sizes[1:], advance
-    ).is_meta
+    plan, fake = GrowthPlan.of(growth, choose).on(meta), SimpleNamespace(top=top)
+    assert plan.row_counts == sizes[1:]
+    assert grow(plan, fake, torch.empty(sizes[0], V, device=meta), advance).is_meta  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -202,7 +198,7 @@ def test_many_rows_are_ranked_part_by_part(own: bool, monkeypatch: pytest.Monkey
             sizes.append(len(logits))
             return super().__call__(logits, *rest)
 
-    monkeypatch.setattr("outrider.heads.choose.AT_ONCE", 2 * V)
+    monkeypatch.setattr("outrider.heads.choose.RANKED_AT_ONCE", 2 * V)
     monkeypatch.setattr(choose.backend, "top_next", Noting())
     assert all(map(torch.equal, choose.next_tokens(*given), expected)) and sizes == [2, 2, 1]
 

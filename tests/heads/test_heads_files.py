@@ -258,7 +258,7 @@ def test_head_vocabulary_larger_than_the_targets() -> None:
     chooser, logits = Chooser(target_of(backend)), torch.randn(2, V + 56)
     logits[:, V:] = 50.0
     tokens, _ = chooser.best(row_of(0.0), [[1], [2]], logits, 3)
-    assert tokens.max() < V and chooser.wide(logits).shape == (2, V)
+    assert tokens.max() < V and chooser.over_target_tokens(logits).shape == (2, V)
 
 
 def test_top_k_above_the_head_vocabulary() -> None:

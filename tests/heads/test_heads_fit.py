@@ -21,10 +21,10 @@ from outrider.heads.base import HeadDrafter
 from outrider.heads.vocabulary import check_size
 
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
-Changed = Callable[[dict[str, Any], dict[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
+ChangedTensors = Callable[[dict[str, Any], dict[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
 
 
-def changed(llm: LLM, method: str, change: Changed, monkeypatch: pytest.MonkeyPatch) -> Any:
+def changed(llm: LLM, method: str, change: ChangedTensors, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The example of a method, of which config and tensors were changed before it was loaded."""
     of = Head.of
 

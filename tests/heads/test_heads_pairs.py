@@ -187,7 +187,7 @@ def test_states_of_steps_without_drafts_are_read_together_later(
     budget, steps, pending = llm.engine.controller.budget, itertools.count(1), list[int]()
 
     def paused(batch: Batch) -> list[Budget]:
-        pending.append(len(drafter.unread.commits))
+        pending.append(len(drafter.deferred.commits))
         return budget(batch) if next(steps) % (rest + 2) < 2 else [NO_BUDGET] * len(batch)
 
     monkeypatch.setattr(llm.engine.controller, "budget", paused)
@@ -224,14 +224,14 @@ def test_a_row_whose_deferred_states_cannot_be_appended_is_forgotten(
     prompts, params = random_prompts(1, seed=3), [distribution(0, max_tokens=20)]
     llm, drafter = use_drafter(checkpoint, plain, prompts, params)
     monkeypatch.setattr(llm.engine.controller, "budget", lambda batch: [NO_BUDGET] * len(batch))
-    take_in = drafter.unread.take_in
+    append_to = drafter.deferred.append_to
 
     def short_of_memory(*given: Any) -> None:
-        if len(drafter.unread.commits) > 5:
+        if len(drafter.deferred.commits) > 5:
             raise torch.OutOfMemoryError("no memory")
-        take_in(*given)
+        append_to(*given)
 
-    monkeypatch.setattr(drafter.unread, "take_in", short_of_memory)
+    monkeypatch.setattr(drafter.deferred, "append_to", short_of_memory)
     with contextlib.suppress(EngineError, torch.OutOfMemoryError):
         run(llm, prompts, params)
     assert not drafter.catch_up.cursors and not llm.engine.busy

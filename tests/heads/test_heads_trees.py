@@ -214,7 +214,7 @@ def test_union_of_an_early_exit_and_a_head(pair: tuple[LLM, LLM], head: str) -> 
 
     def counting(batch: Batch) -> Draft:
         out = propose(batch)
-        for trees, _ in union.asked.values():
+        for trees, _ in union.proposed.values():
             for i, tree in enumerate(trees):
                 drafted[i] += len(tree.tokens)
         return out

@@ -168,7 +168,7 @@ def test_steps_of_a_pipeline_overlap(ranks: Ranks, plain: Plain, method: str) ->
     while driver.has_unfinished_requests():
         driver.step()
         llm.engine.check()
-        sizes.append((len(llm.engine.flights), len(llm.engine.scheduler.away)))
+        sizes.append((len(llm.engine.flights), len(llm.engine.scheduler.in_flight)))
     assert (1, 2) in sizes and max(sizes) == (1, 2), "one step of two rows is left when the other is complete"
     assert [visible_parts(driver.finish(request).outputs) for request in requests] == expected
     check_idle(llm)
@@ -207,11 +207,14 @@ def test_abort_of_a_row_in_flight_keeps_the_others(ranks: Ranks, plain: Plain) -
     use_example(llm, "draft_model")
     driver = EngineDriver(llm)
     requests = [driver.add_request(prompt, p) for prompt, p in zip(PROMPTS, params_of(0.0))]
-    while not llm.engine.scheduler.away.intersection(requests[3].rows) or len(requests[3].rows[0].output) < 4:
+    while (
+        not llm.engine.scheduler.in_flight.intersection(requests[3].rows)
+        or len(requests[3].rows[0].output) < 4
+    ):
         driver.step()
     emitted = len(requests[3].rows[0].output)
     driver.abort_request(requests[3])
-    assert requests[3].rows[0] in llm.engine.scheduler.away
+    assert requests[3].rows[0] in llm.engine.scheduler.in_flight
     while driver.has_unfinished_requests():
         driver.step()
         llm.engine.check()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.candidates import Candidates, Found
+from outrider.backends.candidates import Candidates, TopEntries
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.row import Row
@@ -66,21 +66,21 @@ class Oracle(Chooser):
         super().__init__(target)
         self.truth = truth
 
-    def found(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> Found:
-        found = torch.zeros(len(paths), k, dtype=torch.int32)
+    def top_entries(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> TopEntries:
+        entries = torch.zeros(len(paths), k, dtype=torch.int32)
         for i, path in enumerate(paths):
             ahead = self.truth.continuation(row, len(path) + 1)
             right = ahead[len(path)] if len(ahead) > len(path) and ahead[: len(path)] == list(path) else 5
             place = (len(row.tokens) + len(path)) % 3  # third: not among two
-            found[i] = torch.tensor(
+            entries[i] = torch.tensor(
                 [right if rank == place else (right + 1 + rank) % 300 for rank in range(k)]
             )
-        return Found(found, torch.full((len(paths), k), 0.4) * 0.9 ** torch.arange(k))
+        return TopEntries(entries, torch.full((len(paths), k), 0.4) * 0.9 ** torch.arange(k))
 
     def widen(
         self, candidates: Candidates, row: Row, paths: Sequence[Sequence[int]], logits: Tensor
     ) -> tuple[list[int], list[int]]:
-        return candidates.widen(self.found(row, paths, logits, candidates.k))
+        return candidates.widen(self.top_entries(row, paths, logits, candidates.k))
 
 
 @dataclass

@@ -18,25 +18,27 @@ Picks = Callable[..., tuple[Tensor, Tensor]]
 Nodes = tuple[list[int], list[int], list[float]]
 
 
-class Found(NamedTuple):
-    """The best entries after n paths, int32 [n, k], best first, padded with -1; and float32 [n, k] scores.
+class TopEntries(NamedTuple):
+    """The best entries of a vocabulary after n paths, best first.
 
-    ids:    int32, token of each entry; None if the entries are tokens
-    ranked: float32, confidence by rank, in place of `shares`
+    entries: int32 [n, k], padded with -1
+    shares:  float32 [n, k], their probabilities
+    ids:     int32 [V], token of each entry; None if the entries are tokens
+    by_rank: float32 [k], confidence of each rank, in place of `shares`
     """
 
     entries: Tensor
     shares: Tensor
     ids: Table = None
-    ranked: Table = None
+    by_rank: Table = None
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Tokens int64 [n, k], and confidences, 0 for padding."""
         none, tokens, shares = self.entries < 0, self.entries, self.shares
         if self.ids is not None:
             tokens = self.ids[tokens.clamp_min(0)].masked_fill(none, -1)
-        if self.ranked is not None:
-            shares = self.ranked[: tokens.shape[1]].expand_as(shares)
+        if self.by_rank is not None:
+            shares = self.by_rank[: tokens.shape[1]].expand_as(shares)
         return tokens.long(), shares.masked_fill(none, 0.0)
 
 
@@ -45,7 +47,7 @@ class Candidates(Protocol):
 
     k: int
 
-    def widen(self, found: Found) -> tuple[list[int], list[int]]:
+    def widen(self, found: TopEntries) -> tuple[list[int], list[int]]:
         """Record the candidates after the nodes of the last forward (first: the root), and expand the best.
 
         Returns the parent, as an index into those nodes, and the token of every node to expand.  Nodes are
@@ -53,11 +55,11 @@ class Candidates(Protocol):
         """
 
     def grow(
-        self, logits: Tensor, distribution: DistributionParams, key: int, ids: Table, ranked: Table
+        self, logits: Tensor, distribution: DistributionParams, key: int, ids: Table, by_rank: Table
     ) -> tuple[list[int], list[int]]:
         """`widen` by the best entries of logits float32 [n, V], as `Backend.pick_rows` finds them.
 
-        All rows have the same key.  ids, ranked: as in `Found`.
+        All rows have the same key.  ids, by_rank: as in `TopEntries`.
         """
 
     def keep(self, nodes: int) -> Nodes:
@@ -84,7 +86,7 @@ class Plain:
         self.records: list[Record] = []
         self.front = [-1]
 
-    def widen(self, found: Found) -> tuple[list[int], list[int]]:
+    def widen(self, found: TopEntries) -> tuple[list[int], list[int]]:
         first, k = len(self.records), found.entries.shape[1]
         tokens_of, shares_of = found.read()
         for parent, tokens, shares in zip(self.front, tokens_of.tolist(), shares_of.tolist()):
@@ -97,12 +99,12 @@ class Plain:
         return parents, [self.records[at].token for at in self.front]
 
     def grow(
-        self, logits: Tensor, distribution: DistributionParams, key: int, ids: Table, ranked: Table
+        self, logits: Tensor, distribution: DistributionParams, key: int, ids: Table, by_rank: Table
     ) -> tuple[list[int], list[int]]:
         found = self.picks(
-            logits, distribution, [key] * len(logits), min(self.k, logits.shape[1]), ids, ranked is None
+            logits, distribution, [key] * len(logits), min(self.k, logits.shape[1]), ids, by_rank is None
         )
-        return self.widen(Found(*found, ids, ranked))
+        return self.widen(TopEntries(*found, ids, by_rank))
 
     def keep(self, nodes: int) -> Nodes:
         node_of = {at: node for node, at in enumerate(sorted(self._likeliest(0, nodes)))}

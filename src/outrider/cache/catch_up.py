@@ -28,7 +28,7 @@ from outrider.core.device import to_device
 from outrider.core.row import Row
 from outrider.core.step import Commit
 
-MOST_UNREAD = 4096  # rows of forwards whose states wait for a cursor, of all requests together
+MAX_DEFERRED = 4096  # rows of forwards whose states wait for a cursor, of all requests together
 MAX_PENDING = 64  # states of a row without drafts that may be pending; then they are read all the same
 
 
@@ -74,7 +74,7 @@ class Cursor:
         self.num_written = 0
 
 
-class Unread:
+class DeferredStates:
     """Steps whose states are not appended to cursors yet, oldest first.
 
     While a drafter is not asked, its states are deferred: appended together, they cost a few calls for each
@@ -89,7 +89,7 @@ class Unread:
         self.commits.append(commit)
         self.num_rows += commit.states.num_rows
 
-    def take_in(self, catch_up: CatchUp, wanted: Sequence[int], keep: int) -> None:
+    def append_to(self, catch_up: CatchUp, wanted: Sequence[int], keep: int) -> None:
         """Append the wanted states to the cursors of their rows, which keep so many written ones."""
         commits, self.commits, self.num_rows = self.commits, [], 0
         for group in _successive(commits):

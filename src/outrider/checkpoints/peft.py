@@ -19,7 +19,7 @@ from outrider.checkpoints.hub import download, on_hub
 from outrider.checkpoints.spec import Spec
 from outrider.checkpoints.validate import read_json
 from outrider.checkpoints.weights import Weights
-from outrider.core.lora import Adapted, Low, places
+from outrider.core.lora import Adapted, LowRankUpdate, places
 from outrider.errors import ModelError
 
 TENSOR = re.compile(
@@ -81,9 +81,9 @@ class PeftAdapter:
     def read(self) -> Adapted:
         """Load the matrices, by layer and projection."""
         tensors = {name: self.weights.get(name, *shape) for _, name, shape in self._shapes()}
-        layers: list[dict[str, Low]] = [{} for _ in range(self.spec.layers)]
+        layers: list[dict[str, LowRankUpdate]] = [{} for _ in range(self.spec.layers)]
         for part in self.parts:
-            layers[part.layer][part.name] = Low(tensors[part.a], tensors[part.b], part.scale)
+            layers[part.layer][part.name] = LowRankUpdate(tensors[part.a], tensors[part.b], part.scale)
         return layers
 
     def _shapes(self) -> Iterator[tuple[Part, str, tuple[int, int]]]:

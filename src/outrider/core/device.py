@@ -64,7 +64,7 @@ class HostCopy:
         return numbers
 
 
-class Mark:
+class DeviceEvent:
     """CUDA event on the current stream; nothing to wait for on other devices."""
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -77,6 +77,11 @@ class Mark:
         if self.reached is not None:
             self.reached.synchronize()
             self.reached = None
+
+
+def power_of_two(n: int) -> int:
+    """Smallest power of two of at least n: sizes from a small menu, so that few graphs serve many sizes."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def take(x: Tensor, rows: Sequence[int]) -> Tensor:

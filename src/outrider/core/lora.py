@@ -26,7 +26,7 @@ class LayerSizes(Protocol):
     def head_dim(self) -> int: ...
 
 
-class Low(NamedTuple):
+class LowRankUpdate(NamedTuple):
     """Update of one projection: y += scale * b (a x), with a [rank, inputs] and b [outputs, rank]."""
 
     a: Tensor
@@ -56,6 +56,6 @@ def places(spec: LayerSizes) -> dict[str, Place]:
     }
 
 
-Adapted = Sequence[Mapping[str, Low]]  # of every layer: projection -> its update
+Adapted = Sequence[Mapping[str, LowRankUpdate]]  # of every layer: projection -> its update
 # (first row, number of rows, packed adapter), ascending; rows without an adapter are left out
 Runs = Sequence[tuple[int, int, Any]]

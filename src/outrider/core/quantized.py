@@ -12,7 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """w[o, k] = scales[o, k // group] * values[o, k] + offsets[o, k // group].
+    """Weight of a linear in 8 or 4 bits.
+
+    w[o, k] = scales[o, k // group] * values[o, k] + offsets[o, k // group]
 
     values:  int8 [O, K], one a byte: -128 … 127 (8 bits) or -8 … 7 (4 bits)
     scales:  float32 [O, K // group]; `group` divides K
@@ -61,16 +63,22 @@ def join(parts: Sequence[Tensor | QuantizedWeight], dtype: torch.dtype) -> Tenso
     """
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(quantized) < len(parts):
-        dense = (part.dense() if isinstance(part, QuantizedWeight) else part for part in parts)
-        return torch.cat([part.to(dtype) for part in dense])
+        return torch.cat([_dense(part).to(dtype) for part in parts])
     if len(parts) == 1:
         return quantized[0]
-    size = math.gcd(*(part.group for part in quantized))
-    quantized = [part.regrouped(size) for part in quantized]
+    group = math.gcd(*(part.group for part in quantized))
+    quantized = [part.regrouped(group) for part in quantized]
     values = torch.cat([part.values for part in quantized])
     scales = torch.cat([part.scales for part in quantized])
     offsets = None
     if any(part.offsets is not None for part in quantized):
-        zeros = torch.zeros_like
-        offsets = torch.cat([zeros(p.scales) if p.offsets is None else p.offsets for p in quantized])
-    return QuantizedWeight(values, scales, offsets, max(part.bits for part in quantized), size)
+        offsets = torch.cat([_offsets(part) for part in quantized])
+    return QuantizedWeight(values, scales, offsets, max(part.bits for part in quantized), group)
+
+
+def _dense(part: Tensor | QuantizedWeight) -> Tensor:
+    return part.dense() if isinstance(part, QuantizedWeight) else part
+
+
+def _offsets(part: QuantizedWeight) -> Tensor:
+    return torch.zeros_like(part.scales) if part.offsets is None else part.offsets

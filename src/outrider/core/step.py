@@ -162,14 +162,14 @@ class Needs(NamedTuple):
         return Needs(max(self.topk, other.topk), states, max(self.lookbehind, other.lookbehind))
 
 
-SEVERAL = 64  # positions of a row at most that are gathered with those of others
+MAX_GATHERED = 64  # positions of a row at most that are gathered together with those of other rows
 
 
 @dataclass(slots=True)
 class States:
     """Hidden states of the target at known and accepted tokens.
 
-    kept: entry of `Needs.states` -> [n, hidden] for the n rows of the forward.
+    kept: entry of `Needs.states` -> [n, hidden] for the n rows of the forward; empty without hidden states.
     places[r]: forward rows of the positions batch[r].start, … of row r: its known tokens, then the accepted
     path.
     """
@@ -180,43 +180,46 @@ class States:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the forward."""
-        return len(next(iter(self.kept.values())))
+        """Rows of the forward; 0 without hidden states."""
+        return len(next(iter(self.kept.values()), ()))
 
     def all(self, wanted: Sequence[int]) -> Tensor:
         """The wanted states of all forward rows side by side, [n, len(wanted) * hidden]."""
         return self._at(range(self.num_rows), wanted)
 
-    def of(self, r: int, wanted: Sequence[int], last: bool = False) -> Tensor:
-        """Concatenate the wanted states of row r to [positions, len(wanted) * hidden].
+    def of(self, r: int, wanted: Sequence[int]) -> Tensor:
+        """The wanted states of row r side by side, [positions, len(wanted) * hidden].
 
-        last: only the last position.
         Rows of few positions are gathered together: on a device a call costs more than what it copies.
         """
-        if not last and len(own := self.places[r]) > SEVERAL:
-            together = own[-1] - own[0] < len(own)  # those of a prompt are
-            return self._at(range(own[0], own[-1] + 1) if together else own, wanted)
-        key = tuple(wanted), last
-        if key not in self._gathered:
-            self._gathered[key] = self._gather(wanted, last)
+        if len(own := self.places[r]) > MAX_GATHERED:
+            consecutive = own[-1] - own[0] < len(own)  # those of a prompt are
+            return self._at(range(own[0], own[-1] + 1) if consecutive else own, wanted)
+        if (key := ("all", *wanted)) not in self._gathered:
+            self._gathered[key] = self._gather(self.places, wanted)
         return self._gathered[key][r]
 
-    def _gather(self, wanted: Sequence[int], last: bool) -> dict[int, Tensor]:
-        own = {r: places[-1:] if last else places for r, places in enumerate(self.places)}
-        own = {r: places for r, places in own.items() if len(places) <= SEVERAL}
-        flat = [place for places in own.values() for place in places]
-        parts = torch.split(self._at(flat, wanted), [*map(len, own.values())])
-        return dict(zip(own, parts))
+    def last_of(self, r: int, wanted: Sequence[int]) -> Tensor:
+        """The wanted states of the last position of row r, [1, len(wanted) * hidden]."""
+        if (key := ("last", *wanted)) not in self._gathered:
+            self._gathered[key] = self._gather([own[-1:] for own in self.places], wanted)
+        return self._gathered[key][r]
+
+    def _gather(self, places: Sequence[Sequence[int]], wanted: Sequence[int]) -> dict[int, Tensor]:
+        """The wanted states of all rows with few places, by row, in one call."""
+        short = {r: own for r, own in enumerate(places) if len(own) <= MAX_GATHERED}
+        flat = [place for own in short.values() for place in own]
+        parts = torch.split(self._at(flat, wanted), [len(own) for own in short.values()])
+        return dict(zip(short, parts))
 
     def _at(self, places: Sequence[int], wanted: Sequence[int]) -> Tensor:
         """The wanted states of some forward rows, ascending.  A range needs no index on the device."""
         parts = [self.kept[which] for which in wanted]
-        parts = parts if (whole := beside(parts)) is None else [whole]
-        if len(places) == len(parts[0]):
-            pass
-        elif isinstance(places, range):
+        if (whole := beside(parts)) is not None:
+            parts = [whole]
+        if isinstance(places, range) and len(places) < len(parts[0]):
             parts = [part[places.start : places.stop] for part in parts]
-        else:
+        elif len(places) < len(parts[0]):
             index = to_device(torch.tensor(places, dtype=torch.int64), parts[0].device)
             parts = [part.index_select(0, index) for part in parts]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=-1)

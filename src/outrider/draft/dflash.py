@@ -32,7 +32,7 @@ class DFlash(BlockDrafter):
     Options = BlockOptions
 
     @classmethod
-    def marked(cls, head: Head) -> bool:
+    def is_own(cls, head: Head) -> bool:
         named = kind_of(head)
         other = named != TYPE and named in draft.names()
         return not other and not any(map(CORRECTED.search, head))

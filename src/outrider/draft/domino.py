@@ -23,7 +23,7 @@ from outrider.heads.base import random_head
 from outrider.heads.block_layouts import block_format
 from outrider.heads.block_parts import BlockNetwork
 from outrider.heads.blocks import BlockDrafter, BlockOptions
-from outrider.heads.corrections import Corrected, Correction
+from outrider.heads.corrections import Correction, CorrectionOutput
 from outrider.heads.outer import embed, lm_logits
 from outrider.heads.reader import Reader
 from outrider.models.rowwise import by_rows
@@ -79,7 +79,7 @@ class Network(BlockNetwork):
 
 
 class Recurrence(Correction):
-    """pure: so many first levels are not corrected."""
+    """Correction by a GRU over the tokens of the block.  pure: so many first levels are not corrected."""
 
     def __init__(
         self, reader: Reader, target: Target, hidden: int, outputs: int | None, embedding: object
@@ -98,7 +98,7 @@ class Recurrence(Correction):
     def begin(self, tokens: Sequence[int], before: Tensor) -> Tensor:
         return torch.zeros(len(tokens), self.width, dtype=before.dtype, device=before.device)
 
-    def __call__(self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor) -> Corrected:
+    def __call__(self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor) -> CorrectionOutput:
         run = self.backend
         embedded = embed(self.model, tokens, self.embedding).to(x.dtype)
         mine = [part.contiguous() for part in run.linear(embedded, self.input).chunk(3, dim=-1)]
@@ -106,9 +106,9 @@ class Recurrence(Correction):
         reset, update = (by_rows(torch.sigmoid, mine[i] + old[i]) for i in range(2))
         state = (1 - update) * by_rows(torch.tanh, mine[2] + reset * old[2]) + update * state
         if level < self.pure:
-            return Corrected(None, state)
+            return CorrectionOutput(None, state)
         narrow = by_rows(F.silu, run.linear(torch.cat([x, state], dim=-1), self.down))
-        return Corrected(lm_logits(self.model, narrow, self.up), state)
+        return CorrectionOutput(lm_logits(self.model, narrow, self.up), state)
 
 
 class Domino(BlockDrafter):

@@ -32,7 +32,7 @@ from outrider.heads.base import random_head
 from outrider.heads.block_layouts import block_format, from_anchor, kind_of
 from outrider.heads.block_parts import BlockNetwork
 from outrider.heads.blocks import BlockDrafter, BlockOptions
-from outrider.heads.corrections import Corrected, Correction
+from outrider.heads.corrections import Correction, CorrectionOutput
 from outrider.heads.outer import embed, lm_logits
 from outrider.heads.reader import Reader
 from outrider.models.rowwise import by_rows
@@ -162,21 +162,31 @@ class Confidence:
 class Spark(Correction):
     """The table of the token before (`MarkovHead` of the network), the predictor of acceptance, or both."""
 
+    gate: Any
+    joint: Any
+
     def __init__(self, reader: Reader, target: Target, hidden: int, outputs: int | None) -> None:
         """outputs: of a head with a smaller vocabulary; padding may follow that of the others."""
-        head, vocabulary, self.model = reader.head, target.vocabulary, target.decoder
-        self.backend, self.rank, self.table = reader.backend, 0, "markov_w1.weight" in head
-        kind = head.config.get("markov_head_type", VANILLA)
+        head, self.model, self.backend = reader.head, target.decoder, reader.backend
+        self.rank, self.gate, self.joint = 0, None, None
+        self.table = "markov_w1.weight" in head
         if self.table:
-            (first, self.rank), (second, _) = (head.shape(f"markov_w{i}.weight") for i in (1, 2))
-            linear, width = reader.outer.linear, max(vocabulary, second) if outputs is None else outputs
-            self.embedding = linear("markov_w1", max(vocabulary, first), self.rank)
-            self.out = linear("markov_w2", width, self.rank)
-        rank, gated, recurs = self.rank, self.table and kind == GATED, self.table and kind == RNN
-        self.gate = reader.biased(["gate_proj"], rank, hidden + rank) if gated else None
-        self.joint = reader.biased(["joint_proj"], 3 * rank, 2 * rank + hidden) if recurs else None
+            self._read_table(reader, target.vocabulary, hidden, outputs)
         predicts = "confidence_head.proj.weight" in head
-        self.confidence = Confidence(head, hidden, rank) if predicts else None
+        self.confidence = Confidence(head, hidden, self.rank) if predicts else None
+
+    def _read_table(self, reader: Reader, vocabulary: int, hidden: int, outputs: int | None) -> None:
+        """Pack the table, and what its kind has beside it."""
+        head = reader.head
+        rows, self.rank = head.shape("markov_w1.weight")
+        padded = max(vocabulary, head.shape("markov_w2.weight")[0])
+        rank, kind = self.rank, head.config.get("markov_head_type", VANILLA)
+        self.embedding = reader.outer.linear("markov_w1", max(vocabulary, rows), rank)
+        self.out = reader.outer.linear("markov_w2", padded if outputs is None else outputs, rank)
+        if kind == GATED:
+            self.gate = reader.linear_with_bias(["gate_proj"], rank, hidden + rank)
+        if kind == RNN:
+            self.joint = reader.linear_with_bias(["joint_proj"], 3 * rank, 2 * rank + hidden)
 
     def begin(self, tokens: Sequence[int], before: Tensor) -> Tensor:
         """The state [n, rank], as in training: after the anchor's row, if that predicts nothing."""
@@ -185,7 +195,7 @@ class Spark(Correction):
             return state
         return self._recur(embed(self.model, tokens, self.embedding), before, state)[1]
 
-    def __call__(self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor) -> Corrected:
+    def __call__(self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor) -> CorrectionOutput:
         bias: Tensor | None = None
         e: Tensor | None = None
         if self.table:
@@ -196,7 +206,7 @@ class Spark(Correction):
             elif self.joint is not None:
                 y, state = self._recur(e, x, state)
             bias = lm_logits(self.model, y, self.out)
-        return Corrected(bias, state, None if self.confidence is None else self.confidence(x, e))
+        return CorrectionOutput(bias, state, None if self.confidence is None else self.confidence(x, e))
 
     def _recur(self, e: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The output [n, rank] and the next state."""

@@ -45,7 +45,7 @@ from outrider.heads.parts import Layer, sizes_config, small_sizes, soft_cross_en
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
 from outrider.heads.sample import Sample, TargetWeights, mean_loss
-from outrider.heads.vocabulary import listed_ids
+from outrider.heads.vocabulary import mapped_ids
 
 ROWS = (
     ("{rest}.rotary_emb.inv_freq", None),
@@ -168,7 +168,7 @@ class Network(nn.Module):
         return centred * to_device(widths, centred.device)[:, None]
 
 
-class Packed(Net):
+class EagleNet(Net):
     """The network on the target's kernels.  A norm that the file lacks is the identity."""
 
     def __init__(self, reader: Reader, target: Target) -> None:
@@ -176,14 +176,14 @@ class Packed(Net):
         head, hidden = self.head, self.model.spec.hidden
         self.fc = reader.linear("fc", hidden, 2 * hidden)
         count = sum(name.endswith(".self_attn.q_proj.weight") for name in head)
-        self.stack = Stack(reader, target, [f"layers.{i}" for i in range(count)], hidden, bare=True)
+        self.stack = Stack(reader, target, [f"layers.{i}" for i in range(count)], hidden, norm_optional=True)
         norm_token, norm_state, self.norm = (
             reader.optional(f"{name}.weight", hidden) for name in ("norm_token", "norm_state", "norm_out")
         )
         self.pairs = Pairs(self.model, norm_token, norm_state, self.stack.sizes.eps)
         if "token_map" in head:  # a reduced vocabulary with an lm head of its own
-            self.ids = listed_ids(head, "token_map", target.vocabulary)
-            self.lm_head = reader.some("lm_head", self.ids, hidden)
+            self.ids = mapped_ids(head, target.vocabulary)
+            self.lm_head = reader.lm_head_for("lm_head", self.ids, hidden)
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
         return self.stack(self.backend.linear(self.pairs(step_input, g), self.fc), step_input, pool)
@@ -215,4 +215,4 @@ class Eagle(Recurrent):
         self.check_embedding()
         if "hydra_head_arch" in self.head.config:
             self.complete_config()
-        return Packed(self.reader, self.target)
+        return EagleNet(self.reader, self.target)

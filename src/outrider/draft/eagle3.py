@@ -142,22 +142,22 @@ class Network(TapNetwork):
         """
         states, tokens = torch.cat([sample.states[tap] for tap in self.taps], -1), sample.tokens
         counted, device = sample.host_places(0, len(states)), tokens.device
-        theirs = sample.logits[to_device(counted, device), : self.vocabulary]
-        known, theirs = self.known(theirs), theirs[:, self.ids]
-        judged = list[Tensor]()  # by step: which of the counted places it predicts
-        used = torch.zeros(len(tokens), dtype=torch.bool)  # the places from which some step predicts
-        used[0] = True  # so that there is a row
+        target_logits = sample.logits[to_device(counted, device), : self.vocabulary]
+        known, target_logits = self.known(target_logits), target_logits[:, self.ids]
+        predicted = list[Tensor]()  # by step: indices in `counted` of the places that it predicts
+        origins = list[Tensor]()  # by step: the places from which it predicts these
         for step in range(self.steps):
-            judged.append((sample.offsets[counted] > step).nonzero().flatten())
-            used[counted[judged[step]] - step - 1] = True
+            predicted.append((sample.offsets[counted] > step).nonzero().flatten())
+            origins.append(counted[predicted[step]] - step - 1)
+        used = torch.zeros(len(tokens), dtype=torch.bool)
+        used[torch.cat([torch.zeros(1, dtype=torch.int64), *origins])] = True  # one row at least
         rows = Rows.of(used.nonzero().flatten(), sample.lengths or [len(states)], device)
-        total, row_of = states.new_zeros(()), used.cumsum(0) - 1
-        outputs = self.outputs(states, F.pad(tokens, (0, self.steps)), outer.embedding, self.steps, rows)
-        for step, o in enumerate(outputs):
-            at = to_device(row_of[counted[judged[step]] - step - 1], device)
-            found = to_device(judged[step], device)
-            losses = self.row_loss(self.logits(o.index_select(0, at)), theirs[found])
-            weights = known[found].to(losses.dtype)
+        row_of = used.cumsum(0) - 1
+        total, padded = states.new_zeros(()), F.pad(tokens, (0, self.steps))
+        for step, o in enumerate(self.outputs(states, padded, outer.embedding, self.steps, rows)):
+            own_rows, places = to_device(row_of[origins[step]], device), to_device(predicted[step], device)
+            losses = self.row_loss(self.logits(o.index_select(0, own_rows)), target_logits[places])
+            weights = known[places].to(losses.dtype)
             total = total + self.decay**step * (losses * weights).sum() / weights.sum().clamp_min(1)
         return total
 

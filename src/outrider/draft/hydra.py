@@ -102,19 +102,20 @@ class Network(nn.Module):
     ) -> None:
         super().__init__()
         self.layers, self.prefix, self.own = layers, prefix, own
-        drop = [nn.Dropout(dropout)] if prefix else []
+        drop = [nn.Dropout(dropout)] if prefix else []  # before every linear of a Hydra++ head
         if prefix:
             parts = {"layers": nn.ModuleList([Layer(prefix)]), "norm": nn.RMSNorm(hidden, prefix.eps)}
             self.prefix_embeding_layer = nn.ModuleDict(parts)
         self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
         for i in range(heads):
-            first, again = ResidualBlock((i + 2) * hidden, hidden), ResidualBlock(hidden, hidden)
-            for block in (first, again):
-                nn.init.zeros_(block.linear.weight)
-            self.hydra_mlp.append(nn.Sequential(*drop, first, *([*drop, again] * (layers - 1))))
-        for _ in range(heads if own else 0):
-            out = nn.Linear(hidden, vocabulary)
-            self.hydra_lm_head.append(nn.Sequential(*drop, out) if drop else out)
+            first, repeated = ResidualBlock((i + 2) * hidden, hidden), ResidualBlock(hidden, hidden)
+            nn.init.zeros_(first.linear.weight)
+            nn.init.zeros_(repeated.linear.weight)
+            self.hydra_mlp.append(nn.Sequential(*drop, first, *([*drop, repeated] * (layers - 1))))
+        if own:
+            for _ in range(heads):
+                out = nn.Linear(hidden, vocabulary)
+                self.hydra_lm_head.append(nn.Sequential(*drop, out) if drop else out)
 
     @classmethod
     def like(cls, target: Target, arch: str = "prefix-mlp", **options: Any) -> Network:
@@ -175,15 +176,15 @@ class HydraHead:
         hidden, embedded = self.model.spec.hidden, embed(self.model, [0]).shape[1]
         slots = sorted(numbers(head, f"{at}.{{slot}}.{{rest}}", field="slot")) or [0]
         first = [f"{at}.{slots[0]}.linear", f"{at}.{slots[0]}.res_connection"]
-        self.first = reader.biased(first, hidden, hidden + (i + 1) * embedded)
+        self.first = reader.linear_with_bias(first, hidden, hidden + (i + 1) * embedded)
         names = [f"{at}.{slot}.linear" for slot in slots[1:]]
         for name in names:
             head.shape(f"{name}.bias")
-        self.rest = reader.repeated(names, hidden)
+        self.rest = reader.shared_linears(names, hidden)
         if len(self.rest) == 1:  # for all further layers
             self.rest *= max(1, head.config.get("hydra_num_layers", 2) - 1)
         own = any(name.startswith("hydra_lm_head.") for name in head)
-        self.out = reader.biased([f"hydra_lm_head.{i}"], target.vocabulary, hidden) if own else None
+        self.out = reader.linear_with_bias([f"hydra_lm_head.{i}"], target.vocabulary, hidden) if own else None
 
     def __call__(self, z: Tensor) -> Tensor:
         """float32 [n, V]."""
@@ -193,7 +194,10 @@ class HydraHead:
 
 
 class Hydra(RankedDrafter):
-    """pooled: the prefix layer, None without one; `last_states` holds its outputs.  catch_up: of its K/V."""
+    """Drafter with Hydra heads.
+
+    pooled: the prefix layer, None without one; `last_states` holds its outputs.  catch_up: of its K/V.
+    """
 
     FORMAT = FORMAT
     demo: ClassVar = {"Hydra": {"model": "builtin-hydra", "tree": "chain", "num_speculative_tokens": 2}}

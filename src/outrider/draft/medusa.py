@@ -50,7 +50,7 @@ from outrider.heads.ranked import RankedDrafter, RankedOptions
 from outrider.heads.reader import Reader
 from outrider.heads.sample import Sample, TargetWeights
 from outrider.heads.trees import BlockTree
-from outrider.heads.vocabulary import listed_ids
+from outrider.heads.vocabulary import mapped_ids
 
 BLOCK, WEIGHT, LM_HEAD = "{i}.{j}.linear.{kind}", "{i}.{j}.linear.weight", "{i}.lm_head.weight"
 MATRIX = "{i}.{blocks}.weight"
@@ -73,7 +73,7 @@ VLLM = Layout(
 )
 
 
-def _finished(head: Head) -> Head:
+def _with_all_blocks(head: Head) -> Head:
     """The head with every block under its own name.  Raises ModelError for a missing tensor."""
     stored, (heads, _), blocks = dict(head.stored), counts(head), _blocks_per_head(head)
     if len(numbers(head, BLOCK, field="j")) == 1:  # aliases were dropped, if there were any
@@ -118,7 +118,7 @@ FORMAT = HeadFormat(
     numbered=("{i}.{rest}",),
     kinds="medusa",
     keys=("medusa_num",),
-    finish=_finished,
+    finish=_with_all_blocks,
 )
 
 
@@ -173,7 +173,7 @@ class Network(nn.ModuleList):
         return total
 
 
-class Packed:
+class MedusaHeads:
     """The heads on the target's kernels.  ids: int32 [Vd], the target's tokens; None: all.  outputs: Vd."""
 
     ids: Tensor | None = None
@@ -185,12 +185,12 @@ class Packed:
         hidden, numbers = self.model.spec.hidden, range(self.heads)
         self.blocks: list[list[Any]] = []
         for i in numbers:
-            self.blocks.append(reader.repeated([f"{i}.{j}.linear" for j in range(blocks)], hidden))
+            self.blocks.append(reader.shared_linears([f"{i}.{j}.linear" for j in range(blocks)], hidden))
         names = ["lm_head", *(f"{i}.lm_head" for i in numbers)]
         names = [name for name in names if f"{name}.weight" in head]
         if names and "token_map" in head:  # otherwise the target's lm_head serves, which has all tokens
-            self.ids = listed_ids(head, "token_map", target.vocabulary)
-            self.lm_heads = [reader.some(name, self.ids, hidden) for name in names]
+            self.ids = mapped_ids(head, target.vocabulary)
+            self.lm_heads = [reader.lm_head_for(name, self.ids, hidden) for name in names]
         else:
             self.lm_heads = [reader.outer.linear(name, target.vocabulary, hidden) for name in names]
         self.outputs = target.vocabulary if self.ids is None else len(self.ids)
@@ -219,7 +219,7 @@ class Medusa(RankedDrafter):
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
-        self.heads = Packed(self.reader, target)
+        self.heads = MedusaHeads(self.reader, target)
         self.choose = Chooser(target, self.heads.ids)
         self.plan(self.heads.heads, self.heads.outputs, learns=True)
         if self.paths is not None:
@@ -238,13 +238,15 @@ class Medusa(RankedDrafter):
         return cls(cls.Options(nodes=24), target, random_head(Network, *sizes, heads=4, blocks=2))
 
     def propose(self, batch: Batch) -> Draft:
-        trees, rows = dict[int, BlockTree](), self.ready(batch)
+        rows = self.ready(batch)
         shapes = {budget: self.shape(budget) for budget in {batch[r].budget for r in rows}}
-        levels = max((len(path) for shape in shapes.values() for path in shape), default=0)
-        if levels:
-            for r, logits in zip(rows, self.heads(self.states(batch, rows), levels)):
-                row, shape = batch[r].row, shapes[batch[r].budget]
-                trees[r] = BlockTree(row, logits, shape, self.samples(row), self.target.stream_id)
-                trees[r].accuracy = self.memory.accuracy
+        depths = [len(path) for shape in shapes.values() for path in shape]
+        if not depths:
+            return self.propose_for(batch, {})
+        trees = dict[int, BlockTree]()
+        for r, logits in zip(rows, self.heads(self.states(batch, rows), max(depths))):
+            row, shape = batch[r].row, shapes[batch[r].budget]
+            trees[r] = BlockTree(row, logits, shape, self.samples(row), self.target.stream_id)
+            trees[r].accuracy = self.memory.accuracy
         grow_blocks([*trees.values()], self.choose)
         return self.propose_for(batch, {r: tree.draft_tree for r, tree in trees.items()})

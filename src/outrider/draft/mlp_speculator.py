@@ -163,7 +163,10 @@ class Network(nn.Module):
 
 
 class Step(NamedTuple):
-    """table: the embedding.  emb, proj, norm: modules in a row.  share: of the token beside the state."""
+    """Weights of a step.
+
+    table: the embedding.  emb, proj, norm: modules in a row.  share: of the token beside the state.
+    """
 
     table: Any
     emb: Sequence[Any]

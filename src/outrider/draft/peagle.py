@@ -131,7 +131,7 @@ MASKS = ("mask_token_id", "ptd_token_id")  # keys of configs: of speculators, of
 FORMAT = replace(eagle3.FORMAT, kinds="peagle|PEagle.*")  # and `mask_hidden` [1, 1, taps * hidden]
 
 
-class Packed(TapNet):
+class PEagleNet(TapNet):
     """masked [1, width]: g of the positions without a state."""
 
     def __init__(self, reader: Reader, target: Target, options: TapOptions) -> None:
@@ -151,7 +151,7 @@ class OnePass(Forwards):
 
     def catch_up(self) -> Tensor:
         """o of every level of the rows that draft, [sum of their depths, width]."""
-        net: Packed = self.net  # type: ignore[assignment]
+        net: PEagleNet = self.net  # type: ignore[assignment]
         step_input, kept, parts = StepInput(), list[int](), list[Tensor]()
         counts = [reading.cursor.count for reading in self.readings]
         for reading, g in zip(self.readings, torch.split(net.from_states(self.states), counts)):
@@ -186,8 +186,8 @@ class PEagle(Recurrent):
             depth = None
         self.depth = depth if is_whole(depth, 1, 64) else self.depth
 
-    def network(self) -> Packed:
-        return Packed(self.reader, self.target, self.options)
+    def network(self) -> PEagleNet:
+        return PEagleNet(self.reader, self.target, self.options)
 
     def forwards(self, readings: Sequence[Reading]) -> Forwards:
         return OnePass(self, readings)

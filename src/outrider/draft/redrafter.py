@@ -226,10 +226,10 @@ class ReDrafter(StateDrafter):
         rnn = bool(head.config.get("rnn")) or "rnn_u.weight" in head or "rnn_w.weight" in head
         projected = "input_proj.weight" in head
         width = head.shape("input_proj.weight")[0] if projected else 2 * hidden
-        self.rnn_u = reader.biased(["rnn_u"], hidden, hidden) if rnn else None
+        self.rnn_u = reader.linear_with_bias(["rnn_u"], hidden, hidden) if rnn else None
         self.rnn_w = reader.linear("rnn_w", hidden, hidden) if rnn else None
-        self.input_proj = reader.biased(["input_proj"], width, 2 * hidden) if projected else None
-        self.blocks = [reader.biased([f"lm_head.{i}.linear"], width, width) for i in range(count)]
+        self.input_proj = reader.linear_with_bias(["input_proj"], width, 2 * hidden) if projected else None
+        self.blocks = [reader.linear_with_bias([f"lm_head.{i}.linear"], width, width) for i in range(count)]
         self.lm_head = reader.outer.linear(f"lm_head.{count}", target.vocabulary, width)
 
     @classmethod

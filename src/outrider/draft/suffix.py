@@ -25,7 +25,7 @@ from outrider.core.validate import Checked, Flag, Share, real, whole
 from outrider.drafting.base import Target, TextDrafter
 from outrider.drafting.lookup.index import index_for
 from outrider.drafting.lookup.index_base import RUNS, Index
-from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, frequent
+from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, continuation_tree
 from outrider.drafting.salts import SaltedMemory, share
 
 SEGMENT = 1 << 18  # tokens of finished requests in one index
@@ -216,7 +216,7 @@ class Suffix(TextDrafter):
             agreeing = [text for agreed, text in texts if agreed >= length]
             room = budget.within(nodes=nodes)
             limits = TreeLimits(room.depth, room.nodes, self.siblings, self.min_prob)
-            tree, expected = frequent(agreeing, acceptance, length, limits)
+            tree, expected = continuation_tree(agreeing, acceptance, length, limits)
             if expected > best.expected:
                 best = Proposal(tree, expected, length)
         return best

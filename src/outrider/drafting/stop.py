@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.core.validate import Checked, Kind, Positive, Share, one_of, whole
 from outrider.drafting import disco
 from outrider.drafting.options import refuse_idle
-from outrider.drafting.threshold import adapted
+from outrider.drafting.threshold import adapt_threshold
 from outrider.drafting.trees.sampled import Tree
 from outrider.errors import ConfigError
 from outrider.sampling.sampler import Sampler
@@ -93,7 +93,7 @@ class Options(Checked):
 
 
 @dataclass
-class Learned:
+class StopMemory:
     """State kept between requests.
 
     length: depth of the next draft.  confidence, entropy: the thresholds.  accepted: smoothed share of
@@ -109,8 +109,8 @@ class Learned:
 
 
 @dataclass
-class Round:
-    """The draft of a row in one step: its maximum depth, and the features of its nodes."""
+class RowDraft:
+    """The draft of a row in one step: its maximum depth, and the features of its nodes, by number."""
 
     depth: int
     features: dict[int, NodeFeatures] = field(default_factory=dict)
@@ -135,9 +135,9 @@ class Stop:
             self.net = disco.load(options.stop_classifier).flat(options.stop_classifier_threshold)
         first = options.num_assistant_tokens or FIRST_DEPTH
         confidence, entropy = options.assistant_confidence_threshold, options.entropy_threshold
-        self.memory = Learned(first, confidence or 0.0, entropy or 0.0)
+        self.memory = StopMemory(first, confidence or 0.0, entropy or 0.0)
         self.lengths: dict[Row, int] = {}
-        self.rounds: dict[Row, Round] = {}
+        self.drafts: dict[Row, RowDraft] = {}  # of this step
         self.pairs: list[tuple[list[float], bool]] | None = None
 
     @property
@@ -160,11 +160,11 @@ class Stop:
         return self.lengths.get(row, self.memory.length)
 
     def begin(self, row: Row, depth: int) -> None:
-        self.rounds[row] = Round(depth)
+        self.drafts[row] = RowDraft(depth)
 
     def note(self, row: Row, features: Sequence[NodeFeatures]) -> None:
         """Record the features of a chain."""
-        self.rounds[row].features = dict(enumerate(features))
+        self.drafts[row].features = dict(enumerate(features))
 
     def prune(self, tree: Tree, rows: dict[int, int], sampler: Sampler, logits: Tensor) -> None:
         """Keep frontier nodes after which drafting goes on.  rows: parent -> row of the logits after it."""
@@ -176,7 +176,7 @@ class Stop:
             parent = tree.parents[node]
             path, token = tree.path_tokens(parent), tree.tokens[node]
             stops, features = sampler.should_stop(tree.row, path, logits, token, stop_rule, rows[parent])
-            self.rounds[tree.row].features[node] = features
+            self.drafts[tree.row].features[node] = features
             if not stops:
                 frontier.append(node)
         tree.frontier = frontier
@@ -184,76 +184,102 @@ class Stop:
     def observe(self, commit: Commit) -> None:
         for step in commit.batch:
             row, tree = step.row, step.tree
-            round = self.rounds.pop(row, None)
+            draft = self.drafts.pop(row, None)
             # A finished row may have been cut by the end of its text: its last nodes were not judged.
-            if round is None or not tree.tokens or row.finish_reason is not None:
+            if draft is None or not tree.tokens or row.finish_reason is not None:
                 continue
             # A trimmed tree has other node numbers than the features.
-            if not round.features or len(round.features) == len(tree.tokens):
-                self._learn(row, tree, step.accepted, round)
+            if not draft.features or len(draft.features) == len(tree.tokens):
+                depth = max(tree.depths)
+                self._learn_length(row, draft, depth, len(step.accepted))
+                self._learn_entropy(draft, depth, len(step.accepted))
+                self._learn_confidence(judged_nodes(tree, step.accepted, draft.features))
 
-    def _learn(self, row: Row, tree: DraftTree, accepted: Sequence[int], round: Round) -> None:
-        """Update length and thresholds by one judged draft."""
-        options, memory, drafted = self.options, self.memory, max(tree.depths, default=0)
-        if options.num_assistant_tokens_schedule != "constant":
-            length = self._length(row)
-            # A draft that another limit cut short is no evidence about a greater depth.
-            if len(accepted) < drafted or round.depth >= length:
-                length = scheduled(length, len(accepted) == drafted)
-            if options.num_assistant_tokens_schedule == "heuristic":
-                memory.length = length
-            else:
-                self.lengths[row] = length
+    def _learn_length(self, row: Row, draft: RowDraft, depth: int, accepted: int) -> None:
+        """Update the length schedule by a judged draft of this depth."""
+        schedule, length = self.options.num_assistant_tokens_schedule, self._length(row)
+        if schedule == "constant":
+            return
+        # A draft that another limit cut short is no evidence about a greater depth.
+        if accepted < depth or draft.depth >= length:
+            length = next_length(length, accepted == depth)
+        if schedule == "heuristic":
+            self.memory.length = length
+        else:
+            self.lengths[row] = length
+
+    def _learn_entropy(self, draft: RowDraft, depth: int, accepted: int) -> None:
+        """Update the entropy threshold by a judged draft of this depth."""
+        options, memory = self.options, self.memory
         if options.entropy_threshold is not None:
-            full, share, target = drafted == round.depth, len(accepted) / drafted, options.entropy_target
-            memory.entropy, memory.accepted = adapted(memory.entropy, memory.accepted, share, full, target)
-        refit = options.assistant_confidence_schedule == "refit"
-        if self.pairs is not None or refit:
-            for features, depth, right in judged(tree, accepted, round.features):
-                memory.judged.append((features[0], right))
-                if self.pairs is not None:
-                    self.pairs.append(([*features, depth], right))
+            memory.entropy, memory.accepted = adapt_threshold(
+                memory.entropy,
+                memory.accepted,
+                accepted / depth,
+                depth == draft.depth,
+                options.entropy_target,
+            )
+
+    def _learn_confidence(self, nodes: Iterable[JudgedNode]) -> None:
+        """Refit the confidence threshold to judged nodes, and record them."""
+        refit = self.options.assistant_confidence_schedule == "refit"
+        if self.pairs is None and not refit:
+            return
+        for node in nodes:
+            self.memory.judged.append((node.features[0], node.accepted))
+            if self.pairs is not None:
+                self.pairs.append(([*node.features, node.depth], node.accepted))
         if refit:
-            memory.confidence = fitted(memory.judged, memory.confidence)
+            self.memory.confidence = fit_threshold(self.memory.judged, self.memory.confidence)
 
     def forget(self, row: Row) -> None:
         self.lengths.pop(row, None)
-        self.rounds.pop(row, None)
+        self.drafts.pop(row, None)
 
 
-def scheduled(length: int, all_accepted: bool) -> int:
+def next_length(length: int, all_accepted: bool) -> int:
     """The depth of the next draft by transformers' heuristic."""
     return length + 2 if all_accepted else max(1, length - 1)
 
 
-def judged(
+class JudgedNode(NamedTuple):
+    """A draft node that the target accepted or rejected.  depth: from 0."""
+
+    features: NodeFeatures
+    depth: int
+    accepted: bool
+
+
+def judged_nodes(
     tree: DraftTree, accepted: Sequence[int], features: dict[int, NodeFeatures]
-) -> Iterator[tuple[NodeFeatures, int, bool]]:
-    """(features, depth, whether it was accepted) of the judged nodes: children of the accepted path."""
+) -> Iterator[JudgedNode]:
+    """The children of the accepted path, as far as they have features."""
     for depth, node in enumerate([ROOT, *accepted]):
         for child, parent in enumerate(tree.parents):
             if parent == node and child in features:
-                yield features[child], depth, child in accepted
+                yield JudgedNode(features[child], depth, child in accepted)
 
 
-def fitted(history: Sequence[tuple[float, bool]] | deque[tuple[float, bool]], before: float) -> float:
-    """The threshold with the least false positive rate + 3 · false negative rate; the highest of equally good
-    ones.
+def fit_threshold(history: Collection[tuple[float, bool]], before: float) -> float:
+    """The threshold with the least false positive rate + 3 · false negative rate; of equals the highest.
 
-    history: (probability, whether it was accepted).  Returns `before` while there are five or fewer, or all
-    are alike.
+    history: (probability, whether it was accepted) of judged nodes.  Returns `before` while there are five or
+    fewer, or all are alike.
     """
-    right = sum(good for _, good in history)
-    wrong = len(history) - right
-    if len(history) <= 5 or not right or not wrong:
+    num_right = sum(right for _, right in history)
+    num_wrong = len(history) - num_right
+    if len(history) <= 5 or not num_right or not num_wrong:
         return before
-    threshold, least_cost, hits, alarms = before, math.inf, 0, 0
+    threshold, least_cost = before, math.inf
+    right_above = wrong_above = 0  # nodes at least as probable as this one
     ordered = sorted(history, reverse=True)
-    for i, (p, good) in enumerate(ordered):
-        hits, alarms = hits + good, alarms + (not good)
-        if i + 1 == len(ordered) or ordered[i + 1][0] < p:
-            # the rates in integers, so that ties are exact
-            cost = alarms * right + 3 * (right - hits) * wrong
-            if cost < least_cost:
-                threshold, least_cost = p, cost
+    for i, (probability, right) in enumerate(ordered):
+        right_above += right
+        wrong_above += not right
+        if i + 1 < len(ordered) and ordered[i + 1][0] == probability:
+            continue  # nodes of one probability are on one side of a threshold
+        # both rates times num_right · num_wrong: in integers ties are exact
+        cost = wrong_above * num_right + 3 * (num_right - right_above) * num_wrong
+        if cost < least_cost:
+            threshold, least_cost = probability, cost
     return threshold

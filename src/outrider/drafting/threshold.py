@@ -5,12 +5,18 @@ from __future__ import annotations
 SMOOTH, STEP, KEEP = 0.5, 0.01, 0.9  # the paper's β₁, ε and β₂
 
 
-def adapted(threshold: float, mean: float, share: float, full: bool, target: float) -> tuple[float, float]:
-    """Return (threshold, smoothed acceptance) after a round with this share of accepted draft tokens.
+def adapt_threshold(
+    threshold: float, mean: float, share: float, full: bool, target: float
+) -> tuple[float, float]:
+    """Threshold and smoothed acceptance after a draft of which this share of tokens was accepted.
 
-    The threshold rises if the acceptance is below its target.  It falls if the acceptance suffices and the
-    round was not `full`, as deep as it might have been.
+    The threshold rises if the smoothed acceptance is below its target.  It falls if the acceptance suffices
+    and the draft was not `full`, as deep as it might have been.  mean: the smoothed acceptance before.
     """
     mean = SMOOTH * mean + (1 - SMOOTH) * share
-    moved = threshold + STEP if mean < target else threshold if full else threshold - STEP
+    moved = threshold
+    if mean < target:
+        moved += STEP
+    elif not full:
+        moved -= STEP
     return min(1.0, max(0.0, KEEP * threshold + (1 - KEEP) * moved)), mean

@@ -70,7 +70,7 @@ def decoder_of(tokenizer: Any, skip_special_tokens: bool) -> Callable[[Sequence[
     return partial(decode, skip_special_tokens=skip_special_tokens)
 
 
-def shown(text: str, stops: Sequence[str]) -> str:
+def visible_text(text: str, stops: Sequence[str]) -> str:
     """`text` without its longest suffix that is a prefix of a stop string."""
     for held in range(min(len(text), max(map(len, stops), default=1) - 1), 0, -1):
         if any(stop.startswith(text[-held:]) for stop in stops):

@@ -23,7 +23,7 @@ from outrider.control.module import module_for
 from outrider.control.prefill import PrefillPacer
 from outrider.core.block_table import PAGE
 from outrider.core.clock import Times, Work, one_recording, working_time
-from outrider.core.device import Mark
+from outrider.core.device import DeviceEvent
 from outrider.core.row import Row
 from outrider.core.step import NO_STATES, Batch, Commit
 from outrider.draft import automatic, methods_of
@@ -31,7 +31,7 @@ from outrider.draft.union.joined import Joined
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
 from outrider.engine.calibrate import forward_cost
-from outrider.engine.flights import NO_MARK, Flight, controller_of, report_of
+from outrider.engine.flights import NO_EVENT, Flight, controller_of, report_of
 from outrider.engine.memory import longest, plan_pages, working_bytes
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
@@ -84,7 +84,7 @@ class Engine:
 
     def target_for(self, speculation: SpeculativeOptions) -> Target:
         """The target as a drafter sees it under the verification rule and the controller of `speculation`."""
-        return replace(self.target, needs_probs=speculation.rule.drawn, adaptive=speculation.adaptive)
+        return replace(self.target, needs_probs=speculation.rule.needs_probs, adaptive=speculation.adaptive)
 
     def new_drafter(self, speculation: SpeculativeOptions) -> Drafter:
         return speculation.method.create(speculation.options, self.target_for(speculation))
@@ -121,7 +121,7 @@ class Engine:
         self.flights, self.overlap = deque[Flight](), self.decoder.stages  # steps in flight at once
         # whether one is in flight between two calls of `step`
         self.ahead = self.decoder.in_process and self.decoder.device.type != "cpu"
-        self.prompts_read = NO_MARK  # by the drafters, of the last step
+        self.prompts_read = NO_EVENT  # by the drafters, of the last step
         self.adaptive = self._adaptive_controllers(limits, speculation) if speculation.adaptive else []
         self.controller: Controller = self.adaptive[0] if self.adaptive else limits
         self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
@@ -219,7 +219,7 @@ class Engine:
                 break
             self.flights.append(self._begin(batch, began))
             if self.overlap > 1 or self.ahead:
-                self.scheduler.away.update(batch.rows)
+                self.scheduler.in_flight.update(batch.rows)
         return failed
 
     def abort(self, row: Row) -> None:
@@ -230,7 +230,7 @@ class Engine:
         self.scheduler.abort(row)
         if self.ahead and self.flights and all(each.finish_reason for each in self.flights[0].batch.rows):
             for each in self.flights.popleft().batch.rows:
-                self.scheduler.away.discard(each)
+                self.scheduler.in_flight.discard(each)
                 self.scheduler.retire(each)
 
     def _begin(self, batch: Batch, began: float) -> Flight:
@@ -242,15 +242,15 @@ class Engine:
         propose = working_time()
         batch.take(self.proposer.propose(batch))
         controller.trim(batch)
-        forward, drafted = working_time(), self._mark()
+        forward, drafted = working_time(), self._event()
         complete = self.runner.begin(batch, self.drafter.needs)
         drafting = forward - propose - self.proposer.taken()
         times = Times(drafting, working_time() - forward, propose - began)
         return Flight(batch, controller, complete, times, drafted)
 
-    def _mark(self) -> Mark:
+    def _event(self) -> DeviceEvent:
         """The present moment in the work of the device, if a controller has to know what took how long."""
-        return Mark(self.decoder.device) if self.adaptive else NO_MARK
+        return DeviceEvent(self.decoder.device) if self.adaptive else NO_EVENT
 
     def _complete(self, flight: Flight) -> list[Row]:
         """Wait for the forward of a step, and verify and commit its drafts."""
@@ -266,7 +266,7 @@ class Engine:
         self.proposer.observe(commit)
         # Of a device, that it may still compute.  What drafters do with a prompt is no cost of drafts.
         observed = working_time() - before if self.ahead and not batch.prefill else 0.0
-        self.prompts_read = self._mark() if batch.prefill else NO_MARK
+        self.prompts_read = self._event() if batch.prefill else NO_EVENT
         finished = self._finish(batch)
         times = times.plus(Times(observed, 0.0, working_time() - after - observed))
         times = self.proposer.charged(times)

@@ -8,21 +8,24 @@ from typing import Any, NamedTuple
 from outrider.control import Controller
 from outrider.control.auto import AutoController
 from outrider.core.clock import Times, working_time
-from outrider.core.device import Mark
+from outrider.core.device import DeviceEvent
 from outrider.core.step import Batch
 from outrider.engine.runner import ForwardOutput
 
-NO_MARK = Mark()
+NO_EVENT = DeviceEvent()
 
 
 class Flight(NamedTuple):
-    """complete: waits for the forward.  times: so far.  drafted: the end of drafters' work on a device."""
+    """A step whose forward has begun.
+
+    complete: waits for the forward.  times: so far.  drafted: reached when a device has drafted.
+    """
 
     batch: Batch
     controller: Controller
     complete: Callable[[], ForwardOutput]
     times: Times
-    drafted: Mark = NO_MARK
+    drafted: DeviceEvent = NO_EVENT
 
     def result(self) -> tuple[ForwardOutput, Times]:
         """Wait for the drafters and the forward.  Returns its output, and the times with those of waiting."""

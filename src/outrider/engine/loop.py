@@ -147,17 +147,17 @@ class EngineLoop:
             yield
 
     def _run(self, done: Callable[[], bool], me: int) -> None:
-        came = time.monotonic()
+        arrival = time.monotonic()
         while True:
             with self._lock:
                 if done():
                     return
                 waiter = self._drive_or_wait(me)
             if waiter is None:
-                self.engine.turn.wait_for_processor(came)  # of another engine on the same weights
+                self.engine.turn.wait_for_processor(arrival)  # of another engine on the same weights
                 self._step()
             elif not waiter.acquire(timeout=MAX_WAIT):
-                self.engine.turn.refuse_to_wait(came)
+                self.engine.turn.check_processor(arrival)
 
     def _leave(self, me: int) -> None:
         """Release the role of driver."""
@@ -238,17 +238,17 @@ class EngineLoop:
 
         An Exception ends all requests in the engine; an interrupt requeues them.
         """
-        open_ = [ticket for ticket in self.tickets.values() if ticket not in self._arriving]
-        self.engine.restart([row for ticket in open_ for row in ticket.rows])
+        tickets = [ticket for ticket in self.tickets.values() if ticket not in self._arriving]
+        rows = [row for ticket in tickets for row in ticket.rows]
+        self.engine.restart(rows)
         if isinstance(error, Exception):
             failure: Exception = error
             if not isinstance(error, RankError):
                 failure = EngineError(f"a step of the engine failed with {type(error).__name__}: {error}")
                 failure.__cause__ = error
-            for ticket in open_:
+            for ticket in tickets:
                 ticket.fail(failure)
-        for ticket in open_:
-            for row in ticket.rows:
-                if row.finish_reason is None:
-                    self.engine.add(row)
-        self._report(open_)
+        for row in rows:
+            if row.finish_reason is None:
+                self.engine.add(row)
+        self._report(tickets)

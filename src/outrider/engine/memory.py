@@ -42,25 +42,10 @@ def plan_pages(
     enough = -(-(max_len + max_nodes) // PAGE) * options.max_num_seqs
     limit, size = options.kv_cache_memory_bytes, slot_bytes.total()
     if limit:
-        if any(device.type == "cpu" for device in slot_bytes) and limit > (most := _memory()):
-            raise CapacityError(
-                f"kv_cache_memory_bytes {limit:,} is more than the {most:,} bytes of this machine: lower it."
-            )
         pages = limit // (size * PAGE)
-        for device, each in slot_bytes.items():
-            needed = pages * PAGE * each + working.get(device, 0)
-            if device.type == "cuda" and needed > (most := _free_on_gpu(device)[0]):
-                raise CapacityError(
-                    f"kv_cache_memory_bytes {limit:,} needs {needed:,} bytes on {device} with what a step "
-                    f"computes, and {most:,} are free: lower it."
-                )
+        _check_limit(limit, pages, slot_bytes, working)
     else:
-        share = options.gpu_memory_utilization
-        rooms = [
-            (max(0, free_memory(device, share) - working.get(device, 0)), each)
-            for device, each in slot_bytes.items()
-        ]
-        limit, size = min(rooms, key=lambda room: room[0] / room[1])
+        limit, size = _tightest(slot_bytes, options.gpu_memory_utilization, working)
         pages = min(limit // (size * PAGE), enough)
     if pages < minimum:
         raise CapacityError(
@@ -69,6 +54,33 @@ def plan_pages(
             "raise kv_cache_memory_bytes or lower max_model_len."
         )
     return pages
+
+
+def _check_limit(
+    limit: int, pages: int, slot_bytes: Counter[torch.device], working: Mapping[torch.device, int]
+) -> None:
+    """Raise CapacityError for a kv_cache_memory_bytes, of so many pages, that a device does not have."""
+    if any(device.type == "cpu" for device in slot_bytes) and limit > (most := _memory()):
+        raise CapacityError(
+            f"kv_cache_memory_bytes {limit:,} is more than the {most:,} bytes of this machine: lower it."
+        )
+    for device, each in slot_bytes.items():
+        needed = pages * PAGE * each + working.get(device, 0)
+        if device.type == "cuda" and needed > (most := _free_on_gpu(device)[0]):
+            raise CapacityError(
+                f"kv_cache_memory_bytes {limit:,} needs {needed:,} bytes on {device} with what a step "
+                f"computes, and {most:,} are free: lower it."
+            )
+
+
+def _tightest(
+    slot_bytes: Counter[torch.device], share: float, working: Mapping[torch.device, int]
+) -> tuple[int, int]:
+    """(bytes for K/V, bytes of a slot) of the device that holds the fewest slots by default."""
+    rooms = list[tuple[int, int]]()
+    for device, size in slot_bytes.items():
+        rooms.append((max(0, free_memory(device, share) - working.get(device, 0)), size))
+    return min(rooms, key=lambda room: room[0] / room[1])
 
 
 def free_memory(device: torch.device, share: float) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,28 +24,29 @@ UNSET = torch.empty(0)  # placeholder for hidden states that the forward fills i
 SLICE = 16  # rows of prompt logits in memory at once
 
 
+class Span(NamedTuple):
+    """Forward rows of one row of the batch: of its first known token, and of its draft node 0."""
+
+    first: int
+    end: int
+
+
+@dataclass(slots=True, eq=False)
 class ForwardOutput:
     """Logits and hidden states of a forward.  Implements `Picker`: evaluates nodes lazily.
 
     logits  float32 [M, V]: after the root of row r in row roots[r], after its node i in row roots[r] + 1 + i
     kept    the hidden states that `needs` names, of all rows of the forward
-    spans   spans[r]: forward rows of the first known token and of draft node 0 of row r
+    spans   one for each row of the batch
     """
 
-    __slots__ = ("batch", "kept", "logits", "needs", "roots", "sampler", "spans")
-
-    def __init__(
-        self,
-        batch: Batch,
-        logits: Tensor,
-        roots: dict[int, int],
-        sampler: Sampler,
-        needs: Needs,
-        kept: Mapping[int, Tensor],
-        spans: list[tuple[int, int]],
-    ) -> None:
-        self.batch, self.logits, self.roots, self.sampler, self.needs = batch, logits, roots, sampler, needs
-        self.kept, self.spans = kept, spans
+    batch: Batch
+    logits: Tensor
+    roots: dict[int, int]
+    sampler: Sampler
+    needs: Needs
+    kept: Mapping[int, Tensor]
+    spans: list[Span]
 
     def at(self, row: int, node: int) -> int:
         """The row of `logits` after `node` of row `row`."""
@@ -70,10 +73,9 @@ class ForwardOutput:
 
     def states(self) -> States:
         """Hidden states of the known tokens and the accepted nodes of every row."""
-        places = [
-            [*range(first, end), *[end + node for node in step.accepted]]
-            for (first, end), step in zip(self.spans, self.batch)
-        ]
+        places = list[list[int]]()
+        for span, step in zip(self.spans, self.batch):
+            places.append([*range(span.first, span.end), *[span.end + node for node in step.accepted]])
         return States(self.kept, places)
 
     def record_logprobs(self) -> None:
@@ -113,11 +115,11 @@ class Runner:
         queries = None if self.verifier is None else self.verifier.queries(self.rule)
         roots: dict[int, int] = {}
         scored: list[tuple[RowStep, int]] = []  # rows with prompt_logprobs, and their first forward row
-        spans: list[tuple[int, int]] = []
+        spans: list[Span] = []
         for r, step in enumerate(batch):
             row, first = step.row, step_input.length
             add_row(step_input, step)
-            spans.append((first, first + step.known))
+            spans.append(Span(first, first + step.known))
             if row.logprobs is not None and row.logprobs.prompt_pending(row.prompt):
                 scored.append((step, first))
             if row.adapter is not None:
@@ -159,7 +161,7 @@ class Runner:
         kept: dict[int, Tensor],
         queries: TreeQueries | None,
         resume: Resume | None,
-        spans: list[tuple[int, int]],
+        spans: list[Span],
     ) -> Callable[[], Tensor]:
         """Begin the forward.  The result waits for it, fills `kept` and returns the logits of some rows.
 
@@ -167,13 +169,13 @@ class Runner:
         """
         if resume is None or kept.keys() - {FINAL}:
             return self.decoder.begin_step(step_input, self.pool, kept, queries)
-        x = self._resumed(step_input, resume, spans)
+        x = self._resume(step_input, resume, spans)
         logits = self.decoder.finish_step(step_input, x, kept, queries)
         return lambda: logits
 
-    def _resumed(self, step_input: StepInput, resume: Resume, spans: list[tuple[int, int]]) -> Tensor:
-        """Hidden states [n, hidden] after the last layer."""
-        done = [end + node for (_, end), nodes in zip(spans, resume.nodes) for node in nodes]
+    def _resume(self, step_input: StepInput, resume: Resume, spans: list[Span]) -> Tensor:
+        """Hidden states [n, hidden] after the last layer, of which the drafter has computed a part."""
+        done = [span.end + node for span, nodes in zip(spans, resume.nodes) for node in nodes]
         rest = sorted({*range(step_input.length)}.difference(done))
         lower = self.decoder.layer_range(0, resume.layer)
         upper = self.decoder.layer_range(resume.layer, self.decoder.spec.layers)
@@ -194,11 +196,12 @@ class Runner:
         todo = range(len(logprobs.prompt) - 1, min(step.end, row.prompt - 1))
         assert not todo or todo.start >= step.start, "positions whose logits are needed were not computed"
         mode = logprobs.mode.replace("processed", "raw")
-        for places in (todo[i : i + SLICE] for i in range(0, len(todo), SLICE)):
-            offset = first - step.start
-            part = states[offset + places.start : offset + places.stop]
+        offset = first - step.start  # from a position to its forward row
+        for i in range(0, len(todo), SLICE):
+            positions = todo[i : i + SLICE]
+            part = states[offset + positions.start : offset + positions.stop]
             rows = self.decoder.head_logits(part.contiguous())  # they may be columns beside other states
-            for position, logits in zip(places, rows):
+            for position, logits in zip(positions, rows):
                 logprobs.add_prompt(row.tokens[position + 1], self.sampler.values(row, (), logits, mode))
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from outrider.cache.pages import Cache
 from outrider.control.prefill import PrefillBudget
-from outrider.core.block_table import PAGE
+from outrider.core.block_table import PAGE, BlockTable
 from outrider.core.row import LoRARequest, Row
 from outrider.core.step import Batch
 from outrider.core.tree import Budget
@@ -69,7 +69,7 @@ class Scheduler:
         self.cache, self.limits, self.hooks, self.adapters = cache, limits, hooks, adapters
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
-        self.away: set[Row] = set()  # running rows whose step is in flight
+        self.in_flight: set[Row] = set()  # running rows whose step is in flight
         self.preemptions = self.prefix_queries = self.prefix_hits = 0  # the last two count prompt tokens
 
     def add(self, row: Row) -> None:
@@ -81,7 +81,7 @@ class Scheduler:
         if row in self.waiting:
             self.waiting.remove(row)
         row.finish_reason = row.finish_reason or "abort"
-        if row not in self.away:
+        if row not in self.in_flight:
             self.retire(row)
 
     def clear(self, rows: Iterable[Row]) -> None:
@@ -94,7 +94,7 @@ class Scheduler:
             row.computed = 0
         self.running.clear()
         self.waiting.clear()
-        self.away.clear()
+        self.in_flight.clear()
 
     def next(self, overlap: int = 1) -> Batch:
         """The rows of the next step, with slots for their known tokens.
@@ -103,16 +103,23 @@ class Scheduler:
         """
         batch, decodes, drafting = Batch(), 0, 0
         for row in list(self.running):
-            if row.finish_reason is not None and row not in self.away:
+            if row.finish_reason is not None and row not in self.in_flight:
                 self.retire(row)  # only after a step that was interrupted
             elif len(row.tokens) - row.computed == 1:
                 decodes += 1
                 drafting += row.params.speculate
         prefilling = self.waiting or decodes < len(self.running)
         budget = self._prefill_budget(decodes, drafting) if prefilling else NO_PREFILL
-        share = -(-len(self.running) // overlap)
+        self._add_running(batch, budget, -(-len(self.running) // overlap))
+        if self.waiting:
+            num_rows = min(len(self.running) + len(self.waiting), self.limits.max_num_seqs)
+            self._add_waiting(batch, budget, -(-num_rows // overlap))
+        return batch
+
+    def _add_running(self, batch: Batch, budget: PrefillBudget, most: int) -> None:
+        """Add running rows, at most so many: with the pending token, or with a chunk of the prompt."""
         for row in list(self.running):
-            if row.table is None or row in self.away or len(batch) == share:
+            if row.table is None or row in self.in_flight or len(batch) == most:
                 continue  # it has just been preempted, or is in flight, or for the next batch
             known = len(row.tokens) - row.computed
             if known > 1:
@@ -120,9 +127,11 @@ class Scheduler:
             end = row.computed + known
             if known and (end <= row.table.room or self._room(row, end)):
                 batch.add(row, known)
-        share = -(-min(len(self.running) + len(self.waiting), self.limits.max_num_seqs) // overlap)
-        while self._places(batch, share) and not budget.exhausted:
-            if not self._admit(self.waiting[0]):
+
+    def _add_waiting(self, batch: Batch, budget: PrefillBudget, most: int) -> None:
+        """Admit waiting rows in order, until the batch has so many rows or one does not fit."""
+        while self.waiting and len(batch) < most and not budget.exhausted:
+            if len(self.running) >= self.limits.max_num_seqs or not self._admit(self.waiting[0]):
                 break
             row = self.waiting.popleft()
             if row.error is not None:
@@ -130,11 +139,6 @@ class Scheduler:
                 continue
             insort_right(self.running, row, key=_priority)
             batch.add(row, budget.take(len(row.tokens) - row.computed, row.computed))
-        return batch
-
-    def _places(self, batch: Batch, share: int) -> bool:
-        """Whether a waiting row has a place in a batch."""
-        return bool(self.waiting) and len(self.running) < self.limits.max_num_seqs and len(batch) < share
 
     def _prefill_budget(self, decodes: int, drafting: int) -> PrefillBudget:
         """Prompt tokens of a step with so many decoding rows, `drafting` of which get draft nodes."""
@@ -178,8 +182,22 @@ class Scheduler:
 
     def commit(self, batch: Batch) -> None:
         """Move accepted paths to consecutive slots, free the other draft pages, and index full pages."""
-        sources: list[int] = []
-        targets: list[int] = []
+        self._move_accepted(batch)
+        for step in batch:
+            row, table = step.row, step.row.table
+            assert table is not None
+            # only now: a step that was interrupted before, even in the middle of `move`, is computed again
+            row.computed = step.end + len(step.accepted)
+            if step.budget.nodes:
+                self.cache.shrink(table, max(len(row.tokens), row.computed))
+            if row.computed >= (len(table.nodes) + 1) * PAGE:
+                self.share(row)
+        if self.in_flight:
+            self.in_flight.difference_update(batch.rows)
+
+    def _move_accepted(self, batch: Batch) -> None:
+        """Copy K/V of accepted nodes to the slots after the known tokens, in position order."""
+        sources, targets = list[int](), list[int]()
         for step in batch:
             if not step.accepted:
                 continue
@@ -190,17 +208,6 @@ class Scheduler:
                     targets.append(slots[step.end + place])
         if sources:
             self.cache.pools[0].move(sources, targets)
-        for step in batch:
-            row, table = step.row, step.row.table
-            assert table is not None
-            # only now: a step that was interrupted before, even in the middle of `move`, is computed again
-            row.computed = step.end + len(step.accepted)
-            if step.budget.nodes:
-                self.cache.shrink(table, max(len(row.tokens), row.computed))
-            if row.computed >= (len(table.nodes) + 1) * PAGE:
-                self.share(row)
-        if self.away:
-            self.away.difference_update(batch.rows)
 
     def share(self, row: Row) -> None:
         """Index its full pages for reuse, as far as target and drafter have filled them."""
@@ -230,10 +237,10 @@ class Scheduler:
         if fresh and row.params.stop and len(row.tokens) - row.prompt >= row.params.min_tokens:
             found = find_stop(text.text, len(fresh), tuple(row.params.stop))
             if found:
-                text.text = text.text[
-                    : found[0] + (len(found[1]) if row.params.include_stop_str_in_output else 0)
-                ]
-                row.finish_reason, row.stop_reason = "stop", found[1]
+                start, stop = found
+                end = start + len(stop) if row.params.include_stop_str_in_output else start
+                text.text = text.text[:end]
+                row.finish_reason, row.stop_reason = "stop", stop
 
     def _room(self, row: Row, length: int) -> bool:
         """Reserve pages for a running row, preempting the last ones as needed.
@@ -243,7 +250,7 @@ class Scheduler:
         while row.table is not None:
             if self.cache.reserve(row.table, length):
                 return True
-            if self.running[-1] in self.away:
+            if self.running[-1] in self.in_flight:
                 return False
             self._preempt(self.running[-1])
         return False
@@ -266,26 +273,35 @@ class Scheduler:
 
         Returns False, without effect, if its tokens do not fit.
         """
-        source, shared = row.source, None if row.source is None else row.source.table
-        if source is not None and shared is not None and source.computed < row.prompt:
+        source = row.source
+        if source is not None and source.table is not None and source.computed < row.prompt:
             return False  # its prompt is being computed right now
         if row.lora is not None and not self._adapt(row, row.lora):
             return row.error is not None
-        row.table = self.cache.open(row.cache_root)
-        if source is not None and shared is not None:
-            row.computed = min(row.prompt - 1, self.hooks.filled(source))
-            fits = self.cache.fork(shared, row.table, row.computed)
-        else:
-            row.computed, fits = self.cache.match(row.table, row.tokens, row.reusable), True
-        row.computed = max(0, row.computed - self.limits.lookbehind)
-        if not (fits and self.cache.reserve(row.table, len(row.tokens))):
-            self.cache.close(row.table)
+        row.table = table = self.cache.open(row.cache_root)
+        if not (self._reuse_pages(row, table) and self.cache.reserve(table, len(row.tokens))):
+            self.cache.close(table)
             row.table, row.adapter, row.computed = None, None, 0
-        elif row.cached is None:
+            return False
+        if row.cached is None:
             row.cached, row.queued = row.computed, time.perf_counter() - row.entered
             self.prefix_queries += row.prompt
             self.prefix_hits += row.computed
-        return row.table is not None
+        return True
+
+    def _reuse_pages(self, row: Row, table: BlockTable) -> bool:
+        """Share pages with the sample that has the same prompt, or with an indexed prefix; set `computed`.
+
+        Returns False if there is no free page for a copy.
+        """
+        source, fits = row.source, True
+        if source is not None and source.table is not None:
+            row.computed = min(row.prompt - 1, self.hooks.filled(source))
+            fits = self.cache.fork(source.table, table, row.computed)
+        else:
+            row.computed = self.cache.match(table, row.tokens, row.reusable)
+        row.computed = max(0, row.computed - self.limits.lookbehind)
+        return fits
 
     def _adapt(self, row: Row, lora: LoRARequest) -> bool:
         """Load the row's LoRA adapter.

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from outrider.errors import RequestError
 from outrider.sampling.processors import running_since
 
-STALL = 60.0  # seconds of one call of a logits processor after which a caller that came during it gives up
+STALL = 60.0  # seconds of one call of a logits processor after which a call made during it gives up
 
 
 class Turn:
@@ -37,31 +37,31 @@ class Turn:
                 "processor): only abort can; call it between steps."
             )
 
-    def refuse_to_wait(self, came: float) -> bool:
-        """Whether a logits processor runs in a step since before `came`, the time of a call.
+    def check_processor(self, arrival: float) -> bool:
+        """Whether a logits processor runs in a step since before `arrival`, the time of a call.
 
         It may have started the calling thread and wait for it, and then neither would end.  So this raises
         RequestError once the processor takes more than `STALL` seconds.
         """
         began = running_since.get(self.owner or 0, math.inf)
-        if began < came and time.monotonic() - began > STALL:
+        if began < arrival and time.monotonic() - began > STALL:
             raise RequestError(
                 f"a logits processor that was running before this call has taken more than {STALL:g} s, and "
                 "may wait for it, while the call waits for its step: a processor cannot use the engine that "
                 "calls it."
             )
-        return began < came
+        return began < arrival
 
-    def wait_for_processor(self, came: float) -> None:
-        """Return when no logits processor runs that was running at `came`.  Raises as `refuse_to_wait`."""
-        while running_since and self.refuse_to_wait(came):
+    def wait_for_processor(self, arrival: float) -> None:
+        """Return once no logits processor runs that ran at `arrival`.  Raises as `check_processor`."""
+        while running_since and self.check_processor(arrival):
             time.sleep(0.01)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Hold the lock for the duration of the block.
 
-        Raises RequestError on re-entry, and as `refuse_to_wait`.
+        Raises RequestError on re-entry, and as `check_processor`.
         """
         self.refuse_reentry()
         self.wait_for_processor(time.monotonic())
@@ -73,11 +73,11 @@ class Turn:
                 self.owner = None
 
 
-class _Turned(Protocol):
+class _HasTurn(Protocol):
     turn: Turn
 
 
-E = TypeVar("E", bound=_Turned)
+E = TypeVar("E", bound=_HasTurn)
 T = TypeVar("T")
 
 

@@ -34,7 +34,7 @@ from outrider.drafting.base import DEPTHS, Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.device_trees import on_device
-from outrider.heads.growth import Asked, Found, grow
+from outrider.heads.growth import DeviceGrowth, GrowthPlan, LevelInput, grow
 from outrider.heads.layouts import HeadFormat
 from outrider.heads.outer import Ids
 from outrider.heads.reader import Reader
@@ -43,11 +43,11 @@ from outrider.heads.vocabulary import check_size
 
 FINGERPRINT = "target_fingerprint"  # in the config of a head: `Checkpoint.fingerprint` of its target
 State = tuple[Tensor, ...]  # of a head that drafts level by level: [n, …] each
-OF_LAYERS = (
+LAYER_SETTINGS = (
     "num_attention_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_parameters",
     "rope_scaling", "max_position_embeddings",
 )  # fmt: skip
-OF_ROWS = ("catch_up", "last_states", "memory", "trees", "unread")  # of a drafter, besides its weights
+ROW_STATE = ("catch_up", "last_states", "memory", "trees", "deferred")  # of a drafter, besides its weights
 log = logging.getLogger("outrider")
 # Names of tensors beside, or in place of, quantized weights.
 QUANTIZED = re.compile(r"\.(weight_(scale(_inv)?|packed|zero_point)|qweight|scales)$")
@@ -87,8 +87,9 @@ def random_head(make: Callable[..., Any], *args: Any, **options: Any) -> Head:
 
 
 class HeadDrafter(Drafter):
-    """head: the opened file, under our names.  reader: packs its tensors.  choose: draft tokens from logits.
+    """Base of drafters with a trained head.
 
+    head: the opened file, under our names.  reader: packs its tensors.  choose: draft tokens from logits.
     packed: the file's tensors, if some of them are quantized.
     FORMAT: the table of the method's published names.  memory: accuracy of ranks, for trees that follow it.
     """
@@ -149,7 +150,7 @@ class HeadDrafter(Drafter):
         if bits and options.quantization is None:
             options = replace(options, quantization=f"int{bits}")
         fresh = type(self)(options, self.target, Head.of(self.head.name, config, tensors))
-        kept = {name: value for name, value in vars(fresh).items() if name not in OF_ROWS}
+        kept = {name: value for name, value in vars(fresh).items() if name not in ROW_STATE}
         needs = self.needs  # a learner may have added states
         vars(self).update(kept, needs=needs)
 
@@ -179,7 +180,7 @@ class HeadDrafter(Drafter):
     def complete_config(self) -> None:
         """Take the settings of layers from the target where the head's config has none: Hydra's files."""
         if "num_attention_heads" not in self.head.config:
-            theirs = {name: getattr(self.target.checkpoint.config, name, None) for name in OF_LAYERS}
+            theirs = {name: getattr(self.target.checkpoint.config, name, None) for name in LAYER_SETTINGS}
             config = {name: value for name, value in theirs.items() if value is not None}
             self.head = replace(self.head, config={**config, **self.head.config})
             self.reader = replace(self.reader, head=self.head)
@@ -209,12 +210,12 @@ class HeadDrafter(Drafter):
             states += cursor.states
         return step_input.build(), torch.cat(states)
 
-    def propose_for(self, batch: Batch, grown: Mapping[int, DraftTree]) -> Draft:
-        """The draft with these trees, by row; `learn` judges them."""
-        trees = [grown.get(r, EMPTY_TREE) for r in range(len(batch))]
+    def propose_for(self, batch: Batch, trees: Mapping[int, DraftTree]) -> Draft:
+        """The draft with these trees, by row of the batch; `learn` judges them."""
+        proposed = [trees.get(r, EMPTY_TREE) for r in range(len(batch))]
         if self.memory is not None:
-            self.trees.update(zip(batch.rows, trees))
-        return Draft(trees)
+            self.trees.update(zip(batch.rows, proposed))
+        return Draft(proposed)
 
     def learn(self, commit: Commit) -> None:
         """Update the accuracy of ranks, if trees follow it."""
@@ -223,7 +224,7 @@ class HeadDrafter(Drafter):
                 self.memory.update(self.trees.pop(step.row, EMPTY_TREE), step.emitted)
 
     def _open(self, options: Any) -> Head:
-        """Raise ModelError for a file of another method, or one that cannot be used."""
+        """The head of these options.  Raises ModelError for one of another method, or that is unusable."""
         head = Head.open(options.model, options.revision)
         if not self.claims(head):
             named = head.config.get("speculators_model_type")
@@ -266,9 +267,9 @@ class StateDrafter(HeadDrafter):
 
     def ready(self, batch: Batch) -> list[int]:
         """The rows to draft for: allowed to, and with the state of the token before the pending one."""
-        return [r for r, step in enumerate(batch) if self.can_draft(step) and self._current(step)]
+        return [r for r, step in enumerate(batch) if self.can_draft(step) and self._is_current(step)]
 
-    def _current(self, step: RowStep) -> bool:
+    def _is_current(self, step: RowStep) -> bool:
         last = self.last_states.get(step.row)
         return last is not None and last.computed == step.start
 
@@ -292,35 +293,38 @@ class StateDrafter(HeadDrafter):
         raise NotImplementedError
 
     def propose(self, batch: Batch) -> Draft:
-        grown = {r: self.tree(batch[r]) for r in self.ready(batch)}
-        if grown:
-            self._grow(list(grown.values()), self.begin(self.states(batch, list(grown))))
-        return self.propose_for(batch, {r: tree.draft_tree for r, tree in grown.items()})
+        trees = {r: self.tree(batch[r]) for r in self.ready(batch)}
+        if trees:
+            self._grow(list(trees.values()), self.begin(self.states(batch, list(trees))))
+        return self.propose_for(batch, {r: tree.draft_tree for r, tree in trees.items()})
 
     def _grow(self, trees: Sequence[LevelTree], state: State) -> None:
         state, logits = self.advance(0, state, frontier_tokens(trees))
         embeds = self.target.decoder.embedding is not None
-        if embeds and (laid := on_device(trees, self.choose)) is not None:
-
-            def advance(level: int, found: Found) -> Tensor:
-                nonlocal state
-                parents = tuple(part.index_select(0, found.sources) for part in state)
-                state, logits = self.advance(level, parents, found.ids)
-                return logits
-
-            numbers = [part.on(self.backend.device) for part in laid.numbers]
-            asked, rows = Asked.of(laid, self.choose).on(self.backend.device), map(len, laid.rows[1:])
-            laid.read(grow(laid.shape, numbers, self.choose, asked, logits, [*rows], advance))
+        if embeds and (device_growth := on_device(trees, self.choose)) is not None:
+            self._grow_on_device(device_growth, state, logits)
             return
         growth = Growth(trees, self.choose)
         while growth.add(logits):
             parents = tuple(part[growth.sources] for part in state)
             state, logits = self.advance(growth.level, parents, frontier_tokens(growth.trees))
 
+    def _grow_on_device(self, growth: DeviceGrowth, state: State, logits: Tensor) -> None:
+        """Grow trees whose first state and logits are given; the host reads the complete trees."""
+
+        def advance(level: int, given: LevelInput) -> Tensor:
+            nonlocal state
+            parents = tuple(part.index_select(0, given.sources) for part in state)
+            state, logits = self.advance(level, parents, given.ids)
+            return logits
+
+        plan = GrowthPlan.of(growth, self.choose).on(self.backend.device)
+        growth.set_trees(grow(plan, self.choose, logits, advance))
+
     def observe(self, commit: Commit) -> None:
         for r, step in enumerate(commit.batch):
             if step.emitted:
-                state = commit.states.of(r, (self.tap,), last=True)
+                state = commit.states.last_of(r, (self.tap,))
                 self.last_states[step.row] = LastState(step.row.computed, state)
 
     def forget(self, row: Row, reason: str) -> None:

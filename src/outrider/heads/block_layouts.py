@@ -70,31 +70,36 @@ class BlockLayout:
         Raises ModelError for a config that does not fit the tensors or the target.
         """
         config, layers = head.config, len(numbers(head, "layers.{i}.{rest}"))
-        kinds = config.get("layer_types") or []
-        if SLIDING not in kinds:
-            kinds = [SLIDING if config.get("use_swa") else "full_attention"] * layers
-        if len(kinds) < layers:
-            raise ModelError(
-                f"{head.name!r} has {layers} layers, and its config has {len(kinds)} layer_types."
-            )
-        sliding = [kind == SLIDING for kind in kinds[:layers]]
+        sliding = _sliding(head, layers)
         window = config.get("swa_window_size", config.get("sliding_window")) or 0
-        whole(1).check(config.get("block_size"), f"block_size of {head.name!r}", ModelError)
-        whole(0).check(config.get("mask_token_id"), f"mask_token_id of {head.name!r}", ModelError)
+        block: Any = config.get("block_size")
+        mask: Any = config.get("mask_token_id")
+        whole(1).check(block, f"block_size of {head.name!r}", ModelError)
+        whole(0).check(mask, f"mask_token_id of {head.name!r}", ModelError)
         if any(sliding):
             whole(1).check(window, f"sliding_window of {head.name!r}", ModelError)
         taps = _taps(head, target_layers, layers, tap_offset)
-        if config["block_size"] + anchored < 2:
+        if block + anchored < 2:
             raise ModelError(f"{head.name!r} has a block of 1 token, which drafts nothing.")
         windows = tuple(window if slides else 0 for slides in sliding)
         causal = tuple(_causal(config, slides) for slides in sliding)
-        return BlockLayout(taps, config["block_size"], config["mask_token_id"], anchored, windows, causal)
+        return BlockLayout(taps, block, mask, anchored, windows, causal)
 
 
 def from_anchor(head: Head, usual: bool = False) -> bool:
     """Whether the anchor's row predicts, too: each the token after it.  usual: without such a key."""
     config = flat(head.config)
     return bool(config.get("sample_from_anchor", config.get("shift_label", usual)))
+
+
+def _sliding(head: Head, layers: int) -> list[bool]:
+    """Whether each layer attends to a window.  Raises ModelError for a config of fewer layers."""
+    kinds = head.config.get("layer_types") or []
+    if SLIDING not in kinds:
+        return [bool(head.config.get("use_swa"))] * layers
+    if len(kinds) < layers:
+        raise ModelError(f"{head.name!r} has {layers} layers, and its config has {len(kinds)} layer_types.")
+    return [kind == SLIDING for kind in kinds[:layers]]
 
 
 def _causal(config: Mapping[str, Any], sliding: bool) -> bool:

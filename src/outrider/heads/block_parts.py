@@ -84,7 +84,9 @@ class BlockLayer(Layer):
 
 
 class BlockNetwork(nn.Module):
-    """taps: as `Needs.states` numbers them.  block: tokens of a block, the pending one included.
+    """Network of a block-parallel head, with the published names.
+
+    taps: as `Needs.states` numbers them.  block: tokens of a block, the pending one included.
     mask: id of the others.  ids: the head's tokens, ascending; empty for all.
     """
 
@@ -207,25 +209,29 @@ class BlockNetwork(nn.Module):
         taps = torch.cat([sample.states[tap] for tap in self.taps], dim=-1)
         logits, confidence = self(taps, tokens, anchors, outer, sample.lengths)
         depth = torch.arange(self.block) - 1  # -1 for the anchor's row
-        at = anchors[:, None] + 1 + depth
-        before = (at - 1).clamp_max(last)
-        same = sample.offsets[before] - sample.offsets[anchors][:, None] == depth  # of the same text
-        counted = to_device((at <= last) & (depth >= 0) & mask[before] & same, device)
-        at, depth = to_device(at, device), to_device(depth, device)
-        following = tokens[at.clamp_max(last)]
+        places = anchors[:, None] + 1 + depth  # of the tokens that the rows predict, [A, block]
+        before = (places - 1).clamp_max(last)
+        in_text = sample.offsets[before] - sample.offsets[anchors][:, None] == depth  # the anchor's
+        counted = to_device((places <= last) & (depth >= 0) & mask[before] & in_text, device)
+        expected = tokens[to_device(places.clamp_max(last), device)]
         if self.ids:
-            counted = counted & self.t2d[following]
+            counted = counted & self.t2d[expected]
             known = self.t2d.nonzero().flatten()
-            following = torch.searchsorted(known, following).clamp_max(len(known) - 1)
-        weight = counted * torch.exp(-depth / DECAY)
+            expected = torch.searchsorted(known, expected).clamp_max(len(known) - 1)
+        weight = counted * torch.exp(-to_device(depth, device) / DECAY)
         rows = logits.flatten(0, 1).float()
-        losses = F.cross_entropy(rows, following.flatten(), reduction="none").view_as(weight)
+        losses = F.cross_entropy(rows, expected.flatten(), reduction="none").view_as(weight)
         if confidence is not None:
-            theirs = sample.logits[(at - 1).clamp_max(last)].softmax(-1)  # over all tokens, then the head's
-            theirs = theirs[..., list(self.ids) or slice(self.vocabulary)]
-            overlap = torch.minimum(theirs, logits.detach().float().softmax(-1)).sum(-1)
-            losses = losses + F.binary_cross_entropy_with_logits(confidence, overlap, reduction="none")
+            target_logits = sample.logits[to_device(before, device)]
+            losses = losses + self._acceptance_loss(confidence, logits, target_logits)
         return (losses * weight).sum() / weight.sum().clamp_min(1e-6)
+
+    def _acceptance_loss(self, predicted: Tensor, logits: Tensor, target_logits: Tensor) -> Tensor:
+        """[A, block]: cross entropy of the predicted logit with the expected acceptance, sum(min(p, q))."""
+        p = target_logits.softmax(-1)[..., list(self.ids) or slice(self.vocabulary)]  # of the head's tokens
+        q = logits.detach().float().softmax(-1)
+        acceptance = torch.minimum(p, q).sum(-1)
+        return F.binary_cross_entropy_with_logits(predicted, acceptance, reduction="none")
 
     def _anchors(self, sample: Sample, mask: Tensor) -> Tensor:
         """int64, on the host: places that count, at most ANCHORS of each text, chosen at random."""

@@ -62,8 +62,9 @@ class BlockOptions(HeadOptions):
 
 
 class BlockDrafter(HeadDrafter):
-    """correction: of the logits by the tokens before; None for a plain block.
+    """Base of drafters that draft a whole block in one pass.
 
+    correction: of the logits by the tokens before; None for a plain block.
     kind, tensors: what the config calls this method, and an expression found in names of its own tensors.
     """
 
@@ -88,7 +89,7 @@ class BlockDrafter(HeadDrafter):
         self.hidden_norm = reader.vector("hidden_norm.weight", width)
         self.norm = reader.vector("norm.weight", width)
         names = [f"layers.{i}" for i in range(len(layout.windows))]
-        self.stack = Stack(reader, target, names, width, windows=layout.windows, more=layout.block)
+        self.stack = Stack(reader, target, names, width, windows=layout.windows, extra_positions=layout.block)
         self.pooled, sizes = self.stack, self.stack.sizes
         kv = sizes.kv_heads * sizes.head_dim
         parts = [(f"{name}.self_attn.{one}_proj", kv) for name in names for one in "kv"]
@@ -107,14 +108,14 @@ class BlockDrafter(HeadDrafter):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        """2: a norm over the taps beside the layers, normed attention heads, and what `marked` looks for."""
+        """2: a norm over the taps beside the layers, normed attention heads, and what `is_own` looks for."""
         ours = cls.FORMAT.renamed(head)
         if all(name in ours for name in SIGNS) and "layers.0.hidden_norm.weight" not in ours:
-            return 2 if cls.marked(head) else 0
-        return int(cls.FORMAT.named_in(head.config) and cls.marked(head))
+            return 2 if cls.is_own(head) else 0
+        return int(cls.FORMAT.named_in(head.config) and cls.is_own(head))
 
     @classmethod
-    def marked(cls, head: Head) -> bool:
+    def is_own(cls, head: Head) -> bool:
         """Whether a block under its published names is one of this method."""
         return kind_of(head) == cls.kind or any(map(re.compile(cls.tensors).search, head))
 
@@ -137,25 +138,42 @@ class BlockDrafter(HeadDrafter):
         if not rows:
             return self.propose_for(batch, {})
         levels = [min(batch[r].budget.depth, self.layout.levels) for r in rows]
-        all_logits, all_states = self.block_logits(batch, rows, levels)
-        logits_of = torch.split(all_logits, levels)
-        states_of = torch.split(all_states, [count + self.skipped for count in levels])
-        plain, corrected, grown = list[BlockTree](), list[CorrectedTree](), dict[int, RankTree]()
-        for r, logits, states in zip(rows, logits_of, states_of):
-            row, stream, paths = batch[r].row, self.target.stream_id, self._paths(batch[r], len(logits))
-            if self.correction is None:
-                plain.append(BlockTree(row, logits, paths, self.samples(row), stream))
-                grown[r] = plain[-1]
-            else:
-                corrected.append(CorrectedTree(row, logits, states, paths, self.samples(row), stream))
-                grown[r] = corrected[-1]
-        if self.correction is not None:
-            grow_corrected(corrected, self.correction, self.choose)
-        grow_blocks(plain, self.choose)
-        return self.propose_for(batch, {r: tree.draft_tree for r, tree in grown.items()})
+        logits, states = self.block_logits(batch, rows, levels)
+        steps, logits_of = [batch[r] for r in rows], torch.split(logits, levels)
+        trees: Sequence[RankTree]
+        if self.correction is None:
+            trees = self._plain_trees(steps, logits_of)
+        else:
+            states_of = torch.split(states, [count + self.skipped for count in levels])
+            trees = self._corrected_trees(steps, logits_of, states_of, self.correction)
+        return self.propose_for(batch, {r: tree.draft_tree for r, tree in zip(rows, trees)})
+
+    def _plain_trees(self, steps: Sequence[RowStep], logits_of: Sequence[Tensor]) -> list[BlockTree]:
+        """The complete trees of some rows, from the logits of their blocks."""
+        trees, stream = list[BlockTree](), self.target.stream_id
+        for step, logits in zip(steps, logits_of):
+            sampled, paths = self.samples(step.row), self._paths(step, len(logits))
+            trees.append(BlockTree(step.row, logits, paths, sampled, stream))
+        grow_blocks(trees, self.choose)
+        return trees
+
+    def _corrected_trees(
+        self,
+        steps: Sequence[RowStep],
+        logits_of: Sequence[Tensor],
+        states_of: Sequence[Tensor],
+        correction: Correction,
+    ) -> list[CorrectedTree]:
+        """`_plain_trees`, whose logits are corrected level by level.  states_of: of their blocks."""
+        trees, stream = list[CorrectedTree](), self.target.stream_id
+        for step, logits, states in zip(steps, logits_of, states_of):
+            sampled, paths = self.samples(step.row), self._paths(step, len(logits))
+            trees.append(CorrectedTree(step.row, logits, states, paths, sampled, stream))
+        grow_corrected(trees, correction, self.choose)
+        return trees
 
     def _paths(self, step: RowStep, depth: int) -> list[Path]:
-        """The nodes of a row's tree."""
+        """The nodes of a row's tree, as paths of ranks."""
         memory: RankAccuracy | None = self.memory
         return chain_paths(depth) if memory is None else memory.best_paths(step.budget.nodes, depth)
 
@@ -166,13 +184,13 @@ class BlockDrafter(HeadDrafter):
         positions, after that of its anchor if that predicts nothing.
         """
         layout, skipped, ids = self.layout, self.skipped, list[int]()
-        inputs = {causal: StepInput() for causal in set(layout.causal)}
-        kept: list[int] = []
+        inputs = {causal: StepInput() for causal in set(layout.causal)}  # one for each kind of layer
+        predicting: list[int] = []  # rows with logits
         for r, depth in zip(rows, levels):
             row, start = batch[r].row, batch[r].start
             slots = row.slots
             tokens = [row.tokens[start], *[layout.mask] * (depth - 1 + skipped)]
-            kept += range(len(ids) + skipped, len(ids) + len(tokens))
+            predicting += range(len(ids) + skipped, len(ids) + len(tokens))
             ids += tokens
             for causal, step_input in inputs.items():
                 if causal:
@@ -185,7 +203,7 @@ class BlockDrafter(HeadDrafter):
         for i, causal in enumerate(layout.causal):
             x = self.stack(x, inputs[causal], self.pool, only=i)
         x = self.backend.rms_norm(x, self.norm, self.stack.sizes.eps)
-        return lm_logits(self.target.decoder, x[kept], self.lm_head, self.ids), x
+        return lm_logits(self.target.decoder, x[predicting], self.lm_head, self.ids), x
 
     def observe(self, commit: Commit) -> None:
         self.learn(commit)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.backends.candidates import Candidates, Found
+from outrider.backends.candidates import Candidates, TopEntries
 from outrider.backends.launch import on_device
 from outrider.core.device import Numbers
 from outrider.core.noise import key_in
@@ -22,22 +22,27 @@ from outrider.core.row import Row
 from outrider.drafting.base import Target
 from outrider.drafting.trees.builder import RANK_CONFIDENCE
 
-AT_ONCE = 1 << 24  # logits that `next_tokens` ranks in one call; ranking takes some ten times their memory
+RANKED_AT_ONCE = 1 << 24  # logits that `top` ranks in one call, which takes some ten times their memory
 
 
-class Asked(NamedTuple):
-    """Paths as a backend takes them: words of `TopNext.asked`, and [n]: 1 for those whose tokens have noise.
+class RankingInputs(NamedTuple):
+    """What `Chooser.top` needs beside the logits after n paths, on the host or on the device.
 
-    probs: whether any token has none.
+    words:       sampling parameters and noise keys, as `TopNext.asked` packs them
+    noise_mask:  int64 [n], 1 for paths of requests with a temperature: their logits get noise
+    needs_probs: whether any path gets no noise, so that its confidences are probabilities
     """
 
     words: Any
-    noised: Numbers
-    probs: bool
+    noise_mask: Any
+    needs_probs: bool
 
 
 class Chooser:
-    """ids: int32 [Vd], the target's token of each of the head's; None where they are the same."""
+    """Choice of draft tokens from a head's logits.
+
+    ids: int32 [Vd], the target's token of each of the head's; None where they are the same.
+    """
 
     def __init__(self, target: Target, ids: Tensor | None = None) -> None:
         self.sampler, self.vocabulary = target.sampler, target.vocabulary
@@ -54,30 +59,33 @@ class Chooser:
         are fewer, and float32 [n, k], 0 there.  At a temperature the noise is shared with the target, so
         the rank gives the probability.
         """
-        return self.found(row, paths, logits, k).read()
+        return self.top_entries(row, paths, logits, k).read()
 
     def ranked(
         self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int
     ) -> list[list[tuple[int, float]]]:
-        """`best` as lists of (token, probability), one a path."""
+        """`best` as a list of (token, probability) for each path."""
         tokens, shares = self.best(row, paths, logits, k)
         return [
             [(token, share) for token, share in zip(*path) if token >= 0]
             for path in zip(tokens.tolist(), shares.tolist())
         ]
 
-    def found(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> Found:
+    def top_entries(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> TopEntries:
         """`best` as entries of the head's vocabulary."""
-        k, noised = min(k, logits.shape[1]), row.distribution.temperature > 0
-        ranked = self.rank_confidence if noised else None
+        k, has_noise = min(k, logits.shape[1]), row.distribution.temperature > 0
+        by_rank = self.rank_confidence if has_noise else None
         if row.processors:
-            return Found(*self._path_by_path(row, paths, self.wide(logits), k), ranked=ranked)
+            return TopEntries(
+                *self._path_by_path(row, paths, self.over_target_tokens(logits), k), by_rank=by_rank
+            )
         keys = [0] * len(paths)
-        if noised:
+        if has_noise:
             keys_by_depth = {depth: self._key(row, depth) for depth in set(map(len, paths))}
             keys = [keys_by_depth[len(path)] for path in paths]
-        picks = self.backend.pick_rows(self._cut(logits), row.distribution, keys, k, self.ids, not noised)
-        return Found(*picks, self.ids, ranked)
+        logits = self._without_padding(logits)
+        picks = self.backend.pick_rows(logits, row.distribution, keys, k, self.ids, not has_noise)
+        return TopEntries(*picks, self.ids, by_rank)
 
     def next_tokens(
         self, rows: Sequence[Row], depths: Sequence[int], logits: Tensor, k: int
@@ -87,32 +95,38 @@ class Chooser:
         rows, depths: of every path, and its length.
         Returns int64 and float32 [n, min(k, Vd)] on the device of the logits.
         """
-        words, noised, probs = self.asked(rows, depths)
+        words, noise_mask, needs_probs = self.ranking_inputs(rows, depths)
         device = self.backend.device
-        return self.top(logits, on_device(words, device), noised.on(device), k, probs)
+        moved = RankingInputs(on_device(words, device), noise_mask.on(device), needs_probs)
+        return self.top(logits, moved, k)
 
-    def asked(self, rows: Sequence[Row], depths: Sequence[int]) -> Asked:
-        """What `top` has to know of paths: their requests and lengths."""
+    def ranking_inputs(self, rows: Sequence[Row], depths: Sequence[int]) -> RankingInputs:
+        """Of paths of these requests and lengths, on the host."""
         top_next = self.backend.top_next
         assert top_next is not None, "`stays_on_device` says whether it is supported"
-        hot = [row.distribution.temperature > 0 for row in rows]
-        keys = [self._key(row, depth) if noised else 0 for row, depth, noised in zip(rows, depths, hot)]
+        has_noise = [row.distribution.temperature > 0 for row in rows]
+        keys = [self._key(row, depth) if noise else 0 for row, depth, noise in zip(rows, depths, has_noise)]
         words = top_next.asked([row.distribution for row in rows], keys, self.vocabulary)
-        return Asked(words, Numbers.of(hot, len(hot)), not all(hot))
+        return RankingInputs(words, Numbers.of(has_noise, len(has_noise)), not all(has_noise))
 
-    def top(self, logits: Tensor, words: Any, noised: Tensor, k: int, probs: bool) -> tuple[Tensor, Tensor]:
-        """`next_tokens` for what `asked` returned, on the device; probs: False if all of it has noise."""
-        top_next, logits = self.backend.top_next, self._cut(logits)
+    def top(self, logits: Tensor, inputs: RankingInputs, k: int) -> tuple[Tensor, Tensor]:
+        """`next_tokens` with inputs on the device, RANKED_AT_ONCE logits at a time."""
+        top_next, logits = self.backend.top_next, self._without_padding(logits)
         assert top_next is not None
-        some, rest = max(1, AT_ONCE // logits.shape[1]), (k, self.ids_on_device, probs)
-        parts = [slice(first, first + some) for first in range(0, len(logits), some)]
-        found = [top_next(logits[part], words[part], *rest) for part in parts]
-        tokens, shares = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
-        none = tokens < 0
+        entries, probs = list[Tensor](), list[Tensor]()
+        step = max(1, RANKED_AT_ONCE // logits.shape[1])
+        for first in range(0, len(logits), step):
+            part = slice(first, first + step)
+            best = top_next(logits[part], inputs.words[part], k, self.ids_on_device, inputs.needs_probs)
+            entries.append(best[0])
+            probs.append(best[1])
+        tokens, shares = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (entries, probs))
+        missing = tokens < 0
         if self.ids_on_device is not None:
             tokens = self.ids_on_device[tokens.clamp_min(0)].long()
-        shares = torch.where(noised[:, None] > 0, self.ranks_on_device[: tokens.shape[1]], shares)
-        return tokens.masked_fill(none, -1), shares.masked_fill(none, 0.0)
+        by_rank = self.ranks_on_device[: tokens.shape[1]]
+        shares = torch.where(inputs.noise_mask[:, None] > 0, by_rank, shares)
+        return tokens.masked_fill(missing, -1), shares.masked_fill(missing, 0.0)
 
     def stays_on_device(self, rows: Iterable[Row]) -> bool:
         """Whether drafts of these rows can be chosen where the logits are, and tokens not be read."""
@@ -123,20 +137,20 @@ class Chooser:
     ) -> tuple[list[int], list[int]]:
         """The next level of a dynamic tree, after paths of one length: the parents' rows and the tokens."""
         if row.processors:
-            return candidates.widen(self.found(row, paths, logits, candidates.k))
-        noised = row.distribution.temperature > 0
-        key = self._key(row, len(paths[0])) if noised else 0
-        ranked = self.rank_confidence if noised else None
-        return candidates.grow(self._cut(logits), row.distribution, key, self.ids, ranked)
+            return candidates.widen(self.top_entries(row, paths, logits, candidates.k))
+        has_noise = row.distribution.temperature > 0
+        key = self._key(row, len(paths[0])) if has_noise else 0
+        by_rank = self.rank_confidence if has_noise else None
+        return candidates.grow(self._without_padding(logits), row.distribution, key, self.ids, by_rank)
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor) -> Tensor | None:
         """q after a path, float64 [V] over the target's tokens, from float32 [Vd]; None if it is invalid."""
-        return self.sampler.q(row, path, self.wide(logits[None])[0])
+        return self.sampler.q(row, path, self.over_target_tokens(logits[None])[0])
 
-    def wide(self, logits: Tensor) -> Tensor:
+    def over_target_tokens(self, logits: Tensor) -> Tensor:
         """[n, V] over the target's tokens: -inf for those outside the head's vocabulary."""
         if self.ids is None and logits.shape[1] >= self.vocabulary:
-            return self._cut(logits)
+            return self._without_padding(logits)
         out = logits.new_full((len(logits), self.vocabulary), float("-inf"))
         if self.ids is None:
             out[:, : logits.shape[1]] = logits
@@ -149,7 +163,7 @@ class Chooser:
         """The noise key of the position after a path of this length."""
         return key_in(row.stream, len(row.tokens) + depth)
 
-    def _cut(self, logits: Tensor) -> Tensor:
+    def _without_padding(self, logits: Tensor) -> Tensor:
         """Logits without the padding of the vocabulary."""
         padded = self.ids is None and logits.shape[1] > self.vocabulary
         return logits[:, : self.vocabulary] if padded else logits

@@ -14,9 +14,11 @@ from outrider.heads.ranks import Path
 from outrider.heads.trees import Growth, RankTree, frontier_tokens
 
 
-class Corrected(NamedTuple):
-    """bias: float32 [n, Vd], added to the logits; None for none.  state [n, width]: of the next level.
-    acceptance: float32 [n], expected of the tokens at these places; None where it is estimated.
+class CorrectionOutput(NamedTuple):
+    """Output of a correction for n places.
+
+    bias: float32 [n, Vd], added to the logits; None for none.  state: [n, width], for the next level.
+    acceptance: float32 [n], expected of the tokens at these places; None: estimated from the logits.
     """
 
     bias: Tensor | None
@@ -31,7 +33,7 @@ class Correction:
         """State [n, width] of n trees.  tokens: of the anchors.  before: their states, or empty."""
         raise NotImplementedError
 
-    def __call__(self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor) -> Corrected:
+    def __call__(self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor) -> CorrectionOutput:
         """What the tokens before n places do; x [n, h]: the places' states."""
         raise NotImplementedError
 

@@ -28,7 +28,7 @@ from outrider.heads.trees import BlockTree, DynamicTree, LevelTree, RankTree
 
 
 def on_device(trees: Sequence[LevelTree], choose: Chooser) -> DeviceGrowth | None:
-    """These empty trees, laid out to grow on the device; None if the host has to see every level."""
+    """The growth of these empty trees on the device; None if the host has to see every level."""
     dynamic = [tree for tree in trees if isinstance(tree, DynamicTree)]
     ranked = [
         tree for tree in trees if type(tree) is RankTree and not tree.sampled and tree.acceptance is None
@@ -62,4 +62,5 @@ def _rank_levels(trees: Sequence[BlockTree], choose: Chooser) -> None:
     levels = iter(torch.stack([tokens.double(), shares.double()], -1).tolist())
     for tree in trees:
         for _ in tree.logits:
-            tree.level_rankings.append([(int(token), share) for token, share in next(levels) if token >= 0])
+            best = [(int(token), share) for token, share in next(levels) if token >= 0]
+            tree.level_rankings.append(best)

@@ -1,7 +1,7 @@
-"""Growth of draft trees on a device, level by level, once `device_trees.py` has laid them out.
+"""Growth of draft trees on a device, level by level, after `device_trees.py` has laid out their forwards.
 
-host     lay out rows and steps of all levels                                        read
-device   first logits │ Levels.add → Found │ forward, logits │ … │ Levels.end → trees
+host     forwards of all levels ─▶                                            ─▶ one read: the trees
+device   first logits │ Levels.add → LevelInput │ forward, logits │ … │ Levels.finish
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from outrider.backends.launch import on_device
 from outrider.core.device import Numbers
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
-from outrider.heads.choose import Chooser
+from outrider.heads.choose import Chooser, RankingInputs
 
 
-class Found(NamedTuple):
-    """The next forward, as far as tokens decide it.
+class LevelInput(NamedTuple):
+    """Input of the forward of one level, as far as it depends on tokens.
 
-    ids, sources: int64, of every row: its token, and the row of its parent in the last logits
-    paths: int32 [rows, level] or None, the slots of their paths, where these depend on tokens
+    ids:     int64 [rows], the token of each row
+    sources: int64 [rows], the row of its parent in the last logits
+    paths:   int32 [rows, level], the slots of its path; None where the host knows them
     """
 
     ids: Tensor
@@ -34,19 +35,19 @@ class Found(NamedTuple):
 
 
 class Levels(Protocol):
-    """Trees that grow on the device."""
+    """The levels of trees that grow on the device, so far."""
 
-    def add(self, level: int, tokens: Tensor, shares: Tensor, rows: int) -> Found:
-        """Add a level to every tree, from the next tokens of the last forward's rows.
+    def add(self, level: int, tokens: Tensor, shares: Tensor, num_rows: int) -> LevelInput:
+        """Add a level to every tree, from the best tokens after the rows of the last forward.
 
-        rows: of the next forward
+        tokens, shares: int64 and float32 [rows of the last forward, k].  num_rows: of the next forward
         """
 
-    def end(self, level: int, tokens: Tensor, shares: Tensor) -> Tensor:
-        """Add the last level.  Returns what `DeviceGrowth.read` takes."""
+    def finish(self, level: int, tokens: Tensor, shares: Tensor) -> Tensor:
+        """Add the last level.  Returns the nodes of all trees, as `DeviceGrowth.set_trees` takes them."""
 
 
-class Shape(Protocol):
+class GrowthShape(Protocol):
     """Sizes of trees that grow together, hashable.  k: tokens that `Levels` takes for each row of logits."""
 
     @property
@@ -54,92 +55,110 @@ class Shape(Protocol):
     @property
     def k(self) -> int: ...
 
-    def begin(self, numbers: Sequence[Tensor]) -> Levels:
-        """numbers: those of `DeviceGrowth`, maybe with blank rows behind them"""
+    def begin(self, tables: Sequence[Tensor]) -> Levels:
+        """tables: those of `DeviceGrowth`, on the device; blank rows may follow"""
 
 
 class DeviceGrowth(Protocol):
-    """Trees that are laid out.
+    """Trees that grow together on the device, and all that the host decides before any token is known.
 
-    rows:  the request of each row of the logits of every level; the first are of the trees in their order
-    steps: the forwards between these logits, built
+    tables:    index tables of `Levels`
+    requests:  the request of each row of the logits, by level; in the first, one for each tree, in order
+    forwards:  the inputs of the forwards between these logits, built
     """
 
     @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> GrowthShape: ...
     @property
-    def numbers(self) -> Sequence[Numbers]: ...
+    def tables(self) -> Sequence[Numbers]: ...
     @property
-    def rows(self) -> Sequence[Sequence[Row]]: ...
+    def requests(self) -> Sequence[Sequence[Row]]: ...
     @property
-    def steps(self) -> Sequence[StepInput]: ...
+    def forwards(self) -> Sequence[StepInput]: ...
 
-    def read(self, found: Tensor) -> None:
-        """Set `read` of all trees, by one read of the device."""
+    def set_trees(self, nodes: Tensor) -> None:
+        """Set `device_tree` of all trees, with one read of the device.  nodes: from `Levels.finish`"""
 
 
-class Asked(NamedTuple):
-    """What the choice of tokens takes of each level: `words` and `noised` of `Chooser.asked`.
+class GrowthPlan(NamedTuple):
+    """What `grow` reads: the shape, the number of rows of each forward, and by level the `RankingInputs`.
 
-    All levels but the first have as many rows; those that a level lacks are not read.
+    All levels but the first have inputs for as many rows; those that a level lacks are not read.
     """
 
+    shape: GrowthShape
+    row_counts: Sequence[int]
     words: Sequence[Any]
-    noised: Sequence[Any]
-    probs: bool
+    noise_masks: Sequence[Any]
+    needs_probs: bool
+    tables: Sequence[Any]
 
     @staticmethod
-    def of(growth: DeviceGrowth, choose: Chooser) -> Asked:
-        first, *others = growth.rows
+    def of(growth: DeviceGrowth, choose: Chooser) -> GrowthPlan:
+        """The plan of a growth, on the host."""
+        first, *others = growth.requests
         most = max(map(len, others), default=0)
-        rows = [first, *([*level, *[first[0]] * (most - len(level))] for level in others)]
-        asked = [choose.asked(own, [level] * len(own)) for level, own in enumerate(rows)]
-        return Asked([a.words for a in asked], [a.noised for a in asked], any(a.probs for a in asked))
+        padded = [first, *([*level, *[first[0]] * (most - len(level))] for level in others)]
+        inputs = [choose.ranking_inputs(own, [level] * len(own)) for level, own in enumerate(padded)]
+        return GrowthPlan(
+            growth.shape,
+            [*map(len, others)],
+            [own.words for own in inputs],
+            [own.noise_mask for own in inputs],
+            any(own.needs_probs for own in inputs),
+            growth.tables,
+        )
 
-    def on(self, device: torch.device) -> Asked:
-        words, noised = ([on_device(part, device) for part in own] for own in self[:2])
-        return Asked(words, noised, self.probs)
+    @property
+    def numbers(self) -> list[Any]:
+        """All that goes to the device."""
+        return [*self.words, *self.noise_masks, *self.tables]
+
+    @staticmethod
+    def of_numbers(
+        shape: GrowthShape, row_counts: Sequence[int], needs_probs: bool, numbers: Sequence[Any]
+    ) -> GrowthPlan:
+        """The plan with these `numbers`."""
+        n = shape.levels
+        return GrowthPlan(shape, row_counts, numbers[:n], numbers[n : 2 * n], needs_probs, numbers[2 * n :])
+
+    def on(self, device: torch.device) -> GrowthPlan:
+        moved = [on_device(part, device) for part in self.numbers]
+        return GrowthPlan.of_numbers(self.shape, self.row_counts, self.needs_probs, moved)
+
+    def ranking_inputs(self, level: int, num_rows: int) -> RankingInputs:
+        """Of the first rows of a level."""
+        words, noise_mask = self.words[level][:num_rows], self.noise_masks[level][:num_rows]
+        return RankingInputs(words, noise_mask, self.needs_probs)
 
 
 def grow(
-    shape: Shape,
-    numbers: Sequence[Tensor],
-    choose: Chooser,
-    asked: Asked,
-    logits: Tensor,
-    rows: Sequence[int],
-    advance: Callable[[int, Found], Tensor],
+    plan: GrowthPlan, choose: Chooser, logits: Tensor, advance: Callable[[int, LevelInput], Tensor]
 ) -> Tensor:
-    """Grow trees that are laid out.  Returns what `DeviceGrowth.read` takes; the host reads nothing.
+    """Grow trees on the device, where the plan is.  Returns what `DeviceGrowth.set_trees` takes.
 
-    numbers, asked: of the growth, on the device.  logits: of the first level.  rows: of each later level
-    advance: the logits of a level
+    The host reads nothing.  logits: of the first level.  advance: returns the logits of a further level
     """
 
     def best(level: int) -> tuple[Tensor, Tensor]:
-        words, noised = (part[level][: len(logits)] for part in (asked.words, asked.noised))
-        return choose.top(logits, words, noised, shape.k, asked.probs)
+        return choose.top(logits, plan.ranking_inputs(level, len(logits)), plan.shape.k)
 
-    levels = shape.begin(numbers)
-    for level, count in enumerate(rows):
-        logits = advance(level + 1, levels.add(level, *best(level), count))
-    return levels.end(shape.levels - 1, *best(shape.levels - 1))
-
-
-def power_of_two(n: int) -> int:
-    """Smallest power of two of at least n, so that few graphs serve many sizes."""
-    return 1 << (n - 1).bit_length()
+    levels = plan.shape.begin(plan.tables)
+    for level, num_rows in enumerate(plan.row_counts):
+        logits = advance(level + 1, levels.add(level, *best(level), num_rows))
+    last = plan.shape.levels - 1
+    return levels.finish(last, *best(last))
 
 
-def widened(tokens: Tensor, shares: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Tokens and confidences [n, k] of a head that may have fewer tokens."""
+def pad_ranks(tokens: Tensor, shares: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Tokens and confidences [n, k], of a head that may have fewer than k tokens: -1 and 0 for the others."""
     if (missing := k - tokens.shape[1]) <= 0:
         return tokens, shares
     return F.pad(tokens, (0, missing), value=-1), F.pad(shares, (0, missing))
 
 
-def by_row(levels: Sequence[Sequence[tuple[int, int]]]) -> Numbers:
-    """Pairs of numbers of the rows of all levels, [most rows, levels, 2]; 0 for missing rows."""
+def row_table(levels: Sequence[Sequence[tuple[int, int]]]) -> Numbers:
+    """A pair of numbers for each row of each level, as [most rows, levels, 2]; 0 for missing rows."""
     most = max(map(len, levels), default=0) or 1
     numbers = array("q")
     for row in range(most):

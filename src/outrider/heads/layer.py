@@ -23,7 +23,7 @@ from outrider.errors import ModelError, first_line
 from outrider.heads.reader import Reader
 from outrider.models.base import Model
 from outrider.models.decoder import rotations
-from outrider.models.layers import LayerReader
+from outrider.models.layers import LayerReader, LayerSource
 from outrider.models.rowwise import by_rows
 from outrider.parallel.layout import Layout
 from outrider.parallel.load import divide
@@ -102,45 +102,54 @@ class Stack:
         target: Target,
         names: Sequence[str],
         width: int,
-        inputs: int = 0,
+        *,
+        first_inputs: int = 0,
         windows: Sequence[int] = (),
-        more: int = 0,
-        bare: bool = False,
+        extra_positions: int = 0,
+        norm_optional: bool = False,
     ) -> None:
-        """names: prefixes of the blocks' names.  inputs: width of u of the first block, if the caller gives
-        u.  windows: of each block.  more: positions after the target's last.  bare: blocks may lack an input
-        norm.
+        """names: prefixes of the blocks' names.  first_inputs: width of u of the first block, if the caller
+        gives u.  windows: of each block; 0 or none: full attention.  extra_positions: after the target's
+        last.  norm_optional: blocks may lack an input norm.
 
         Raises ModelError for blocks whose K/V does not fit into one pool.
         """
         head, self.model = reader.head, target.decoder
+        self.sizes = Sizes.of(head, names[0], width)
         windows = tuple(windows) or (0,) * len(names)
-        self.sizes = sizes = Sizes.of(head, names[0], width)
-        rotated = int(sizes.head_dim * (head.config.get("partial_rotary_factor") or 1))
-        table = rotary_table(head.config, replace(sizes, head_dim=rotated), target.max_len + more)
-        specs, blocks = list[Spec](), list[tuple[str, int]]()  # blocks: name, and width of a given u or 0
-        for i, name in enumerate(names):
-            spec = _spec(head, name, width, windows)
-            if (spec.kv_heads, spec.head_dim) != (sizes.kv_heads, sizes.head_dim):
+        specs = [_spec(head, name, width, windows) for name in names]
+        for name, spec in zip(names, specs):
+            if (spec.kv_heads, spec.head_dim) != (self.sizes.kv_heads, self.sizes.head_dim):
                 raise ModelError(
                     f"{head.name!r}: {name} has other K/V heads than its first layer, which is not supported."
                 )
-            lacks_norm = bare and f"{name}.input_layernorm.weight" not in head
-            given = inputs if i == 0 and inputs else width * lacks_norm
-            specs.append(spec)
-            blocks.append((name, given))
+        sources = list[LayerSource]()
+        for name in names:
+            lacks_norm = norm_optional and f"{name}.input_layernorm.weight" not in head
+            sources.append(LayerSource(name, width if lacks_norm else 0))
+        if first_inputs:
+            sources[0] = LayerSource(names[0], first_inputs)
+        rotated = int(self.sizes.head_dim * (head.config.get("partial_rotary_factor") or 1))
+        rotated_sizes = replace(self.sizes, head_dim=rotated)
+        table = rotary_table(head.config, rotated_sizes, target.max_len + extra_positions)
         if reader.ranks > 1:
-            self._divide(reader, specs, table, blocks)
-            return
+            self._divide(reader, specs, table, sources)
+        else:
+            self._pack(reader, specs, table, sources)
+
+    def _pack(
+        self, reader: Reader, specs: Sequence[Spec], table: Tensor, sources: Sequence[LayerSource]
+    ) -> None:
         self.backend, self.rotations = reader.backend, table.to(reader.backend.device)
         self.layers, self.packed = [], []
-        for i, (spec, block) in enumerate(zip(specs, blocks)):
-            layer = LayerReader(head, spec, torch.float32, reader.bits).layer(self.backend, i, *block)
+        for i, (spec, source) in enumerate(zip(specs, sources)):
+            layers = LayerReader(reader.head, spec, torch.float32, reader.bits)
+            layer = layers.layer(self.backend, i, source.prefix, source.inputs)
             self.layers.append(layer)
             self.packed.append(self.backend.pack_layers(spec, [layer], self.rotations))
 
     def _divide(
-        self, reader: Reader, specs: Sequence[Spec], table: Tensor, blocks: list[tuple[str, int]]
+        self, reader: Reader, specs: Sequence[Spec], table: Tensor, sources: Sequence[LayerSource]
     ) -> None:
         """Divide the blocks over the ranks.  Raises ModelError for blocks of several sizes."""
         if len({*specs}) > 1:
@@ -149,7 +158,7 @@ class Stack:
             )
         bits, layout = f"int{reader.bits}" if reader.bits else None, Layout(reader.ranks)
         precision, kind = self.model.precision._replace(quantization=bits), self.model.device.type
-        options = ModelOptions(specs[0], layout, kind, precision, table, blocks)
+        options = ModelOptions(specs[0], layout, kind, precision, table, sources)
         self.divided = divide(self.model, reader.head, options)
 
     @property

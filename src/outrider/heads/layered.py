@@ -22,7 +22,7 @@ After the last layer that one recurs: (o, draft) at t+1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -99,25 +99,29 @@ class LayerForwards(Forwards):
 
     def catch_up(self) -> Tensor:
         """Layer after layer; each ends one pair before the one below it, whose token is not known."""
-        g, counts = self.net.from_states(self.states), [reading.cursor.count for reading in self.readings]
+        g = self.net.from_states(self.states)
+        counts = [reading.cursor.count for reading in self.readings]  # pairs of this layer
         for layer in range(self.net.count):
-            step_input = StepInput()
-            for reading, count in zip(self.readings, counts):
-                if count:
-                    first, token = reading.cursor.first, reading.cursor.first + layer + 1
-                    tokens = reading.row.tokens[token : token + count]
-                    step_input.chain(reading.table[layer + 1 :], first, tokens)
+            step_input = self._pairs_of(layer, counts)
             if not step_input.length:
                 break
             o = self.net.forward(step_input.build(), self.pool, g, layer)
-            last_pairs = list[int]()  # rows of o, of the trees
-            for reading, end in zip(self.readings, accumulate(counts)):
-                if reading.tree is not None:
-                    last_pairs.append(end - 1)
-            self.roots.append(take(o, last_pairs))
+            ends = zip(self.readings, accumulate(counts))
+            last_rows = [end - 1 for reading, end in ends if reading.tree is not None]
+            self.roots.append(take(o, last_rows))
             g = torch.cat([part[:-1] for part in torch.split(self.net.from_output(o, layer), counts)])
             counts = [max(0, count - 1) for count in counts]
         return self.roots[0]
+
+    def _pairs_of(self, layer: int, counts: Sequence[int]) -> StepInput:
+        """The forward of a layer over the first `counts` pending pairs of every row, not built."""
+        step_input = StepInput()
+        for reading, count in zip(self.readings, counts):
+            if count:
+                first = reading.cursor.first
+                tokens = reading.row.tokens[first + layer + 1 : first + layer + 1 + count]
+                step_input.chain(reading.table[layer + 1 :], first, tokens)
+        return step_input
 
     def logits(self, level: int, o: Tensor) -> Tensor:
         return self.net.logits(o, min(level, self.net.count - 1))
@@ -142,21 +146,30 @@ class LayerForwards(Forwards):
         return super().on_device and self.net.count == 1  # the slots of a second layer begin elsewhere
 
     def _through_layer(self, layer: int, trees: Sequence[LevelTree]) -> Tensor:
-        """The output [n, hidden] of `layer` at the frontiers, which they and all nodes above them pass."""
-        step_input, frontier, rows = StepInput(), list[int](), dict[int, int]()
-        parents: list[int] = []  # rows of all nodes' parents in roots and outputs of the layer below
+        """Output [n, hidden] of `layer` at the frontiers.  All nodes on the paths to them pass it."""
+        step_input, frontier = StepInput(), list[int]()
+        row_of = dict[int, int]()  # slot of a node -> its row of the forward
+        parents = list[int]()  # of each of these rows: its parent's row in roots and outputs of layer - 1
         for tree in trees:
-            table, root = tree.table[layer:], tree.table[tree.base - 1]
-            for tokens, slots in tree.frontier_paths:
-                for i, (token, slot) in enumerate(zip(tokens, slots)):
-                    if slot in rows:  # it is on the path of another node, too
-                        continue
-                    rows[slot] = step_input.length
-                    parents.append(self.rows[slots[i - 1] if i else root])
-                    step_input.node(table, tree.base - layer, slots[: i + 1], token)
-                frontier.append(rows[slots[-1]])
+            table, root_slot = tree.table[layer:], tree.table[tree.base - 1]
+            paths = tree.frontier_paths
+            for token, slots in _distinct_nodes(paths):
+                parents.append(self.rows[slots[-2] if len(slots) > 1 else root_slot])
+                row_of[slots[-1]] = step_input.length
+                step_input.node(table, tree.base - layer, slots, token)
+            frontier += [row_of[slots[-1]] for _, slots in paths]
         below = torch.cat([self.roots[layer - 1], self.outputs])
         g = self.net.from_output(below[parents], layer - 1)
         self.outputs = self.net.forward(step_input.build(), self.pool, g, layer)
-        self.rows = self.root_rows | {slot: len(self.root_rows) + row for slot, row in rows.items()}
+        self.rows = self.root_rows | {slot: len(self.root_rows) + row for slot, row in row_of.items()}
         return self.outputs[frontier]
+
+
+def _distinct_nodes(paths: Iterable[tuple[list[int], list[int]]]) -> Iterator[tuple[int, list[int]]]:
+    """Token and path of slots of every node on these paths (tokens, slots), once each, parents first."""
+    seen = set[int]()
+    for tokens, slots in paths:
+        for depth, (token, slot) in enumerate(zip(tokens, slots), start=1):
+            if slot not in seen:
+                seen.add(slot)
+                yield token, slots[:depth]

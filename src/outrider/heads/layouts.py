@@ -95,7 +95,7 @@ def matching(head: Head, *patterns: str) -> Iterator[str]:
     return (name for name in head if any(_compile(pattern).fullmatch(name) for pattern in patterns))
 
 
-class Changed:
+class ChangedTensors:
     """Tensors, some of which are changed while they are read.  changes: stored name -> as in `Layout`."""
 
     def __init__(self, tensors: Tensors, changes: Mapping[str, Change], config: Mapping[str, Any]) -> None:
@@ -240,13 +240,12 @@ class HeadFormat:
             return replace(head, config=flat(head.config))
         layout = self.layout_of(head) or self.layouts[-1]
         ours, config = layout.translate(head), dict(layout.defaults) | flat(head.config)
-        changes = {
-            stored: change
-            for name, stored in ours.stored.items()
-            for pattern, change in layout.changes
-            if re.search(pattern, name)
-        }
-        tensors = Changed(head.tensors, changes, config) if changes else head.tensors
+        changes: dict[str, Change] = {}
+        for name, stored in ours.stored.items():
+            for pattern, change in layout.changes:
+                if re.search(pattern, name):
+                    changes[stored] = change
+        tensors = ChangedTensors(head.tensors, changes, config) if changes else head.tensors
         return replace(ours, config=config, tensors=tensors)
 
     def translate(self, head: Head) -> Head:

@@ -8,14 +8,56 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.core.device import power_of_two
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, DraftTree
 from outrider.heads.choose import Chooser
-from outrider.heads.growth import Found, by_row, power_of_two, widened
+from outrider.heads.growth import LevelInput, pad_ranks, row_table
 from outrider.heads.trees import DynamicTree, RankTree
 
-NO_LOGITS = torch.empty(0)  # of trees that are laid out
+NO_LOGITS = torch.empty(0)  # of trees whose shape is laid out before any forward
+
+
+class RankShape(NamedTuple):
+    """Sizes of trees of ranks, or of chains."""
+
+    levels: int
+    k: int
+
+    def begin(self, tables: Sequence[Tensor]) -> RankLevels:
+        return RankLevels(self, *tables)
+
+
+class RankLevels:
+    """`Levels` of trees of ranks.
+
+    picks:  int64 [new nodes, levels, 2], row of the logits and rank of the token of each new node
+    inputs: int64 [rows, levels - 1, 2], new node and row of its parent, of each row of a forward
+    nodes:  of each level, float64 [new nodes, 2], tokens and confidences
+    """
+
+    def __init__(self, shape: RankShape, picks: Tensor, inputs: Tensor) -> None:
+        self.shape, self.picks, self.inputs = shape, picks, inputs
+        self.nodes = list[Tensor]()
+
+    def add(self, level: int, tokens: Tensor, shares: Tensor, num_rows: int) -> LevelInput:
+        new_nodes, sources = self.inputs[:num_rows, level].unbind(-1)
+        new_tokens = self._add_nodes(level, tokens, shares)
+        return LevelInput(new_tokens.index_select(0, new_nodes).clamp_min(0), sources, None)
+
+    def finish(self, level: int, tokens: Tensor, shares: Tensor) -> Tensor:
+        """float64 [levels, new nodes, 2]: their tokens, -1 for a missing one, and confidences."""
+        self._add_nodes(level, tokens, shares)
+        return torch.stack(self.nodes)
+
+    def _add_nodes(self, level: int, tokens: Tensor, shares: Tensor) -> Tensor:
+        """Add the new nodes of a level.  Returns their tokens."""
+        rows, ranks = self.picks[:, level].unbind(-1)
+        tokens, shares = pad_ranks(tokens, shares, self.shape.k)
+        tokens, shares = tokens[rows, ranks], shares[rows, ranks]
+        self.nodes.append(torch.stack([tokens.double(), shares.double()], 1))
+        return tokens
 
 
 class _RankChooser:
@@ -28,136 +70,105 @@ class _RankChooser:
         return [[(rank, 1.0) for rank in range(min(k, self.vocabulary))] for _ in paths]
 
 
-class _Laid:
-    """A level of trees of ranks, of `rows` parents in all.
+class _LevelLayout:
+    """One level of all trees of ranks.
 
-    new:     (tree, node), by number, of each new node
-    picks:   (row of the logits, rank) of its token
-    inputs, sources: of each row of the next forward, the new node and the row of its parent in the last one
+    nodes:      (tree, node), by number, of each new node
+    picks:      (row of the logits, rank) of its token
+    inputs:     (new node, row of its parent in the last logits) of each row of the next forward
+    num_rows:   rows of the logits, one for each parent
+    step_input: the next forward
     """
 
     def __init__(self) -> None:
-        self.new, self.picks = list[tuple[int, int]](), list[tuple[int, int]]()
-        self.inputs, self.sources, self.rows, self.step_input = list[int](), list[int](), 0, StepInput()
+        self.nodes, self.picks = list[tuple[int, int]](), list[tuple[int, int]]()
+        self.inputs = list[tuple[int, int]]()
+        self.num_rows, self.step_input = 0, StepInput()
 
-    def add(self, i: int, tree: RankTree, ranks: Any) -> bool:
-        """Add a level to tree i.  Returns whether it goes on."""
-        parents, before = tree.frontier, len(tree.tokens)
-        tree.add_level(ranks, NO_LOGITS)
-        place = {node: self.rows + at for at, node in enumerate(parents)}
-        self.inputs += [len(self.new) + node - before for node in tree.frontier]
-        for node in range(before, len(tree.tokens)):
-            self.new.append((i, node))
-            self.picks.append((place[tree.parents[node]], tree.tokens[node]))
-        self.sources += [self.rows + source for source in tree.sources]
-        self.rows += len(parents)
+    def add(self, i: int, tree: RankTree, chooser: Any) -> None:
+        """Add the next level of tree i, whose tokens are ranks."""
+        parents, first = tree.frontier, len(tree.tokens)
+        tree.add_level(chooser, NO_LOGITS)
+        row_of = {parent: self.num_rows + at for at, parent in enumerate(parents)}
+        for node, source in zip(tree.frontier, tree.sources):
+            self.inputs.append((len(self.nodes) + node - first, self.num_rows + source))
+        for node in range(first, len(tree.tokens)):
+            self.nodes.append((i, node))
+            self.picks.append((row_of[tree.parents[node]], tree.tokens[node]))
+        self.num_rows += len(parents)
         if tree.sources and tree.table:
             tree.add_to(self.step_input)
-        return bool(tree.sources)
-
-
-class RankShape(NamedTuple):
-    """Sizes of trees of ranks, or of chains."""
-
-    levels: int
-    k: int
-
-    def begin(self, numbers: Sequence[Tensor]) -> RankLevels:
-        return RankLevels(self, *numbers)
-
-
-class RankLevels:
-    """`Levels` of trees of ranks.
-
-    picks: [new nodes, levels, 2], row of the logits and rank of each token
-    new:   [rows, levels - 1, 2], of each row of a forward, the new node and the row of its parent
-    """
-
-    def __init__(self, shape: RankShape, picks: Tensor, new: Tensor) -> None:
-        self.shape, self.picks, self.new = shape, picks, new
-        self.found = list[Tensor]()
-
-    def add(self, level: int, tokens: Tensor, shares: Tensor, rows: int) -> Found:
-        inputs, sources = self.new[:rows, level].unbind(-1)
-        return Found(self._picked(level, tokens, shares).index_select(0, inputs).clamp_min(0), sources, None)
-
-    def end(self, level: int, tokens: Tensor, shares: Tensor) -> Tensor:
-        """float64 [levels, new nodes, 2]: their tokens, -1 for a missing one, and confidences."""
-        self._picked(level, tokens, shares)
-        return torch.stack(self.found)
-
-    def _picked(self, level: int, tokens: Tensor, shares: Tensor) -> Tensor:
-        """The tokens of the new nodes of a level."""
-        at, rank = self.picks[:, level].unbind(-1)
-        tokens, shares = widened(tokens, shares, self.shape.k)
-        tokens = tokens[at, rank]
-        self.found.append(torch.stack([tokens.double(), shares[at, rank].double()], 1))
-        return tokens
 
 
 class RankGrowth:
-    """`DeviceGrowth` of trees of ranks, which the host lays out with ranks in place of tokens.
+    """`DeviceGrowth` of trees of ranks.
 
-    nodes: of each level, the tree and the number of every new node
+    nodes: by level, the tree and the number of every new node
     """
 
     def __init__(self, trees: Sequence[RankTree], choose: Chooser) -> None:
-        self.trees, ranks = trees, _RankChooser(choose.vocabulary)
-        self.steps, self.rows = list[StepInput](), list[list[Row]]()
-        self.nodes, picks, new = list[list[tuple[int, int]]](), list[Any](), list[Any]()
-        growing = [*enumerate(trees)]
+        self.trees, chooser = trees, _RankChooser(choose.vocabulary)
+        self.forwards, self.requests = list[StepInput](), list[list[Row]]()
+        self.nodes = list[list[tuple[int, int]]]()
+        picks, inputs = list[list[tuple[int, int]]](), list[list[tuple[int, int]]]()
+        growing: Sequence[int] = range(len(trees))
         while growing:
-            self.rows.append([tree.row for _, tree in growing for _ in tree.frontier])
-            level = _Laid()
-            growing = [(i, tree) for i, tree in growing if level.add(i, tree, ranks)]
-            self.nodes.append(level.new)
+            self.requests.append([trees[i].row for i in growing for _ in trees[i].frontier])
+            level = _LevelLayout()
+            for i in growing:
+                level.add(i, trees[i], chooser)
+            self.nodes.append(level.nodes)
             picks.append(level.picks)
+            growing = [i for i in growing if trees[i].sources]
             if growing:
-                self.steps.append(level.step_input.build())
-                new.append([*zip(level.inputs, level.sources)])
-        k = power_of_two(1 + max((rank for level in picks for _, rank in level), default=0))
-        self.shape, self.numbers = RankShape(len(picks), k), [by_row(picks), by_row(new)]
+                self.forwards.append(level.step_input.build())
+                inputs.append(level.inputs)
+        last_rank = max((rank for level in picks for _, rank in level), default=0)
+        self.shape = RankShape(len(picks), power_of_two(1 + last_rank))
+        self.tables = [row_table(picks), row_table(inputs)]
 
-    def read(self, found: Tensor) -> None:
-        kept: list[dict[int, tuple[int, float]]] = [{ROOT: (0, 1.0)} for _ in self.trees]
-        for nodes, read in zip(self.nodes, found.tolist()):
-            for (i, node), (token, share) in zip(nodes, read):
-                if token >= 0 and self.trees[i].parents[node] in kept[i]:
-                    kept[i][node] = int(token), share
-        for tree, own in zip(self.trees, kept):
-            tree.read = _filled(tree, own)
-
-
-def _filled(tree: RankTree, found: dict[int, tuple[int, float]]) -> DraftTree:
-    """A tree that was laid out, with the tokens and confidences of those nodes that have a token."""
-    kept = sorted(found.keys() - {ROOT})
-    only = tree.draft_tree.only(kept)
-    return only._replace(tokens=[found[i][0] for i in kept], confidence=[found[i][1] for i in kept])
+    def set_trees(self, nodes: Tensor) -> None:
+        tokens: list[dict[int, int]] = [{} for _ in self.trees]  # of the nodes of each tree
+        shares: list[dict[int, float]] = [{} for _ in self.trees]
+        for numbers, level in zip(self.nodes, nodes.tolist()):
+            for (i, node), (token, share) in zip(numbers, level):
+                parent = self.trees[i].parents[node]
+                if token >= 0 and (parent == ROOT or parent in tokens[i]):
+                    tokens[i][node], shares[i][node] = int(token), share
+        for i, tree in enumerate(self.trees):
+            kept = sorted(tokens[i])
+            tree.device_tree = tree.draft_tree.only(kept)._replace(
+                tokens=[tokens[i][node] for node in kept], confidence=[shares[i][node] for node in kept]
+            )
 
 
 class ChainGrowth:
-    """`DeviceGrowth` of chains.  growing: of each level, the trees that have it, by number."""
+    """`DeviceGrowth` of chains.  growing: by level, the numbers of the chains that have it."""
 
     def __init__(self, trees: Sequence[DynamicTree]) -> None:
         self.trees, levels = trees, max(tree.budget.depth for tree in trees)
-        everyone = range(len(trees))
-        self.growing = [[i for i in everyone if trees[i].budget.depth > level] for level in range(levels)]
-        self.rows = [[trees[i].row for i in own] for own in self.growing]
-        self.steps, new = list[StepInput](), list[list[tuple[int, int]]]()
+        self.growing: list[list[int]] = []
+        for level in range(levels):
+            self.growing.append([i for i, tree in enumerate(trees) if tree.budget.depth > level])
+        self.requests = [[trees[i].row for i in growing] for growing in self.growing]
+        self.forwards, inputs = list[StepInput](), list[list[tuple[int, int]]]()
         for level in range(1, levels):
-            step_input, place = StepInput(), {i: at for at, i in enumerate(self.growing[level - 1])}
+            row_of = {i: row for row, i in enumerate(self.growing[level - 1])}  # of the level before
+            step_input = StepInput()
             for i in self.growing[level]:
                 step_input.chain(trees[i].table, trees[i].base + level - 1, [0])
-            self.steps.append(step_input.build())
-            new.append([(place[i], place[i]) for i in self.growing[level]])
-        picks = [[(at, 0) for at in range(len(own))] for own in self.growing]
-        self.shape, self.numbers = RankShape(levels, 1), [by_row(picks), by_row(new)]
+            self.forwards.append(step_input.build())
+            inputs.append([(row_of[i], row_of[i]) for i in self.growing[level]])
+        picks = [[(row, 0) for row in range(len(growing))] for growing in self.growing]
+        self.shape, self.tables = RankShape(levels, 1), [row_table(picks), row_table(inputs)]
 
-    def read(self, found: Tensor) -> None:
-        chains: list[list[tuple[int, float]]] = [[] for _ in self.trees]
-        for level, (own, read) in enumerate(zip(self.growing, found.tolist())):
-            for i, (token, share) in zip(own, read):
-                if token >= 0 and len(chains[i]) == level:
-                    chains[i].append((int(token), share))
-        for tree, chain in zip(self.trees, chains):
-            tree.read = DraftTree.chain([token for token, _ in chain], [share for _, share in chain])
+    def set_trees(self, nodes: Tensor) -> None:
+        tokens: list[list[int]] = [[] for _ in self.trees]
+        shares: list[list[float]] = [[] for _ in self.trees]
+        for depth, (growing, level) in enumerate(zip(self.growing, nodes.tolist())):
+            for i, (token, share) in zip(growing, level):
+                if token >= 0 and len(tokens[i]) == depth:
+                    tokens[i].append(int(token))
+                    shares[i].append(share)
+        for tree, own_tokens, own_shares in zip(self.trees, tokens, shares):
+            tree.device_tree = DraftTree.chain(own_tokens, own_shares)

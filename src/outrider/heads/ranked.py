@@ -41,13 +41,16 @@ class RankedOptions(HeadOptions):
 
 
 class RankedDrafter(StateDrafter):
-    """paths: the nodes that a tree may have; None for any of `ranks` ranks.  levels: heads of the file."""
+    """Base of drafters with a head for each depth.
+
+    paths: the nodes that a tree may have; None for any of `ranks` ranks.  levels: heads of the file.
+    """
 
     tunable: ClassVar = {**DEPTHS, "tree": (CHAIN,)}
 
     def plan(self, levels: int, outputs: int, learns: bool) -> None:
         """Set the shapes of trees, for heads over `outputs` tokens.  learns: whether accuracy is measured."""
-        self.levels, self.paths = levels, allowed(self.options.tree, levels)
+        self.levels, self.paths = levels, allowed_paths(self.options.tree, levels)
         self.depth, ranks = levels, RANKS
         if self.paths is not None:
             self.depth, ranks = max(map(len, self.paths)), 1 + max(path[-1] for path in self.paths)
@@ -100,7 +103,7 @@ def _is_path(path: Any) -> bool:
     return good and all(is_whole(rank, 0, MAX_RANKS - 1) for rank in path)
 
 
-def allowed(tree: str | Sequence[Sequence[int]], heads: int) -> frozenset[Path] | None:
+def allowed_paths(tree: str | Sequence[Sequence[int]], heads: int) -> frozenset[Path] | None:
     """The paths that may get a node, as deep as the heads; None for all of RANKS ranks."""
     if tree == OWN:
         return None

@@ -28,7 +28,10 @@ RATE = 0.02  # of the exponential moving average
 
 
 class RankAccuracy:
-    """accuracy[level][rank]: moving average of how often that node was right where its parent was."""
+    """Accuracy of draft tokens by rank.
+
+    accuracy[level][rank]: moving average of how often that node was right where its parent was.
+    """
 
     def __init__(self, accuracy: Sequence[Sequence[float]]) -> None:
         self.accuracy = [list(level) for level in accuracy]

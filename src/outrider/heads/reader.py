@@ -45,13 +45,13 @@ class Reader:
         """Several linears (name, outputs) of one input as one, their outputs side by side."""
         return fused(self.head, self.backend, parts, inputs, torch.float32, self.bits)
 
-    def biased(self, names: Sequence[str], outputs: int, inputs: int) -> Any:
+    def linear_with_bias(self, names: Sequence[str], outputs: int, inputs: int) -> Any:
         """Linears of one input as one, each of which must have a bias."""
         for name in names:
             self.head.get(f"{name}.bias", outputs)
         return self.fused([(name, outputs) for name in names], inputs)
 
-    def repeated(self, names: Sequence[str], width: int) -> list[Any]:
+    def shared_linears(self, names: Sequence[str], width: int) -> list[Any]:
         """Square linears; those that equal the one before are packed once."""
         packed = list[Any]()
         for before, name in zip([None, *names], names):
@@ -63,7 +63,7 @@ class Reader:
             packed.append(packed[-1] if same else self.linear(name, width, width))
         return packed
 
-    def some(self, name: str, ids: Tensor, inputs: int) -> Any:
+    def lm_head_for(self, name: str, ids: Tensor, inputs: int) -> Any:
         """An lm_head for the tokens `ids`.  Files with a row for every target token are cut to these."""
         stored, outer = self.head.shape(f"{name}.weight")[0], self.outer
         if stored == len(ids) or stored <= int(ids.max()):

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.launch import Call, ForwardShape
-from outrider.cache.catch_up import MAX_PENDING, MOST_UNREAD, CatchUp, Cursor, Unread
+from outrider.cache.catch_up import MAX_DEFERRED, MAX_PENDING, CatchUp, Cursor, DeferredStates
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.device import Numbers, take
@@ -44,7 +44,7 @@ from outrider.drafting.options import refuse_idle
 from outrider.heads.base import HeadDrafter, LayerOptions
 from outrider.heads.choose import Chooser
 from outrider.heads.device_trees import on_device
-from outrider.heads.growth import Asked, DeviceGrowth, Found, Shape, grow
+from outrider.heads.growth import DeviceGrowth, GrowthPlan, GrowthShape, LevelInput, grow
 from outrider.heads.layer import Stack
 from outrider.heads.outer import lm_logits
 from outrider.heads.ranks import EAGLE, Path, paths, prior_paths
@@ -84,30 +84,30 @@ class Net:
         """o for the pairs of g and the ids of `step_input`; K/V goes to the pool."""
         raise NotImplementedError
 
-    def begun(self, steps: Sequence[StepInput], pool: Pool, states: Tensor, numbers: Any) -> Tensor:
+    def catch_up(self, steps: Sequence[StepInput], pool: Pool, states: Tensor, numbers: Any) -> Tensor:
         """`Launched`: o for the pairs of the target's states and the ids of the only step."""
         return self.forward(steps[0], pool, self.from_states(states))
 
-    def grown(
+    def catch_up_and_grow(
         self, steps: Sequence[StepInput], pool: Pool, states: Tensor, numbers: Sequence[Any], choose: Chooser,
-        shape: Shape, probs: bool,
+        shape: GrowthShape, needs_probs: bool,
     ) -> Tensor:  # fmt: skip
-        """`Launched`: `begun`, then trees that grow after some of its rows, by the other steps.
+        """`Launched`: `catch_up`, then trees that grow after some of its rows, by the other steps.
 
-        numbers: those rows, `Asked.words`, `Asked.noised`, and numbers of the growth
+        numbers: those rows, then `GrowthPlan.numbers`
         """
-        rows, n = numbers[0], 1 + shape.levels
-        asked = Asked(numbers[1:n], numbers[n : n + shape.levels], probs)
-        o = self.begun(steps, pool, states, ()).index_select(0, rows)
+        last_rows, *rest = numbers
+        row_counts = [step.length for step in steps[1:]]
+        plan = GrowthPlan.of_numbers(shape, row_counts, needs_probs, rest)
+        o = self.catch_up(steps, pool, states, ()).index_select(0, last_rows)
 
-        def advance(level: int, found: Found) -> Tensor:
+        def advance(level: int, given: LevelInput) -> Tensor:
             nonlocal o
-            steps[level].put(found.ids, found.paths)
-            o = self.forward(steps[level], pool, self.from_output(o.index_select(0, found.sources)))
+            steps[level].put(given.ids, given.paths)
+            o = self.forward(steps[level], pool, self.from_output(o.index_select(0, given.sources)))
             return self.logits(o)
 
-        counts = [step.length for step in steps[1:]]
-        return grow(shape, numbers[n + shape.levels :], choose, asked, self.logits(o), counts, advance)
+        return grow(plan, choose, self.logits(o), advance)
 
     def logits(self, o: Tensor) -> Tensor:
         """float32 [n, Vd]."""
@@ -148,7 +148,7 @@ class RecurrentOptions(LayerOptions):
 class Reading:
     """A row whose pending states are read, and its tree.
 
-    table: its slots and those of its draft tokens.  later: begun one slot later, as pairs take them
+    table: its slots and those of its draft tokens.  pair_table: the slot of each pair, one slot later
     """
 
     row: Row
@@ -157,7 +157,7 @@ class Reading:
     tree: LevelTree | None = None
 
     def __post_init__(self) -> None:
-        self.later = self.table[1:]
+        self.pair_table = self.table[1:]
 
 
 class Forwards:
@@ -171,28 +171,28 @@ class Forwards:
 
     def catch_up(self) -> Tensor:
         """Read all pending pairs.  Returns o [trees, width] of the last pair of every row with a tree."""
-        step_input, last = self._pairs()
-        return take(self.read_pairs(step_input), last)
+        step_input, last_rows = self._pairs()
+        return take(self.read_pairs(step_input), last_rows)
 
-    def grow(self, laid: DeviceGrowth) -> None:
-        """Read all pending pairs, and grow the trees that are laid out, in one launch and one read."""
-        step_input, last = self._pairs()
-        asked = Asked.of(laid, self.choose)
-        numbers = [Numbers.of(last, len(last)), *asked.words, *asked.noised, *laid.numbers]
-        room = len(last) * (1 + laid.shape.levels)  # an emitted token and a chain that was accepted
-        shape = ForwardShape([step_input, *laid.steps], self.pool, self.net.stack.layers[0], room)
-        call = Call(shape, self.states, numbers, (self.choose, laid.shape, asked.probs))
-        laid.read(self.net.backend.launch(self.net.grown, call))
+    def grow(self, growth: DeviceGrowth) -> None:
+        """Read all pending pairs, and grow the trees, in one launch and one read."""
+        step_input, last_rows = self._pairs()
+        plan = GrowthPlan.of(growth, self.choose)
+        numbers = [Numbers.of(last_rows, len(last_rows)), *plan.numbers]
+        room = len(last_rows) * (1 + plan.shape.levels)  # an emitted token and a chain that was accepted
+        shape = ForwardShape([step_input, *growth.forwards], self.pool, self.net.stack.layers[0], room)
+        call = Call(shape, self.states, numbers, (self.choose, plan.shape, plan.needs_probs))
+        growth.set_trees(self.net.backend.launch(self.net.catch_up_and_grow, call))
 
     def _pairs(self) -> tuple[StepInput, list[int]]:
-        """The forward of all pending pairs, and the row of the last pair of every row with a tree."""
-        step_input, last = StepInput(), list[int]()
+        """The forward of all pending pairs, and its rows of the last pair of every request with a tree."""
+        step_input, last_rows = StepInput(), list[int]()
         for reading in self.readings:
             first, end = reading.cursor.first, reading.cursor.end
-            step_input.chain(reading.later, first, reading.row.tokens[first + 1 : end + 1])
+            step_input.chain(reading.pair_table, first, reading.row.tokens[first + 1 : end + 1])
             if reading.tree is not None:
-                last.append(step_input.length - 1)
-        return step_input.build(), last
+                last_rows.append(step_input.length - 1)
+        return step_input.build(), last_rows
 
     def logits(self, level: int, o: Tensor) -> Tensor:
         """float32 [n, Vd] for the drafts of a level, the first of which is 0."""
@@ -214,7 +214,7 @@ class Forwards:
         if not self.on_device:
             return self.net.forward(step_input, self.pool, self.net.from_states(self.states))
         shape = ForwardShape([step_input], self.pool, self.net.stack.layers[0])
-        return self.net.backend.launch(self.net.begun, Call(shape, self.states))[: step_input.length]
+        return self.net.backend.launch(self.net.catch_up, Call(shape, self.states))[: step_input.length]
 
     def mark_written(self) -> None:
         for reading in self.readings:
@@ -222,14 +222,15 @@ class Forwards:
 
     @property
     def on_device(self) -> bool:
-        """Whether `Net.grown` is all of `catch_up` and `deepen`, and the host reads no tokens."""
+        """Whether `Net.catch_up_and_grow` does all of `catch_up` and `deepen`, without a read of tokens."""
         return self.net.stack.divided is None and self.net.model.embedding is not None
 
 
 class Recurrent(HeadDrafter):
-    """A subclass makes its network in `network`.  overlap: states that are read again, with the next one.
+    """Base of drafters with a recurrent head; a subclass makes its network in `network`.
 
-    unread: steps whose states no cursor has yet.
+    overlap: last pending states that are read again with the next one.  deferred: states of steps in which
+    nothing was drafted, which no cursor has yet.
     """
 
     tunable: ClassVar = {**DEPTHS, "tree": (CHAIN,)}
@@ -246,7 +247,7 @@ class Recurrent(HeadDrafter):
         self.nodes = target.nodes(options.nodes, 59)
         self.paths: frozenset[Path] = frozenset(paths(EAGLE.get(options.tree, "")))
         self.catch_up = CatchUp(offset=1)
-        self.unread = Unread()
+        self.deferred = DeferredStates()
 
     def network(self) -> Net:
         raise NotImplementedError
@@ -267,17 +268,19 @@ class Recurrent(HeadDrafter):
         idle = not any(step.budget.nodes or step.row not in cursors for step in batch)
         if idle and not self._due(batch):
             return Draft([EMPTY_TREE] * len(batch))
-        self._take_in()
+        self._append_deferred()
         readings, trees = list[Reading](), dict[int, LevelTree]()
         for r, step in enumerate(batch):
             row, end, budget = step.row, step.end, step.budget
             cursor = self.catch_up.cursor(row, step.start)
             current = cursor.end == step.start and cursor.count > self.overlap
             drafting = current and self.can_draft(step)
-            if drafting or cursor.count >= MAX_PENDING:
-                readings.append(reading := Reading(row, cursor, row.slots[: end + budget.nodes]))
+            if not drafting and cursor.count < MAX_PENDING:
+                continue
+            reading = Reading(row, cursor, row.slots[: end + budget.nodes])
+            readings.append(reading)
             if drafting:
-                reading.tree = trees[r] = self._tree(row, reading.later, end - 1, budget)
+                reading.tree = trees[r] = self._tree(row, reading.pair_table, end - 1, budget)
         if readings:
             self._grow(self.forwards(readings), list(trees.values()))
         return Draft([trees[r].draft_tree if r in trees else EMPTY_TREE for r in range(len(batch))])
@@ -293,8 +296,8 @@ class Recurrent(HeadDrafter):
 
     def _grow(self, forwards: Forwards, trees: list[LevelTree]) -> None:
         """Catch up, then grow all trees, one forward a level."""
-        if forwards.on_device and (laid := on_device(trees, self.choose)) is not None:
-            forwards.grow(laid)
+        if forwards.on_device and (device_growth := on_device(trees, self.choose)) is not None:
+            forwards.grow(device_growth)
             forwards.mark_written()
             return
         o, growth = self._catch_up(forwards), Growth(trees, self.choose)
@@ -307,10 +310,10 @@ class Recurrent(HeadDrafter):
         return o
 
     def observe(self, commit: Commit) -> None:
-        self.unread.add(commit)
+        self.deferred.add(commit)
         if not any(step.known > 1 for step in commit.batch):
             return
-        self._take_in()
+        self._append_deferred()
         readings: list[Reading] = []
         for step in commit.batch:
             row, cursor = step.row, self.catch_up.cursors[step.row]
@@ -326,15 +329,15 @@ class Recurrent(HeadDrafter):
 
     def _due(self, batch: Batch) -> bool:
         """Whether some row has so many pending states that they have to be read, or all have too many."""
-        unread, cursors = self.unread, self.catch_up.cursors
-        most = max([cursor.count for cursor in cursors.values()], default=0) + len(unread.commits)
-        return most >= MAX_PENDING or unread.num_rows >= min(MAX_PENDING * len(batch), MOST_UNREAD)
+        deferred, cursors = self.deferred, self.catch_up.cursors
+        most = max([cursor.count for cursor in cursors.values()], default=0) + len(deferred.commits)
+        return most >= MAX_PENDING or deferred.num_rows >= min(MAX_PENDING * len(batch), MAX_DEFERRED)
 
-    def _take_in(self) -> None:
-        self.unread.take_in(self.catch_up, self.net.taps, self.overlap)
+    def _append_deferred(self) -> None:
+        self.deferred.append_to(self.catch_up, self.net.taps, self.overlap)
 
     def forget(self, row: Row, reason: str) -> None:
         try:
-            self._take_in()
+            self._append_deferred()
         finally:
             super().forget(row, reason)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
@@ -44,31 +44,41 @@ Nodes = Annotated[int, whole(1, MAX_NODES)]
 def steps_of(head: Head, kinds: Sequence[str] = KINDS, shared: bool = False) -> dict[str, list[int]]:
     """Kind of weights -> for every step, the number of its weights.
 
-    head: under our names.  shared: all steps have the same.  Raises ModelError for an incomplete file.
+    head: under our names.  shared: all steps have the same weights, also in a file that names several.
+    Raises ModelError for an incomplete file.
     """
-    found = {kind: sorted(numbers(head, f"{kind}.{{i}}.{{rest}}")) for kind in kinds}
-    count = 1 + max((step for steps in found.values() for step in steps), default=-1)
-    missing = [f"{kind}.{i}" for kind in kinds for i in range(count) if i not in found[kind]]
-    shared = shared or head.config.get("tie_weights") is True
-    shared = shared or (found["emb"] == found["ln"] == [0] and found["proj"] == [0, 1])
-    if not shared:
+    stored = {kind: sorted(numbers(head, f"{kind}.{{i}}.{{rest}}")) for kind in kinds}
+    count = 1 + max((number for each in stored.values() for number in each), default=-1)
+    missing = [f"{kind}.{i}" for kind in kinds for i in range(count) if i not in stored[kind]]
+    if not (shared or _shares_weights(head, stored)):
         if missing:
             raise ModelError(f"{head.name!r} has weights for {count} steps, but no {missing[0]}.")
-        return found
-    if count < 2 or (count == 2 and missing):
-        announced: Any = head.config.get("n_predict")
-        if not is_whole(announced, 1):
-            raise ModelError(
-                f"{head.name!r} holds one set of weights for all steps, "
-                f"and its n_predict does not say for how many: {announced!r}."
-            )
-        count = int(announced)
+        return stored
+    if count < 2 or (count == 2 and missing):  # the names do not show the number of steps
+        count = _announced_steps(head)
+    return {kind: [_shared_number(stored[kind], kind, step) for step in range(count)] for kind in kinds}
 
-    def place(kind: str, step: int) -> int:
-        least = int(kind == "proj" and step > 0)  # the first is never shared: the target may be wider
-        return min((i for i in found[kind] if i >= least), default=least)
 
-    return {kind: [place(kind, step) for step in range(count)] for kind in kinds}
+def _shares_weights(head: Head, stored: Mapping[str, Sequence[int]]) -> bool:
+    """Whether all steps have the same weights, by the config, or because the file holds them once."""
+    once = stored["emb"] == stored["ln"] == [0] and stored["proj"] == [0, 1]
+    return once or head.config.get("tie_weights") is True
+
+
+def _announced_steps(head: Head) -> int:
+    announced: Any = head.config.get("n_predict")
+    if not is_whole(announced, 1):
+        raise ModelError(
+            f"{head.name!r} holds one set of weights for all steps, "
+            f"and its n_predict does not say for how many: {announced!r}."
+        )
+    return int(announced)
+
+
+def _shared_number(stored: Sequence[int], kind: str, step: int) -> int:
+    """The number of the weights of a step, where steps share them."""
+    lowest = 1 if kind == "proj" and step > 0 else 0  # the first is never shared: the target may be wider
+    return min((number for number in stored if number >= lowest), default=lowest)
 
 
 def refused(head: Head) -> str:
@@ -144,8 +154,15 @@ def check_branches(top_k: Any, where: str = "") -> tuple[int, ...]:
     return tuple(top_k)
 
 
+class Branching(NamedTuple):
+    """Shape of a tree.  top_k: children of a node, level by level.  candidates: paths to keep."""
+
+    top_k: tuple[int, ...]
+    candidates: int
+
+
 class SpeculatorDrafter(StateDrafter):
-    """top_k: children of a node, level by level.  candidates: paths to keep."""
+    """Base of recurrent speculators.  top_k, candidates: see `Branching`."""
 
     def __init__(self, options: Any, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)
@@ -156,27 +173,29 @@ class SpeculatorDrafter(StateDrafter):
     def plan(self, steps: int) -> None:
         """Set the shapes of trees, for a head of so many steps."""
         self.depth = steps
-        self.top_k, self.candidates = self._branches(self.options)
+        self.top_k, self.candidates = self._branching(self.options)
         chain = self.options.top_k_tokens_per_head is None
         self.nodes = steps if chain else self.target.nodes(self.options.nodes, MAX_NODES)
 
     def begin(self, states: Tensor) -> State:
         return (states if self.scale is None else self.backend.rms_norm(states, self.scale, EPS),)
 
-    def _branches(self, options: SpeculatorOptions) -> tuple[tuple[int, ...], int]:
-        """(children of a node, level by level; number of paths to keep)."""
-        asked, config = options.top_k_tokens_per_head, self.head.config
-        if asked is None:
-            return (1,) * self.depth, 1
-        where = f" of {self.head.name!r}" if asked == "config" else ""
-        top_k = check_branches(config.get("top_k_tokens_per_head") if where else asked, where)
+    def _branching(self, options: SpeculatorOptions) -> Branching:
+        """As the options say; a chain by default."""
+        given, config = options.top_k_tokens_per_head, self.head.config
+        if given is None:
+            return Branching((1,) * self.depth, 1)
+        if given == "config":
+            top_k = check_branches(config.get("top_k_tokens_per_head"), f" of {self.head.name!r}")
+        else:
+            top_k = check_branches(given)
         if len(top_k) != self.depth:
             raise ConfigError(
                 f"top_k_tokens_per_head {list(top_k)} is for {len(top_k)} steps, and {self.head.name!r} has "
                 f"{self.depth}."
             )
         kept: Any = options.n_candidates or config.get("n_candidates")
-        return top_k, kept if is_whole(kept, 1, MAX_NODES) else math.prod(top_k)
+        return Branching(top_k, kept if is_whole(kept, 1, MAX_NODES) else math.prod(top_k))
 
     def size(self, depth: int) -> int:
         self.check_depth(depth, self.depth, "steps (n_predict)")

@@ -54,32 +54,44 @@ class TapOptions(LayerOptions):
 
 
 class TapNet(Net):
-    """residual_normed: the first layer adds its output to the normed state."""
+    """Network over several states of the target.
+
+    residual_normed: the first layer adds its output to the normed state.
+    """
 
     def __init__(self, reader: Reader, target: Target, options: TapOptions) -> None:
         super().__init__(reader, target)
-        head, config, given = self.head, self.head.config, options.eagle_aux_hidden_state_layer_ids
-        self.taps = taps_of(head, self.model.spec.layers, given, options.tap_offset)
+        head, config, taps = self.head, self.head.config, options.eagle_aux_hidden_state_layer_ids
+        self.taps = taps_of(head, self.model.spec.layers, taps, options.tap_offset)
         self.ids = target_ids(head, target.vocabulary)
-        self.hidden = h = head.shape("midlayer.self_attn.o_proj.weight")[0]
+        self.hidden = hidden = head.shape("midlayer.self_attn.o_proj.weight")[0]
         self._read_states(self.model.spec.hidden)
         above = len(numbers(head, "layers.{i}.{rest}"))
         names = ["midlayer", *(f"layers.{i}" for i in range(1, 1 + above))]
-        self.stack = Stack(reader, target, names, h, inputs=2 * h)
-        token, state = (
-            reader.vector(f"midlayer.{name}.weight", h) for name in ("input_layernorm", "hidden_norm")
-        )
-        self.pairs = Pairs(self.model, token, state, self.stack.sizes.eps, own_embedding(reader, target, h))
-        forge = ARCHITECTURE in config.get("architectures", ())  # whose norm_output concerns only the lm_head
+        self.stack = Stack(reader, target, names, hidden, first_inputs=2 * hidden)
+        norm_token = reader.vector("midlayer.input_layernorm.weight", hidden)
+        norm_state = reader.vector("midlayer.hidden_norm.weight", hidden)
+        embedding = own_embedding(reader, target, hidden)
+        self.pairs = Pairs(self.model, norm_token, norm_state, self.stack.sizes.eps, embedding)
         self.residual_normed = bool(config.get("norm_before_residual"))
-        output_normed = not forge and bool(config.get("norm_output"))
-        head_normed = not forge or bool(config.get("norm_output", True))
-        norm = reader.vector("norm.weight", h) if head_normed or output_normed else None
-        self.norm, self.norm_output = norm if head_normed else None, norm if output_normed else None
+        self._read_output_norm()
         self.scale = float(config.get("logit_scale", 1.0))
         if self.ids is not None:
             head.shape("lm_head.weight")  # raises if it is missing
-        self.lm_head = own_lm_head(reader, target, h, self.ids)
+        self.lm_head = own_lm_head(reader, target, hidden, self.ids)
+
+    def _read_output_norm(self) -> None:
+        """The norm before the lm_head, the same for outputs that take the place of states, or none.
+
+        norm_output concerns outputs; in SpecForge's and SGLang's files it concerns the lm_head only.
+        """
+        given = self.head.config.get("norm_output")
+        if ARCHITECTURE in self.head.config.get("architectures", ()):
+            before_head, of_outputs = given is None or bool(given), False
+        else:
+            before_head, of_outputs = True, bool(given)
+        norm = self.reader.vector("norm.weight", self.hidden) if before_head else None
+        self.norm, self.norm_output = norm, norm if of_outputs else None
 
     def _read_states(self, width: int) -> None:
         """Pack what the states of the target, `width` wide, pass first."""

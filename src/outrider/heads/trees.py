@@ -95,10 +95,10 @@ class DynamicTree:
     the likeliest nodes of all levels are kept.  No node is likelier than its parent, so every parent of a
     kept node is kept.
 
-    read: the tree, if it grew on the device (device_trees.py)
+    device_tree: the tree, if it grew on the device (device_trees.py)
     """
 
-    read: DraftTree | None = None
+    device_tree: DraftTree | None = None
 
     def __init__(self, row: Row, table: array[int], base: int, budget: Budget, k: int) -> None:
         self.row, self.table, self.base, self.budget, self.k = row, table, base, budget, min(k, budget.nodes)
@@ -137,8 +137,8 @@ class DynamicTree:
 
     @property
     def draft_tree(self) -> DraftTree:
-        if self.read is not None:
-            return self.read
+        if self.device_tree is not None:
+            return self.device_tree
         assert self.candidates is not None
         return DraftTree(*self.candidates.keep(self.budget.nodes))
 
@@ -151,11 +151,11 @@ class RankTree(LevelBuilder):
     table:   None for a head without K/V
     acceptance: expected acceptance sum(min(p, q)) after every node of the frontier, by a trained predictor;
         None: estimated from the logits
-    read: the tree, if it grew on the device (device_trees.py)
+    device_tree: the tree, if it grew on the device (device_trees.py)
     """
 
     acceptance: Sequence[float] | None = None
-    read: DraftTree | None = None
+    device_tree: DraftTree | None = None
 
     def __init__(
         self,
@@ -189,14 +189,14 @@ class RankTree(LevelBuilder):
 
     @property
     def draft_tree(self) -> DraftTree:
-        return super().draft_tree if self.read is None else self.read
+        return super().draft_tree if self.device_tree is None else self.device_tree
 
     def _choose(self, choose: Chooser, logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
         """Add the best tokens after every node of the frontier; returns the new nodes of each."""
         ranked = self._rankings(choose, logits, max(counts))
         if self.acceptance is not None:
-            noised = self.row.distribution.temperature > 0
-            ranked = [expected(best, a, noised) for best, a in zip(ranked, self.acceptance)]
+            has_noise = self.row.distribution.temperature > 0
+            ranked = [with_acceptance(best, a, has_noise) for best, a in zip(ranked, self.acceptance)]
         added: list[list[int]] = []
         for parent, count, best in zip(self.frontier, counts, ranked):
             added.append([self.add(parent, token, confidence) for token, confidence in best[:count]])
@@ -232,15 +232,20 @@ class RankTree(LevelBuilder):
         return [None if q is None else self.add_distribution(q) for q in probs]
 
 
-def expected(best: Sequence[tuple[int, float]], a: float, noised: bool) -> list[tuple[int, float]]:
-    """The best (token, confidence), the first with the expected acceptance `a`, the others scaled.
+def with_acceptance(
+    best: Sequence[tuple[int, float]], acceptance: float, has_noise: bool
+) -> list[tuple[int, float]]:
+    """The best (token, confidence): the first gets the expected acceptance, the others share the rest.
 
-    noised: the target shares the noise.  Then the two agree with probability a / (2 - a) at least (arXiv
-    2408.07978).
+    acceptance: expected sum(min(p, q)).  has_noise: the target shares the noise of the draft.  Then the two
+    agree with probability acceptance / (2 - acceptance) at least (arXiv 2408.07978).
     """
-    a = a / (2 - a) if noised else a
-    rest = (1 - a) / max(1e-6, 1 - best[0][1]) if best else 0.0
-    return [(token, share * rest if rank else a) for rank, (token, share) in enumerate(best)]
+    if not best:
+        return []
+    (first_token, first_share), *others = best
+    first = acceptance / (2 - acceptance) if has_noise else acceptance
+    scale = (1 - first) / max(1e-6, 1 - first_share)
+    return [(first_token, first), *((token, share * scale) for token, share in others)]
 
 
 class BlockTree(RankTree):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +17,23 @@ from outrider.errors import ModelError
 TOKEN_ROWS = re.compile(
     r"((draft_)?model\.|(mtp_)?layers\.\d+\.)*(embed_tokens\.weight|t2d)|input_embed_fn\.weight"
 )
-NESTED = ("model", "transformer_layer_config", "text_config")  # keys of nested configs
+SIZED_PARTS = ("model", "transformer_layer_config", "text_config")  # of configs, with a vocab_size
 
 
 def check_size(head: Head, vocabulary: int) -> None:
     """Raise ModelError for a head of another number of tokens, by its tensors or config, padding aside."""
-    configs = [part for part in (head.config, *map(head.config.get, NESTED)) if isinstance(part, Mapping)]
-    announced = (part["vocab_size"] for part in configs if isinstance(part.get("vocab_size"), int))
     sizes = {name: (head.shape(name) or (0,))[0] for name in head if TOKEN_ROWS.fullmatch(name)}
-    for name, size in (sizes or {"vocab_size": next(announced, vocabulary)}).items():
+    for name, size in (sizes or _announced_size(head.config)).items():
         if abs(size - vocabulary) >= PADDING:
             raise head.misfit(f"its {name} is for {size} tokens, and the target has {vocabulary}")
+
+
+def _announced_size(config: Mapping[str, Any]) -> dict[str, int]:
+    """The vocab_size of a config, or of a part of it; empty if none is there."""
+    for part in (config, *map(config.get, SIZED_PARTS)):
+        if isinstance(part, Mapping) and isinstance(part.get("vocab_size"), int):
+            return {"vocab_size": part["vocab_size"]}
+    return {}
 
 
 def target_ids(head: Head, vocabulary: int) -> Tensor | None:
@@ -47,12 +54,15 @@ def target_ids(head: Head, vocabulary: int) -> Tensor | None:
     return None if len(ids) == vocabulary else ids.to(torch.int32)
 
 
-def listed_ids(head: Head, name: str, vocabulary: int) -> Tensor:
-    """int32 [Vd]: a list of different tokens of the target in any order.  Raises ModelError for others."""
-    ids = _column(head, name).long()
+def mapped_ids(head: Head, vocabulary: int) -> Tensor:
+    """int32 [Vd]: the target's tokens in vLLM's `token_map`, different ones in any order.
+
+    Raises ModelError for other lists.
+    """
+    ids = _column(head, "token_map").long()
     first, last = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
     if not 0 <= first <= last < vocabulary or len({*ids.tolist()}) < len(ids):
-        listed = f"its {name} names {len(ids)} tokens in {first} … {last}"
+        listed = f"its token_map names {len(ids)} tokens in {first} … {last}"
         raise head.misfit(f"{listed}, and the target has {vocabulary} (each may be named once)")
     return ids.to(torch.int32)
 

@@ -7,8 +7,9 @@ Only a rule that may end chains is asked after every level, with a read of its o
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +27,10 @@ from outrider.sampling.random_streams import index_on_device
 
 
 class Tip(NamedTuple):
-    """Where a chain goes on.
+    """The end of a chain that grows.
 
     number: of the chain.  position: of its next token.  entry: index in `table` of that token's slot.
-    joint: product of the probabilities of its tokens, where it is asked for after every level.
+    joint: product of the probabilities of its tokens so far, if a stop rule judges it.
     """
 
     chain: Chain
@@ -40,7 +41,7 @@ class Tip(NamedTuple):
     joint: float = 1.0
 
     def add_to(self, step_input: StepInput) -> Tip:
-        """Add the next token to a forward.  Returns where the chain goes on after it."""
+        """Add the next token to a forward.  Returns the end of the chain after it."""
         step_input.chain(self.table, self.entry, [0], self.position - self.entry)
         return self._replace(position=self.position + 1, entry=self.entry + 1)
 
@@ -53,38 +54,45 @@ class Level(NamedTuple):
     features: Tensor
 
 
+class Sample(NamedTuple):
+    """The distribution q, float64 [V], of a sampled token, and the row of `Chain.probs` that keeps it."""
+
+    q: Tensor
+    kept: Tensor
+
+
 def draft_chain(
     model: Model, step_input: StepInput, pool: Pool, chains: Chains, blocks: Any = None
 ) -> Chained:
     """`Model.draft_chain`."""
-    levels, probs, tips = list[Level](), list[tuple[Tensor, Tensor]](), _tips(step_input, chains.chains)
-    rule, depth, device = chains.stop_rule, 0, model.backend.device
+    rule = chains.stop_rule
     judges = rule is not None and (rule.judges or any(c.floor or c.joint_floor for c in chains.chains))
+    levels, samples, tips = list[Level](), list[Sample](), _tips(step_input, chains.chains)
     x = take(model.forward(step_input, pool, blocks), [chain.at for chain in chains.chains])
-    while True:
+    for depth in itertools.count():
         if chains.states is not None:
-            numbers = to_device(torch.tensor([tip.number for tip in tips]), device)
+            numbers = to_device(torch.tensor([tip.number for tip in tips]), model.backend.device)
             chains.states[:, depth].index_copy_(0, numbers, x)
         logits = model.head_logits(model.final(x))[:, : chains.vocabulary]
-        tokens = _picked(model, logits, tips, probs, depth)
+        tokens = _pick(model, logits, tips)
+        samples += _sample(logits, tips, tokens, depth)
         levels.append(Level(tips, tokens, _features(rule, logits, tips, tokens)))
-        kept = [i for i, tip in enumerate(tips) if depth + 1 < tip.chain.levels]
+        going_on = [i for i, tip in enumerate(tips) if depth + 1 < tip.chain.levels]
         if judges and rule is not None:
-            tips, ends = _judged(rule, levels[-1], depth)
-            kept = [i for i in kept if not ends[i]]
-        if not kept:
+            tips, ends = _judge(rule, levels[-1], depth)
+            going_on = [i for i in going_on if not ends[i]]
+        if not going_on:
             break
-        level = StepInput(step_input.pinned)
-        tips, depth = [tips[i].add_to(level) for i in kept], depth + 1
-        level.device_ids = take(tokens, kept).clamp_min(0)
-        x = model.forward(level.build(), pool, blocks)
-    if probs:
-        for (to, _), q in zip(probs, torch.stack([q for _, q in probs]).cpu()):
-            to.zero_()[: len(q)] = q
+        level_input = StepInput(step_input.pinned)
+        tips = [tips[i].add_to(level_input) for i in going_on]
+        level_input.device_ids = take(tokens, going_on).clamp_min(0)
+        x = model.forward(level_input.build(), pool, blocks)
+    _keep(samples)
     return _read(levels, len(chains.chains))
 
 
 def _tips(step_input: StepInput, chains: Sequence[Chain]) -> list[Tip]:
+    """Where each chain begins: after its row `at` of the step."""
     tips, starts = list[Tip](), step_input.query_start
     for number, chain in enumerate(chains):
         request = next(i for i, end in enumerate(starts[1:]) if chain.at < end)
@@ -93,32 +101,43 @@ def _tips(step_input: StepInput, chains: Sequence[Chain]) -> list[Tip]:
     return tips
 
 
-def _picked(
-    model: Model, logits: Tensor, tips: Sequence[Tip], probs: list[tuple[Tensor, Tensor]], depth: int
-) -> Tensor:
-    """The next token of each chain; adds to `probs` where the distribution of a sampled one goes, and it."""
+def _pick(model: Model, logits: Tensor, tips: Sequence[Tip]) -> Tensor:
+    """The best token after each chain, int64 [n] on the device; -1 without a finite logit."""
     assert model.backend.pick_next is not None, "fuses_chains says whether chains are supported"
     keys = [mix(tip.chain.stream + tip.position & MASK) for tip in tips]
-    tokens = model.backend.pick_next(logits, [tip.chain.distribution for tip in tips], keys)
+    return model.backend.pick_next(logits, [tip.chain.distribution for tip in tips], keys)
+
+
+def _sample(logits: Tensor, tips: Sequence[Tip], tokens: Tensor, depth: int) -> list[Sample]:
+    """Replace the tokens of chains that keep q by samples from it.  Returns these distributions."""
+    samples = list[Sample]()
     for i, tip in enumerate(tips):
         chain = tip.chain
         if chain.probs is not None:
             q = distribution_of(logits[i], chain.distribution)
             random = uniform(chain.stream, DRAW, tip.position - depth, chain.first_node + depth)
             tokens[i] = torch.where(tokens[i] < 0, -1, index_on_device(q, random))
-            probs.append((chain.probs[depth], q))
-    return tokens
+            samples.append(Sample(q, chain.probs[depth]))
+    return samples
+
+
+def _keep(samples: Sequence[Sample]) -> None:
+    """Copy the distributions of all samples to the host, in one read."""
+    if samples:
+        for sample, q in zip(samples, torch.stack([sample.q for sample in samples]).cpu()):
+            sample.kept.zero_()[: len(q)] = q
 
 
 def _features(rule: StopRule | None, logits: Tensor, tips: Sequence[Tip], tokens: Tensor) -> Tensor:
+    """Features of the tokens, [n, NUM_FEATURES]; [n, 0] without a rule."""
     if rule is None:
         return logits.new_empty(len(tips), 0)
     temperatures = torch.tensor([tip.chain.distribution.temperature or 1.0 for tip in tips]).double()
     return features_of(logits, to_device(temperatures, logits.device), tokens.clamp_min(0))
 
 
-def _judged(rule: StopRule, level: Level, depth: int) -> tuple[list[Tip], list[bool]]:
-    """The chains with their tokens, and whether each ends with it."""
+def _judge(rule: StopRule, level: Level, depth: int) -> tuple[list[Tip], list[bool]]:
+    """The chains with their joint probabilities after this level, and whether each ends here."""
     tips, ends = list[Tip](), list[bool]()
     for tip, features in zip(level.tips, level.features.tolist()):
         joint, chain = tip.joint * features[0], tip.chain
@@ -128,19 +147,19 @@ def _judged(rule: StopRule, level: Level, depth: int) -> tuple[list[Tip], list[b
     return tips, ends
 
 
-def _read(levels: Iterable[Level], count: int) -> Chained:
-    """Tokens and features of each chain, up to its first token that could not be picked."""
+def _read(levels: Sequence[Level], count: int) -> Chained:
+    """Tokens and features of each chain, up to its first token that could not be picked; one read."""
+    rows = torch.cat([torch.cat([level.tokens[:, None].double(), level.features], 1) for level in levels])
+    numbers = iter(rows.tolist())
     tokens_of: list[list[int]] = [[] for _ in range(count)]
     features_of: list[list[NodeFeatures]] = [[] for _ in range(count)]
     ended = set[int]()
-    numbers = [torch.cat([level.tokens[:, None].double(), level.features], 1) for level in levels]
-    rows = iter(torch.cat(numbers).tolist())  # of all levels
-    for level in levels:
-        for tip, (token, *features) in zip(level.tips, rows):
-            if token < 0:
-                ended.add(tip.number)
-            elif tip.number not in ended:
-                tokens_of[tip.number].append(int(token))
-                features_of[tip.number].append(features)
-    measured = numbers[0].shape[1] > 1
+    for tip in itertools.chain.from_iterable(level.tips for level in levels):
+        token, *features = next(numbers)
+        if token < 0:
+            ended.add(tip.number)
+        elif tip.number not in ended:
+            tokens_of[tip.number].append(int(token))
+            features_of[tip.number].append(features)
+    measured = rows.shape[1] > 1
     return tokens_of, features_of if measured else []

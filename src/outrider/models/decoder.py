@@ -136,18 +136,18 @@ class Decoder(Model):
     ) -> Tensor:
         """Residual stream [N, hidden] after the last layer."""
         if taps:
-            return self._tapped(step_input, pool, taps)
+            return self._forward_with_taps(step_input, pool, taps)
         at = self.backend
         x = at.embed(self.embedding, step_input) if x is None else x
         for i, (part, part_pool) in enumerate(zip(blocks or self.parts, pool.parts)):
             if part.idle:
                 continue
             if part.backend is not at:
-                at, x = part.backend, _moved(x, part.backend)
+                at, x = part.backend, _move(x, part.backend)
             x = at.run_layers(part.stack, x, LayerKV(step_input, part_pool), _runs(step_input, i))
-        return x if at is self.backend else _moved(x, self.backend)
+        return x if at is self.backend else _move(x, self.backend)
 
-    def _tapped(self, step_input: StepInput, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
+    def _forward_with_taps(self, step_input: StepInput, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
         x, at = None, 0
         for layer in sorted(taps):
             x = self.forward(step_input, pool, self.layer_range(at, layer), x)
@@ -197,7 +197,7 @@ def _runs(step_input: StepInput, part: int) -> Runs:
     return [(first, count, adapter[part]) for first, count, adapter in step_input.adapters]
 
 
-def _moved(x: Tensor, backend: Backend) -> Tensor:
+def _move(x: Tensor, backend: Backend) -> Tensor:
     return x.to(backend.device, backend.activations)
 
 

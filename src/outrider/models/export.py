@@ -132,7 +132,7 @@ def packed(tensors: Iterable[tuple[str, Tensor]], bits: int) -> dict[str, Tensor
         if isinstance(weight, QuantizedWeight):
             layer = name.removesuffix(".weight")
             made[f"{layer}.weight_packed"] = _words(weight)
-            made[f"{layer}.weight_scale"] = _stored(weight.scales)
+            made[f"{layer}.weight_scale"] = _smallest_exact(weight.scales)
             made[f"{layer}.weight_shape"] = torch.tensor(weight.values.shape)
         else:
             made[name] = weight.contiguous()
@@ -158,7 +158,7 @@ def scheme(bits: int, plain: Iterable[str] = ()) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _stored(scales: Tensor) -> Tensor:
+def _smallest_exact(scales: Tensor) -> Tensor:
     """float16 if that is exact, otherwise float32."""
     half = scales.half()
     return (half if torch.equal(half.float(), scales) else scales).contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,16 @@ from outrider.checkpoints.weights import Source
 from outrider.core.quantized import join
 
 
+class LayerSource(NamedTuple):
+    """A layer in a file, as `LayerReader.layer` takes it.  prefix: of the names of its tensors.
+
+    inputs: width of what `qkv` reads if the caller gives that, and the layer has no input norm; otherwise 0
+    """
+
+    prefix: str
+    inputs: int = 0
+
+
 @dataclass(frozen=True)
 class LayerReader:
     """Reader of a decoder's weights.  bits: of quantization while loading, None for the weights as stored."""
@@ -24,33 +35,33 @@ class LayerReader:
     dtype: torch.dtype
     bits: int | None
 
-    def layer(self, backend: Backend, i: int, at: str = "", inputs: int = 0) -> DecoderLayer:
-        """at: prefix of its names, if they are not a model's.
-
-        inputs: width of what `qkv` reads if it is not the normed states; then there is no norm_in.
-        """
-        s, at = self.spec, at or f"model.layers.{i}"
-        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-        attention = [(f"{at}.self_attn.{name}_proj", size) for name, size in (("q", q), ("k", kv), ("v", kv))]
-        mlp = [(f"{at}.mlp.{name}_proj", s.inner) for name in ("gate", "up")]
-        q_norm, k_norm = (
-            self._vector(backend, f"{at}.self_attn.{name}_norm", s.head_dim) if s.qk_norm else None
-            for name in ("q", "k")
-        )
+    def layer(self, backend: Backend, i: int, prefix: str = "", inputs: int = 0) -> DecoderLayer:
+        """Layer i, packed.  prefix, inputs: see `LayerSource`; without a prefix a model's layer."""
+        spec, prefix = self.spec, prefix or f"model.layers.{i}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        qkv = [(f"{attention}.q_proj", q), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)]
+        gate_up = [(f"{mlp}.gate_proj", spec.inner), (f"{mlp}.up_proj", spec.inner)]
+        q_norm = k_norm = norm_in = None
+        if spec.qk_norm:
+            q_norm = self._vector(backend, f"{attention}.q_norm", spec.head_dim)
+            k_norm = self._vector(backend, f"{attention}.k_norm", spec.head_dim)
+        if not inputs:
+            norm_in = self._vector(backend, f"{prefix}.input_layernorm", spec.hidden)
         return DecoderLayer(
-            norm_in=None if inputs else self._vector(backend, f"{at}.input_layernorm", s.hidden),
-            qkv=self._fused(backend, attention, inputs or s.hidden, self.bits),
-            o=self._fused(backend, [(f"{at}.self_attn.o_proj", s.hidden)], q, self.bits),
-            norm_post=self._vector(backend, f"{at}.post_attention_layernorm", s.hidden),
-            gate_up=self._fused(backend, mlp, s.hidden, self.bits),
-            down=self._fused(backend, [(f"{at}.mlp.down_proj", s.hidden)], s.inner, self.bits),
+            norm_in=norm_in,
+            qkv=self._fused(backend, qkv, inputs or spec.hidden, self.bits),
+            o=self._fused(backend, [(f"{attention}.o_proj", spec.hidden)], q, self.bits),
+            norm_post=self._vector(backend, f"{prefix}.post_attention_layernorm", spec.hidden),
+            gate_up=self._fused(backend, gate_up, spec.hidden, self.bits),
+            down=self._fused(backend, [(f"{mlp}.down_proj", spec.hidden)], spec.inner, self.bits),
             q_norm=q_norm,
             k_norm=k_norm,
-            heads=s.heads,
-            kv_heads=s.kv_heads,
-            head_dim=s.head_dim,
-            eps=s.eps,
-            window=s.windows[i],
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            eps=spec.eps,
+            window=spec.windows[i],
         )
 
     def embedding(self, backend: Backend) -> Weight:

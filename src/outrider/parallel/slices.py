@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.checkpoints.spec import Spec
 from outrider.checkpoints.weights import Source
-from outrider.core.lora import Low
+from outrider.core.lora import LowRankUpdate
 from outrider.core.quantized import QuantizedWeight
 from outrider.parallel.layout import Share
 
@@ -65,15 +65,15 @@ class SlicedSource:
         return rows(self.whole.linear(name, full, inputs), own)
 
 
-def slice_update(layer: Mapping[str, Low], spec: Spec, share: Share) -> dict[str, Low]:
+def slice_update(layer: Mapping[str, LowRankUpdate], spec: Spec, share: Share) -> dict[str, LowRankUpdate]:
     """A rank's share of an adapter's updates of one layer."""
-    own: dict[str, Low] = {}
+    own: dict[str, LowRankUpdate] = {}
     for name, (a, b, scale) in layer.items():
         _, part = splits(spec, share)[name]
         if name in ROW_PARALLEL:
-            own[name] = Low(a[:, part.start : part.stop].contiguous(), b, scale)
+            own[name] = LowRankUpdate(a[:, part.start : part.stop].contiguous(), b, scale)
         else:
-            own[name] = Low(a, b[part.start : part.stop].contiguous(), scale)
+            own[name] = LowRankUpdate(a, b[part.start : part.stop].contiguous(), scale)
     return own
 
 

@@ -36,7 +36,7 @@ class Sampler:
         tokens = self._pick(row, path, logits, at, 1, False)[0]
         if tokens:
             return tokens[0]
-        raise self._nothing(row, logits, at)
+        raise self._no_token(row, logits, at)
 
     def add_query(self, queries: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
         """Queue a tree for the kernels, unless the row has processors.  root: its row of the logits."""
@@ -45,13 +45,13 @@ class Sampler:
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
         """The distribution that `pick` samples from, float64 [V] on the CPU.  Raises as `pick` does."""
-        edited, edited_at = self._current(row, path, logits, at)
+        edited, edited_at = self._with_processors(row, path, logits, at)
         if (ops := self.backend.distributions) is not None:
             probs = ops.probabilities(edited, row.distribution, edited_at)
         else:
-            probs = probabilities(_one(edited, edited_at), row.distribution)
+            probs = probabilities(_row_of(edited, edited_at), row.distribution)
         if probs is None:
-            raise self._nothing(row, logits, at)
+            raise self._no_token(row, logits, at)
         return probs
 
     def q(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor | None:
@@ -67,9 +67,9 @@ class Sampler:
             return random_streams.children(row, distribution, nodes, repeats)
         return ops.sample(distribution, row.stream, len(row.tokens), nodes, repeats)
 
-    def _nothing(self, row: Row, logits: Tensor, at: int) -> OutriderError:
+    def _no_token(self, row: Row, logits: Tensor, at: int) -> OutriderError:
         """Error for a position without a valid token."""
-        if row.processors and _one(logits, at).isfinite().any():
+        if row.processors and _row_of(logits, at).isfinite().any():
             return RequestError(
                 "the request forbids every token: see its allowed_token_ids, bad_words, logit_bias, "
                 "min_tokens, logits_processors and structured_outputs."
@@ -113,7 +113,7 @@ class Sampler:
     ) -> tuple[bool, NodeFeatures]:
         """(whether a draft ends after `token`, the child of `path`; features of the node)."""
         try:
-            logits, at = self._current(row, path, logits, at)
+            logits, at = self._with_processors(row, path, logits, at)
         except RequestError:  # as in `top`
             return True, [0.0] * NUM_FEATURES
         return self.backend.should_stop(stop_rule, logits, row.distribution.temperature, token, len(path), at)
@@ -122,25 +122,26 @@ class Sampler:
         self, row: Row, path: Sequence[int], logits: Tensor, at: int, k: int, probs: bool
     ) -> tuple[list[int], list[float]]:
         if row.processors:
-            logits, at = self._current(row, path, logits, at)
+            logits, at = self._with_processors(row, path, logits, at)
         distribution = row.distribution
         key = key_in(row.stream, len(row.tokens) + len(path)) if distribution.temperature else 0
         return self.backend.pick(logits, distribution, key, k, probs, at)
 
-    def _current(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> tuple[Tensor, int]:
-        """Logits and the row of them to use, edited if a processor is active."""
+    def _with_processors(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> tuple[Tensor, int]:
+        """Logits and the row of them to use: as given, or edited [V] if a processor is active."""
         if any(processor.active(len(row.tokens) + len(path)) for processor in row.processors):
             return self._edited(row, path, logits, at), 0
         return logits, at
 
     def _edited(self, row: Row, path: Sequence[int], logits: Tensor, at: int) -> Tensor:
         """Logits of row `at` after all active processors, float32 [V]."""
-        logits, ids = _one(logits, at), Ids(row.tokens, path)
+        logits, ids = _row_of(logits, at), Ids(row.tokens, path)
         for processor in row.processors:
             if processor.active(len(ids)):
                 logits = processor(ids, logits)
         return logits
 
 
-def _one(logits: Tensor, at: int) -> Tensor:
+def _row_of(logits: Tensor, at: int) -> Tensor:
+    """Row `at` of logits [M, V], or logits [V] themselves."""
     return logits if logits.dim() == 1 else logits[at]

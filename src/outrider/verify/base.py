@@ -67,7 +67,7 @@ class Rule:
     Options      frozen dataclass of the rule's keys in speculative_config
     lossless     the emitted tokens have the target's distribution
     same         the emitted tokens are those of plain decoding, token for token
-    drawn        uses the distribution q of draft tokens: drafters should sample from q and report it
+    needs_probs  uses the distribution q of draft tokens: drafters should sample from q and report it
     branches     can judge siblings
     kernel       name of the rule in backends, which may then verify a tree within the forward; "" for none.
                  Not inherited: a subclass is another rule.
@@ -77,7 +77,7 @@ class Rule:
 
     lossless: ClassVar[bool] = True
     same: ClassVar[bool] = False
-    drawn: ClassVar[bool] = True
+    needs_probs: ClassVar[bool] = True
     branches: ClassVar[bool] = True
     kernel: ClassVar[str] = ""
 
@@ -106,8 +106,8 @@ class Rule:
         raise NotImplementedError
 
 
-def below(tree: DraftTree) -> dict[int, list[int]]:
-    """Node -> its children that may be accepted, in the order in which they were drawn."""
+def children_of(tree: DraftTree) -> dict[int, list[int]]:
+    """Node -> its children that may be accepted, in sampling order."""
     found: dict[int, list[int]] = {ROOT: []}
     for node in range(tree.size):
         found.setdefault(tree.parents[node], []).append(node)
@@ -121,8 +121,8 @@ def point_mass(token: int, like: Tensor) -> Tensor:
     return mass
 
 
-def surplus(p: Tensor, q: Tensor, scale: float = 1.0) -> tuple[Tensor, float]:
-    """(Normalized [scale·p - q]₊, its mass).  Returns (p, 0) if rounding leaves no mass."""
+def residual(p: Tensor, q: Tensor, scale: float = 1.0) -> tuple[Tensor, float]:
+    """The residual distribution, [scale·p - q]₊ normalized, and its mass; (p, 0) if rounding leaves none."""
     rest = (scale * p - q).clamp_min(0.0)
     mass = float(rest.sum())
     return (normal(rest), mass) if mass > 0 else (p, 0.0)

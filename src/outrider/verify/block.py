@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from outrider.core.tree import ROOT, DraftTree
-from outrider.verify.base import RowPicker, Rule, point_mass, surplus
+from outrider.verify.base import RowPicker, Rule, point_mass, residual
 
 
 class Block(Rule):
@@ -22,22 +22,24 @@ class Block(Rule):
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         # the chain from the root; other branches are not judged
         length = next((i for i in range(tree.size) if tree.parents[i] != i - 1), tree.size)
-        distributions, so_far = [target.p(ROOT, [])], [1.0]
+        distributions, p_of = [target.p(ROOT, [])], [1.0]  # p_of[i]: the paper's p_i
         for i, token in enumerate(tree.tokens[:length]):
             p = distributions[i]
-            so_far.append(min(1.0, so_far[i] * float(p[token] / _q(tree, i, p)[token])))
-            if not so_far[-1]:
+            p_of.append(min(1.0, p_of[i] * float(p[token] / _q(tree, i, p)[token])))
+            if not p_of[-1]:
                 break  # rejected for certain: deeper nodes are not evaluated
             distributions.append(target.p(i, tree.tokens[: i + 1]))
-        for end in reversed(range(len(distributions) - 1)):  # whether `end + 1` tokens are accepted
-            rest, share = distributions[end + 1], so_far[end + 1]
-            if end + 1 < length:
-                rest, mass = surplus(rest, _q(tree, end + 1, rest), share)
-                share = mass / (mass + 1 - share) if share < 1 else 1.0
-            if target.accept(end, share):
-                return list(range(end + 1)), [*tree.tokens[: end + 1], target.draw(end, rest)]
-        rest = surplus(distributions[0], _q(tree, 0, distributions[0]))[0] if length else distributions[0]
-        return [], [target.draw(ROOT, rest)]
+        for count in range(len(distributions) - 1, 0, -1):  # whether so many tokens are accepted
+            p, h = distributions[count], p_of[count]
+            if count < length:
+                p, mass = residual(p, _q(tree, count, p), h)
+                h = mass / (mass + 1 - h) if h < 1 else 1.0
+            if target.accept(count - 1, h):
+                return list(range(count)), [*tree.tokens[:count], target.draw(count - 1, p)]
+        p = distributions[0]
+        if length:
+            p, _ = residual(p, _q(tree, 0, p))
+        return [], [target.draw(ROOT, p)]
 
 
 def _q(tree: DraftTree, node: int, like: Tensor) -> Tensor:

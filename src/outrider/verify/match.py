@@ -15,7 +15,7 @@ from outrider.verify.base import RowPicker, Rule
 
 class Match(Rule):
     same = True
-    drawn = False
+    needs_probs = False
     kernel = "match"
 
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from outrider.core.tree import ROOT, DraftTree
 from outrider.sampling.random_streams import without
-from outrider.verify.base import RowPicker, Rule, below, surplus
+from outrider.verify.base import RowPicker, Rule, children_of, residual
 
 
 class Rejection(Rule):
     kernel = "rejection"
 
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
-        children = below(tree)
+        children = children_of(tree)
         accepted: list[int] = []
         emitted: list[int] = []
         node: int | None = ROOT
@@ -52,6 +52,6 @@ class Rejection(Rule):
             q = left.get(tree.probs_of[node], distribution)
             if target.accept(node, float(p[token] / q[token])):
                 return node, p
-            p, _ = surplus(p, q)
+            p, _ = residual(p, q)
             left[tree.probs_of[node]] = q if tree.repeats else without(q, token)
         return None, p

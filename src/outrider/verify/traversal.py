@@ -18,55 +18,58 @@ from torch import Tensor
 
 from outrider.core.tree import ROOT, DraftTree
 from outrider.sampling.random_streams import without
-from outrider.verify.base import RowPicker, Rule, below, point_mass, surplus
+from outrider.verify.base import RowPicker, Rule, children_of, point_mass, residual
 
 
 @dataclass
-class _Open:
-    """A node while its children are verified.  p, r: residual, acceptance.  q: what it was sampled from."""
+class _OpenNode:
+    """A node while its children are verified.
+
+    q: what it was sampled from.  r: its acceptance.  p: the target's distribution after it, or what its
+    rejected children leave of it.  children: those left, each with what it was sampled from.
+    """
 
     node: int
     token: int
-    q: Tensor | None
+    q: Tensor
     r: float
     p: Tensor
     children: Iterator[tuple[int, Tensor]]
+
+    def reject(self, q: Tensor) -> None:
+        """Take the residual of p after a rejected child that was sampled from q."""
+        self.p, mass = residual(self.p, q, self.r)
+        self.r = mass / (mass + 1 - self.r) if self.r < 1 else 1.0
 
 
 class Traversal(Rule):
     kernel = "traversal"
 
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
-        children = below(tree)
-
-        def opened(node: int, token: int, q: Tensor | None, r: float) -> _Open:
-            p = target.p(node, [*(at.token for at in path[1:]), token] if path else [])
-            return _Open(node, token, q, r, p, _drawn(tree, children.get(node, ()), p))
-
-        path: list[_Open] = []
-        path.append(opened(ROOT, ROOT, None, 1.0))
+        children = children_of(tree)
+        p = target.p(ROOT, [])
+        path = [_OpenNode(ROOT, ROOT, p, 1.0, p, _with_q(tree, children[ROOT], p))]
         while True:
             tip = path[-1]
+            tokens = [above.token for above in path[1:]]
             child, q = next(tip.children, (None, tip.p))
-            if child is not None:
-                token = tree.tokens[child]
-                ratio = min(1.0, tip.r * float(tip.p[token] / q[token]))
-                if ratio > 0:
-                    path.append(opened(child, token, q, ratio))
-                    continue
-            elif tip.node == ROOT or target.accept(tip.node, tip.r):
-                emitted = [at.token for at in path[1:]]
-                return [at.node for at in path[1:]], [*emitted, target.draw(tip.node, tip.p)]
-            else:
-                assert tip.q is not None
-                q, tip = tip.q, path[-2]
+            if child is None:  # a leaf, or all its children are rejected
+                if tip.node == ROOT or target.accept(tip.node, tip.r):
+                    return [above.node for above in path[1:]], [*tokens, target.draw(tip.node, tip.p)]
                 path.pop()
-            tip.p, mass = surplus(tip.p, q, tip.r)  # the child is taken away
-            tip.r = mass / (mass + 1 - tip.r) if tip.r < 1 else 1.0
+                path[-1].reject(tip.q)
+                continue
+            token = tree.tokens[child]
+            ratio = min(1.0, tip.r * float(tip.p[token] / q[token]))
+            if not ratio > 0:
+                tip.reject(q)
+                continue
+            p = target.p(child, [*tokens, token])
+            path.append(_OpenNode(child, token, q, ratio, p, _with_q(tree, children.get(child, ()), p)))
 
 
-def _drawn(tree: DraftTree, children: Sequence[int], p: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The children in order, each with the distribution that it was drawn from, given those before it."""
+def _with_q(tree: DraftTree, children: Sequence[int], p: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The children in order, each with the distribution that it was sampled from, given those before it."""
     left: dict[int, Tensor] = {}
     for child in children:
         token, distribution = tree.tokens[child], tree.distribution(child)

@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
 from outrider.core.tree import ROOT, DraftTree
 from outrider.core.validate import Checked, real
-from outrider.verify.base import RowPicker, Rule, below
+from outrider.verify.base import RowPicker, Rule, children_of
 
 Part = Annotated[float, real("a number in (0, 1]", lambda value: 0 < value <= 1)]
 
 
+class _Path(NamedTuple):
+    """Nodes from the root on, the tokens of all but the root, and the log of their joint probability."""
+
+    nodes: list[int]
+    tokens: list[int]
+    score: float
+
+
 class Typical(Rule):
     lossless = False
-    drawn = False
+    needs_probs = False
 
     @dataclass(frozen=True)
     class Options(Checked):
@@ -32,23 +40,23 @@ class Typical(Rule):
         posterior_alpha: Part = 0.3
 
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
-        children = below(tree)
-        best: tuple[int, float, list[int], list[int], Tensor] | None = None
-        stack: list[tuple[int, float, list[int], list[int]]] = [(ROOT, 0.0, [], [])]
+        children = children_of(tree)
+        best = root = _Path([ROOT], [], 0.0)
+        best_p = target.p(ROOT, [])
+        stack = [root]
         while stack:
-            node, score, accepted, emitted = stack.pop()
-            p = target.p(node, emitted)
-            if best is None or (len(accepted), score) > best[:2]:
-                best = len(accepted), score, accepted, emitted, p
+            path = stack.pop()
+            p = best_p if path is root else target.p(path.nodes[-1], path.tokens)
+            if (len(path.nodes), path.score) > (len(best.nodes), best.score):
+                best, best_p = path, p
             threshold = self._threshold(p)
-            for child in children.get(node, ()):
+            for child in children.get(path.nodes[-1], ()):
                 token = tree.tokens[child]
-                share = float(p[token])
-                if share > threshold:
-                    stack.append((child, score + math.log(share), [*accepted, child], [*emitted, token]))
-        assert best is not None
-        _, _, accepted, emitted, p = best
-        return accepted, [*emitted, target.draw(accepted[-1] if accepted else ROOT, p)]
+                probability = float(p[token])
+                if probability > threshold:
+                    score = path.score + math.log(probability)
+                    stack.append(_Path([*path.nodes, child], [*path.tokens, token], score))
+        return best.nodes[1:], [*best.tokens, target.draw(best.nodes[-1], best_p)]
 
     def _threshold(self, p: Tensor) -> float:
         entropy = -float(p.xlogy(p).sum())

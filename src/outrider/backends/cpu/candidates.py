@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.backends.candidates import Found, Nodes, Table
+from outrider.backends.candidates import Nodes, Table, TopEntries
 from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.structs import address
 from outrider.core.params import DistributionParams
@@ -29,20 +29,20 @@ class Compiled:
         fields: list[array[Any]] = [self.scores, self.shares, self.tokens, self.above, self.front, self.order]
         self.tree = STRUCTS["CandidateTree"](wide, 0, 1, *map(_address, fields))
 
-    def widen(self, found: Found) -> tuple[list[int], list[int]]:
-        entries, shares, ids, ranked = found
+    def widen(self, found: TopEntries) -> tuple[list[int], list[int]]:
+        entries, shares, ids, by_rank = found
         k, out = entries.shape[1], _address(self.out)
-        by_entry = address(ids), address(ranked)
+        by_entry = address(ids), address(by_rank)
         return self._front(
             self.lib.widen(self.tree, entries.data_ptr(), shares.data_ptr(), k, *by_entry, out)
         )
 
     def grow(
-        self, logits: Tensor, distribution: DistributionParams, key: int, ids: Table, ranked: Table
+        self, logits: Tensor, distribution: DistributionParams, key: int, ids: Table, by_rank: Table
     ) -> tuple[list[int], list[int]]:
         logits = logits.contiguous()
         vocabulary, out = logits.shape[1], _address(self.out)
-        by_entry, k = (address(ids), address(ranked)), min(self.k, vocabulary)
+        by_entry, k = (address(ids), address(by_rank)), min(self.k, vocabulary)
         return self._front(
             self.lib.grow(self.tree, logits.data_ptr(), vocabulary, *distribution, key, *by_entry, k, out)
         )

@@ -22,7 +22,7 @@ from outrider.core.validate import Checked, Kind, Share, whole
 from outrider.draft.datastore.corpus import build
 from outrider.draft.datastore.store import SPAN, Store, fingerprint
 from outrider.drafting.base import Drafter, Target, TextDrafter
-from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, frequent
+from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, continuation_tree
 from outrider.errors import ConfigError
 
 # Places of a match that are looked at, evenly spaced.  REST looks at 5000, but a continuation with a share of
@@ -94,7 +94,7 @@ class Datastore(TextDrafter):
             return EMPTY_TREE
         self.lengths[row] = length
         limits = TreeLimits(budget.depth, budget.nodes, self.nodes, options.min_token_prob)
-        return frequent(texts, acceptance, length, limits)[0]
+        return continuation_tree(texts, acceptance, length, limits)[0]
 
     def observe(self, commit: Commit) -> None:
         for step in commit.batch:

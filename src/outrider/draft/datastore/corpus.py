@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from outrider.errors import ConfigError, writing
 SHARD = 1 << 25  # tokens that are sorted at once: about 1.5 GB of memory
 PIECE = 1 << 15  # characters that are tokenized at once, cut at the end of a line
 BATCH = 128  # pieces a call of the tokenizer
+ARRAY_PART = 1 << 20  # ids of a .npy file that are read at once
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".npy")
 
 Progress = Callable[[str, int, int], None]  # name of the phase, amount done, total
@@ -72,81 +73,109 @@ def _files(inputs: Sequence[str]) -> list[Path]:
     return found
 
 
+class _Piece(NamedTuple):
+    """A part of a document in a file, as text or ids.  size: characters of the file that it takes."""
+
+    content: str | list[int]
+    ends_document: bool
+    size: int
+
+
+class _Tokens(NamedTuple):
+    """The ids of a piece.  position: about how many bytes of the file were read so far."""
+
+    ids: Ids
+    ends_document: bool
+    position: int
+
+
 def _spool(
     files: list[Path], sink: BinaryIO, tokenizer: Any, vocabulary: int, width: int, progress: Progress
 ) -> None:
     """Write the ids of all documents, with an end mark after each."""
     total, done = sum(file.stat().st_size for file in files), 0
-    end = np.array([end_mark(width)], f"=u{width}").tobytes()
+    mark = np.array([end_mark(width)], f"=u{width}").tobytes()
     for file in files:
-        for ids, last, at in _ids(file, tokenizer):
-            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-                raise ConfigError(
-                    f"{file} holds the id {int(ids.min() if ids.min() < 0 else ids.max())}: the ids are 0 … "
-                    f"{vocabulary - 1}."
-                )
+        for ids, ends_document, position in _tokens(file, tokenizer):
+            _check_ids(ids, vocabulary, file)
             sink.write(ids.astype(f"=u{width}").tobytes())
-            if last:
-                sink.write(end)
-            progress("reading", done + at, total)
+            if ends_document:
+                sink.write(mark)
+            progress("reading", done + position, total)
         done += file.stat().st_size
         progress("reading", done, total)
 
 
-def _ids(file: Path, tokenizer: Any) -> Iterator[tuple[Ids, bool, int]]:
-    """Yield (ids, whether a document ends there, bytes of the file that were read so far)."""
+def _check_ids(ids: Ids, vocabulary: int, file: Path) -> None:
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ConfigError(
+            f"{file} holds the id {int(ids.min() if ids.min() < 0 else ids.max())}: the ids are 0 … "
+            f"{vocabulary - 1}."
+        )
+
+
+def _tokens(file: Path, tokenizer: Any) -> Iterator[_Tokens]:
+    """The ids of a file, part by part."""
     if file.suffix == ".npy":
-        try:
-            ids = np.load(file, mmap_mode="r")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file} is no array of token ids: {error}") from error
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise ConfigError(
-                f"{file} must hold one row of whole numbers, it holds {ids.dtype} {list(ids.shape)}."
-            )
-        for at in range(0, len(ids), 1 << 20):
-            yield np.asarray(ids[at : at + (1 << 20)]), at + (1 << 20) >= len(ids), at
+        yield from _array_tokens(file)
         return
-    batch: list[tuple[str | list[int], bool]] = []
-    at = 0
-    for piece, last, size in _pieces(file):
-        batch.append((piece, last))
-        at += size
+    batch, position = list[_Piece](), 0
+    for piece in _pieces(file):
+        batch.append(piece)
+        position += piece.size
         if len(batch) == BATCH:
-            yield from ((ids, last, at) for ids, last in _tokenized(batch, tokenizer, file))
+            yield from _tokenized(batch, tokenizer, file, position)
             batch = []
-    yield from ((ids, last, at) for ids, last in _tokenized(batch, tokenizer, file))
+    yield from _tokenized(batch, tokenizer, file, position)
 
 
-def _tokenized(
-    batch: list[tuple[str | list[int], bool]], tokenizer: Any, file: Path
-) -> Iterator[tuple[Ids, bool]]:
-    """(ids, whether a document ends there) of each piece."""
-    texts = [piece for piece, _ in batch if isinstance(piece, str)]
+def _array_tokens(file: Path) -> Iterator[_Tokens]:
+    """The ids in a .npy file, one document."""
+    try:
+        ids = np.load(file, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is no array of token ids: {error}") from error
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ConfigError(
+            f"{file} must hold one row of whole numbers, it holds {ids.dtype} {list(ids.shape)}."
+        )
+    for first in range(0, len(ids), ARRAY_PART):
+        end = first + ARRAY_PART
+        yield _Tokens(np.asarray(ids[first:end]), end >= len(ids), first)
+
+
+def _tokenized(batch: list[_Piece], tokenizer: Any, file: Path, position: int) -> Iterator[_Tokens]:
+    """The ids of each piece, those of texts in one call of the tokenizer."""
+    texts = [piece.content for piece in batch if isinstance(piece.content, str)]
     if texts and tokenizer is None:
         raise ConfigError(f"{file} holds text, and the model has no tokenizer: give token ids.")
     tokenized = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
-    for piece, last in batch:
-        yield np.array(next(tokenized) if isinstance(piece, str) else piece, dtype=np.int64), last
+    for piece in batch:
+        ids = next(tokenized) if isinstance(piece.content, str) else piece.content
+        yield _Tokens(np.array(ids, dtype=np.int64), piece.ends_document, position)
 
 
-def _pieces(file: Path) -> Iterator[tuple[str | list[int], bool, int]]:
-    """Yield (text or ids, whether a document ends there, bytes).  A line of .jsonl is one, or a file."""
+def _pieces(file: Path) -> Iterator[_Piece]:
+    """The pieces of a file: every line of .jsonl is a document, any other file is one document."""
     with open(file, encoding="utf-8", errors="replace") as lines:
         if file.suffix == ".jsonl":
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _document(line, file, number), True, len(line)
-            return
-        held: list[str] = []
-        size = 0
-        for line in lines:
-            held.append(line)
-            size += len(line)
-            if size >= PIECE:
-                yield "".join(held), False, size
-                held, size = [], 0
-        yield "".join(held), True, size
+                    yield _Piece(_document(line, file, number), True, len(line))
+        else:
+            yield from _text_pieces(lines)
+
+
+def _text_pieces(lines: Iterable[str]) -> Iterator[_Piece]:
+    """Pieces of at least PIECE characters of one document."""
+    held, size = list[str](), 0
+    for line in lines:
+        held.append(line)
+        size += len(line)
+        if size >= PIECE:
+            yield _Piece("".join(held), False, size)
+            held, size = [], 0
+    yield _Piece("".join(held), True, size)
 
 
 def _document(line: str, file: Path, number: int) -> str | list[int]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.errors import ConfigError
 
@@ -43,8 +44,9 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """width: bytes of a token, 2 or 4; the largest such number marks the end of a document.
+    """First line of a datastore.
 
+    width: bytes of a token, 2 or 4; the largest such number marks the end of a document.
     shards: tokens of each.
     """
 
@@ -133,26 +135,35 @@ class Store:
         length = max((agreed for agreed, _ in nearest), default=0)
         if length < low:
             return 0, []
-        match, parts = suffix[: length * width], list[tuple[_Shard, range]]()
+        match, matches = suffix[: length * width], list[tuple[_Shard, range]]()
         for shard, (agreed, at) in zip(self.shards, nearest):
             if agreed == length:
-                parts.append((shard, shard.part(match, at)))
-        step = max(1, -(-sum(len(part) for _, part in parts) // places))
-        firsts, ats = list[int](), list[int]()  # of every occurrence: its shard's first token, its own place
-        for shard, part in parts:
+                matches.append((shard, shard.part(match, at)))
+        step = max(1, -(-sum(len(part) for _, part in matches) // places))
+        starts, occurrences = list[int](), list[int]()  # tokens of the file: where its shard begins, itself
+        for shard, part in matches:
             for i in part[::step]:
-                firsts.append(shard.first)
-                ats.append(shard.first + shard.places[i])
-        first = np.array(firsts)[:, None]
-        after = np.array(ats)[:, None] - np.arange(1, depth + 1)  # the text runs backwards
-        found = self.tokens[np.maximum(after, first)].astype(np.int64)
-        found[(after < first) | (found == end_mark(width))] = -1
-        texts: list[list[int]] = found.tolist()
-        return length, texts
+                starts.append(shard.first)
+                occurrences.append(shard.first + shard.places[i])
+        return length, self._texts_after(np.array(occurrences), np.array(starts), depth)
+
+    def _texts_after(
+        self, occurrences: NDArray[np.int64], starts: NDArray[np.int64], depth: int
+    ) -> list[list[int]]:
+        """The `depth` tokens that followed each occurrence, -1 after the end of its document.
+
+        starts: the first token of the shard of each.  Shards hold their text in reverse order.
+        """
+        first = starts[:, None]
+        at = occurrences[:, None] - np.arange(1, depth + 1)
+        tokens = self.tokens[np.maximum(at, first)].astype(np.int64)
+        tokens[(at < first) | (tokens == end_mark(self.header.width))] = -1
+        texts: list[list[int]] = tokens.tolist()
+        return texts
 
 
 class _Shard:
-    """first: offset of its text in the file, in tokens."""
+    """A shard in the mapped file.  first: offset of its text in the file, in tokens."""
 
     def __init__(self, map: mmap.mmap, width: int, section: Section) -> None:
         self.map, self.width, self.size = map, width, section.tokens

@@ -21,9 +21,9 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
-from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Budget, Draft, DraftTree
-from outrider.draft.draft_model.first import FirstForward, Start
-from outrider.draft.draft_model.intersect import Translated, shared_tokens
+from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Draft, DraftTree
+from outrider.draft.draft_model.first import FirstForward, Lag, Start
+from outrider.draft.draft_model.intersect import TranslatedModel, shared_tokens
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
 from outrider.drafting import stop
@@ -40,14 +40,14 @@ from outrider.sampling.sampler import Sampler
 
 
 class ModelDrafter(Drafter):
-    """catch_up: of the draft model's own pool.  max_expansion: draft tokens for a target token, at most."""
+    """A language model as drafter.  catch_up: of its pool.  max_expansion: its tokens a target token."""
 
     demo: ClassVar = {
         "draft model, chain": {"num_speculative_tokens": 2},
         "draft model, tree": {"num_speculative_tokens": 2, "siblings": 2},
     }
     Options = DraftModelOptions
-    decoder: Model | Translated
+    decoder: Model | TranslatedModel
     max_expansion = 1
     computes_prompts = True
 
@@ -80,7 +80,7 @@ class ModelDrafter(Drafter):
         self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
         self.decoder = model = self._model(checkpoint, options.quantization)
         if options.vocab_mismatch == "intersect":
-            self.decoder = Translated(model, shared_tokens(checkpoint, target.checkpoint))
+            self.decoder = TranslatedModel(model, shared_tokens(checkpoint, target.checkpoint))
             self.vocabulary = target.vocabulary
         same_device = self.decoder.device == target.decoder.device
         self.sampler = target.sampler if same_device else Sampler(self.decoder.backend)
@@ -131,34 +131,34 @@ class ModelDrafter(Drafter):
         cursors = self.catch_up.cursors
         return [(r, s) for r, s in enumerate(batch) if s.known > 1 or s.budget.nodes or s.row not in cursors]
 
-    # ---- catch-up
-
     def _catch_up(self, batch: Batch, active: Sequence[tuple[int, RowStep]]) -> FirstForward:
         """Collect the tokens that were committed since the last forward, of the rows that take part.
 
         All rows compute at most `max_num_batched_tokens`, those first that lack few.  What is left follows in
         the next steps, and a row is drafted for when it has caught up.
         """
-        first, left = FirstForward(StepInput(self.window.sink), [], []), self.target.max_num_batched_tokens
+        first = FirstForward(StepInput(self.window.sink), [], [])
+        tokens_left = self.target.max_num_batched_tokens
         self.waiting.clear()
-        for lacks, r, done, budget in sorted(self._lacking(active)):
-            row, reached = batch[r].row, done + min(lacks, left)
-            left -= reached - done
-            if reached - done < lacks:
+        for lag in sorted(self._lags(active)):
+            row, count = batch[lag.r].row, min(lag.missing, tokens_left)
+            tokens_left -= count
+            if count < lag.missing:
                 self.waiting.add(row)
-            if reached == done:
+            if not count:
                 continue
-            tokens = self.in_vocabulary(row.tokens[done:reached])
+            reached = lag.done + count
+            tokens = self.in_vocabulary(row.tokens[lag.done : reached])
             adapter = row.adapter if self.itself else None
-            view = self.window.read(first.step_input, row.slots, done, tokens, budget.nodes, adapter)
+            view = self.window.read(first.step_input, row.slots, lag.done, tokens, lag.budget.nodes, adapter)
             if not self.itself:
-                first.reached.append((self.catch_up.cursor(row, done), reached))
-            if budget.nodes and row not in self.waiting:
-                first.starts.append(Start(r, budget, first.step_input.length - 1, view))
+                first.reached.append((self.catch_up.cursor(row, lag.done), reached))
+            if lag.budget.nodes and row not in self.waiting:
+                first.starts.append(Start(lag.r, lag.budget, first.step_input.length - 1, view))
         return first
 
-    def _lacking(self, active: Sequence[tuple[int, RowStep]]) -> Iterator[tuple[int, int, int, Budget]]:
-        """(tokens to compute, row of the batch, tokens computed, what to draft) of the rows that take part.
+    def _lags(self, active: Sequence[tuple[int, RowStep]]) -> Iterator[Lag]:
+        """What each row lacks that takes part.
 
         A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches
         up later.
@@ -168,7 +168,7 @@ class ModelDrafter(Drafter):
             done = start if self.itself else min(self.catch_up.cursor(row, start).filled, start)
             depth = min(budget.depth, self.context - end) if budget.nodes else 0
             if end <= self.context and self._takes_part(row, depth, step.known):
-                yield end - done, r, done, budget.within(depth=depth) if depth > 0 else NO_BUDGET
+                yield Lag(end - done, r, done, budget.within(depth=depth) if depth > 0 else NO_BUDGET)
 
     def _takes_part(self, row: Row, depth: int, known: int) -> bool:
         """Whether a row is in the first forward: if it is drafted for, or computes a chunk of its prompt.
@@ -184,8 +184,6 @@ class ModelDrafter(Drafter):
         if self.vocabulary == self.target.vocabulary:
             return tokens
         return [token if token < self.vocabulary else 0 for token in tokens]
-
-    # ---- drafting
 
     def _draft(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
         """Run the first forward and all that follow.  Returns batch row -> its tree."""
@@ -207,23 +205,25 @@ class ModelDrafter(Drafter):
 
     def _chains(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
         """Draft all chains in one call of the backend."""
-        chains = []
-        for start in first.starts:
-            row, budget, first_node = batch[start.r].row, start.budget, self.target.stream_id
-            stream, q = row.stream, None
-            if self.samples(row):
-                q = torch.empty(budget.depth, self.target.vocabulary, dtype=torch.float64)
-            what = start.at, budget.depth, row.distribution, stream, 0.0
-            chains.append(Chain(*what, q, first_node, budget.floor))
+        chains = [self._chain(batch[start.r].row, start) for start in first.starts]
         stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
         wanted = Chains(chains, self.vocabulary, stop_rule)
-        tokens_of, found = self.decoder.draft_chain(first.step_input.build(), self.pool, wanted)
-        trees, features_of = {}, found or [[]] * len(chains)
+        tokens_of, features_of = self.decoder.draft_chain(first.step_input.build(), self.pool, wanted)
+        trees = {}
         for i, start in enumerate(first.starts):
-            if self.stop.active and found:
-                self.stop.note(batch[start.r].row, features_of[i])
-            trees[start.r] = chain_tree(tokens_of[i], features_of[i], chains[i].probs)
+            features = features_of[i] if features_of else []
+            if self.stop.active and features_of:
+                self.stop.note(batch[start.r].row, features)
+            trees[start.r] = chain_tree(tokens_of[i], features, chains[i].probs)
         return trees
+
+    def _chain(self, row: Row, start: Start) -> Chain:
+        """The chain of a row, for the backend."""
+        budget, first_node, probs = start.budget, self.target.stream_id, None
+        if self.samples(row):
+            probs = torch.empty(budget.depth, self.target.vocabulary, dtype=torch.float64)
+        where = start.at, budget.depth, row.distribution, row.stream
+        return Chain(*where, probs=probs, first_node=first_node, joint_floor=budget.floor)
 
     def finish_chains(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> bool:
         """Complete chains in one call of the backend.  Returns False, without effect, where it cannot.
@@ -309,8 +309,6 @@ class ModelDrafter(Drafter):
             return None
         missing = self.target.vocabulary - len(q)
         return F.pad(q, (0, missing)) if missing else q
-
-    # ---- state
 
     @property
     def memory(self) -> Any:

@@ -19,6 +19,15 @@ class Start(NamedTuple):
     view: View
 
 
+class Lag(NamedTuple):
+    """Batch row r has K/V of `done` tokens and lacks that of the next `missing`.  budget: of its draft."""
+
+    missing: int
+    r: int
+    done: int
+    budget: Budget
+
+
 class FirstForward(NamedTuple):
     """The forward that catches up with committed tokens.
 

@@ -31,7 +31,10 @@ ROLES = ("eos_token_id", "bos_token_id", "unk_token_id", "pad_token_id")
 
 
 class SharedTokens(NamedTuple):
-    """draft_id_of: target id -> draft id in its place.  draft_ids, target_ids: int64 [n], the shared ones."""
+    """Tokens of draft and target.
+
+    draft_id_of: target id -> draft id in its place.  draft_ids, target_ids: int64 [n], the shared ones.
+    """
 
     draft_id_of: list[int]
     draft_ids: Tensor
@@ -47,12 +50,7 @@ def shared_tokens(draft: Checkpoint, target: Checkpoint) -> SharedTokens:
     draft_id = {key: i for i, key in enumerate(draft_keys) if key}
     target_id = {key: i for i, key in enumerate(target_keys) if key}
     pairs = {i: draft_id[key] for key, i in target_id.items() if key in draft_id}
-    for role in ROLES:
-        of_draft, of_target = getattr(draft_tokenizer, role, None), getattr(target_tokenizer, role, None)
-        if of_draft is None or of_target is None:
-            continue
-        if of_target not in pairs and of_draft not in pairs.values():
-            pairs[of_target] = of_draft
+    _add_roles(pairs, draft_tokenizer, target_tokenizer)
     count = sum(map(bool, target_keys))
     if len(pairs) < MIN_SHARED * count:
         raise ConfigError(
@@ -64,8 +62,18 @@ def shared_tokens(draft: Checkpoint, target: Checkpoint) -> SharedTokens:
     blank = next((i for i in special if i is not None), 0)
     draft_id_of: list[int] = []
     for i, key in enumerate(target_keys):
-        draft_id_of.append(pairs[i] if i in pairs else _nearest(key, draft_id, blank))
+        draft_id_of.append(pairs[i] if i in pairs else _longest_suffix(key, draft_id, blank))
     return SharedTokens(draft_id_of, torch.tensor(list(pairs.values())), torch.tensor(list(pairs)))
+
+
+def _add_roles(pairs: dict[int, int], draft_tokenizer: Any, target_tokenizer: Any) -> None:
+    """Pair special tokens of one role, such as EOS, whose names differ.  pairs: target id -> draft id"""
+    for role in ROLES:
+        of_draft, of_target = getattr(draft_tokenizer, role, None), getattr(target_tokenizer, role, None)
+        if of_draft is None or of_target is None:
+            continue
+        if of_target not in pairs and of_draft not in pairs.values():
+            pairs[of_target] = of_draft
 
 
 def _keys(tokenizer: Any, size: int) -> list[bytes | str]:
@@ -77,13 +85,13 @@ def _keys(tokenizer: Any, size: int) -> list[bytes | str]:
     return keys
 
 
-def _nearest(key: bytes | str, draft_id: dict[bytes | str, int], blank: int) -> int:
+def _longest_suffix(key: bytes | str, draft_id: dict[bytes | str, int], blank: int) -> int:
     """The draft id of the longest suffix that is a draft token; `blank` if there is none."""
     suffixes = (key[i:] for i in range(len(key))) if isinstance(key, bytes) else ()
     return next((draft_id[suffix] for suffix in suffixes if suffix in draft_id), blank)
 
 
-class Translated:
+class TranslatedModel:
     """A model that takes and gives the ids of another vocabulary."""
 
     def __init__(self, model: Model, shared: SharedTokens) -> None:

@@ -38,7 +38,7 @@ CHUNK = 512  # tokens of a shadow that one step computes at most
 
 @dataclass
 class Shadow:
-    """row: a row in the draft model's tokens.  text: what these tokens are made from."""
+    """A row in the draft model's tokens, and the text that they are made from."""
 
     row: Row
     text: IncrementalTokens

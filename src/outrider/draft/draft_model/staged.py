@@ -84,7 +84,7 @@ class Stage:
 
 
 class Staged:
-    """forwards: number of forwards of the draft model, so far."""
+    """Cheaper drafter of a draft model.  forwards: of the draft model, so far."""
 
     def __init__(self, config: Mapping[str, Any], host: StagedHost) -> None:
         self.drafter, options = create(config, host.target)

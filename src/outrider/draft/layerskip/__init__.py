@@ -36,7 +36,7 @@ from outrider.draft.layerskip.chain import AUTO, SIBLINGS, ExitThreshold, Siblin
 from outrider.draft.layerskip.exit_head import ExitHead
 from outrider.draft.layerskip.options import LayerSkipOptions
 from outrider.draft.layerskip.search import Search
-from outrider.draft.layerskip.sets import Skip, known, named
+from outrider.draft.layerskip.sets import Skip, read_set, set_name
 from outrider.drafting.base import Drafter, Storage, Target
 from outrider.drafting.trees.builder import SAMPLE_CONFIDENCE
 from outrider.errors import ConfigError
@@ -45,7 +45,7 @@ from outrider.errors import ConfigError
 SHARED_NOISE = 0.7
 
 
-class Drafted(NamedTuple):
+class RowDraft(NamedTuple):
     """The draft of one row.  states [m, hidden]: of `nodes`, ROOT included, which the passes computed."""
 
     draft_tree: DraftTree
@@ -92,8 +92,8 @@ class LayerSkip(Drafter):
             return Skip.of(attention, mlp, layers, model)
         name = options.layers
         if name is None and not options.search:
-            name = known(self.target.checkpoint.name, layers)
-        return named(name, layers, model) if name else Skip.alternating(layers)
+            name = set_name(self.target.checkpoint.name, layers)
+        return read_set(name, layers, model) if name else Skip.alternating(layers)
 
     def _blocks(self, skip: Skip) -> Any:
         return self.decoder.skip_sublayers(skip.attention, skip.mlp)
@@ -129,16 +129,19 @@ class LayerSkip(Drafter):
             self._advance_search(steps)
         for step in steps:
             self._threshold(step.row).depth = step.budget.depth
-        one_call = self.decoder.fuses_chains and self.options.siblings == 1 and self.exit_head is None
-        one_call = one_call and not any(self._pauses(step.row) for step in steps)
-        drafted = self._chains(steps) if one_call else self._by_depth(steps)
+        drafts = self._chains(steps) if self._in_one_call(steps) else self._by_depth(steps)
         nodes: list[list[int]] = [[] for _ in trees]
-        for r, result in zip(places, drafted):
-            trees[r], nodes[r] = result.draft_tree, result.nodes
+        for r, draft in zip(places, drafts):
+            trees[r], nodes[r] = draft.draft_tree, draft.nodes
         if not self.early_exit:
             return Draft(trees)
-        states = torch.cat([result.states for result in drafted])
+        states = torch.cat([draft.states for draft in drafts])
         return Draft(trees, Resume(self.early_exit, states, nodes))
+
+    def _in_one_call(self, steps: Sequence[RowStep]) -> bool:
+        """Whether the backend can draft all of these rows in one call."""
+        chains = self.decoder.fuses_chains and self.options.siblings == 1 and self.exit_head is None
+        return chains and not any(self._pauses(step.row) for step in steps)
 
     def _pauses(self, row: Row) -> bool:
         """Whether Python has work to do between the passes of a row."""
@@ -152,14 +155,13 @@ class LayerSkip(Drafter):
             self.thresholds[row] = ExitThreshold(value, adapts)
         return self.thresholds[row]
 
-    def _chains(self, steps: Sequence[RowStep]) -> list[Drafted]:
+    def _chains(self, steps: Sequence[RowStep]) -> list[RowDraft]:
         """Draft chains for all rows in one call of the backend."""
-        step_input, chains = StepInput(), []
+        step_input, chains = StepInput(), list[Chain]()
         for i, step in enumerate(steps):
-            row = step.row
+            row, floor = step.row, self._threshold(step.row).value
             step_input.chain(row.slots, step.end - 1, row.tokens[-1:])
-            stream, floor = row.stream, self._threshold(row).value
-            chains.append(Chain(i, step.budget.depth, row.distribution, stream, floor))
+            chains.append(Chain(i, step.budget.depth, row.distribution, row.stream, floor))
         states = None
         if self.early_exit:
             depth = max(chain.levels for chain in chains)
@@ -171,18 +173,18 @@ class LayerSkip(Drafter):
         stop_rule = StopRule() if measured else None
         wanted = Chains(chains, self.target.vocabulary, stop_rule, states)
         tokens_of, features_of = self.decoder.draft_chain(step_input.build(), self.pool, wanted, self.blocks)
-        drafted = []
+        drafts = []
         for i, tokens in enumerate(tokens_of):
             nodes = list(range(ROOT, max(1, len(tokens)) - 1))  # no pass computed the last draft token
             confidence = [SHARED_NOISE] * len(tokens)
             if self.target.adaptive:
                 confidence = [features[0] for features in features_of[i]]
             draft_tree = DraftTree.chain(tokens, confidence)
-            own = torch.empty(0) if states is None else states[i, : len(nodes)]
-            drafted.append(Drafted(draft_tree, nodes, own))
-        return drafted
+            own_states = torch.empty(0) if states is None else states[i, : len(nodes)]
+            drafts.append(RowDraft(draft_tree, nodes, own_states))
+        return drafts
 
-    def _by_depth(self, steps: Sequence[RowStep]) -> list[Drafted]:
+    def _by_depth(self, steps: Sequence[RowStep]) -> list[RowDraft]:
         """Draft with one pass for each depth."""
         chains = [
             SiblingChain(step.row, step.end, step.budget, self._threshold(step.row).value) for step in steps
@@ -202,10 +204,11 @@ class LayerSkip(Drafter):
                     self._sample(chain, logits, i)
                 else:
                     self._choose(chain, logits, i)
-        return [
-            Drafted(chain.draft_tree, [ROOT, *chain.trunk][: len(chain.states)], torch.stack(chain.states))
-            for chain in chains
-        ]
+        drafts = []
+        for chain in chains:
+            nodes = [ROOT, *chain.trunk][: len(chain.states)]
+            drafts.append(RowDraft(chain.draft_tree, nodes, torch.stack(chain.states)))
+        return drafts
 
     def _num_siblings(self, chain: SiblingChain, confidence: float) -> int:
         siblings: int | str = self.options.siblings

@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Budget
-from outrider.drafting.threshold import adapted
+from outrider.drafting.threshold import adapt_threshold
 from outrider.drafting.trees.builder import LevelBuilder
 from outrider.drafting.view import View
 
@@ -86,7 +86,7 @@ class ExitThreshold:
     def learn(self, drafted: int, accepted: int) -> None:
         if self.adapts:
             full, share = drafted >= self.depth, accepted / drafted
-            self.value, self.accepted = adapted(self.value, self.accepted, share, full, TARGET)
+            self.value, self.accepted = adapt_threshold(self.value, self.accepted, share, full, TARGET)
 
 
 def siblings_at(confidence: float, greedy: bool) -> int:

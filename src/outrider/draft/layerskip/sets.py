@@ -51,7 +51,7 @@ class Skip:
         return Skip.of(odd, odd, layers, "a model of one layer" if layers == 1 else "the model")
 
 
-def known(name: str, layers: int) -> str | None:
+def set_name(name: str, layers: int) -> str | None:
     """The name of the set for a checkpoint: a built-in one, a folder or a hub id; None without a set."""
     if name in TUNED:
         return name
@@ -59,7 +59,7 @@ def known(name: str, layers: int) -> str | None:
     return short if short in PUBLISHED and PUBLISHED[short]["layers"] == layers else None
 
 
-def named(name: str, layers: int, model: str) -> Skip:
+def read_set(name: str, layers: int, model: str) -> Skip:
     """A published set, or that of a file.  Raises ConfigError for an unknown one or another model."""
     path = TUNED[name] if name in TUNED else Path(name).expanduser()
     if name not in PUBLISHED and not path.is_file():

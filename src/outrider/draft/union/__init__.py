@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 
 from outrider import draft
+from outrider.cache.pages import Cache
 from outrider.cache.pool import Pool
 from outrider.control.plan import Arm
 from outrider.core.noise import mix
@@ -32,8 +33,8 @@ DEPTH = "num_speculative_tokens"
 Factory = Callable[[Target], Drafter]
 
 
-class Asked(NamedTuple):
-    """What the drafters proposed for a row, by drafter, and the tree that was made of it."""
+class RowDrafts(NamedTuple):
+    """The trees that the drafters proposed for a row, by drafter, and the merged one."""
 
     trees: Sequence[DraftTree]
     merged: Merged
@@ -97,7 +98,7 @@ class Union(Drafter):
             raise ConfigError("the method needs 'drafters', a list of dicts with a 'method'.")
         self.depth = max(self.depths)
         self.needs = reduce(or_, (drafter.needs for drafter in self.drafters), Needs())
-        self.asked: dict[Row, Asked] = {}  # rows of batches with drafts that are not observed yet
+        self.proposed: dict[Row, RowDrafts] = {}  # of batches with drafts that are not observed yet
 
     def _add(self, factory: Factory, depth: int | None = None) -> None:
         """Add a drafter.  Mixing the number keeps the streams of nested drafters apart, too."""
@@ -128,9 +129,12 @@ class Union(Drafter):
         return sum((drafter.footprint(device) for drafter in self.drafters), Counter())
 
     def allocate(self, slots: int, pool: Pool) -> Storage:
-        parts = [drafter.allocate(slots, pool) for drafter in self.drafters]
-        pools = [own for part in parts for own in part.pools]
-        return Storage(pools, [own for part in parts for own in part.caches])
+        pools, caches = list[Pool](), list[Cache]()
+        for drafter in self.drafters:
+            storage = drafter.allocate(slots, pool)
+            pools += storage.pools
+            caches += storage.caches
+        return Storage(pools, caches)
 
     def arms(self, depth: int) -> list[Arm]:
         pairs = zip(self.drafters, self.depths)
@@ -173,34 +177,35 @@ class Union(Drafter):
         if not any(tree.tokens for own in drafts for tree in own.trees):
             return Draft([EMPTY_TREE] * len(batch))
         first_sources = [0, *itertools.accumulate(len(drafter.sources) for drafter in self.drafters)]
-        proposed: list[DraftTree] = []
+        merged_trees: list[DraftTree] = []
         for r, step in enumerate(batch):
             trees = [own.trees[r] for own in drafts]
             merged = merge(trees, step.budget.nodes, first_sources)
-            self.asked[step.row] = Asked(trees, merged)
-            proposed.append(merged.tree)
-        return Draft(proposed)
+            self.proposed[step.row] = RowDrafts(trees, merged)
+            merged_trees.append(merged.tree)
+        return Draft(merged_trees)
 
     def observe(self, commit: Commit) -> None:
-        nothing: list[Asked | None] = [None] * len(commit.batch)
-        asked = [self.asked.pop(step.row, None) for step in commit.batch] if self.asked else nothing
+        proposed: list[RowDrafts | None] = [None] * len(commit.batch)
+        if self.proposed:
+            proposed = [self.proposed.pop(step.row, None) for step in commit.batch]
         for k, drafter in enumerate(self.drafters):
-            if not any(asked) and drafter.needs.topk == self.needs.topk:
+            if not any(proposed) and drafter.needs.topk == self.needs.topk:
                 drafter.observe(commit)  # of no drafts every drafter sees the same
                 continue
-            steps = [self._part(k, step, each) for step, each in zip(commit.batch, asked)]
+            steps = [self._part(k, step, drafts) for step, drafts in zip(commit.batch, proposed)]
             drafter.observe(commit._replace(batch=Batch(steps, prefill=commit.batch.prefill)))
 
-    def _part(self, k: int, step: RowStep, asked: Asked | None) -> RowStep:
+    def _part(self, k: int, step: RowStep, drafts: RowDrafts | None) -> RowStep:
         """A row's step as drafter k sees it."""
         tree: DraftTree = EMPTY_TREE
         verified: Mapping[int, int] = {}
-        if asked is not None:
-            tree, verified = asked.trees[k], after_trim(step, asked.merged.node_of[k])
+        if drafts is not None:
+            tree, verified = drafts.trees[k], after_trim(step, drafts.merged.node_of[k])
         return part(step, tree, verified, self.drafters[k].needs.topk)
 
     def forget(self, row: Row, reason: str) -> None:
-        self.asked.pop(row, None)
+        self.proposed.pop(row, None)
         for drafter in self.drafters:
             drafter.forget(row, reason)
 

@@ -26,30 +26,29 @@ from outrider.drafting.base import Drafter, TextDrafter
 SHORTEST = 2  # tokens that replace the draft of a model: a single one is not worth its step
 
 
-class Given(NamedTuple):
-    """Chain that an automatic drafter, the one of this number, proposes for a row."""
+class AutomaticChain(NamedTuple):
+    """Chain that an automatic drafter proposes for a row.  drafter: its number among the automatic ones."""
 
     tree: DraftTree = EMPTY_TREE
     drafter: int = -1
 
 
-NOTHING = Given()
+NO_CHAIN = AutomaticChain()
 
 
 @dataclass
 class Proposal:
-    """What is proposed for a row.
+    """What is proposed for a row: the chain of an automatic drafter, and behind it what is left of `own`.
 
-    tree: the proposed tree: of `given`, and then what is left of `own`.
-    own: tree of the configured drafter.  node_of, given_of: node of `own`, of `given` -> node of `tree`, if
-    it was kept.
+    tree: the proposed tree.  own: that of the configured drafter.
+    own_nodes, chain_nodes: node of `own`, of `chain` -> node of `tree`, if it was kept.
     """
 
     tree: DraftTree
     own: DraftTree
-    node_of: dict[int, int]
-    given: Given = NOTHING
-    given_of: dict[int, int] = field(default_factory=dict)
+    own_nodes: dict[int, int]
+    chain: AutomaticChain = NO_CHAIN
+    chain_nodes: dict[int, int] = field(default_factory=dict)
 
 
 class Learner(Protocol):
@@ -75,12 +74,12 @@ class Joined:
         # names of the methods that draft: of the configured drafter, then of the automatic ones
         self.sources = [*drafter.sources, *(name for each in self.automatic for name in each.sources)]
         self.guided = False  # whether some row of this step is guided
-        self.given: dict[Row, Given] = {}  # of this step
+        self.chains: dict[Row, AutomaticChain] = {}  # of this step
         self.proposals: dict[Row, Proposal] = {}  # of guided batches that are not observed yet
 
     def budgets(self, batch: Batch, controller: Controller) -> list[Budget]:
         """The controller's budgets, raised to what the automatic drafters propose for each row."""
-        budgets, self.given = controller.budget(batch), {}
+        budgets, self.chains = controller.budget(batch), {}
         self.guided = True in [step.row.guided for step in batch]
         if not self.guided or not controller.nodes(len(batch)):
             return budgets
@@ -88,35 +87,36 @@ class Joined:
             row, most = step.row, step.row.draft_depth
             if not row.guided or not step.emits or most < 1:
                 continue
-            given = self._given(row, most)
-            if given.tree.size < (SHORTEST if budgets[r].nodes and self.text_drafter is None else 1):
+            chain = self._chain(row, most)
+            shortest = SHORTEST if budgets[r].nodes and self.text_drafter is None else 1
+            if chain.tree.size < shortest:
                 continue
             if not controller.forced(r):
                 return budgets
-            self.given[row] = given
-            more = budgets[r] if self._goes_on(given) else NO_BUDGET
-            budgets[r] = Budget(min(most, given.tree.size + more.depth), given.tree.size + more.nodes)
+            self.chains[row] = chain
+            more = budgets[r] if self._continues(chain) else NO_BUDGET
+            budgets[r] = Budget(min(most, chain.tree.size + more.depth), chain.tree.size + more.nodes)
         return budgets
 
-    def _given(self, row: Row, most: int) -> Given:
+    def _chain(self, row: Row, most: int) -> AutomaticChain:
         """The chain, of at most so many tokens, of the first automatic drafter that has one for a row."""
         for number, drafter in enumerate(self.automatic):
             depth = min(most, drafter.depth)
             if (tree := drafter.after(row, (), Budget(depth, depth))).tokens:
                 source = len(self.drafter.sources) + number
-                return Given(tree._replace(source=[source] * tree.size), number)
-        return NOTHING
+                return AutomaticChain(tree._replace(source=[source] * tree.size), number)
+        return NO_CHAIN
 
-    def _goes_on(self, given: Given) -> bool:
-        """Whether the configured drafter drafts behind such a chain."""
-        return self.text_drafter is not None and self.automatic[given.drafter].certain
+    def _continues(self, chain: AutomaticChain) -> bool:
+        """Whether the configured drafter drafts behind this chain."""
+        return self.text_drafter is not None and self.automatic[chain.drafter].certain
 
     def propose(self, batch: Batch) -> Draft:
         if self.learner is not None:
             self.learner.train()
         if not self.guided:
             return self.drafter.propose(batch)
-        others = batch.within([NO_BUDGET if step.row in self.given else step.budget for step in batch])
+        others = batch.within([NO_BUDGET if step.row in self.chains else step.budget for step in batch])
         others.asker = batch.asker
         own = self.drafter.propose(others)
         proposals = [self._proposal(step, tree) for step, tree in zip(batch, own.trees)]
@@ -124,16 +124,17 @@ class Joined:
         return Draft([proposal.tree for proposal in proposals])
 
     def _proposal(self, step: RowStep, own: DraftTree) -> Proposal:
-        row, budget, given = step.row, step.budget, self.given.get(step.row, NOTHING)
-        length = min(given.tree.size, budget.depth)
-        given = given._replace(tree=given.tree.only(range(length)))
+        """The proposal for a row of a guided batch.  own: tree of the configured drafter."""
+        row, budget, chain = step.row, step.budget, self.chains.get(step.row, NO_CHAIN)
+        length = min(chain.tree.size, budget.depth)
+        chain = chain._replace(tree=chain.tree.only(range(length)))
         rest = Budget(budget.depth - length, budget.nodes - length)
-        if length and rest.nodes and self.text_drafter is not None and self._goes_on(given):
-            own = self.text_drafter.after(row, given.tree.tokens, rest)
-        if row.grammar is not None and length and not self.automatic[given.drafter].certain:
-            allowed = row.grammar.allowed(Ids(row.tokens), given.tree)
-            given = given._replace(tree=given.tree.only(allowed))
-        return joined(row.grammar, row.tokens, given, own)
+        if length and rest.nodes and self.text_drafter is not None and self._continues(chain):
+            own = self.text_drafter.after(row, chain.tree.tokens, rest)
+        if row.grammar is not None and length and not self.automatic[chain.drafter].certain:
+            allowed = row.grammar.allowed(Ids(row.tokens), chain.tree)
+            chain = chain._replace(tree=chain.tree.only(allowed))
+        return proposal_behind(chain, own, row.grammar, row.tokens)
 
     def observe(self, commit: Commit) -> None:
         """Show each drafter its own part of the trees, without nodes behind a chain that was not accepted."""
@@ -145,12 +146,13 @@ class Joined:
         steps: list[RowStep] = []
         for step in commit.batch:
             proposal = self.proposals.pop(step.row)
-            judged = len(step.accepted) >= proposal.given.tree.size
-            verified = after_trim(step, proposal.node_of) if judged else {}
+            chain = proposal.chain
+            judged = len(step.accepted) >= chain.tree.size
+            verified = after_trim(step, proposal.own_nodes) if judged else {}
             steps.append(part(step, proposal.own, verified, self.drafter.needs.topk))
-            if proposal.given.tree.size:
-                own = part(step, proposal.given.tree, after_trim(step, proposal.given_of), 0)
-                self.automatic[proposal.given.drafter].observe(Commit(Batch([own])))
+            if chain.tree.size:
+                seen = part(step, chain.tree, after_trim(step, proposal.chain_nodes), 0)
+                self.automatic[chain.drafter].observe(Commit(Batch([seen])))
         self.drafter.observe(commit._replace(batch=Batch(steps, prefill=commit.batch.prefill)))
 
     def forget(self, row: Row, reason: str) -> None:
@@ -169,24 +171,38 @@ class Joined:
         return times if self.learner is None else self.learner.charged(times)
 
 
-def joined(grammar: Grammar | None, tokens: list[int], given: Given, own: DraftTree) -> Proposal:
-    """A given chain, and behind it the nodes of `own` that the grammar allows."""
-    chain, length = given.tree, given.tree.size
+def proposal_behind(
+    chain: AutomaticChain, own: DraftTree, grammar: Grammar | None, tokens: list[int]
+) -> Proposal:
+    """The chain, and behind its last node the nodes of `own` that the grammar allows.
+
+    tokens: of the row
+    """
+    length = chain.tree.size
     kept: Sequence[int] = range(len(own.tokens))
     if grammar is not None and kept:
-        kept = grammar.allowed(Ids(tokens, chain.tokens), own)
+        kept = grammar.allowed(Ids(tokens, chain.tree.tokens), own)
     behind = own if len(kept) == len(own.tokens) else own.only(kept)
-    node_of = {node: length + place for place, node in enumerate(kept)}
-    given_of = {node: node for node in range(length)}
-    if not length or not kept:
-        return Proposal(behind if kept else chain, own, node_of, given, given_of)
-    parents = [length + parent if parent != ROOT else length - 1 for parent in behind.parents]
-    tree = behind._replace(
-        tokens=chain.tokens + behind.tokens,
+    own_nodes = {node: length + place for place, node in enumerate(kept)}
+    chain_nodes = {node: node for node in range(length)}
+    if not kept:
+        tree = chain.tree
+    elif not length:
+        tree = behind
+    else:
+        tree = _appended(chain.tree, behind)
+    return Proposal(tree, own, own_nodes, chain, chain_nodes)
+
+
+def _appended(chain: DraftTree, tree: DraftTree) -> DraftTree:
+    """A tree whose root is the last node of a chain of chosen tokens, as one tree."""
+    length = chain.size
+    parents = [length + parent if parent != ROOT else length - 1 for parent in tree.parents]
+    return tree._replace(
+        tokens=chain.tokens + tree.tokens,
         parents=chain.parents + parents,
-        confidence=chain.confidence + behind.confidence,
-        probs_of=[-1] * length + list(behind.probs_of) if behind.probs_of else (),
-        source=[*chain.source, *map(behind.source_of, range(len(behind.tokens)))],
-        proposers=[1] * length + list(behind.proposers) if behind.proposers else (),
+        confidence=chain.confidence + tree.confidence,
+        probs_of=[-1] * length + list(tree.probs_of) if tree.probs_of else (),
+        source=[*chain.source, *map(tree.source_of, range(len(tree.tokens)))],
+        proposers=[1] * length + list(tree.proposers) if tree.proposers else (),
     )
-    return Proposal(tree, own, node_of, given, given_of)

@@ -41,23 +41,23 @@ def merge(trees: Sequence[DraftTree], nodes: int, first: Sequence[int] = ()) -> 
 
     first: number of the first source of each tree, by default 0, 1, …
     """
-    trees = [sourced(tree, first[k] if first else k) for k, tree in enumerate(trees)]
+    trees = [with_sources(tree, first[k] if first else k) for k, tree in enumerate(trees)]
     proposing = [k for k, tree in enumerate(trees) if tree.tokens]
     if len(proposing) == 1 and len(trees[proposing[0]].tokens) <= nodes:
-        return unmerged(trees, proposing[0])
+        return only_tree(trees, proposing[0])
     if len({tree.repeats for tree in trees if tree.distributions}) > 1:
-        trees = [independent(tree) for tree in trees]
+        trees = [with_independent_samples(tree) for tree in trees]
     merger = Merger(nodes)
     for tree in trees:
         merger.add(tree)
     merger.select()
     for k, tree in enumerate(trees):
         merger.add_probes(k, tree)
-    tree = merger.built.draft_tree._replace(source=merger.source, proposers=merger.proposers)
+    tree = merger.builder.draft_tree._replace(source=merger.source, proposers=merger.proposers)
     return Merged(tree, merger.node_of)
 
 
-def unmerged(trees: Sequence[DraftTree], only: int) -> Merged:
+def only_tree(trees: Sequence[DraftTree], only: int) -> Merged:
     """The tree of this number, the only one with nodes."""
     tree = trees[only]
     if len(trees) > 1:
@@ -95,13 +95,13 @@ class Candidate(NamedTuple):
 
 
 class Merger:
-    """built: the merged tree.  source: of its nodes.  node_of: as in `Merged`."""
+    """A merge of trees.  builder: of the merged tree.  source: of its nodes.  node_of: as in `Merged`."""
 
     def __init__(self, nodes: int) -> None:
         self.root = Node(ROOT, 1.0, CHOSEN)
         self.distributions: list[Tensor] = []
         self.repeats = False
-        self.built = TreeBuilder(Budget(nodes, nodes))
+        self.builder = TreeBuilder(Budget(nodes, nodes))
         self.source: list[int] = []
         self.proposers: list[int] = []
         self.node_of: list[dict[int, int]] = []
@@ -136,13 +136,13 @@ class Merger:
 
     def select(self) -> None:
         """Build the tree of the most probable nodes; siblings sampled from one distribution stay in order."""
-        queue, built = BestFirst[Candidate](), self.built
-        built.distributions, built.repeats = self.distributions, self.repeats
+        queue, builder = BestFirst[Candidate](), self.builder
+        builder.distributions, builder.repeats = self.distributions, self.repeats
         for child in self.root.children:
             queue.push(child.confidence, Candidate(ROOT, child))
-        while queue and built.room:
+        while queue and builder.room:
             joint, (parent, node) = queue.pop()
-            number = built.add(parent, node.token, node.confidence, node.distribution)
+            number = builder.add(parent, node.token, node.confidence, node.distribution)
             self.source.append(node.source)
             self.proposers.append(0)
             for k, i in node.origins:
@@ -155,22 +155,22 @@ class Merger:
         """Append the probes of tree k: all, or none if they do not fit or a node above them was dropped."""
         node_of, probes = self.node_of[k], range(tree.size, len(tree.tokens))
         above = {parent for parent in tree.parents[tree.size :] if ROOT < parent < tree.size}
-        if above <= node_of.keys() and len(probes) <= self.built.room:
-            node_of.update(zip(probes, itertools.count(len(self.built.tokens))))
+        if above <= node_of.keys() and len(probes) <= self.builder.room:
+            node_of.update(zip(probes, itertools.count(len(self.builder.tokens))))
             parents = [node_of.get(parent, ROOT) for parent in tree.parents[tree.size :]]
-            self.built.add_probes(parents, tree.tokens[tree.size :])
+            self.builder.add_probes(parents, tree.tokens[tree.size :])
             self.source += map(tree.source_of, probes)
             self.proposers += [1 << k] * len(probes)
 
 
-def sourced(tree: DraftTree, first: int) -> DraftTree:
+def with_sources(tree: DraftTree, first: int) -> DraftTree:
     """The tree with its sources numbered from `first`."""
     if not first:
         return tree
     return tree._replace(source=[first + tree.source_of(node) for node in range(len(tree.tokens))])
 
 
-def independent(tree: DraftTree) -> DraftTree:
+def with_independent_samples(tree: DraftTree) -> DraftTree:
     """The tree with a distribution for every sample, which merges with trees of independent samples."""
     if tree.repeats or not tree.distributions:
         return tree

@@ -77,15 +77,20 @@ class CompiledIndex:
 
     def find(self, tokens: Sequence[int], ahead: Sequence[int], texts: Sequence[CompiledIndex]) -> Places:
         self._check_room(tokens)
-        buffer, addresses = array("i", [*tokens, *ahead]), array("Q", [text.address for text in texts])
+        given = array("i", [*tokens, *ahead])  # these arrays must stay alive during the call
+        others = array("Q", [text.address for text in texts])
         out, row_size = self.found_elsewhere if texts else self.found_here, self.row_size
-        others = addresses.buffer_info()[0] if texts else None
-        given, result = buffer.buffer_info()[0], out.buffer_info()[0]
-        self.lib.runs_find(self.text, given, len(tokens), len(ahead), others, len(texts), result)
+        self.lib.runs_find(
+            self.text,
+            given.buffer_info()[0], len(tokens), len(ahead),
+            others.buffer_info()[0] if texts else None, len(texts),
+            out.buffer_info()[0],
+        )  # fmt: skip
 
         def places(order: int) -> list[tuple[int, list[int]]]:
-            begin, found = len(RUNS) + FRONT[order] * row_size, []
+            begin = len(RUNS) + FRONT[order] * row_size
             rows = out[begin : begin + out[order] * row_size].tolist()
+            found: list[tuple[int, list[int]]] = []
             for i in range(0, len(rows), row_size):
                 count, length, followed = rows[i], rows[i + 1], rows[i + 2 : i + row_size]
                 found += [(length, followed)] * count

@@ -58,7 +58,7 @@ class MatchAcceptance:
 
 
 class TreeLimits(NamedTuple):
-    """depth, nodes: of the tree.  siblings: children of a node.  min_prob: joint probability of a node."""
+    """Limits of a tree: its depth and nodes, children of a node, least joint probability of a node."""
 
     depth: int
     nodes: int
@@ -66,10 +66,10 @@ class TreeLimits(NamedTuple):
     min_prob: float
 
 
-def frequent(
+def continuation_tree(
     texts: Sequence[Sequence[int]], acceptance: MatchAcceptance, length: int, limits: TreeLimits
 ) -> tuple[DraftTree, float]:
-    """Return the most probable continuations as a tree, and the expected number of its accepted nodes.
+    """The most probable continuations of a match as a tree, and the expected number of its accepted nodes.
 
     texts: what followed a match of `length` tokens, most recent first; an id below 0 ends one.  A token's
     probability is its share of the texts that agree so far, times the acceptance of a match so long.
@@ -102,32 +102,35 @@ class _Builder:
 
     def grow(self, texts: list[Continuation]) -> None:
         """Append the most probable candidate until the nodes are used up."""
-        queue, limits = BestFirst[_Candidate](), self.limits
-        self._push_children(queue, ROOT, 0, 1.0, texts)
-        while queue and len(self.tree.tokens) < limits.nodes:
-            joint, node = queue.pop()
+        self.queue = BestFirst[_Candidate]()
+        self._push_children(ROOT, 0, 1.0, texts)
+        while self.queue and len(self.tree.tokens) < self.limits.nodes:
+            joint, node = self.queue.pop()
             self._append(node.parent, node.token, node.probability, joint)
-            if len(node.texts) == 1 and not queue:
-                self.append_chain(node.texts[0][0][: limits.depth], node.depth + 1, joint)
+            if len(node.texts) == 1 and not self.queue:
+                self.append_chain(node.texts[0][0][: self.limits.depth], node.depth + 1, joint)
                 return
-            if node.depth + 1 < limits.depth:
-                self._push_children(queue, len(self.tree.tokens) - 1, node.depth + 1, joint, node.texts)
+            if node.depth + 1 < self.limits.depth:
+                self._push_children(len(self.tree.tokens) - 1, node.depth + 1, joint, node.texts)
 
-    def _push_children(
-        self, queue: BestFirst[_Candidate], parent: int, depth: int, joint: float, texts: list[Continuation]
-    ) -> None:
-        """Push the most frequent tokens at `depth` of the texts through `parent`; of a tie the latest."""
-        groups: dict[int, list[Continuation]] = {}
+    def _push_children(self, parent: int, depth: int, joint: float, texts: list[Continuation]) -> None:
+        """Push the most frequent tokens at `depth` of the texts through `parent`; of a tie the latest.
+
+        joint: probability of the path to `parent`
+        """
+        groups, counts = dict[int, list[Continuation]](), dict[int, int]()  # by token
         for text in texts:
-            if len(text[0]) > depth and text[0][depth] >= 0:
-                groups.setdefault(text[0][depth], []).append(text)
-        counts = {token: sum([count for _, count in group]) for token, group in groups.items()}
+            tokens, count = text
+            if len(tokens) > depth and (token := tokens[depth]) >= 0:
+                groups.setdefault(token, []).append(text)
+                counts[token] = counts.get(token, 0) + count
         total, accepted = sum(counts.values()), self.acceptance(self.length + depth)
         ranked = sorted(groups, key=lambda token: -counts[token]) if len(groups) > 1 else list(groups)
         for token in ranked[: self.limits.siblings]:
             probability = accepted * counts[token] / total
             if joint * probability >= self.limits.min_prob:
-                queue.push(joint * probability, _Candidate(parent, depth, token, probability, groups[token]))
+                candidate = _Candidate(parent, depth, token, probability, groups[token])
+                self.queue.push(joint * probability, candidate)
 
     def append_chain(self, text: Sequence[int], depth: int, joint: float) -> None:
         """Append text[depth:] below the last node, of this joint probability, within the limits."""

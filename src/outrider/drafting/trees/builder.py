@@ -14,7 +14,7 @@ from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.drafting.view import View
 from outrider.sampling import random_streams
 
-# Estimated probability that the first, second … token by noised draft logit is the target's pick.  The
+# Estimated probability that the first, second … token by draft logit with noise is the target's pick.  The
 # noise is shared, so the rank predicts more than q: 4 levels of 3 siblings on the built-in pair at T = 0.8
 # gave 2.70 tokens a step with these, 2.40 with q.
 RANK_CONFIDENCE = [0.7, 0.15, 0.06, 0.03] + [0.02 * 0.8**i for i in range(60)]

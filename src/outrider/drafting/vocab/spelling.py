@@ -35,16 +35,16 @@ def pieces(tokenizer: Any, size: int) -> list[bytes]:
     words, special = tokenizer.get_vocab(), special_ids(tokenizer)
     added = tokenizer.added_tokens_decoder
     byte_level = sum(word.startswith("Ġ") for word in words) > sum(word.startswith("▁") for word in words)
+
+    def bytes_of(word: str) -> bytes:
+        if byte_level and all(letter in byte_of for letter in word):
+            return bytes(byte_of[letter] for letter in word)
+        if not byte_level and (byte := BYTE.fullmatch(word)):
+            return bytes([int(byte[1], 16)])
+        return word.replace("▁", " ").encode()
+
     found = [b""] * size
     for word, i in words.items():
-        if i >= size or i in special:
-            continue
-        if i in added:
-            found[i] = added[i].content.encode()
-        elif byte_level and all(letter in byte_of for letter in word):
-            found[i] = bytes(byte_of[letter] for letter in word)
-        elif not byte_level and (byte := BYTE.fullmatch(word)):
-            found[i] = bytes([int(byte[1], 16)])
-        else:
-            found[i] = word.replace("▁", " ").encode()
+        if i < size and i not in special:
+            found[i] = added[i].content.encode() if i in added else bytes_of(word)
     return found

@@ -9,10 +9,10 @@ layers it is called by and returns zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -94,7 +94,8 @@ def attend(
     """transformers' attention interface: q [1,H,n,D], k and v [1,kv_heads,n,D] -> [1,n,H,D]."""
     call = _CALL.get()
     if call.pool is None:
-        call.layers.append(_layer_of(module, query, key, value, attention_mask, **settings))
+        given = AttentionSettings.of(type(module).__name__, settings)
+        call.layers.append(_layer_of(module, query, key, value, attention_mask, given))
         shape = (1, query.shape[2], query.shape[1], value.shape[3])
         return torch.zeros(shape, dtype=query.dtype, device=query.device), None
     index = call.next_layer
@@ -118,45 +119,61 @@ def _pad_heads(x: Tensor, head_dim: int) -> Tensor:
     return padded[0].transpose(0, 1)
 
 
+@dataclass(frozen=True)
+class AttentionSettings:
+    """Keyword arguments of an attention call that change its result.
+
+    s_aux: attention sinks.  slopes, window, wide_keys: of our patches only (patches.py)
+    """
+
+    scaling: float | None = None
+    softcap: float | None = None
+    s_aux: Tensor | None = None
+    slopes: Tensor | None = None
+    window: int | None = None
+    wide_keys: bool = False
+
+    @classmethod
+    def of(cls, name: str, given: Mapping[str, Any]) -> AttentionSettings:
+        """Raise ModelError for a tensor of unknown meaning.  name: of the module, in errors."""
+        own = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        others = given.keys() - own.keys() - IGNORED_TENSORS
+        if unknown := sorted(key for key in others if isinstance(given[key], Tensor)):
+            raise ModelError(
+                f"{name} gives its attention {', '.join(unknown)}, which Outrider does not know."
+            )
+        return cls(**own)
+
+    @property
+    def modifier(self) -> ScoreModifier | None:
+        """What changes the scores beside their scale; None for nothing."""
+        slopes = None if self.slopes is None else self.slopes.detach().float().contiguous()
+        sinks = None if self.s_aux is None else self.s_aux.detach().float().contiguous()
+        found = ScoreModifier(self.softcap or 0.0, slopes, sinks)
+        return None if found == ScoreModifier() else found
+
+
 def _layer_of(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    slopes: Tensor | None = None,
-    window: int | None = None,
-    wide_keys: bool = False,
-    **others: Any,
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: AttentionSettings
 ) -> AttentionLayer:
     """The layer of one attention call.  The window comes from the mask, as in transformers' own attention.
 
-    Raises ModelError for anything that the kernels do not compute.
+    Raises ModelError for a mask that the kernels do not apply.
     """
-    name = type(module).__name__
-    unknown = [key for key, x in others.items() if isinstance(x, Tensor) and key not in IGNORED_TENSORS]
-    if unknown:
-        raise ModelError(f"{name} gives its attention {', '.join(unknown)}, which Outrider does not know.")
     if mask is not None and mask.dtype != torch.int32:
+        name = type(module).__name__
         raise ModelError(f"{name} makes an attention mask of its own, which cannot be applied to a tree.")
-    slopes, sinks = (None if x is None else x.detach().float().contiguous() for x in (slopes, s_aux))
-    modifier = ScoreModifier(softcap or 0.0, slopes, sinks)
+    scale = q.shape[3] ** -0.5 if settings.scaling is None else settings.scaling
+    window = settings.window or 0 if mask is None else int(mask)
     return AttentionLayer(
         heads=q.shape[1],
         kv_heads=k.shape[1],
         head_dim=max(k.shape[3], v.shape[3]),
         out_dim=v.shape[3],
-        scores=Scores(
-            q.shape[3] ** -0.5 if scaling is None else scaling,
-            window or 0 if mask is None else int(mask),
-            None if modifier == ScoreModifier() else modifier,
-        ),
+        scores=Scores(scale, window, settings.modifier),
         module=module,
         query_scales=getattr(module, "query_scales", None),
-        wide_keys=wide_keys,
+        wide_keys=settings.wide_keys,
     )
 
 

@@ -34,7 +34,7 @@ from outrider.core.stop_rule import Chained
 from outrider.errors import ConfigError, ModelError, first_line
 from outrider.models.base import Model, Stream, Taps
 from outrider.models.chains import draft_chain
-from outrider.models.fallback import row_invariant, tempered, unrouted
+from outrider.models.fallback import patches, query_scales, row_invariant
 from outrider.models.fallback.attention import (
     ATTENTION,
     RECORDING,
@@ -90,8 +90,8 @@ class Fallback(Model):
         self.body = body_of(self.head, self.spec.architecture)
         self.takes_positions = "position_ids" in inspect.signature(self.body.forward).parameters
         fix_ropes(self.head, max_len)
-        tempered.take_over(self.head, len(self.rope), device, is_intercepting)
-        uses_interface = not unrouted.route(self.head, attend)
+        query_scales.take_over(self.head, len(self.rope), device, is_intercepting)
+        uses_interface = not patches.route(self.head, attend)
         row_invariant.convert(self.head, self.backend, dtype)
         with self._refusing():
             self.layers = self._record_layers(uses_interface)

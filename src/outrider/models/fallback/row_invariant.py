@@ -171,25 +171,30 @@ def convert(model: nn.Module, backend: Backend, dtype: torch.dtype) -> None:
 
     Other parameters (norms, biases) and floating-point buffers get the dtype of the activations.
     """
-    matrices: dict[int, Matrix] = {}
+    matrices: dict[int, Matrix] = {}  # by the identity of the weight
     module: Any  # its attributes change their types
     for module in model.modules():
         for name, weight in list(module._parameters.items()):
-            if weight is None:
+            if weight is None or weight.dim() not in (2, 3):
                 continue
-            if weight.dim() in (2, 3):
-                if id(weight) not in matrices:
-                    bias = module._parameters.get("bias") if name == "weight" else None
-                    matrices[id(weight)] = Matrix(weight.detach().to(dtype), bias, backend)
-                _replace_weight(module, name, matrices[id(weight)])
-            else:
-                weight.requires_grad_(False)
-                weight.data = weight.data.to(backend.activations)
-        if type(module) in (nn.Dropout,):
+            if id(weight) not in matrices:
+                bias = module._parameters.get("bias") if name == "weight" else None
+                matrices[id(weight)] = Matrix(weight.detach().to(dtype), bias, backend)
+            _replace_weight(module, name, matrices[id(weight)])
+        _cast(module, backend.activations)
+        if type(module) in (nn.Dropout,):  # `is` would narrow the type, and refuse the assignment
             module.forward = lambda x: x
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and buffer.dtype != torch.float32:
-                module._buffers[name] = buffer.to(backend.activations)
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters and buffers that are no matrices; buffers in float32 stay so."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point() and buffer.dtype != torch.float32:
+            module._buffers[name] = buffer.to(dtype)
 
 
 def _replace_weight(module: Any, name: str, matrix: Matrix) -> None:

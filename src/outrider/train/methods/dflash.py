@@ -110,7 +110,7 @@ class DFlash(Method):
     @classmethod
     def convert(cls, head: Head, layout: str) -> Files:
         kinds: tuple[type[BlockDrafter], ...] = (dspark.DSpark, domino.Domino, dflash.DFlash)
-        drafter = next(kind for kind in kinds if kind.marked(head))
+        drafter = next(kind for kind in kinds if kind.is_own(head))
         check_layout(layout, ("z-lab",) if drafter is domino.Domino else ("speculators", "z-lab"))
         ours, given = drafter.FORMAT.translate(head), head.config
         tensors, anchored = dense(ours), drafter.anchored(head)

@@ -1,4 +1,4 @@
-"""Model families that do not use transformers' attention interface, patched to call our attention.
+"""Patches of model families that do not use transformers' attention interface: they call our attention.
 
 Later versions of transformers bring families to the interface, GPT-J and CodeGen in 5.24.  Those are left
 as they are.  In GPT-J, CodeGen and GPT-Neo a method is replaced.  In BLOOM, MPT and Falcon attention is part
@@ -123,14 +123,14 @@ FAMILIES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 def route(model: nn.Module, attend: Attend) -> bool:
     """Patch a model of these families to use `attend`; returns False for all others."""
-    found = [module for module in model.modules() if _is_unrouted(module)]
+    found = [module for module in model.modules() if _needs_patch(module)]
     for module in found:
         name, function = FAMILIES[type(module).__name__]
         setattr(module, name, functools.partial(function, attend, module))
     return bool(found)
 
 
-def _is_unrouted(module: nn.Module) -> bool:
+def _needs_patch(module: nn.Module) -> bool:
     """Whether a module is of these families, in a transformers whose code does not know the interface yet."""
     kind = type(module)
     return kind.__name__ in FAMILIES and not hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
