@@ -26,6 +26,7 @@ from outrider.backends.triton.plan import (
     load_step,
     total,
 )
+from outrider.core.device import power_of_two
 from outrider.core.step_input import StepInput, StepTensors
 
 # Rows of a graph; longer steps have none.  Tiles of the linears have 16 to 256 rows, so that rows which pad
@@ -49,23 +50,19 @@ def padded(sizes: Sizes, spec: AttentionShape) -> Sizes | None:
     if sizes.rows > ROWS[-1]:
         return None
     rows = padded_rows(sizes.rows)
-    keys = max(LEAST_KEYS, _power_of_two(sizes.keys))
+    keys = max(LEAST_KEYS, power_of_two(sizes.keys))
     while keys >= 2 * sizes.keys and not in_one_part(spec, rows, keys):
         keys //= 2
     if not in_one_part(spec, rows, keys):
         return None
-    path = max(LEAST_PATH, _power_of_two(sizes.path)) if sizes.path else 0
-    table = max(LEAST_TABLE, _power_of_two(sizes.table))
+    path = max(LEAST_PATH, power_of_two(sizes.path)) if sizes.path else 0
+    table = max(LEAST_TABLE, power_of_two(sizes.table))
     return Sizes(rows, rows, keys, path, table, sizes.pinned)
 
 
 def cost_of(*rows: int) -> float:
     """`Job.cost` of forwards of these numbers of rows."""
     return sum(1 + n / ROWS_AS_LONG for n in rows)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def frame(sizes: Sizes, plan: Plan, ids: Tensor | None = None) -> StepInput:
