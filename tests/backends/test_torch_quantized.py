@@ -27,3 +27,13 @@ def test_torch_widens_weights_once_while_there_is_room(
             assert isinstance(each, QuantizedWeight)
             near(backend.linear(x, weight), x @ each.dense().T, 1e-4)
     assert [i for i, weight in enumerate(weights) if weight.packed is not None] == kept
+
+
+def test_the_room_of_a_widened_weight_comes_back_with_its_end() -> None:
+    backend = TorchBackend(torch.device("cpu"), torch.float32)
+    few = quantize(torch.randn(70, 64), 8)
+    weight = backend.pack(few)
+    backend.linear(torch.randn(2, 64), weight)
+    assert backend.widened == 70 * 64 * 4
+    del weight
+    assert backend.widened == 0

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from outrider.control.auto import AutoController
+from outrider.control.choose import Option
 from outrider.control.fixed import FixedController, Options
 from outrider.control.ledger import MOST_ONCE
-from outrider.control.plan import Arm
+from outrider.control.plan import Arm, Load, Plan, StepRecord, Try
 from outrider.core import clock
 from outrider.core.clock import Times
 from outrider.core.step import Batch, Commit, RowStep
-from outrider.core.tree import DraftTree
+from outrider.core.tree import Budget, DraftTree
 from outrider.testing import make_row
 
 DEPTH, PLAIN = 4, 0.001  # seconds of a plain step
@@ -87,3 +90,31 @@ def test_one_time_work_before_a_step_or_of_another_controller_does_not_count() -
     clock._ONE_TIME.seconds += 1.0
     assert clock.take_one_time(since) == pytest.approx(1.0)
     assert clock.take_one_time(since) == 0.0
+
+
+def test_one_time_work_of_another_thread_is_not_of_a_step() -> None:
+    """A step that was begun by one thread, and is completed by another one."""
+    clock._ONE_TIME.seconds += 5.0
+    since, taken = clock.one_time(), list[float]()
+    other = threading.Thread(target=lambda: taken.append(clock.take_one_time(since)))
+    other.start()
+    other.join()
+    assert taken == [0.0]
+
+
+def test_catching_up_is_charged_in_a_step_with_one_time_work() -> None:
+    auto = made()
+    auto.evidence.prefill_cost[0] = 0.01 * PLAIN
+    plan = Plan(
+        auto.evidence.state(ROW), [Option(0, 1, 0.5, PLAIN, PLAIN)], {0}, Budget(1, 1), {0: 0.0}, PLAIN
+    )
+    step = RowStep(ROW, len(ROW.tokens) - 1, 1)
+    step.emitted, load = [7], Load.plain_step(auto.evidence.forward, 1)
+    found = []
+    for late in ({}, {0: 100}):
+        auto.evidence.ledger.loss, trials = 0.0, auto.evidence.trials[0].room
+        record = StepRecord(Batch([step]), load, {0: Try(plan, late=late)}, 0.0, load.plain, {}, False, PLAIN)
+        auto.evidence.learn([record])
+        found.append((auto.evidence.ledger.loss, trials - auto.evidence.trials[0].room))
+    assert found[1][0] - found[0][0] == pytest.approx(PLAIN)
+    assert found[1][1] - found[0][1] == pytest.approx(PLAIN)

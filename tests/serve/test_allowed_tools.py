@@ -114,3 +114,9 @@ def test_a_wrong_value_is_refused(choice: Any, text: str) -> None:
     with pytest.raises(ApiError, match=text) as error:
         ToolUse.of(TOOLS, choice)
     assert error.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("stray", [{"name": "add"}, {"function": {"name": "add"}}])
+def test_a_name_beside_allowed_tools_forces_no_call(stray: dict[str, Any]) -> None:
+    use = ToolUse.of(TOOLS, {**flat("auto", "now"), **stray})
+    assert use.name is None and use.form is None and use.names == {"now"}

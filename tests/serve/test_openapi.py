@@ -84,7 +84,11 @@ CHOICES = (
     st.sampled_from(["auto", "none", "required"])
     | TOOLS
     | made_of(
-        "mode", type=st.just("allowed_tools"), allowed_tools=made_of("mode", tools=VALUES), tools=VALUES
+        "mode",
+        type=st.just("allowed_tools"),
+        allowed_tools=made_of("mode", tools=VALUES),
+        tools=VALUES,
+        name=WORDS,
     )
 )
 KINDS = st.sampled_from(["text", "json_object", "json_schema"]) | VALUES

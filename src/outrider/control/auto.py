@@ -85,7 +85,7 @@ class AutoController:
         self.spent: dict[int, float] = {}  # seconds of each drafter of a mix
         self.mark: tuple[int, float] | None = None  # the one that drafts now, and when it began
         # since the last digest, the last plain step, and the last plan; one-time work before this step
-        self.log, self.since_plain, self.began = list[StepRecord](), 0, 0.0
+        self.log, self.since_plain, self.began = list[StepRecord](), 0, (0, 0.0)
         self.expected = self.shortfall = 0.0  # accepted tokens
         # seconds that all rows, and each, may lose before plans are made again
         self.room, self.room_of = 0.0, dict[int, float]()

@@ -192,6 +192,7 @@ class Evidence:
             lost, host, self.host = record.lost(usual), self.host, 0.0
             self.ledger.add_once(lost, load.plain)
             self.total.seconds += lost
+            self._charge_late(record, math.inf)
             return usual + host
         measured = expected
         if load.decodes_only:
@@ -247,15 +248,18 @@ class Evidence:
                 each = min(record.propose - drafting, record.seconds if prefill else math.inf) / tokens
                 self.prefills[k].append(each)
                 self.prefill_cost[k] = median_low(self.prefills[k])
+        self._charge_late(record, record.propose - drafting)
+        return drafting
+
+    def _charge_late(self, record: StepRecord, most: float) -> None:
+        """Enter what catching up is known to cost, at most so many seconds."""
         for tried in record.tries.values():
             for k in tried.late.keys() & tried.plan.exploring:
                 self.trials[k].room -= self.prefill_cost[k] * tried.late[k]
-        if late:
-            known = sum([self.prefill_cost[k] * tokens for k, tokens in late.items()])
-            caught = min(record.propose - drafting, known)
+        known = sum([self.prefill_cost[k] * tokens for k, tokens in record.late.items()])
+        if caught := min(most, known):
             self.ledger.add(caught, 0.0)
             self.total.seconds += caught
-        return drafting
 
     def _propose(
         self,

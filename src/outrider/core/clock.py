@@ -51,15 +51,21 @@ def one_time_work(share: float = 1.0) -> Iterator[None]:
         _ONE_TIME.seconds += share * (time.perf_counter() - began)
 
 
-def one_time() -> float:
-    """Seconds of one-time work so far in this thread."""
-    return _ONE_TIME.seconds
+def one_time() -> tuple[int, float]:
+    """This thread, and the seconds of its one-time work so far."""
+    return threading.get_ident(), _ONE_TIME.seconds
 
 
-def take_one_time(since: float) -> float:
-    """Seconds of one-time work since a value of `one_time`, without those that were taken before."""
-    since, _ONE_TIME.taken = max(since, _ONE_TIME.taken), _ONE_TIME.seconds
-    return _ONE_TIME.seconds - since
+def take_one_time(since: tuple[int, float]) -> float:
+    """Seconds of one-time work since a value of `one_time`, without those that were taken before.
+
+    0 in another thread: a step that is begun ahead may be completed by the next driver.
+    """
+    thread, seconds = since
+    if thread != threading.get_ident():
+        return 0.0
+    seconds, _ONE_TIME.taken = max(seconds, _ONE_TIME.taken), _ONE_TIME.seconds
+    return _ONE_TIME.seconds - seconds
 
 
 class OneRecording(ContextDecorator):

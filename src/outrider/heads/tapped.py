@@ -85,11 +85,11 @@ class TapNet(Net):
 
         norm_output concerns outputs; in SpecForge's and SGLang's files it concerns the lm_head only.
         """
-        given = self.head.config.get("norm_output")
-        if ARCHITECTURE in self.head.config.get("architectures", ()):
-            before_head, of_outputs = given is None or bool(given), False
+        config = self.head.config
+        if ARCHITECTURE in config.get("architectures", ()):
+            before_head, of_outputs = bool(config.get("norm_output", True)), False
         else:
-            before_head, of_outputs = True, bool(given)
+            before_head, of_outputs = True, bool(config.get("norm_output"))
         norm = self.reader.vector("norm.weight", self.hidden) if before_head else None
         self.norm, self.norm_output = norm, norm if of_outputs else None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.serve.errors import ApiError
 
-CHOICES = '"auto", "none", "required", a function\'s name or allowed_tools'
+CHOICES = '"auto", "none" or "required", or name a function or allowed_tools'
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class ToolUse:
         known = [_checked(tool, i) for i, tool in enumerate(tools or ())]
         if choice == "none":
             return ToolUse()
-        name, allowed = named_tool(choice), _allowed(choice)
+        allowed = _allowed(choice)
+        name = named_tool(choice) if allowed is None else None
         if choice not in (None, "auto", "required") and name is None and allowed is None:
             raise ApiError(400, f"tool_choice must be {CHOICES}.", "tool_choice")
         if not known and choice not in (None, "auto"):

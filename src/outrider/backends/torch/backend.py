@@ -9,6 +9,7 @@ bytes stay widened after their first use; others are widened at every use, which
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -139,6 +140,10 @@ class TorchBackend:
         size = weight.inputs * weight.outputs * self.linear_dtype.itemsize
         if packed is not None and self.widened + size <= MOST_WIDENED:
             weight.packed, self.widened = packed, self.widened + size
+            weakref.finalize(weight, self._forget, size)
+
+    def _forget(self, size: int) -> None:
+        self.widened -= size
 
     def launch(self, method: Launched, call: Call) -> Tensor:
         return launched(method, call)

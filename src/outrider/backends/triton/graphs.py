@@ -37,7 +37,9 @@ from outrider.core.clock import may_record, one_time_work
 
 MOST_GRAPHS, MOST_BYTES = 128, 4 << 30
 LAUNCHED = 3.0  # time of a launched step over that of its replay: 2.7 to 5.5 on an H200 (docs/benchmarks.md)
-WORTH = 6.0  # replays that a size wastes before it is recorded; a step of 8 B weights is one of 5 ms
+# Replays that a size wastes before it is recorded: three launches, which waste two each; a replay of a step of
+# 8 B weights takes 5 ms.
+WORTH = 5.5
 RETRY = 8192.0  # replays that a size wastes after a failed recording before the next attempt
 RECORDING = threading.Lock()  # torch allows one recording at a time in a process
 log = logging.getLogger("outrider")
@@ -198,7 +200,11 @@ class Graphs:
         key = Key((*map(id, job.uses), type(job), *job.rest), job.sizes)
         if key in self.graphs:
             return self._replay(key, job)
-        wish = self.wishes.setdefault(key, Wish(self.calls))
+        wish = self.wishes.get(key)
+        if wish is None:
+            wish = self.wishes[key] = Wish(self.calls)
+            for used in job.uses:
+                self._watch(used)
         if wish.wasted >= WORTH and self._recorded(key, job, wish):
             return self._replay(key, job)
         # of launches: all at first, when they compile kernels, later what a replay will save
@@ -274,8 +280,6 @@ class Graphs:
         self.counts.bytes = sum(graph.bytes for graph in self.graphs.values())
 
     def _record(self, key: Key, job: Job, inputs: Any) -> None:
-        for used in job.uses:
-            self._watch(used)
         before = self.recorder.reserved()
         replay = self.recorder.record(lambda: self._alone(lambda: job.compute(inputs)))
         added = self.recorder.reserved() - before
@@ -286,7 +290,7 @@ class Graphs:
         log.debug("graph %d: %s, %d bytes for all", self.counts.recorded, key.sizes, self.counts.bytes)
 
     def _watch(self, used: Any) -> None:
-        """Drop the graphs of a pool or a stack with it: they use its memory."""
+        """Drop the graphs and wishes of a pool or a stack with it: graphs use its memory."""
         if id(used) not in self.watched:
             self.watched.add(id(used))
             weakref.finalize(used, self._drop, id(used))
@@ -295,7 +299,7 @@ class Graphs:
         self.watched.discard(used)
         self.graphs = {key: graph for key, graph in list(self.graphs.items()) if used not in key.kind[:2]}
         self._sum_bytes()
-        self.wishes = {key: wish for key, wish in self.wishes.items() if used not in key.kind[:2]}
+        self.wishes = {key: wish for key, wish in list(self.wishes.items()) if used not in key.kind[:2]}
 
 
 EVERYWHERE = weakref.WeakSet[Graphs]()
