@@ -37,8 +37,8 @@ from outrider.core.clock import may_record, one_time_work
 
 MOST_GRAPHS, MOST_BYTES = 128, 4 << 30
 LAUNCHED = 3.0  # time of a launched step over that of its replay: 2.7 to 5.5 on an H200 (docs/benchmarks.md)
-# Replays that a size wastes before it is recorded: three launches, which waste two each; a replay of a step of
-# 8 B weights takes 5 ms.
+# Replays that a size wastes before it is recorded: three launches, which waste two each.  A replay of a step
+# of 8 B weights takes 5 ms.
 WORTH = 5.5
 RETRY = 8192.0  # replays that a size wastes after a failed recording before the next attempt
 RECORDING = threading.Lock()  # torch allows one recording at a time in a process
