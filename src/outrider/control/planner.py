@@ -130,19 +130,15 @@ class Planner:
                 if math.isinf(best.cost):
                     waits.append(1)
                     continue
-                pause = 0 if self._pays(best) else trials.wait(best.cost, self.load.decode)
-                waits.append(max(pause, self._until(self._need(best) - self.room)))
+                pause = 0 if (pays := self._pays(best)) else trials.wait(best.cost, self.load.decode)
+                waits.append(max(pause, self._until(_need(best.cost, pays) - self.room)))
         return min(waits)
 
     def least_need(self) -> float:
         """Seconds that have to be left for a trial of one token, of the cheapest drafter; 0 if unknown."""
         reach, load = self.evidence.reach, self.load
         costs = [self.best(k, reach[k], 0.0, load, 1).cost for k in range(len(self.arms))]
-        return 2 * MARGIN * min(filter(math.isfinite, costs), default=0.0)
-
-    def _need(self, option: Option) -> float:
-        """Seconds that have to be left for an option; twice as many for a trial."""
-        return MARGIN * option.cost * (1 if self._pays(option) else 2)
+        return _need(min(filter(math.isfinite, costs), default=0.0), False)
 
     def _courage(self, room: float) -> float:
         """Standard deviations by which a draw counts: -1 where a row has used what it may lose, up to 1."""
@@ -235,7 +231,7 @@ class Planner:
             if math.isinf(best.cost):
                 wait = 1  # beside prompt tokens, or beyond the known costs
                 continue
-            while self._need(best) > room and best.depth > 1:  # a shorter draft may be tried
+            while _need(best.cost, self._pays(best)) > room and best.depth > 1:  # try a shorter one
                 best = self._best(k, state, self.evidence.reach_of(k, row), best.depth // 2, courage)
             late = self.evidence.prefill_cost[k] * self._lacks(k, row)
             pays = self._pays(best) and (not late or late < self.saved(best, self.load) * row.remaining)
@@ -259,14 +255,13 @@ class Planner:
         retry: until it may be tried again in this row.  room: seconds that the row may still lose.
         """
         (option, late, pays), load = candidate, self.load
-        need = MARGIN * option.cost * (1 if pays else 2)
         if not pays:
             if not self.hopeful(k, load, most):
                 return LONGEST_PAUSE
             pause = max(retry, self.trials[k].wait(option.cost + late, load.decode))
             if pause > 0:
                 return pause
-        lacks = max(need - room, need + late - self.room)
+        lacks = _need(option.cost, pays) - min(room, self.room - late)
         return self._until(lacks) if lacks > 0 else 0
 
     def _best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
@@ -348,3 +343,8 @@ class Planner:
             verify=lambda nodes: added(round(rows * nodes)) / rows,
             stops=self.arms[k].stops,
         )
+
+
+def _need(cost: float, pays: bool) -> float:
+    """Seconds that have to be left for a draft of this cost; twice as many for one that seems not to pay."""
+    return MARGIN * cost * (1 if pays else 2)
