@@ -1,19 +1,22 @@
 """Attention of ragged rows, chains and trees, over paged K/V, in two passes.
 
 The keys of a row are counted 0, 1, 2, … in the order of their positions (`core/step_input.py`).  Products
-are taken per BLOCK keys, at multiples of BLOCK.  The first pass sums each SPLIT keys on its own, the second
-adds the splits of a row in order.  So what is computed for a row depends on its own keys alone: not on the
-other rows, on their number, or on whether a key is in the slot table or in the path of a tree node.
+are taken per BLOCK keys, at multiples of BLOCK.  The first pass sums each SPLIT keys on its own, block by
+block, the second adds the splits of a row in order.  So what is computed for a row depends on its own keys
+alone: not on the other rows, on their number, or on whether a key is in the slot table or in the path of a
+tree node.
 
-        keys      0        BLOCK     2 BLOCK  │  3 BLOCK            SPLIT = 3 BLOCK
-        table     ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ │ ■ ■ ■
-        node 0                                │       ■             4 and 5 are of the same number:
-        node 2                                │       ■ ■           each row has its own slot there
+        keys      0        BLOCK     2 BLOCK     3 BLOCK            SPLIT = 3 BLOCK
+        table     ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ │
+        node 0                          │ ■                         keys of the same number:
+        node 2                          │ ■ ■                       each row has its own slot there
+                  for all rows       │ for each row
 
-Splits whose keys all rows of a piece (`plan.py`) have in the table are computed for the whole piece, for the
+Blocks whose keys all rows of a piece (`plan.py`) have in the table are computed for the whole piece, for the
 query heads of one K/V head.  The others, at the end, are computed for each row by itself, which has slots of
-its own there.  Both take the same products of the same blocks.  The compiler may fuse multiplications and
-additions in one of the two and not in the other, so the kernels are launched without that.
+its own there.  Where a split has blocks of both kinds, its sums are stored in between.  Both take the same
+products of the same blocks.  The compiler may fuse multiplications and additions in one of the two and not in
+the other, so the kernels are launched without that.
 """
 
 from __future__ import annotations
@@ -34,35 +37,16 @@ from outrider.backends.launch import AttentionShape
 from outrider.backends.triton.dot import dot, rounded
 from outrider.backends.triton.elementwise import Planes
 from outrider.backends.triton.plan import PIECE, Plan, plan_of
+from outrider.backends.triton.visible import first_key, seen_by
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 
 BLOCK, SPLIT = 64, 256  # keys
 TILE = 64  # query heads of all rows that a program computes, unless one row has more
 LEAST_ROWS = 16  # of a matrix instruction
+STAGES = 2  # blocks that are loaded ahead; with three, fewer programs fit on a processor
 TOGETHER = 16  # splits that the second pass adds at once
 PARTIAL_BYTES = 1 << 26  # of sums between the passes; more rows are computed one part after another
-
-
-@triton.jit
-def _first_key(position, shift, pinned, WINDOW: tl.constexpr):
-    """A number that no visible key of a row is below."""
-    if WINDOW == 0:
-        return position * 0
-    oldest = position - WINDOW + 1 if WINDOW > 0 else position // -WINDOW * -WINDOW
-    return tl.where(pinned > 0, 0, tl.maximum(oldest - shift, 0))
-
-
-@triton.jit
-def _seen(j, num_keys, position, shift, pinned, WINDOW: tl.constexpr):
-    """Which of the keys j each row sees, and their distance from it (0 or below), [M, BLOCK]."""
-    at = j[None, :] + tl.where(j[None, :] >= pinned, shift[:, None], 0)
-    seen = j[None, :] < num_keys[:, None]
-    if WINDOW > 0:
-        seen = seen & (at > position[:, None] - WINDOW)
-    elif WINDOW < 0:
-        seen = seen & (at >= (position // -WINDOW * -WINDOW)[:, None])
-    return seen, at - position[:, None]
 
 
 @triton.jit
@@ -106,26 +90,43 @@ def _add_block(
     return highest, mass, dot(weights.to(q.dtype), rounded(v, q), total * shrunk[:, None])
 
 
+@triton.jit
+def _so_far(sums, ends, at, stored, M: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr):
+    """`state` of each row before a block: of no keys, or as it is stored."""
+    if OWN:
+        best = tl.load(ends + at * 2, mask=stored, other=float("-inf"))
+        mass = tl.load(ends + at * 2 + 1, mask=stored, other=0.0)
+        d = tl.arange(0, WIDTH)
+        total = tl.load(sums + at[:, None] * WIDTH + d[None, :], mask=stored[:, None], other=0.0)
+    else:
+        best, mass = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
+        total = tl.zeros((M, WIDTH), tl.float32)
+    return best, mass, total
+
+
 CHANGING = ["first_piece", "first_row", "num_splits", "pinned", "max_path"]  # with the step
 
 
 @triton.jit
 def _place(
     plan, first_piece, first_row, num_splits, PIECES: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr,
-    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The first row of a program, the number of its rows, 0 if there is nothing to compute, and its split."""
+    """Of a program: its first row, how many, 0 if there is nothing to compute, its split, and the number of
+    keys that are computed for all rows of its piece.
+    """
     split = tl.program_id(2)
     if OWN:
         first = first_row + tl.program_id(0)
-        split += tl.load(plan.shared + first) // SPLIT
+        common = tl.load(plan.shared + first) // BLOCK * BLOCK
+        split += common // SPLIT
         count = (split < num_splits).to(tl.int32)
     else:
         piece = plan.pieces + (first_piece + tl.program_id(0) // PIECES) * 3
         skipped = tl.program_id(0) % PIECES * ROWS
         first, count = tl.load(piece) + skipped, tl.minimum(tl.load(piece + 1) - skipped, ROWS)
-        count = tl.where((split + 1) * SPLIT > tl.load(piece + 2), 0, count)
-    return first, count, split
+        common = tl.load(piece + 2) // BLOCK * BLOCK
+    return first, count, split, common
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -137,9 +138,11 @@ def _sum_split(
 ):  # fmt: skip
     """First pass: sums [N, H, splits, WIDTH] of weights times V; their highest score and mass in `ends`.
 
-    OWN: for one row, and the splits that its piece does not share.
+    OWN: for one row, the blocks that its piece does not share, after those that it shares.
     """
-    first, count, split = _place(plan, first_piece, first_row, num_splits, PIECES, ROWS, OWN, SPLIT)
+    first, count, split, common = _place(
+        plan, first_piece, first_row, num_splits, PIECES, ROWS, OWN, BLOCK, SPLIT
+    )
     if count <= 0:
         return
     kv_head = tl.program_id(1)
@@ -149,26 +152,28 @@ def _sum_split(
     num_keys = tl.load(plan.num_keys + row, mask=real, other=0)
     position = tl.load(plan.positions + row, mask=real, other=0)
     shift = tl.load(plan.shifts + row, mask=real, other=0)
-    oldest = tl.where(real, _first_key(position, shift, pinned, WINDOW), 2147483647)
+    oldest = tl.where(real, first_key(position, shift, pinned, WINDOW), 2147483647)
     begin, most = tl.maximum(split * SPLIT, tl.min(oldest) // BLOCK * BLOCK), tl.max(num_keys)
     end = tl.minimum(split * SPLIT + SPLIT, most)
-    if begin >= end:
+    start = tl.maximum(begin, common) if OWN else begin
+    end = end if OWN else tl.minimum(end, common)
+    if start >= end:
         return
     d = tl.arange(0, WIDTH)
     at_q = (row.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
     heads = tl.load(q + at_q, mask=real[:, None] & (d < D)[None, :], other=0.0)
     slope = tl.load(slopes + head, mask=real, other=0.0) if SLOPES else num_keys * 0.0
-    best = tl.full((ROWS * LANES,), float("-inf"), tl.float32)
-    mass, total = tl.zeros((ROWS * LANES,), tl.float32), tl.zeros((ROWS * LANES, WIDTH), tl.float32)
-    for start in range(begin, end, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        seen, ahead = _seen(j, num_keys, position, shift, pinned, WINDOW)
+    at = ((row - first_row).to(tl.int64) * HEADS + head) * num_splits + split
+    stored = real & (lane * 0 + begin < common)  # by the program of the piece
+    best, mass, total = _so_far(sums, ends, at, stored, ROWS * LANES, WIDTH, OWN)
+    for block in range(start, end, BLOCK):
+        j = block + tl.arange(0, BLOCK)
+        seen, ahead = seen_by(j, num_keys, position, shift, pinned, WINDOW)
         slots = _slots(plan, first, j, most, max_path, OWN)
         best, mass, total = _add_block(
             (best, mass, total), heads, kv, kv_head, slots, j < most, seen, ahead, scale, cap, slope, D,
             WIDTH, CAP, SLOPES, INT8,
         )  # fmt: skip
-    at = ((row - first_row).to(tl.int64) * HEADS + head) * num_splits + split
     tl.store(sums + at[:, None] * WIDTH + d[None, :], total, mask=real[:, None])
     tl.store(ends + at * 2, best, mask=real)
     tl.store(ends + at * 2 + 1, mass, mask=real)
@@ -183,7 +188,7 @@ def _add_splits(
     """Second pass, for one head of one row: TOGETHER splits at once, at multiples of TOGETHER."""
     row, head, d = first_row + tl.program_id(0), tl.program_id(1), tl.arange(0, WIDTH)
     position, shift = tl.load(plan.positions + row), tl.load(plan.shifts + row)
-    first = _first_key(position, shift, pinned, WINDOW) // SPLIT
+    first = first_key(position, shift, pinned, WINDOW) // SPLIT
     end = tl.cdiv(tl.load(plan.num_keys + row), SPLIT)
     begin = first // TOGETHER * TOGETHER
     at = (tl.program_id(0).to(tl.int64) * HEADS + head) * num_splits
@@ -286,7 +291,7 @@ def _first_pass(
     grids = [(False, (part.pieces * (PIECE // rows), spec.kv_heads, splits))]
     if step.max_path_len:
         # of the rows of a piece, one may have the path of another in its table, and one of its own
-        most = _splits(2 * step.max_path_len) + 1
+        most = _splits(2 * step.max_path_len + BLOCK) + 1
         grids.append((True, (part.rows, spec.kv_heads, min(splits, most))))
     for own, grid in grids:
         _sum_split[grid](
@@ -295,7 +300,7 @@ def _first_pass(
             HEADS=spec.heads, GROUP=group, LANES=max(lanes, LEAST_ROWS // rows), ROWS=rows,
             PIECES=PIECE // rows, D=spec.head_dim, WIDTH=_width(spec.head_dim), WINDOW=scores.window,
             CAP=modifier.cap > 0, SLOPES=modifier.slopes is not None, INT8=kv.pool.dtype == torch.int8,
-            OWN=own, BLOCK=BLOCK, SPLIT=SPLIT, enable_fp_fusion=False,
+            OWN=own, BLOCK=BLOCK, SPLIT=SPLIT, num_stages=STAGES, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -310,7 +315,7 @@ def same_with_paths(spec: AttentionShape, device: torch.device, dtype: torch.dty
 @lru_cache
 def _same_with_paths(heads: int, kv_heads: int, d: int, device: torch.device, dtype: torch.dtype) -> bool:
     spec: Any = SimpleNamespace(heads=heads, kv_heads=kv_heads, head_dim=d)
-    keys, own = SPLIT + SPLIT // 2, SPLIT // 2 - 1
+    keys, own = 2 * SPLIT, BLOCK // 2  # two splits, of which all rows share one and a part of the other
     pool, table = Pool(1, kv_heads, d, keys, dtype, device), array("i", range(keys))
     pool.data.copy_(torch.linspace(0, 1e4, pool.data.numel()).sin().view_as(pool.data))
     q = torch.linspace(0, 1e3, PIECE * heads * d).cos().view(PIECE, heads, d).to(device, dtype)

@@ -95,7 +95,8 @@ def _make(step: StepInput, device: torch.device) -> Plan:
     tables = Tables([step])
     flat = torch.frombuffer(columns_of(step, sizes, tables) + tables.slots, dtype=torch.int32)
     plan = Plan.of(to_device(flat, device), sizes)
-    load_paths(plan, step, sizes)
+    if step.device_paths is not None:
+        load_paths(plan, step.device_paths, sizes)
     return plan
 
 
@@ -108,14 +109,14 @@ def load_step(flat: Tensor, before: array[int], step: StepInput, sizes: Sizes) -
     """Fill a tensor with other numbers and the plan of a step behind them, in one transfer."""
     tables = Tables([step])
     load(flat, before + columns_of(step, sizes, tables) + tables.slots)
-    load_paths(Plan.of(flat[len(before) :], sizes), step, sizes)
-
-
-def load_paths(plan: Plan, step: StepInput, sizes: Sizes) -> None:
-    """Copy the paths that only a device knows into the plan of a step."""
     if step.device_paths is not None:
-        paths = plan.path_slots[: sizes.rows * sizes.path].view(sizes.rows, sizes.path)
-        paths[: step.length, : step.max_path_len].copy_(step.device_paths)
+        load_paths(Plan.of(flat[len(before) :], sizes), step.device_paths, sizes)
+
+
+def load_paths(plan: Plan, known: Tensor, sizes: Sizes) -> None:
+    """Copy the paths that only a device knows, `StepInput.device_paths`, into the plan of a step."""
+    paths = plan.path_slots[: sizes.rows * sizes.path].view(sizes.rows, sizes.path)
+    paths[: known.shape[0], : known.shape[1]].copy_(known)
 
 
 def total(sizes: Sizes) -> int:
