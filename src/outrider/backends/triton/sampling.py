@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider.core.params import DistributionParams
 
 PART, BLOCK = 8192, 1024  # logits of a program of `_best`, and at once
+WIDE = 4096  # logits of a row at once, where its cut is looked for
 PARAMS = 6  # numbers of `params_of`
 MIX_1, MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -71,29 +72,40 @@ def _below(rows, row, stride, i, vocabulary, highest, reciprocal):
 
 
 @triton.jit
+def _negative(bits):
+    """The negative float32 of an absolute value's bits."""
+    return -bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _lowest(
-    rows, row, stride, vocabulary, highest, reciprocal, least, limit, COUNT: tl.constexpr, BLOCK: tl.constexpr
+    rows, row, stride, vocabulary, highest, reciprocal, least, limit, COUNT: tl.constexpr, WIDE: tl.constexpr
 ):
     """The lowest number x such that fewer than `limit` of the distances from `least` on are above it.
 
     COUNT: 0 weighs them by their probability.
-    x is found bit by bit: floats of one sign grow with their bits.
+    x is found two bits at a time: floats of one sign grow with their bits.
     """
     lowest = tl.full((), 0, tl.int32)
-    for bit in range(31):
-        bits = lowest | (1 << (30 - bit))
-        x = -bits.to(tl.float32, bitcast=True)
-        above = tl.full((), 0.0, tl.float64)
-        for first in range(0, vocabulary, BLOCK):
-            low = _below(rows, row, stride, first + tl.arange(0, BLOCK), vocabulary, highest, reciprocal)
-            weight = tl.exp(low) if COUNT == 0 else 1.0
-            above += tl.sum(tl.where((low > x) & (low >= least), weight, 0.0).to(tl.float64), 0)
-        lowest = tl.where(above < limit, bits, lowest)
-    return -tl.minimum(lowest, INFINITY).to(tl.float32, bitcast=True)
+    for step in range(16):
+        unit = tl.full((), 1, tl.int32) << (30 - 2 * step)
+        above_1 = tl.zeros((WIDE,), tl.float64)
+        above_2, above_3 = tl.zeros((WIDE,), tl.float64), tl.zeros((WIDE,), tl.float64)
+        for first in range(0, vocabulary, WIDE):
+            low = _below(rows, row, stride, first + tl.arange(0, WIDE), vocabulary, highest, reciprocal)
+            weight = tl.where(low >= least, tl.exp(low) if COUNT == 0 else 1.0, 0.0)
+            above_1 += tl.where(low > _negative(lowest + unit), weight, 0.0).to(tl.float64)
+            above_2 += tl.where(low > _negative(lowest + 2 * unit), weight, 0.0).to(tl.float64)
+            above_3 += tl.where(low > _negative(lowest + 3 * unit), weight, 0.0).to(tl.float64)
+        digit = (tl.sum(above_1, 0) < limit).to(tl.int32)
+        if step > 0:  # the highest bit is the sign
+            digit += (tl.sum(above_2, 0) < limit).to(tl.int32) + (tl.sum(above_3, 0) < limit).to(tl.int32)
+        lowest += digit * unit
+    return _negative(tl.minimum(lowest, INFINITY))
 
 
 @triton.jit
-def _cut(rows, cuts, stride, vocabulary, PARAMS: tl.constexpr, BLOCK: tl.constexpr):
+def _cut(rows, cuts, stride, vocabulary, PARAMS: tl.constexpr, WIDE: tl.constexpr):
     """The distance from which on min_p, top_k and top_p leave the tokens of one row."""
     row = tl.program_id(0)
     tree = tl.load(rows.owners + row * 2)
@@ -105,15 +117,15 @@ def _cut(rows, cuts, stride, vocabulary, PARAMS: tl.constexpr, BLOCK: tl.constex
         highest, reciprocal = tl.load(rows.highest + row), tl.load(params + 1).to(tl.float32)
         top_k, top_p = tl.load(params + 3), tl.load(params + 4)
         if top_k > 0:
-            cut = _lowest(rows, row, stride, vocabulary, highest, reciprocal, least, top_k, 1, BLOCK)
+            cut = _lowest(rows, row, stride, vocabulary, highest, reciprocal, least, top_k, 1, WIDE)
             least = tl.maximum(least, cut)
         if top_p < 1:
-            whole = tl.full((), 0.0, tl.float64)
-            for first in range(0, vocabulary, BLOCK):
-                low = _below(rows, row, stride, first + tl.arange(0, BLOCK), vocabulary, highest, reciprocal)
-                whole += tl.sum(tl.where(low >= least, tl.exp(low), 0.0).to(tl.float64), 0)
-            limit = top_p * whole
-            cut = _lowest(rows, row, stride, vocabulary, highest, reciprocal, least, limit, 0, BLOCK)
+            whole = tl.zeros((WIDE,), tl.float64)
+            for first in range(0, vocabulary, WIDE):
+                low = _below(rows, row, stride, first + tl.arange(0, WIDE), vocabulary, highest, reciprocal)
+                whole += tl.where(low >= least, tl.exp(low), 0.0).to(tl.float64)
+            limit = top_p * tl.sum(whole, 0)
+            cut = _lowest(rows, row, stride, vocabulary, highest, reciprocal, least, limit, 0, WIDE)
             least = tl.maximum(least, cut)
     tl.store(cuts + row, least)
 
@@ -183,7 +195,7 @@ def cuts_of(rows: Rows) -> Tensor:
     m, vocabulary = rows.logits.shape
     cuts, stride = torch.empty_like(rows.highest), rows.logits.stride(0)
     _cut[(m,)](
-        rows, cuts, stride, vocabulary, PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False,
+        rows, cuts, stride, vocabulary, PARAMS=PARAMS, WIDE=WIDE, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return cuts
 
