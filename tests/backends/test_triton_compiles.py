@@ -22,6 +22,7 @@ NAMES = {
     "_best",
     "_score",
     "_walk",
+    "_features",
 }
 
 

@@ -14,6 +14,7 @@ from kernel_cases import sampled_row
 from outrider import verify
 from outrider.backends.torch import sampling as reference
 from outrider.backends.torch.backend import TorchBackend
+from outrider.core import stop_rule
 from outrider.core.noise import MASK, gumbel, key_of
 from outrider.core.params import COLDEST, HOTTEST, DistributionParams
 from outrider.core.tree import DraftTree
@@ -25,7 +26,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton
 import triton.language as tl
 
-from outrider.backends.triton import sampling
+from outrider.backends.triton import features, sampling
 from outrider.backends.triton.backend import TritonBackend
 from outrider.backends.triton.picking import pick_next
 from outrider.backends.triton.verifier import TreeVerifier
@@ -239,3 +240,15 @@ def test_the_cut_leaves_the_tokens_of_the_reference(params: DistributionParams, 
     cuts = sampling.cuts_of(sampling.Rows(logits.to(DEVICE), logits.amax(-1).to(DEVICE), owners, numbers))
     low = (logits[0] - logits.max()) * torch.tensor(params.temperature).reciprocal()
     assert torch.equal(low < cuts.cpu(), reference.below(logits[0], params) == float("-inf"))
+
+
+@pytest.mark.parametrize("vocabulary", [3, 300, 5000])
+def test_features_of_draft_tokens_are_those_of_the_reference(vocabulary: int) -> None:
+    logits = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(1)) * 4
+    logits[1] = logits[1].round()  # equal ones
+    logits[2, 0] = float("-inf")
+    temperatures, tokens = torch.tensor([1.0, 0.3, 2.0]).double(), torch.tensor([0, 2, 1])
+    expected = stop_rule.features_of(logits, temperatures, tokens)
+    wide = torch.nn.functional.pad(logits, (0, 7)).to(DEVICE)[:, :vocabulary]
+    found = features.features_of(wide, temperatures.to(DEVICE), tokens.to(DEVICE))
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-7)

@@ -18,6 +18,7 @@ from triton.runtime import driver, jit
 
 from outrider.backends.base import LayerKV, ScoreModifier, Scores
 from outrider.backends.triton.backend import TritonBackend
+from outrider.backends.triton.features import features_of
 from outrider.cache.pool import Pool
 from outrider.core.params import DistributionParams
 from outrider.core.tree import DraftTree
@@ -60,6 +61,7 @@ def main() -> None:
         backend.attend(q, spec, LayerKV(step_input, pool, 1), Scores(0.25, 0))
         backend.attend(q, spec, LayerKV(step_input, pool, 1), Scores(0.25, 5, modifier))
     logits = torch.randn(3, 9000)
+    features_of(logits, torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.int64))
     queries: Any = backend.verifier.queries("match")
     tree = DraftTree([1, 2], [-1, 0], [0.5, 0.5])
     backend.pick(logits, DistributionParams(), 5, 1, False)

@@ -19,6 +19,7 @@ from outrider.backends.base import Backend, Chains, LayerKV
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton import chain_numbers
 from outrider.backends.triton.chain_numbers import ChainInput, ChainNumbers, levels_of
+from outrider.backends.triton.features import features_of
 from outrider.backends.triton.graphs import Graphs, Results
 from outrider.backends.triton.jobs import cost_of, frame, kind_of, padded, padded_rows
 from outrider.backends.triton.linear import FEW, TritonWeight
@@ -28,7 +29,7 @@ from outrider.backends.triton.verifier import WORDS, TreeQueries, answers_to
 from outrider.core.lora import Runs
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.core.stop_rule import Chained, features_of
+from outrider.core.stop_rule import Chained
 
 
 @dataclass
