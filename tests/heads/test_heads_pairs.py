@@ -190,6 +190,13 @@ def test_states_of_steps_without_drafts_are_read_together_later(
         pending.append(len(drafter.deferred.commits))
         return budget(batch) if next(steps) % (rest + 2) < 2 else [NO_BUDGET] * len(batch)
 
+    def ending(row: Row, reason: str) -> None:
+        before = drafter.deferred.commits[:1]
+        forget(row, reason)
+        assert drafter.deferred.commits[:1] == before or len(drafter.catch_up.cursors) < 2, "appended"
+
+    forget = drafter.forget
+    monkeypatch.setattr(drafter, "forget", ending)
     monkeypatch.setattr(llm.engine.controller, "budget", paused)
     run(llm, prompts, params)
     assert min(rest + 1, 50) <= max(pending) <= 64

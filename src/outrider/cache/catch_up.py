@@ -78,22 +78,36 @@ class DeferredStates:
     """Steps whose states are not appended to cursors yet, oldest first.
 
     While a drafter is not asked, its states are deferred: appended together, they cost a few calls for each
-    row, and not for each row and step.  num_rows: of their forwards.
+    row, and not for each row and step.  num_rows: of their forwards.  ended: rows that need none any more.
     """
 
     def __init__(self) -> None:
         self.commits: list[Commit] = []
+        self.ended = set[Row]()
         self.num_rows = 0
 
     def add(self, commit: Commit) -> None:
+        if self.ended:  # after an error, rows come back
+            self.ended.difference_update(commit.batch.rows)
         self.commits.append(commit)
         self.num_rows += commit.states.num_rows
+
+    def end(self, row: Row) -> None:
+        """Leave out the states of a row that does not come back."""
+        self.ended.add(row)
+        while self.commits and self.ended.issuperset(self.commits[0].batch.rows):
+            self.num_rows -= self.commits.pop(0).states.num_rows
+        if not self.commits:
+            self.ended.clear()
 
     def append_to(self, catch_up: CatchUp, wanted: Sequence[int], keep: int) -> None:
         """Append the wanted states to the cursors of their rows, which keep so many written ones."""
         commits, self.commits, self.num_rows = self.commits, [], 0
+        ended, self.ended = self.ended, set()
         for group in _successive(commits):
             for step, own in zip(group[0].batch, _states_of(group, wanted)):
+                if step.row in ended:
+                    continue
                 cursor = catch_up.cursor(step.row, step.start)
                 cursor.drop_written(keep)
                 cursor.append(step.start, own)

@@ -338,6 +338,9 @@ class Recurrent(HeadDrafter):
 
     def forget(self, row: Row, reason: str) -> None:
         try:
-            self._append_deferred()
+            if reason == "finished":
+                self.deferred.end(row)
+            else:  # it comes back, with states of other positions
+                self._append_deferred()
         finally:
             super().forget(row, reason)
