@@ -37,7 +37,7 @@ TINY = {"hidden_size": 448, "intermediate_size": 1056, "num_hidden_layers": 9, "
         "num_key_value_heads": 2}  # fmt: skip
 PLAIN = "plain"
 LEAST_REQUESTS = 4  # of a round, in groups of the batch size
-SAMPLED = 8  # the largest batch that is measured at T = 0.8 too
+SAMPLED = 128  # the largest batch that is measured at T = 0.8 too
 
 
 class Options(NamedTuple):
