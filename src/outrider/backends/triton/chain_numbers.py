@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import Chain, Chains
-from outrider.backends.triton.plan import ALL, NOT_STORED, Plan, Sizes, Tables, aligned, columns_of, total
+from outrider.backends.triton.plan import (
+    ALL,
+    NOT_STORED,
+    Plan,
+    Sizes,
+    Tables,
+    aligned,
+    columns_of,
+    tables_of,
+    total,
+)
 from outrider.backends.triton.sampling import PARAMS, params_of, signed
 from outrider.core.noise import MASK, mix
 from outrider.core.step_input import StepInput
@@ -64,7 +74,7 @@ class ChainNumbers:
         """The numbers, without the end of a longer table."""
         starts = list(accumulate(self.parts, initial=0))
         numbers = array("i", bytes(4 * starts[4]))
-        tables = Tables([step], levels_of(chains) - 1)
+        tables = tables_of(step, levels_of(chains) - 1)
         tips = [*_tips(step, chains.chains, tables)]
         words = array("i", self._words(tips, chains.chains, chains.vocabulary).tobytes())
         places = array("i", [chain.at for chain in chains.chains])

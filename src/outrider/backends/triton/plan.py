@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
     def of(step: StepInput, tables: Tables | None = None, more: int = 0) -> Sizes:
         """tables: of this step and others.  more: keys that later steps add to each table."""
         pieces = sum(-(-(end - first) // PIECE) for first, end in pairwise(step.query_start))
-        table = len((tables or Tables([step], more)).slots)
+        table = len((tables or tables_of(step, more)).slots)
         return Sizes(step.length, pieces, step.max_seq_len + more, step.max_path_len, table, step.pinned)
 
     @property
@@ -91,8 +91,7 @@ def install(step_input: StepInput, device: torch.device, plan: Plan) -> None:
 
 
 def _make(step: StepInput, device: torch.device) -> Plan:
-    sizes = Sizes.of(step)
-    tables = Tables([step])
+    sizes, tables = Sizes.of(step), tables_of(step)
     flat = torch.frombuffer(columns_of(step, sizes, tables) + tables.slots, dtype=torch.int32)
     plan = Plan.of(to_device(flat, device), sizes)
     if step.device_paths is not None:
@@ -107,7 +106,7 @@ def load(flat: Tensor, numbers: array[int]) -> None:
 
 def load_step(flat: Tensor, before: array[int], step: StepInput, sizes: Sizes) -> None:
     """Fill a tensor with other numbers and the plan of a step behind them, in one transfer."""
-    tables = Tables([step])
+    tables = tables_of(step)
     load(flat, before + columns_of(step, sizes, tables) + tables.slots)
     if step.device_paths is not None:
         load_paths(Plan.of(flat[len(before) :], sizes), step.device_paths, sizes)
@@ -147,6 +146,11 @@ class Tables:
             self.places[key] = len(self.slots)
             self.slots += table[:length]
         self.slots.extend([0] * (ALIGNED - len(self.slots)))  # none is empty
+
+
+def tables_of(step: StepInput, more: int = 0) -> Tables:
+    """The slot tables of a built step, made once."""
+    return step.derived((Tables, more), lambda step: Tables([step], more))
 
 
 def columns_of(step: StepInput, sizes: Sizes, shared_tables: Tables) -> array[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,19 +27,20 @@ INFINITY = tl.constexpr(0x7F800000)  # bits of a float32
 LATEST = tl.constexpr(0x7FFFFFFF)  # after every token
 
 
-def params_of(distribution: DistributionParams, vocabulary: int) -> list[float]:
+@lru_cache(maxsize=1024)
+def params_of(distribution: DistributionParams, vocabulary: int) -> tuple[float, ...]:
     """Temperature, its float32 reciprocal, log(min_p), top_k, top_p, and whether any filter is in force.
 
     0 for top_k and 2 for top_p turn a filter off.
     """
     temperature, min_p, top_k, top_p = distribution
     if temperature == 0:
-        return [0.0, 0.0, -math.inf, 0.0, 2.0, 0.0]
+        return 0.0, 0.0, -math.inf, 0.0, 2.0, 0.0
     reciprocal: float = 1 / struct.unpack("f", struct.pack("f", temperature))[0]
     least = math.log(min_p) if min_p > 0 else -math.inf
     top_k = top_k if top_k < vocabulary else 0
     top_p = top_p if top_p < 1 else 2.0
-    return [temperature, reciprocal, least, float(top_k), top_p, float(min_p > 0 or top_k > 0 or top_p < 1)]
+    return temperature, reciprocal, least, float(top_k), top_p, float(min_p > 0 or top_k > 0 or top_p < 1)
 
 
 class Rows(NamedTuple):

@@ -19,7 +19,7 @@ from outrider.core.device import HostCopy, to_device
 from outrider.core.params import DistributionParams
 
 WORDS = 2 + PARAMS + 2 + 3  # of 8 bytes for each row of logits: owner, parameters, node, tree
-NO_TREE = (-1, 0, 0)
+NO_OWNER, NO_TREE = (-1, 0), (-1, 0, 0)
 
 
 class TreeQueries:
@@ -31,14 +31,19 @@ class TreeQueries:
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}  # key -> nodes
         self.distributions: list[DistributionParams] = []
-        self.owners: dict[int, tuple[int, int]] = {}  # row of the logits -> its entry in `Rows.owners`
+        self.owners = array("q")  # `Rows.owners` of the rows so far
         self.trees, self.nodes = array("q"), array("q")  # root, first node, nodes | token, parent
         self.answers: HostCopy | None = None
 
     def add(self, query: TreeQuery) -> None:
+        """Add a tree behind those that were added, in the order of rows."""
         tree, root = query.tree, query.root
-        n = tree.size
-        self.owners |= {row: (len(self.sizes), signed(key)) for row, key in enumerate(query.keys, root)}
+        n, between = tree.size, root - len(self.owners) // 2
+        assert between >= 0, "trees are added in the order of their rows"
+        self.owners.extend(NO_OWNER * between)
+        greedy = query.distribution.temperature == 0  # without noise
+        for key in [0] * (n + 1) if greedy else query.keys:
+            self.owners.extend((len(self.sizes), signed(key)))
         self.trees.extend((root, len(self.nodes) // 2, n))
         for node in zip(tree.tokens[:n], tree.parents):
             self.nodes.extend(node)
@@ -52,9 +57,8 @@ class TreeQueries:
 
     def words(self, rows: int, vocabulary: int) -> array[int]:
         """What `answers_to` reads for so many rows of logits: owners, parameters, nodes and trees."""
-        owners, params = array("q"), array("d")
-        for row in range(rows):
-            owners.extend(self.owners.get(row, (-1, 0)))
+        owners = self.owners + array("q", NO_OWNER * (rows - len(self.owners) // 2))
+        params = array("d")
         for distribution in self.distributions:
             params.extend(params_of(distribution, vocabulary))
         params.extend([0.0] * (rows * PARAMS - len(params)))
