@@ -3,9 +3,9 @@
 wide:  the target in the shape of Llama 3's 8 B (wide.py); its heads have 64 dimensions, not 128
 grown: the target with more layers and a wider MLP, but its own width of 384, which suits no GPU
 
-A cell is a batch size and a temperature.  Methods take turns in every round, after a round that compiles
-kernels and records most graphs; `graphs_of_rounds` counts those of all models, in every round.  Prompts are
-included in tokens/s.  For a method that raises, its error takes the place of figures.
+A cell is a batch size and a temperature.  Methods take turns in every round, after `LLM.warm_up` of each, as a
+server begins; `graphs_of_rounds` counts the graphs of all models, in every round.  Prompts are included in
+tokens/s.  For a method that raises, its error takes the place of figures.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ class Engines:
             name: made for name, config in configs.items() if (made := self._variant(llm, name, config))
         }
         self.memories = {name: made.engine.drafter.memory for name, made in self.llms.items()}
+        self.warm_up = {name: self._warmed(name) for name in [*self.llms]}
 
     def _variant(self, llm: LLM, name: str, config: dict[str, Any] | None) -> LLM | None:
         try:
@@ -148,11 +149,20 @@ class Engines:
             self.errors[name] = repr(error)
             return None
 
+    def _warmed(self, name: str) -> float:
+        """Seconds that the warm-up of an engine took."""
+        began = time.perf_counter()
+        try:
+            self.llms[name].warm_up()
+        except Exception as error:  # the other methods may still work
+            self.errors[name] = repr(error)
+        return round(time.perf_counter() - began, 2)
+
     def measured(self, groups: Sequence[tuple[Any, Any]], rounds: int) -> dict[str, Any]:
         """Figures of every method."""
         failed, taken = dict(self.errors), Rounds()
         graphs: dict[str, list[dict[str, float]]] = {name: [] for name in self.llms}
-        for i in range(rounds + 1):
+        for _ in range(rounds):
             for name in [name for name in self.llms if name not in failed]:
                 before = asdict(counts_of_all())
                 try:
@@ -162,11 +172,10 @@ class Engines:
                     continue
                 after = asdict(counts_of_all())
                 graphs[name].append({key: round(after[key] - before[key], 3) for key in after})
-                if i:  # the first one compiles kernels and records most graphs
-                    taken.setdefault(name, []).append(runs)
+                taken.setdefault(name, []).append(runs)
         found = {name: figures(runs, taken.get(PLAIN)) for name, runs in taken.items() if name not in failed}
         for name, each in found.items():
-            each["graphs_of_rounds"] = graphs[name]  # beginning with the first
+            each["graphs_of_rounds"], each["warm_up_seconds"] = graphs[name], self.warm_up[name]
             if report := self.llms[name].engine.report():
                 each["chosen"] = chosen(report)
         return found | {name: {"error": error} for name, error in failed.items()}

@@ -114,6 +114,7 @@ class AsyncLLM:
     model, speculative_config, engine: as for `LLM`.
     restart_on_error: go on after a step that failed.  Its requests end with an EngineError in any case.
     Without, every later request does, too.
+    warm_up: on a GPU, call `LLM.warm_up` first.
 
     All requests form one continuous batch.  Between two steps, the engine's thread leaves the newest state
     of each request; a reader that is slower than the engine misses states and holds no memory for them.
@@ -125,9 +126,12 @@ class AsyncLLM:
         *,
         speculative_config: Mapping[str, Any] | str | None = "auto",
         restart_on_error: bool = False,
+        warm_up: bool = False,
         **engine: Any,
     ) -> None:
         self.llm = LLM(model, speculative_config=speculative_config, **engine)
+        if warm_up and self.llm.engine.ahead:
+            self.llm.warm_up()
         import_module("transformers.utils.chat_template_utils")  # now, not for the first conversation
         self.restart_on_error, self.restarts = restart_on_error, 0
         self._error: Exception | None = None

@@ -28,6 +28,7 @@ from outrider.errors import EngineError, RequestError
 from outrider.outputs import RequestOutput
 from outrider.progress import Request, RowState
 from outrider.requests import Prompt, Reader
+from outrider.warm_up import warm_up
 
 T = TypeVar("T")
 Prompts = Prompt | Sequence[Prompt]
@@ -183,6 +184,13 @@ class LLM:
             if isinstance(request, RequestOutput) and request.error is not None:
                 raise request.error
         return self._admit([request for request in requests if isinstance(request, Request)])
+
+    def warm_up(self) -> None:
+        """Answer made-up requests, so that the first real ones wait for no kernel or graph of a GPU.
+
+        Takes seconds; call it before any request.  What controllers and drafters know does not change.
+        """
+        warm_up(self.engine, self.generate)
 
     def abort(self, request_id: str) -> None:
         """End a request with finish_reason "abort", keeping its output so far.  Unknown ids are ignored."""

@@ -46,6 +46,7 @@ ROOMS = [
     "outputs",
     "progress",
     "requests",
+    "warm_up",
     "llm",
     "async_llm",
     "",

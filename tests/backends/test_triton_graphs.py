@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
-from outrider.core.clock import working_time
+from outrider.core.clock import one_recording, record_at_once, working_time
 from outrider.core.lora import LowRankUpdate
 from outrider.core.params import DistributionParams
 from outrider.core.step import FINAL
@@ -308,6 +308,18 @@ def test_sizes_in_turn_do_not_drop_each_others_graphs(
         decoder.forward(step_of(rng, [length], 0), pool)
     assert (own.counts.recorded, own.counts.dropped) == (2, 1)
     assert [Sizes(*key.sizes).keys for key in own.graphs] == [64]
+
+
+def test_a_size_is_recorded_at_its_first_use_in_a_warm_up(
+    decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several in one step, however rare they are."""
+    monkeypatch.setattr(graphs, "WORTH", 100.0)
+    rng, (pool, _) = random.Random(8), pair(decoder)
+    with one_recording, record_at_once():
+        for count in (1, 2, 4):
+            decoder.forward(step_of(rng, [5] * count, 0), pool)
+    assert (own.counts.recorded, own.counts.launched) == (3, 0)
 
 
 def test_a_padded_plan_holds_the_numbers_of_the_plan() -> None:

@@ -131,7 +131,6 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", bool, "--disable-fastapi-docs", "/openapi.json needs no key, as it has no data", False),
     Flag("", bool, "--enable-prompt-tokens-details", "usage always has them", False),
     Flag("", bool, "--no-webui --no-ui --webui --ui", "the page at / is always served", False),
-    Flag("", bool, "--warmup", "nothing is computed before the first request", False),
     Flag("", str, "--prio", _SYSTEM),
     Flag("", str, "--poll", _SYSTEM),
     Flag("", str, "--numa", _SYSTEM),

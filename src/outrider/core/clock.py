@@ -29,10 +29,14 @@ NO_TIMES = Times()
 
 
 class _OneTime(threading.local):
-    """taken: seconds up to which `take_one_time` has returned them.  recordings: still allowed."""
+    """taken: seconds up to which `take_one_time` has returned them.  recordings: still allowed.
+
+    at_once: whether every computation is recorded when it comes up for the first time.
+    """
 
     seconds = taken = 0.0
     recordings = math.inf
+    at_once = False
 
 
 _ONE_TIME = _OneTime()
@@ -83,9 +87,24 @@ one_recording = OneRecording()  # no generator: it is entered in every step
 
 def may_record() -> bool:
     """Whether a graph may be recorded now.  It counts as recorded."""
-    allowed = _ONE_TIME.recordings > 0
+    allowed = _ONE_TIME.recordings > 0 or _ONE_TIME.at_once
     _ONE_TIME.recordings -= allowed
     return allowed
+
+
+@contextmanager
+def record_at_once() -> Iterator[None]:
+    """Record the graphs of all computations of this block, however rare they are, and several in a step."""
+    _ONE_TIME.at_once = True
+    try:
+        yield
+    finally:
+        _ONE_TIME.at_once = False
+
+
+def records_at_once() -> bool:
+    """Whether this thread is in a block of `record_at_once`."""
+    return _ONE_TIME.at_once
 
 
 def working_time() -> float:

@@ -42,6 +42,7 @@ class ServerOptions(Checked):
     allowed_origins      origins of web pages that may call the server (CORS); none: no other page may
     lora_modules         NAME=PATH of LoRA adapters, which are models of those names
     allow_lora_loading   clients may load and unload adapters from paths on this machine
+    warmup               on a GPU, answer made-up requests first, for seconds, so that real ones do not wait
     restart_engine       go on after a step that failed, instead of refusing all further requests
     log_requests         log the prompts and parameters of requests
     ssl_certfile, ssl_keyfile   files for TLS
@@ -70,6 +71,7 @@ class ServerOptions(Checked):
     allowed_origins: Texts = ()
     lora_modules: Texts = ()
     allow_lora_loading: Flag = False
+    warmup: Flag = True
     restart_engine: Flag = False
     log_requests: Flag = False
     ssl_certfile: Text | None = None

@@ -54,8 +54,10 @@ class Service:
 
     def load(self) -> AsyncLLM:
         use(self.threads)
-        restarts = self.options.restart_engine
-        return AsyncLLM(speculative_config=self.config, restart_on_error=restarts, **self.engine)
+        restarts, warm_up = self.options.restart_engine, self.options.warmup
+        return AsyncLLM(
+            speculative_config=self.config, restart_on_error=restarts, warm_up=warm_up, **self.engine
+        )
 
 
 def run(service: Service) -> None:

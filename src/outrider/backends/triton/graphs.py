@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from outrider.core.clock import may_record, one_time_work
+from outrider.core.clock import may_record, one_time_work, records_at_once
 
 MOST_GRAPHS, MOST_BYTES = 128, 4 << 30
 LAUNCHED = 3.0  # time of a launched step over that of its replay: 2.7 to 5.5 on an H200 (docs/benchmarks.md)
@@ -205,7 +205,7 @@ class Graphs:
             wish = self.wishes[key] = Wish(self.calls)
             for used in job.uses:
                 self._watch(used)
-        if wish.wasted >= WORTH and self._recorded(key, job, wish):
+        if (wish.wasted >= WORTH or records_at_once()) and self._recorded(key, job, wish):
             return self._replay(key, job)
         # of launches: all at first, when they compile kernels, later what a replay will save
         once = 0.0 if wish.closed else 1 - 1 / LAUNCHED if wish.wasted else 1.0

@@ -56,7 +56,8 @@ def padded(sizes: Sizes, spec: AttentionShape) -> Sizes | None:
     if not in_one_part(spec, rows, keys):
         return None
     path = max(LEAST_PATH, power_of_two(sizes.path)) if sizes.path else 0
-    table = max(LEAST_TABLE, power_of_two(sizes.table))
+    # of few sizes, for it costs memory alone: a load has only the slots that are there
+    table = max(LEAST_TABLE, rows * LEAST_KEYS, power_of_two(sizes.table))
     return Sizes(rows, rows, keys, path, table, sizes.pinned)
 
 

@@ -1,0 +1,68 @@
+"""Warm-up: every batch size and every drafter comes up once, and nothing is learned from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers import answer
+
+from outrider import LLM, SamplingParams
+from outrider.core.clock import may_record, one_recording, records_at_once
+from outrider.core.step import Batch
+from outrider.testing import check_idle
+
+METHODS = [{"model": "builtin-draft"}, {"method": "ngram"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    config = {"method": "auto", "drafters": METHODS}
+    return LLM("builtin", speculative_config=config, max_num_seqs=6, max_model_len=256)
+
+
+def test_batches_of_all_sizes_are_plain_and_drafted_by_each_method(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[int, Any]] = set()
+    begin, at_once = llm.engine.runner.begin, set[bool]()
+
+    def watched(batch: Batch, needs: Any) -> Any:
+        at_once.add(records_at_once())
+        params = batch[0].row.params
+        seen.add((len(batch), params.draft_method if params.speculate else "plain"))
+        assert all(step.row.cache_salt for step in batch)
+        return begin(batch, needs)
+
+    monkeypatch.setattr(llm.engine.runner, "begin", watched)
+    llm.warm_up()
+    methods = ("plain", "draft_model", "ngram")
+    assert seen == {(count, method) for count in (1, 2, 4) for method in methods}
+    assert at_once == {True} and not records_at_once()
+
+
+def test_nothing_is_learned(llm: LLM) -> None:
+    before, controller = llm.engine.report(), llm.engine.controller
+    llm.warm_up()
+    assert llm.engine.report() == before and llm.engine.controller is controller
+    assert llm.engine.steps == 0 and not llm.engine.cache.index
+    assert llm.engine.scheduler.prefix_queries == 0
+    check_idle(llm)
+    params = SamplingParams(max_tokens=20, temperature=0.0)
+    plain = LLM("builtin", speculative_config=None, max_model_len=256)
+    assert answer(llm, [5, 6, 7], params).outputs[0].token_ids == (
+        answer(plain, [5, 6, 7], params).outputs[0].token_ids
+    )
+
+
+def test_a_controller_that_fails_to_answer_comes_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*given: Any) -> None:
+        raise RuntimeError("no memory")
+
+    controller, adaptive = llm.engine.controller, llm.engine.adaptive
+    monkeypatch.setattr(llm, "generate", failing)
+    with pytest.raises(RuntimeError):
+        llm.warm_up()
+    assert llm.engine.controller is controller and llm.engine.adaptive is adaptive
+    with one_recording:
+        assert may_record() and not may_record()
