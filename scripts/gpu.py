@@ -2,7 +2,7 @@
 """Tests, certificate and figures of the Triton kernels on a CUDA device, as one dated JSON file.
 
 scripts/gpu.py [--out FILE]              all parts; under ten minutes.  Models are random or the built-in pair
-scripts/gpu.py --parts decoder pair      some of tests, certificate, decoder, attention, pair
+scripts/gpu.py --parts decoder pair      some of tests, certificate, decoder, attention, pair, peer
 scripts/gpu.py --shapes 1b               sizes of the decoder and the attention; default: 1b 8b
 scripts/gpu.py --parts pair --pair wide grown --batches 1 8 --methods draft auto --rounds 3
 scripts/gpu.py --shapes tiny             tries the script itself, on the CPU; no figures
@@ -46,7 +46,7 @@ TESTS = ["tests/backends/test_triton_attention.py", "tests/backends/test_triton_
          "tests/backends/test_triton_ops.py", "tests/backends/test_triton_verifier.py",
          "tests/exact/test_triton.py", "tests/heads/test_device_trees.py",
          "tests/models/test_draft_chains.py"]  # fmt: skip
-PARTS = ("decoder", "attention", "pair", "certificate", "tests")
+PARTS = ("decoder", "attention", "pair", "peer", "certificate", "tests")
 METHODS = ("draft", "eagle3", "ngram", "auto", "eagle3-tree")  # of the pair; the last one only if asked for
 Save = Callable[[Any], None]
 NODES, CONTEXTS = (0, 4, 16, 64), (1024, 8192, 32768)
@@ -90,6 +90,10 @@ def figures(part: str, given: argparse.Namespace, device: torch.device, tiny: bo
         return None if tiny else run_tests()
     if part == "pair":
         return pair(given, device, tiny, save)
+    if part == "peer":
+        from gpu_peer import peer
+
+        return peer(device, tiny)
     if part == "certificate":
         with tempfile.TemporaryDirectory() as folder:
             return certificate(random_model(Path(folder), given.shapes[0]), device)
