@@ -3,8 +3,8 @@
 wide:  the target in the shape of Llama 3's 8 B (wide.py); its heads have 64 dimensions, not 128
 grown: the target with more layers and a wider MLP, but its own width of 384, which suits no GPU
 
-A cell is a batch size and a temperature.  Methods take turns in every round, after `LLM.warm_up` of each, as a
-server begins; `graphs_of_rounds` counts the graphs of all models, in every round.  Prompts are included in
+A cell is a batch size and a temperature.  Methods take turns in every round, after `LLM.warm_up` of each, as
+a server begins; `graphs_of_rounds` counts the graphs of all models, in every round.  Prompts are included in
 tokens/s.  For a method that raises, its error takes the place of figures.
 """
 

@@ -1,7 +1,7 @@
 """Part `peer` of gpu.py: transformers on the pair of gpu_pair.py, plain and with the draft model, greedy.
 
-The same weights in bfloat16, one request at a time: transformers drafts for a single request only.  Numbers are
-rounded otherwise there, so texts may differ from Outrider's; `same_texts` counts those that do not.
+The same weights in bfloat16, one request at a time: transformers drafts for a single request only.  Numbers
+are rounded otherwise there, so texts may differ from Outrider's; `same_texts` counts those that do not.
 """
 
 from __future__ import annotations
