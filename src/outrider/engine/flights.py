@@ -12,29 +12,32 @@ from outrider.core.device import DeviceEvent
 from outrider.core.step import Batch
 from outrider.engine.runner import ForwardOutput
 
-NO_EVENT = DeviceEvent()
-
 
 class Flight(NamedTuple):
     """A step whose forward has begun.
 
-    complete: waits for the forward.  times: so far.  drafted: reached when a device has drafted.
+    complete: waits for the forward.  times: so far.
+    drafted: reached when a device has drafted; None if its time is not asked for.
     """
 
     batch: Batch
     controller: Controller
     complete: Callable[[], ForwardOutput]
     times: Times
-    drafted: DeviceEvent = NO_EVENT
+    drafted: DeviceEvent | None = None
 
-    def result(self) -> tuple[ForwardOutput, Times]:
-        """Wait for the drafters and the forward.  Returns its output, and the times with those of waiting."""
-        began = working_time()
-        self.drafted.wait()
-        drafted = working_time()
+    def result(self) -> tuple[ForwardOutput, Times, float]:
+        """Wait for the drafters and the forward.
+
+        Returns its output, the times with those of waiting, and the `working_time` at its end.
+        """
+        began = drafted = working_time()
+        if self.drafted is not None:
+            self.drafted.wait()
+            drafted = working_time()
         output = self.complete()
-        waited = Times(drafted - began, working_time() - drafted)
-        return output, self.times.plus(waited)
+        ended = working_time()
+        return output, self.times.plus(drafted - began, ended - drafted), ended
 
 
 def controller_of(
