@@ -265,5 +265,5 @@ class Row:
         if not self.params.speculate:
             return 0
         # the last token of a row is never drafted: the step that verifies the ones before it emits it
-        depth, most = max(0, self.remaining - 1), self.params.max_draft_tokens
+        depth, most = max(0, self.limit - len(self.tokens) - 1), self.params.max_draft_tokens
         return depth if most is None else min(depth, most)

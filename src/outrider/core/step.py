@@ -69,17 +69,17 @@ class RowStep:
         row.arrivals += [now] * len(self.emitted)
 
     def _count_draft(self, sources: Sequence[str]) -> None:
-        row, tree, accepted = self.row, self.tree, self.accepted
+        row, tree, accepted = self.row, self.tree, len(self.accepted)
         if not (size := tree.size):
             return
         row.drafted += size
-        row.accepted += len(accepted)
-        row.count_draft(len(accepted))
+        row.accepted += accepted
+        row.count_draft(accepted)
         if tree.source:
-            row.sources += [sources[tree.source[node]] for node in (*accepted, *self.closing)]
+            row.sources += [sources[tree.source[node]] for node in (*self.accepted, *self.closing)]
             row.drafted_by.update([sources[source] for source in tree.source[:size]])
         else:
-            row.sources += [sources[0]] * (len(accepted) + len(self.closing))
+            row.sources += [sources[0]] * (accepted + len(self.closing))
             row.drafted_by[sources[0]] += size
 
 

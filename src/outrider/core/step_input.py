@@ -36,7 +36,7 @@ from torch import Tensor
 from outrider.core.device import to_device
 
 T = TypeVar("T")
-NO_COLUMNS, NO_PATHS = array("q"), array("i")  # of a step that is not built, or has no paths
+NO_PATHS = array("i")
 
 
 class AdapterRows(NamedTuple):
@@ -88,8 +88,8 @@ class StepInput:
     slot_mapping: list[int] = field(default_factory=list)
     context_lens: list[int] = field(default_factory=list)
     path_lens: list[int] = field(default_factory=list)
-    columns: array[int] = field(default_factory=lambda: NO_COLUMNS)
-    path_slots: array[int] = field(default_factory=lambda: NO_PATHS)
+    columns: array[int] = field(init=False, repr=False)  # this and the next are made by `build`
+    path_slots: array[int] = field(init=False, repr=False)
     slot_tables: list[array[int]] = field(default_factory=list)
     query_start: list[int] = field(default_factory=lambda: [0])
     adapters: list[AdapterRows] = field(default_factory=list)
@@ -122,7 +122,8 @@ class StepInput:
 
         shift: that of the view, if `table` is one.
         """
-        n, end = len(tokens), start + len(tokens)
+        n = len(tokens)
+        end = start + n
         self._add(table, n, end)
         self.input_ids += tokens
         if n == 1:  # most rows of plain decoding: no ranges, no slices
@@ -220,8 +221,7 @@ class StepInput:
         self.columns = array(
             "q", [*self.input_ids, *self.positions, *self.slot_mapping, *self.context_lens, *self.path_lens]
         )
-        if self.max_path_len:
-            self.path_slots = array("i", self._padded_paths())
+        self.path_slots = array("i", self._padded_paths()) if self.max_path_len else NO_PATHS
         return self
 
     def _padded_paths(self) -> Iterable[int]:
@@ -268,9 +268,9 @@ class StepInput:
 
     def derived(self, key: object, make: Callable[[StepInput], T]) -> T:
         """Value of `make` for a built step, memoized under `key` and shared by all layers."""
-        made: T | None = self._derived.get(key)
-        if made is None:
-            made = self._derived[key] = make(self)
+        if key not in self._derived:
+            self._derived[key] = make(self)
+        made: T = self._derived[key]
         return made
 
     def _tensors(self, device: torch.device) -> StepTensors:

@@ -124,7 +124,7 @@ class Stop:
     """
 
     def __init__(self, options: Any) -> None:
-        self.options, self.active = options, options.stops
+        self.options, self.active, self.judges_nodes = options, options.stops, options.judges_nodes
         self.learns = (
             options.num_assistant_tokens_schedule == "heuristic"
             or options.assistant_confidence_schedule == "refit"
@@ -143,7 +143,7 @@ class Stop:
     @property
     def stop_rule(self) -> StopRule | None:
         """The rules that judge nodes, as the backends take them; None if there are none."""
-        if not self.options.judges_nodes:
+        if not self.judges_nodes:
             return None
         max_entropy = math.inf
         if self.options.entropy_threshold is not None:  # 1 - √(c·H) < λ  ⇔  H > (1 - λ)² / c

@@ -151,8 +151,8 @@ class ModelDrafter(Drafter):
             tokens = self.in_vocabulary(row.tokens[lag.done : reached])
             adapter = row.adapter if self.itself else None
             view = self.window.read(first.step_input, row.slots, lag.done, tokens, lag.budget.nodes, adapter)
-            if not self.itself:
-                first.reached.append((self.catch_up.cursor(row, lag.done), reached))
+            if lag.cursor is not None:
+                first.reached.append((lag.cursor, reached))
             if lag.budget.nodes and row not in self.waiting:
                 first.starts.append(Start(lag.r, lag.budget, first.step_input.length - 1, view))
         return first
@@ -165,10 +165,11 @@ class ModelDrafter(Drafter):
         """
         for r, step in active:
             row, start, end, budget = step.row, step.start, step.end, self.stop.limit(step)
-            done = start if self.itself else min(self.catch_up.cursor(row, start).filled, start)
+            cursor = None if self.itself else self.catch_up.cursor(row, start)
+            done = start if cursor is None else min(cursor.filled, start)
             depth = min(budget.depth, self.context - end) if budget.nodes else 0
             if end <= self.context and self._takes_part(row, depth, step.known):
-                yield Lag(end - done, r, done, budget.within(depth=depth) if depth > 0 else NO_BUDGET)
+                yield Lag(end - done, r, done, budget.within(depth=depth) if depth > 0 else NO_BUDGET, cursor)
 
     def _takes_part(self, row: Row, depth: int, known: int) -> bool:
         """Whether a row is in the first forward: if it is drafted for, or computes a chunk of its prompt.
@@ -193,14 +194,16 @@ class ModelDrafter(Drafter):
         if not first.starts:
             self.decoder.forward(first.step_input.build(), self.pool)
             return {}
-        alone = self.staged is None and self.options.siblings == 1
-        fused = alone and all(self._fuses(batch[start.r].row, start.view) for start in first.starts)
-        return self._chains(batch, first) if fused else self._trees(batch, first)
+        chained = self.staged is None and self.options.siblings == 1
+        if chained and self._fuses([(batch[start.r].row, start.view) for start in first.starts]):
+            return self._chains(batch, first)
+        return self._trees(batch, first)
 
-    def _fuses(self, row: Row, view: View) -> bool:
-        """Whether the backend drafts chains for this row: nothing has to be applied between forwards."""
-        if view.adapter or row.processors or (self.stop.active and self.samples(row)):
-            return False
+    def _fuses(self, chains: Sequence[tuple[Row, View]]) -> bool:
+        """Whether the backend drafts chains for these rows: nothing has to be applied between forwards."""
+        for row, view in chains:
+            if view.adapter or row.processors or (self.stop.active and self.samples(row)):
+                return False
         return self.decoder.fuses_chains
 
     def _chains(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
@@ -231,7 +234,7 @@ class ModelDrafter(Drafter):
         tips: each chain, and the row of the forward that it continues from.
         """
         sampled = any(self.samples(tree.row) for tree, _ in tips)
-        if sampled or self.stop.active or not all(self._fuses(tree.row, tree.view) for tree, _ in tips):
+        if sampled or self.stop.active or not self._fuses([(tree.row, tree.view) for tree, _ in tips]):
             return False
         chains = []
         for tree, at in tips:
