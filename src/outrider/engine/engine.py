@@ -200,7 +200,7 @@ class Engine:
         return Flight(batch, controller, complete, times, drafted)
 
     def _event(self) -> DeviceEvent:
-        """The present moment in the work of the device, for controllers that have to know what took how long."""
+        """The present moment in the work of the device: controllers have to know what took how long."""
         return DeviceEvent(self.decoder.device)
 
     def _complete(self, flight: Flight) -> list[Row]:
