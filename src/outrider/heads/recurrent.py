@@ -35,7 +35,7 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.device import Numbers, take
 from outrider.core.row import Row
-from outrider.core.step import FINAL, Batch, Commit, Needs
+from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Budget, Draft
 from outrider.core.validate import one_of, whole
@@ -269,21 +269,25 @@ class Recurrent(HeadDrafter):
         if idle and not self._due(batch):
             return Draft([EMPTY_TREE] * len(batch))
         self._append_deferred()
-        readings, trees = list[Reading](), dict[int, LevelTree]()
-        for r, step in enumerate(batch):
-            row, end, budget = step.row, step.end, step.budget
-            cursor = self.catch_up.cursor(row, step.start)
+        readings = list[Reading]()
+        for step in batch:
+            cursor = self.catch_up.cursor(step.row, step.start)
             current = cursor.end == step.start and cursor.count > self.overlap
             drafting = current and self.can_draft(step)
-            if not drafting and cursor.count < MAX_PENDING:
-                continue
-            reading = Reading(row, cursor, row.slots[: end + budget.nodes])
-            readings.append(reading)
-            if drafting:
-                reading.tree = trees[r] = self._tree(row, reading.pair_table, end - 1, budget)
+            if drafting or cursor.count >= MAX_PENDING:
+                readings.append(self._reading(step, cursor, drafting))
+        trees = {reading.row: reading.tree for reading in readings if reading.tree is not None}
         if readings:
-            self._grow(self.forwards(readings), list(trees.values()))
-        return Draft([trees[r].draft_tree if r in trees else EMPTY_TREE for r in range(len(batch))])
+            self._grow(self.forwards(readings), [*trees.values()])
+        return Draft([trees[step.row].draft_tree if step.row in trees else EMPTY_TREE for step in batch])
+
+    def _reading(self, step: RowStep, cursor: Cursor, drafting: bool) -> Reading:
+        """What is read for a row in this step, with an empty tree if it is drafted for."""
+        row, end, budget = step.row, step.end, step.budget
+        reading = Reading(row, cursor, row.slots[: end + budget.nodes])
+        if drafting:
+            reading.tree = self._tree(row, reading.pair_table, end - 1, budget)
+        return reading
 
     def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> LevelTree:
         k = 1 if self.options.tree == CHAIN else self.options.top_k
