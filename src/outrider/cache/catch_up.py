@@ -44,6 +44,7 @@ class Cursor:
 
     @property
     def end(self) -> int:
+        """Position after the last pending state."""
         return self.first + self.count
 
     def append(self, start: int, states: Tensor) -> None:
@@ -86,6 +87,7 @@ class DeferredStates:
         self.num_rows = 0
 
     def add(self, commit: Commit) -> None:
+        """Defer the states of a step."""
         self.commits.append(commit)
         self.num_rows += commit.states.num_rows
 

@@ -50,10 +50,12 @@ class Pool:
 
     @staticmethod
     def wide(head_dim: int) -> int:
+        """Elements of one head in memory: head_dim, rounded up to a multiple of 32."""
         return -(-head_dim // 32) * 32
 
     @staticmethod
     def bytes_per_slot(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of K and V of one token in all layers."""
         return layers * 2 * kv_heads * (Pool.wide(head_dim) * dtype.itemsize + 4 * (dtype == torch.int8))
 
     @property

@@ -22,6 +22,7 @@ class Times(NamedTuple):
     rest: float = 0.0
 
     def plus(self, propose: float = 0.0, forward: float = 0.0, rest: float = 0.0) -> Times:
+        """The sums with these seconds."""
         return Times(self.propose + propose, self.forward + forward, self.rest + rest)
 
 
@@ -42,7 +43,7 @@ _ONE_TIME = _OneTime()
 def one_time_work(share: float = 1.0) -> Iterator[None]:
     """Leave the time of this block, such as compiling kernels, out of `working_time` of this thread.
 
-    share: of that time
+    share: the part of that time that is left out, 1.0 for all
     """
     began = time.perf_counter()
     try:
@@ -115,6 +116,7 @@ class Work:
     accepted_lengths: Counter[int] = field(default_factory=Counter)
 
     def add(self, batch: Batch, times: Times) -> None:
+        """Add a completed step."""
         self.steps += 1
         self.rows += len(batch)
         known = emitted = 0

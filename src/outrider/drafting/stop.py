@@ -70,6 +70,7 @@ class Options(Checked):
 
     @property
     def stops(self) -> bool:
+        """Whether any option can end a draft early."""
         return self.judges_nodes or self.num_assistant_tokens_schedule != "constant"
 
     def __post_init__(self) -> None:
@@ -160,6 +161,7 @@ class Stop:
         return self.lengths.get(row, self.memory.length)
 
     def begin(self, row: Row, depth: int) -> None:
+        """Begin a draft of this maximum depth."""
         self.drafts[row] = RowDraft(depth)
 
     def note(self, row: Row, features: Sequence[NodeFeatures]) -> None:
@@ -167,7 +169,10 @@ class Stop:
         self.drafts[row].features = dict(enumerate(features))
 
     def prune(self, tree: Tree, rows: dict[int, int], sampler: Sampler, logits: Tensor) -> None:
-        """Keep frontier nodes after which drafting goes on.  rows: parent -> row of the logits after it."""
+        """Keep the frontier nodes after which drafting continues.
+
+        rows: parent -> row of the logits after it
+        """
         stop_rule = self.stop_rule
         if stop_rule is None:
             return
@@ -182,6 +187,7 @@ class Stop:
         tree.frontier = frontier
 
     def observe(self, commit: Commit) -> None:
+        """Adapt lengths and thresholds to the accepted tokens of a step."""
         for step in commit.batch:
             row, tree = step.row, step.tree
             draft = self.drafts.pop(row, None)

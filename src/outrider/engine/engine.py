@@ -82,6 +82,7 @@ class Engine:
         return replace(self.target, needs_probs=speculation.rule.needs_probs, adaptive=speculation.adaptive)
 
     def new_drafter(self, speculation: SpeculativeOptions) -> Drafter:
+        """The drafter of a configuration, for `use`."""
         return speculation.method.create(speculation.options, self.target_for(speculation))
 
     def _load_target(self, options: EngineOptions) -> Model:
@@ -248,6 +249,7 @@ class Engine:
         return [step.row for step in batch if step.emitted or step.row.error]
 
     def add(self, row: Row) -> None:
+        """Queue a row."""
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:
@@ -265,10 +267,12 @@ class Engine:
 
     @property
     def times(self) -> Times:
+        """Seconds of all steps since `reset`, by phase."""
         return self.prefill.times.plus(*self.decode.times)
 
     @property
     def steps(self) -> int:
+        """Number of steps since `reset`."""
         return self.prefill.steps + self.decode.steps
 
     @property
@@ -287,6 +291,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
+        """Whether a row is queued or running."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def check(self) -> None:

@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass
 class Hooks:
-    """What the scheduler asks of controller, pacer and drafter.  The defaults are those of plain decoding.
+    """Functions of controller, pacer and drafter that the scheduler calls.  Defaults: plain decoding.
 
     draft_nodes  (running rows) -> draft nodes that one of them is likely to get
     prefill      (decoding rows, tokens left of the step, rows whose prompts may be computed)
@@ -211,7 +211,7 @@ class Scheduler:
             self.cache.pools[0].move(sources, targets)
 
     def share(self, row: Row) -> None:
-        """Index its full pages for reuse, as far as target and drafter have filled them."""
+        """Index the full pages of a row for reuse, as far as target and drafter have filled them."""
         assert row.table is not None
         self.cache.register(row.table, row.tokens, min(row.computed, self.hooks.filled(row)))
 
