@@ -24,6 +24,7 @@ from outrider.core.stop_rule import StopRule
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Draft, DraftTree
 from outrider.draft.draft_model.first import FirstForward, Lag, Start
 from outrider.draft.draft_model.intersect import TranslatedModel, shared_tokens
+from outrider.draft.draft_model.loading import load_draft
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
 from outrider.drafting import stop
@@ -32,10 +33,7 @@ from outrider.drafting.trees.builder import RANK_CONFIDENCE, chain_tree
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import SELF, View, Window
 from outrider.drafting.vocab.mismatch import fits
-from outrider.models import load as models
 from outrider.models.base import Model
-from outrider.models.placement import Precision, pick_device, pick_dtype, place
-from outrider.parallel import load as parallel
 from outrider.sampling.sampler import Sampler
 
 
@@ -78,28 +76,21 @@ class ModelDrafter(Drafter):
             fits(checkpoint, target.checkpoint)
         self.context = min(checkpoint.spec.context, self.max_expansion * target.max_len)
         self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
-        self.decoder = model = self._model(checkpoint, options.quantization)
+        self.decoder = model = self._loaded(checkpoint, options.quantization)
         if options.vocab_mismatch == "intersect":
             self.decoder = TranslatedModel(model, shared_tokens(checkpoint, target.checkpoint))
             self.vocabulary = target.vocabulary
         same_device = self.decoder.device == target.decoder.device
         self.sampler = target.sampler if same_device else Sampler(self.decoder.backend)
 
-    def _model(self, checkpoint: Checkpoint, quantization: str | None) -> Model:
-        options, theirs, chosen = self.options, self.target.decoder, self.options.draft_device
-        device = theirs.device if chosen == "auto" else pick_device(chosen, "draft_device")
-        dtype = pick_dtype(options.draft_dtype, checkpoint.stored_dtype, device, "draft_dtype")
-        precision = Precision(dtype, quantization, theirs.precision.kv_cache_dtype)
-        if (ranks := options.draft_tensor_parallel_size) > 1:
-            return parallel.load_beside(theirs, ranks, checkpoint, precision, self.context, options.revision)
-        layers = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
-        return models.load(checkpoint, precision, device, self.context, layers)
+    def _loaded(self, checkpoint: Checkpoint, quantization: str | None) -> Model:
+        return load_draft(self.options, self.target.decoder, checkpoint, self.context, quantization)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         quantization, scheme = self.options.quantization, self.checkpoint.scheme
         if quantization is None and scheme is not None:
             quantization = f"int{max(bits for bits, _ in scheme.sizes)}"
-        self.decoder = self._model(replace(self.checkpoint, scheme=None, given=tensors), quantization)
+        self.decoder = self._loaded(replace(self.checkpoint, scheme=None, given=tensors), quantization)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
