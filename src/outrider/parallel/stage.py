@@ -200,7 +200,7 @@ class Stage:
     def _layers(
         self, x: Tensor, step_input: StepInput, pool: Pool, skips: Sequence[int], wanted: Wanted
     ) -> tuple[Tensor, dict[Any, Tensor]]:
-        """The residual stream [N, hidden] after this stage's layers, and the wanted states inside it, by layer.
+        """The residual stream [N, hidden] after this stage's layers, and the wanted states, by layer.
 
         x: [N, hidden]; or [N, 2 hidden], with the input of the first attention beside it
         """
