@@ -1,9 +1,9 @@
 """The adaptive controller: which drafters to ask, how deep, and which of their tokens to verify.
 
-    budget   which drafters to ask, and how deep (planner.py); none: a plain step
-    ask      a further drafter of a mix is asked if it pays beside what the cheaper ones have proposed
-    trim     the nodes of the whole batch that pay, by calibrated probability (trim.py)
-    learn    costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
+    budget      which drafters to ask, and how deep (planner.py); none: a plain step
+    budgets_of  a further drafter of a mix is asked if it pays beside what the cheaper ones have proposed
+    trim        the nodes of the whole batch that pay, by calibrated probability (trim.py)
+    learn       costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
 
 Plans hold for several steps, up to `DIGEST`, where planning takes longer than `PLANNING` of a step and the
 ledgers have room for what the next step may lose; then the outcomes are taken in together.  While no row
@@ -121,7 +121,7 @@ class AutoController:
         self.anchored = self._anchor()
         if self.anchored:
             return [NO_BUDGET] * len(batch)
-        batch.asker = self if len(self.arms) > 1 and self.plans else None
+        batch.mix_budgets = self if len(self.arms) > 1 and self.plans else None
         return [self._granted(r, step) for r, step in enumerate(batch)]
 
     def _granted(self, r: int, step: RowStep) -> Budget:
@@ -202,7 +202,7 @@ class AutoController:
 
     # ---- while drafting
 
-    def ask(self, k: int, batch: Batch, drafts: Mapping[int, Draft]) -> list[Budget]:
+    def budgets_of(self, k: int, batch: Batch, drafts: Mapping[int, Draft]) -> list[Budget]:
         """Budgets of drafter k of a mix, after the drafts of the cheaper ones."""
         self._stop_clock()
         budgets, asking = [NO_BUDGET] * len(batch), False

@@ -114,7 +114,7 @@ class Joined:
         if not self.guided:
             return self.drafter.propose(batch)
         others = batch.within([NO_BUDGET if step.row in self.chains else step.budget for step in batch])
-        others.asker = batch.asker
+        others.mix_budgets = batch.mix_budgets
         own = self.drafter.propose(others)
         proposals = [self._proposal(step, tree) for step, tree in zip(batch, own.trees)]
         self.proposals.update(zip(batch.rows, proposals))
