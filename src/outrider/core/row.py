@@ -108,14 +108,15 @@ class DraftingSummary:
     def add(
         self,
         arm: str,
-        nodes: int,
-        expected: float,
-        accepted: int,
         seconds: float,
         plain_seconds: float,
+        *,
         steps: int = 1,
+        nodes: int = 0,
+        expected: float = 0.0,
+        accepted: int = 0,
     ) -> None:
-        """Add a step, or several with these sums."""
+        """Add a step, or several with these sums.  arm: the drafters asked, as in `steps`."""
         self.steps[arm] = self.steps.get(arm, 0) + steps
         self.nodes += nodes
         self.expected += expected
