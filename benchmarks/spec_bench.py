@@ -33,10 +33,11 @@ from spec_figures import by_kind, figures, headline
 
 from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
-from outrider.bench.measure import PLAIN, Measured, Prompts, demonstrations, measure
+from outrider.bench.measure import PLAIN, Measured, Prompts, demonstrations
 from outrider.bench.peers import Rival, running
 from outrider.bench.questions import CHAT, Question, read
 from outrider.bench.report import counted
+from outrider.bench.rounds import Rounds, measure
 from outrider.engine.chat_template import render
 from outrider.errors import OutriderError
 
@@ -156,7 +157,7 @@ def answers(
         running(rivals, llm, params, 4, given.peer_timeout) as others,
         counted(setting, (len(shown) + len(others)) * len(asked), console) as tick,
     ):
-        return measure(llm, shown, asked, params, tick=tick, runs=given.runs, others=others)
+        return measure(llm, shown, asked, params, Rounds(runs=given.runs), tick, others)
 
 
 def run(given: argparse.Namespace, console: Console, save: Callable[[dict[str, Any]], None]) -> None:

@@ -34,8 +34,9 @@ from outrider.train.evaluate import drafted
 from outrider.train.features import Features, States, gathered, needed_states
 from outrider.train.methods import method
 from outrider.train.options import TrainOptions
+from outrider.train.processes import Processes
 from outrider.train.report import Report
-from outrider.train.run import Texts, fit, new_method
+from outrider.train.run import Prepared, Supervision, Texts, fit, new_method
 from recipes.builtin.heads import SIZES, TRAINED_ON_GPU
 
 TAPS = (2, 4, 5)  # layers whose inputs EAGLE-3 and DFlash read
@@ -204,5 +205,6 @@ def train(given: argparse.Namespace, name: str) -> None:
     kept = needed_states(made.wanted, made.logits)
     features = Features(model, every, made.logits, Shards(states, kept, model.spec.hidden))
     deadline = time.perf_counter() + 60 * asked.minutes
-    fit(evaluating, name, texts, made, features, Report(Console(width=160)), deadline)
+    supervision = Supervision(Report(Console(width=160)), deadline, Processes())
+    fit(evaluating, name, Prepared(texts, made, features), supervision)
     told(given, "done")

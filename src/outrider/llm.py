@@ -139,9 +139,10 @@ class LLM:
         prompts = [{"messages": conversation, **given} for conversation in several]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
-    def _run(self, tickets: Iterable[Ticket], tick: Callable[[], None] = lambda: None) -> None:
+    def _run(self, tickets: Iterable[Ticket], tick: Callable[[], None] | None = None) -> None:
         def done(ticket: Ticket) -> bool:
-            tick()
+            if tick is not None:
+                tick()
             return ticket.finished
 
         for ticket in tickets:

@@ -36,24 +36,24 @@ class Sorted:
         self.wide, self.size = wide, 0
         self.kept: list[
             tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-        ] = []  # tokens, shares, scores [n, k], records of the n
+        ] = []  # tokens, probs, scores [n, k], records of the n
         self.records, self.scores = np.full(1, -1), np.zeros((1, 1))
 
     def widen(self, found: TopEntries) -> tuple[list[int], list[int]]:
-        entries, shares = found.entries.numpy(), found.shares.numpy()
+        entries, probs = found.entries.numpy(), found.probs.numpy()
         tokens = (
             entries
             if found.ids is None
             else np.where(entries < 0, -1, found.ids.numpy()[np.maximum(entries, 0)])
         )
         if found.by_rank is not None:
-            shares = np.broadcast_to(found.by_rank.numpy()[: entries.shape[1]], entries.shape)
+            probs = np.broadcast_to(found.by_rank.numpy()[: entries.shape[1]], entries.shape)
         logs = [
-            math.log(share) for share in np.maximum(shares, LEAST, dtype=np.float64).ravel()
+            math.log(prob) for prob in np.maximum(probs, LEAST, dtype=np.float64).ravel()
         ]  # numpy's own may differ in the last bit
         scores = np.array(logs).reshape(entries.shape) + self.scores
         scores[tokens < 0] = -np.inf
-        self.kept.append((tokens, shares, scores, self.records))
+        self.kept.append((tokens, probs, scores, self.records))
         joint = scores.ravel()
         best = np.argsort(-joint, kind="stable")[: self.wide]
         best = best[joint[best] > -np.inf]
@@ -62,13 +62,13 @@ class Sorted:
         return (best // tokens.shape[1]).tolist(), tokens.ravel()[best].tolist()
 
     def keep(self, nodes: int) -> Nodes:
-        tokens, shares, scores = (np.concatenate([level[i].ravel() for level in self.kept]) for i in range(3))
+        tokens, probs, scores = (np.concatenate([level[i].ravel() for level in self.kept]) for i in range(3))
         best = np.argsort(-scores, kind="stable")[:nodes]
         keep = np.sort(best[scores[best] > -np.inf])
         above = np.concatenate([np.repeat(records, tokens.shape[1]) for tokens, _, _, records in self.kept])
         place = np.full(len(tokens) + 1, -1)
         place[keep] = np.arange(len(keep))
-        return tokens[keep].tolist(), place[above[keep]].tolist(), shares[keep].tolist()
+        return tokens[keep].tolist(), place[above[keep]].tolist(), probs[keep].tolist()
 
 
 @settings(max_examples=300, deadline=None)
@@ -100,17 +100,17 @@ def test_the_likeliest_are_kept(
     rows = 1
     for _ in range(levels):
         entries = torch.randint(50, (rows, k), generator=rng, dtype=torch.int32)
-        shares = torch.rand(rows, k, generator=rng).sort(descending=True).values
+        probs = torch.rand(rows, k, generator=rng).sort(descending=True).values
         if ties:
-            shares = (shares * 4).ceil() / 4
+            probs = (probs * 4).ceil() / 4
         some = (
             int(torch.randint(k + 1, (1,), generator=rng))
             if float(torch.rand(1, generator=rng)) < missing
             else k
         )
-        entries[:, some:], shares[:, some:] = -1, 0.0
+        entries[:, some:], probs[:, some:] = -1, 0.0
         ids = torch.arange(100, 150, dtype=torch.int32) if listed else None
-        found = TopEntries(entries, shares, ids, torch.tensor(RANK_CONFIDENCE) if ranked else None)
+        found = TopEntries(entries, probs, ids, torch.tensor(RANK_CONFIDENCE) if ranked else None)
         first, *others = [tree.widen(found) for tree in trees]
         assert all(other == first for other in others)
         if not (rows := len(first[0])):
@@ -163,8 +163,8 @@ def test_growing_is_picking_and_widening(
         assert all(tree.grow(logits, distribution, key, ids, ranked) == expected for tree in trees)
         if not (rows := len(expected[0])):
             break
-    tokens, parents, shares = apart.keep(10)
+    tokens, parents, probs = apart.keep(10)
     for tree in trees:
         kept = tree.keep(10)
         assert kept[:2] == (tokens, parents)
-        assert kept[2] == pytest.approx(shares, rel=1e-4)
+        assert kept[2] == pytest.approx(probs, rel=1e-4)

@@ -16,9 +16,10 @@ from rival_engine import install
 
 from outrider import LLM, SamplingParams
 from outrider.bench import peers
-from outrider.bench.measure import PLAIN, Measured, Run, Stopped, measure
+from outrider.bench.measure import PLAIN, Measured, Run, Stopped
 from outrider.bench.peers import Rival
 from outrider.bench.report import figures, matrix, table
+from outrider.bench.rounds import Rounds, measure
 from outrider.cli import main
 from outrider.core.clock import Times
 from outrider.outputs import CompletionOutput
@@ -118,7 +119,7 @@ def test_a_stopped_engine_is_a_row_and_the_others_are_measured(tiny: Path) -> No
 
     prompts = [PROMPT, ("b", {"prompt_token_ids": [8, 9]})]
     others = {"stops": stops, "never": never, "well": well}
-    results = measure(LLM(str(tiny)), {PLAIN: None}, prompts, GREEDY, 2, others=others)
+    results = measure(LLM(str(tiny)), {PLAIN: None}, prompts, GREEDY, Rounds(2), others=others)
     assert [result.method for result in results] == [PLAIN, "well", "never", "stops"]
     assert [result.stopped for result in results] == ["", "", "stopped after 8 s", "stopped after 9 s"]
     assert len(calls) == 3 and len(results[1].runs) == 2 and not results[3].runs

@@ -17,10 +17,11 @@ from rival_engine import install
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.bench import peers
-from outrider.bench.measure import PLAIN, measure
+from outrider.bench.measure import PLAIN
 from outrider.bench.measure import Run as Group
 from outrider.bench.peers import Rival, vllm
 from outrider.bench.report import figures, matrix, table
+from outrider.bench.rounds import Rounds, measure
 from outrider.core.clock import Times
 from outrider.outputs import CompletionOutput
 
@@ -147,7 +148,7 @@ def test_engines_take_turns_with_methods_and_their_answers_are_compared(tiny: Pa
         return Group(kind, 0.5, Times(), [CompletionOutput(0, "", tokens, token_times=[0.1] * 4)])
 
     configs = {PLAIN: None, "ngram": {"method": "ngram"}}
-    results = measure(llm, configs, prompts, params, 2, order.append, others={"rival": rival})
+    results = measure(llm, configs, prompts, params, Rounds(2), order.append, others={"rival": rival})
     assert [result.method for result in results] == [PLAIN, "ngram", "rival"]
     assert order[:6] == [PLAIN, "ngram", "rival", "ngram", "rival", PLAIN]
     assert len(order) == 12 and [len(run.turns) for run in results[2].runs] == [2, 2]

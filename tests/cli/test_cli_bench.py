@@ -11,10 +11,11 @@ import pytest
 from commands import Run
 
 from outrider import LLM, RequestError, SamplingParams
-from outrider.bench.measure import PLAIN, Measured, demonstrations, grouped, measure, too_short
+from outrider.bench.measure import PLAIN, Measured, demonstrations, grouped, too_short
 from outrider.bench.measure import Run as Group
 from outrider.bench.questions import MT_BENCH, prompts_of, read
 from outrider.bench.report import figures, remarks, within_noise
+from outrider.bench.rounds import Rounds, measure
 from outrider.cli.bench import configs_of
 from outrider.core.clock import Times
 from outrider.core.row import Speculation
@@ -175,7 +176,9 @@ def test_batched_output_equals_single_output(questions: Path) -> None:
     llm, params = LLM("builtin", max_num_seqs=4), SamplingParams(temperature=0.8, seed=1, max_tokens=12)
     prompts = [("a", "The sun"), ("b", "Once upon a time"), ("a", "The moon")]
     assert grouped(prompts, 2) == [("a", ["The sun", "The moon"]), ("b", ["Once upon a time"])]
-    (together,), (alone,) = (measure(llm, {PLAIN: None}, prompts, params, batch_size=size) for size in (2, 1))
+    (together,), (alone,) = (
+        measure(llm, {PLAIN: None}, prompts, params, Rounds(batch_size=size)) for size in (2, 1)
+    )
     assert together.tokens == alone.tokens and len(together.runs) == 2 and len(alone.runs) == 3
 
 
@@ -204,7 +207,7 @@ def test_a_changed_token_is_seen(run: Run, questions: Path, monkeypatch: pytest.
         results[1].runs[0].answers[0].token_ids[-1] += 1
         return results
 
-    monkeypatch.setattr("outrider.bench.measure.measure", broken)
+    monkeypatch.setattr("outrider.bench.rounds.measure", broken)
     result = run("bench", questions, *FAST, "--limit", 1)
     assert result.status == 1 and "✗" in result.out
 
@@ -256,7 +259,7 @@ def test_table_without_answers_is_reported(
     def ended(*arguments: Any, **more: Any) -> list[Measured]:
         return [answered(PLAIN, [7], [8]), answered("ngram", [7], [8])]
 
-    monkeypatch.setattr("outrider.bench.measure.measure", ended)
+    monkeypatch.setattr("outrider.bench.rounds.measure", ended)
     result = run("bench", questions, *FAST, "--limit", 1, "--out", tmp_path / "out.json")
     assert result.status == 0 and "×" not in result.out
     assert "Every answer has one token" in result.out
@@ -282,7 +285,7 @@ def test_repeats_end_when_the_time_is_over() -> None:
     llm = LLM("builtin", max_num_seqs=1, max_model_len=64)
     params, prompts = SamplingParams(temperature=0, max_tokens=2), [("a", "The sun")]
     for seconds, expected in ((0.0, 1), (math.inf, 3)):
-        (result,) = measure(llm, {PLAIN: None}, prompts, params, 3, runs=1, seconds=seconds)
+        (result,) = measure(llm, {PLAIN: None}, prompts, params, Rounds(3, runs=1, seconds=seconds))
         assert len(result.runs[0].turns) == expected
 
 

@@ -124,7 +124,7 @@ def test_a_new_engine_begins_with_the_evidence_of_the_last_one(
 ) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setattr("outrider.engine.engine.StoredJson", StoredJson)
+    monkeypatch.setattr("outrider.engine.adaptive.StoredJson", StoredJson)
     config: dict[str, Any] = {"method": "ngram", "adaptive": True}
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     llm = LLM(str(tiny), speculative_config=config)
@@ -143,7 +143,7 @@ def test_a_grown_target_does_not_begin_with_the_evidence_of_the_small_one(
     """Both are in the same folder, and their drafts cost differently beside a step."""
     tmp_path.chmod(0o700)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setattr("outrider.engine.engine.StoredJson", StoredJson)
+    monkeypatch.setattr("outrider.engine.adaptive.StoredJson", StoredJson)
     config: dict[str, Any] = {"method": "ngram", "adaptive": True}
     llm = LLM("builtin", speculative_config=config, max_model_len=128)
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)

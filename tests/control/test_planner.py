@@ -278,7 +278,7 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
                 row.left_out = frozenset({"draft_model"})
 
     monkeypatch.setattr(PrefillChoice, "leave_out", every_second)
-    monkeypatch.setattr(Planner, "_pays", lambda self, option: True)
+    monkeypatch.setattr("outrider.control.planner.pays_off", lambda option, load: True)
     monkeypatch.setattr(AutoController, "_begin_rest", lambda self: None)  # a rest depends on the clock
     monkeypatch.setattr("outrider.control.planner.MOST_GRACE", 1e6)
     monkeypatch.setattr(Planner, "_lacks", lambda self, k, row: 0)
@@ -334,7 +334,7 @@ def test_a_row_that_ends_soon_does_not_tell_whether_drafts_of_others_could_pay()
     auto.evidence.overhead = 3.2 * PLAIN  # one token a draft cannot pay, four can
     load = Load.of(batch, auto.evidence.forward)
     auto.planner.plans(batch, load)
-    assert not auto.planner.hopeful(0, load, 1) and auto.planner.hopeful(0, load, DEPTH)
+    assert not auto.planner.prices.hopeful(0, load, 1) and auto.planner.prices.hopeful(0, load, DEPTH)
 
 
 def test_all_requests_together_may_lose_some_plain_steps_of_one() -> None:

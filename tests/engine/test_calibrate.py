@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder; the kernels are loaded already."""
     tmp_path.chmod(0o700)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setattr("outrider.engine.engine.forward_cost", forward_cost)
+    monkeypatch.setattr("outrider.engine.adaptive.forward_cost", forward_cost)
     return tmp_path
 
 

@@ -15,6 +15,7 @@ from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm
 from outrider.core.clock import NO_TIMES, Times
+from outrider.core.device import DeviceEvent
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import DraftTree
@@ -87,7 +88,7 @@ def test_waiting_for_what_drafters_asked_of_a_device_is_drafting(monkeypatch: py
     """It is computed before the forward, which the controller would otherwise take for slower."""
     moments = iter([10.0, 14.0, 20.0])
     monkeypatch.setattr(flights, "working_time", moments.__next__)
-    flight = Flight(Batch(), controllers()[0], lambda: NotImplemented, Times(1.0, 2.0, 3.0))
+    flight = Flight(Batch(), controllers()[0], lambda: NotImplemented, Times(1.0, 2.0, 3.0), DeviceEvent())
     assert flight.result()[1] == Times(5.0, 8.0, 3.0)
 
 

@@ -9,7 +9,6 @@ from conditions import PROMPTS, SAMPLING, params_of
 from drafter_cases import ADAPTIVE, PlainOutputs
 
 from outrider import LLM, draft
-from outrider.control.planner import Planner
 from outrider.testing import check_idle, run_staggered, use_example, visible_parts
 
 NONE_HERE = ("grammar", "ngram", "off", "prediction")  # draft nothing for these requests
@@ -21,7 +20,7 @@ def test_an_adaptive_method_has_the_plain_output(
     method: str, fast: LLM, outputs_of: PlainOutputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and sampled requests in one batch.  Everything seems to pay, and nothing is too dear."""
-    monkeypatch.setattr(Planner, "_pays", lambda self, option: True)
+    monkeypatch.setattr("outrider.control.planner.pays_off", lambda option, load: True)
     monkeypatch.setattr("outrider.control.planner.MOST_GRACE", 1e6)
     kinds = [params_of(sampling) for sampling in SAMPLING.values()]
     params = [kinds[i % len(kinds)][i] for i in range(len(PROMPTS))]

@@ -9,7 +9,7 @@ import pytest
 from helpers import answer
 
 from outrider import LLM, SamplingParams
-from outrider.engine import engine
+from outrider.engine import engine, flights
 from outrider.testing import EngineDriver, visible_parts
 
 LONG = {"prompt_token_ids": [i % 40 + 3 for i in range(100)]}
@@ -21,7 +21,8 @@ def test_a_long_prompt_beside_decoding_rows(
 ) -> None:
     """By a clock on which all steps take equally long, so that the machine's load changes nothing."""
     clock = itertools.count(time.perf_counter(), 1e-3)
-    monkeypatch.setattr(engine, "working_time", lambda: next(clock))
+    for module in (engine, flights):
+        monkeypatch.setattr(module, "working_time", lambda: next(clock))
     llm = LLM(
         llama, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=32, max_decode_slowdown=slowdown
     )

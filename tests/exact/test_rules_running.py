@@ -28,7 +28,7 @@ from outrider.testing import (
 from outrider.testing.checkpoints import EOS
 
 PROMPTS = random_prompts(7)
-RULES = [name for name in verify.names() if not verify.rule(name).same]
+RULES = [name for name in verify.names() if not verify.rule(name).keeps_tokens]
 # Every rule judges drafts that are sampled and chosen, in chains and trees; other methods meet one rule each.
 KINDS = ("draft_model", "layerskip", "eagle3", "ngram", "union")
 TREES = [name for name in RULES if verify.rule(name).branches]

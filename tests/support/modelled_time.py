@@ -10,7 +10,7 @@ from outrider.control.cost import ForwardCost
 from outrider.control.prefill import PrefillPacer
 from outrider.core.clock import Times
 from outrider.core.step import Batch, Commit
-from outrider.engine import engine
+from outrider.engine import adaptive, engine
 
 FORWARD, FURTHER_ROW = 1e-3, 2e-5  # seconds of a forward of one row, and of each further row
 LEVEL, REST, TICK = 5e-5, 1e-4, 1e-6  # of a level of drafts, of all else in a step, between looks at a clock
@@ -48,9 +48,7 @@ def forward_cost(*_: object) -> ForwardCost:
 
 def install() -> None:
     """Let engines that are made from now on have these, which remember nothing of other runs."""
-    vars(engine).update(
-        AutoController=ModelledController,
-        PrefillPacer=ModelledPacer,
-        forward_cost=forward_cost,
-        StoredJson=lambda *_: None,
+    vars(engine).update(PrefillPacer=ModelledPacer)
+    vars(adaptive).update(
+        AutoController=ModelledController, forward_cost=forward_cost, StoredJson=lambda *_: None
     )

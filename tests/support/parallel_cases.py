@@ -7,7 +7,7 @@ from helpers import answer, token_prompts, unpaced
 
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.core.block_table import PAGE
-from outrider.engine import engine as engines
+from outrider.engine import memory
 from outrider.parallel import model as parallel
 from outrider.parallel.layout import Layout
 from outrider.testing import check_idle, check_statistics, random_prompts, visible_parts
@@ -36,7 +36,7 @@ def params_of(temperature: float) -> list[SamplingParams]:
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps run in pieces of three rows, and engines have PAGES pages from their next method on."""
     monkeypatch.setattr(parallel, "PIECE_ROWS", 3)
-    monkeypatch.setattr(engines, "plan_pages", lambda *given: PAGES)
+    monkeypatch.setattr(memory, "plan_pages", lambda *given: PAGES)
 
 
 def check_tokens(llm: LLM, expected: list[tuple[object, ...]], temperature: float) -> list[RequestOutput]:

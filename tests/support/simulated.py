@@ -168,13 +168,13 @@ class Simulation:
         return usual * (1 + self.env.noise * self.random.gauss(0, 1))
 
     def _propose(self, batch: Batch) -> None:
-        asker = batch.asker
-        if asker is None:
+        mix_budgets = batch.mix_budgets
+        if mix_budgets is None:
             batch.take(self._draft(0, batch))
             return
         drafts: dict[int, Draft] = {}
-        for k in asker.order:
-            drafts[k] = self._draft(k, batch.within(asker.ask(k, batch, drafts)))
+        for k in mix_budgets.order:
+            drafts[k] = self._draft(k, batch.within(mix_budgets.budgets_of(k, batch, drafts)))
         for r, step in enumerate(batch):
             step.tree = _merged([drafts[k].trees[r] for k in range(len(self.env.sources))])
 

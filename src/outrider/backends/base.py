@@ -151,14 +151,18 @@ class TopNext(Protocol):
     """`Backend.pick_rows` for rows of several requests; the host reads nothing."""
 
     def asked(self, distributions: Sequence[DistributionParams], keys: Sequence[int], vocabulary: int) -> Any:
-        """The distribution and the key of each row [n]: `Numbers`, or a list."""
+        """Pack the sampling distribution and the RNG key of each row [n] for a call.
+
+        Returns `Numbers`, which `on_device` moves, or a list of pairs, which stays on the host.
+        """
 
     def __call__(
         self, logits: Tensor, asked: Any, k: int, ids: Tensor | None, probs: bool
     ) -> tuple[Tensor, Tensor]:
-        """Entries int64 and shares float32, [n, min(k, V)], on the device of the logits.
+        """The best entries int64 and their probabilities float32, [n, min(k, V)], padded with -1 and 0.
 
-        asked: as `on_device` returns it, or a slice of it.  Padded with -1 and 0.
+        Both are on the device of the logits.  asked: as `on_device` returns it, or a slice of it.
+        ids, probs: as in `pick_rows`.
         """
 
 

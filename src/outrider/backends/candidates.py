@@ -14,7 +14,7 @@ TINY = 1e-30
 
 Table = Tensor | None  # [V]: token of each entry; [k]: confidence of each rank; None: those of the entry
 Picks = Callable[..., tuple[Tensor, Tensor]]
-# tokens, the nodes of their parents (-1 after the root), shares
+# tokens, the nodes of their parents (-1 after the root), confidences
 Nodes = tuple[list[int], list[int], list[float]]
 
 
@@ -22,24 +22,24 @@ class TopEntries(NamedTuple):
     """The best entries of a vocabulary after n paths, best first.
 
     entries: int32 [n, k], padded with -1
-    shares:  float32 [n, k], their probabilities
+    probs:   float32 [n, k], their probabilities
     ids:     int32 [V], token of each entry; None if the entries are tokens
-    by_rank: float32 [k], confidence of each rank, in place of `shares`
+    by_rank: float32 [k], confidence of each rank, in place of `probs`
     """
 
     entries: Tensor
-    shares: Tensor
+    probs: Tensor
     ids: Table = None
     by_rank: Table = None
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Tokens int64 [n, k], and confidences, 0 for padding."""
-        none, tokens, shares = self.entries < 0, self.entries, self.shares
+        none, tokens, confidences = self.entries < 0, self.entries, self.probs
         if self.ids is not None:
             tokens = self.ids[tokens.clamp_min(0)].masked_fill(none, -1)
         if self.by_rank is not None:
-            shares = self.by_rank[: tokens.shape[1]].expand_as(shares)
-        return tokens.long(), shares.masked_fill(none, 0.0)
+            confidences = self.by_rank[: tokens.shape[1]].expand_as(confidences)
+        return tokens.long(), confidences.masked_fill(none, 0.0)
 
 
 class Candidates(Protocol):
@@ -70,7 +70,7 @@ class Record(NamedTuple):
     """A candidate node.  score: log of the joint probability; -inf: padding.  parent: its record, or -1."""
 
     token: int
-    share: float
+    confidence: float
     score: float
     parent: int
 
@@ -88,12 +88,12 @@ class Plain:
 
     def widen(self, found: TopEntries) -> tuple[list[int], list[int]]:
         first, k = len(self.records), found.entries.shape[1]
-        tokens_of, shares_of = found.read()
-        for parent, tokens, shares in zip(self.front, tokens_of.tolist(), shares_of.tolist()):
+        tokens_of, confidences_of = found.read()
+        for parent, tokens, confidences in zip(self.front, tokens_of.tolist(), confidences_of.tolist()):
             joint = 0.0 if parent < 0 else self.records[parent].score
-            for token, share in zip(tokens, shares):
-                score = math.log(max(share, TINY)) + joint if token >= 0 else -math.inf
-                self.records.append(Record(token, share, score, parent))
+            for token, confidence in zip(tokens, confidences):
+                score = math.log(max(confidence, TINY)) + joint if token >= 0 else -math.inf
+                self.records.append(Record(token, confidence, score, parent))
         self.front = self._likeliest(first, self.wide)
         parents = [(at - first) // k for at in self.front]
         return parents, [self.records[at].token for at in self.front]
@@ -110,7 +110,7 @@ class Plain:
         node_of = {at: node for node, at in enumerate(sorted(self._likeliest(0, nodes)))}
         kept = [self.records[at] for at in node_of]
         parents = [node_of.get(record.parent, -1) for record in kept]
-        return [record.token for record in kept], parents, [record.share for record in kept]
+        return [record.token for record in kept], parents, [record.confidence for record in kept]
 
     def _likeliest(self, first: int, most: int) -> list[int]:
         """Numbers of the records with the highest scores from `first` on, best first."""

@@ -9,10 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.bench.measure import PLAIN, Configs, Prompts, demonstrations, measure
+from outrider.bench.measure import PLAIN, Configs, Prompts, demonstrations
 from outrider.bench.panes import Piece, pieces_of, replay
 from outrider.bench.prompts import PROMPTS, TASKS, Prompt, rendered
 from outrider.bench.report import counted, remarks, table
+from outrider.bench.rounds import Rounds, measure
 from outrider.checkpoints.hub import GROWN, Checkpoint
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
@@ -139,11 +140,10 @@ def _compare(show: Show, params: SamplingParams, speed: float, console: Console)
     answers = SECONDS * speed / (len(show.configs) * params.max_tokens) - 1  # the first one warms up
     prompts = _prompts(show)[: max(FEWEST, int(answers / LEAST_ROUNDS))]
     with counted("Measuring", len(show.configs) * len(prompts) * ROUNDS, console) as tick:
-        results = measure(
-            show.llm, show.configs, prompts, params, ROUNDS, tick, runs=1, seconds=SECONDS, fresh=False
-        )
-    plain, rounds = results[0], len(results[0].runs[0].turns)
-    title = f"greedy, {len(prompts)} prompts one at a time, medians of {rounds} interleaved rounds"
+        rounds = Rounds(ROUNDS, runs=1, seconds=SECONDS, fresh=False)
+        results = measure(show.llm, show.configs, prompts, params, rounds, tick)
+    plain, num_rounds = results[0], len(results[0].runs[0].turns)
+    title = f"greedy, {len(prompts)} prompts one at a time, medians of {num_rounds} interleaved rounds"
     console.print(table(title, sorted(results, key=lambda result: -result.speed), plain))
     for remark in remarks(results):
         console.print(f"[dim]{remark}[/]")

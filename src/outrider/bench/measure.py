@@ -1,11 +1,10 @@
-"""Comparison of methods with plain decoding: the same prompts and seeds, in turns; speed and equal tokens."""
+"""Results of a comparison of methods with plain decoding: speed and equal tokens."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-import operator
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +23,6 @@ TOLERANCE = 1.01  # of a speed-up above the limit
 Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config
 Prompts = Sequence[tuple[str, Any]]  # (kind, prompt for LLM.generate)
 Attempt = Callable[[str, list[Any]], "Run"]  # answers a group of a kind once
-_seconds = operator.attrgetter("seconds")  # of a run
 
 
 class Stopped(Exception):
@@ -223,114 +221,6 @@ def grouped(prompts: Prompts, size: int) -> list[tuple[str, list[Any]]]:
     for kind, members in by_kind.items():
         groups += [(kind, members[i : i + size]) for i in range(0, len(members), size)]
     return groups
-
-
-def measure(
-    llm: LLM,
-    configs: Configs,
-    prompts: Prompts,
-    params: SamplingParams,
-    repeats: int = 1,
-    tick: Callable[[str], None] = lambda label: None,
-    batch_size: int = 1,
-    runs: int = 2,
-    seconds: float = math.inf,
-    fresh: bool = True,
-    others: Mapping[str, Attempt] | None = None,
-) -> list[Measured]:
-    """Run every config over every (kind, prompt), `batch_size` prompts of a kind at once.
-
-    others: other engines by label, which take turns with the configs until they raise Stopped.
-
-    Returns the best of `repeats`, and the seconds of each; engines that were stopped at the end, without.
-    - Methods alternate within each group, in rotating order.  So a temporary slowdown affects all of them.
-    - Each method runs `runs` times per group, since a method after one with its own weights finds cold
-      caches; the best one counts.
-    - A method keeps what it learned from earlier groups of a repeat, but not from its own previous run of a
-      group.
-    - Every repeat allocates new caches, if `fresh`: their addresses change the time of a step by some per
-      cent.
-    - A second repeat begins only within `seconds` after the start, a further one only if it ends by then.
-    """
-    groups, began = grouped(prompts, batch_size), time.monotonic()
-    rounds: list[dict[tuple[str, int], Run]] = []
-    variants: dict[str, LLM] = {}
-    memories: dict[str, Any] = {}
-    peers = _Peers(others or {})
-    for label in [*peers.attempts]:
-        peers.run(label, *groups[0], 1)  # warm up
-    while len(rounds) < repeats:
-        spent = time.monotonic() - began
-        next_round = spent / len(rounds) if len(rounds) > 1 else 0.0
-        if rounds and spent + next_round > seconds:
-            break
-        if fresh or not rounds:
-            variants = {label: llm.variant(config) for label, config in configs.items()}
-            memories = {label: variant.engine.drafter.memory for label, variant in variants.items()}
-            for label, variant in variants.items():
-                once(variant, *groups[0], params, memories[label])  # warm up
-        for label, variant in variants.items():
-            variant.engine.drafter.memory = memories[label]
-        rounds.append(_round(variants, peers, groups, params, len(rounds), tick, runs))
-    promises = {label: variant.engine.rule.promise for label, variant in variants.items()}
-    found = _results(rounds, {**promises, **dict.fromkeys(peers.attempts, "")})
-    return found + [Measured(label, [], "", why) for label, why in peers.stopped.items()]
-
-
-class _Peers:
-    """Other engines that are measured, and why the others of them were stopped."""
-
-    def __init__(self, attempts: Mapping[str, Attempt]) -> None:
-        self.attempts, self.stopped = dict(attempts), dict[str, str]()
-
-    def run(self, label: str, kind: str, group: list[Any], runs: int) -> Run | None:
-        """The best of so many runs; None, from now on, if the engine was stopped."""
-        try:
-            return min((self.attempts[label](kind, group) for _ in range(runs)), key=_seconds)
-        except Stopped as error:
-            del self.attempts[label]
-            self.stopped[label] = str(error)
-            return None
-
-
-def _results(rounds: Sequence[dict[tuple[str, int], Run]], promises: Mapping[str, str]) -> list[Measured]:
-    """The best run of each group, with the seconds of every round."""
-    results = {label: Measured(label, [], promise) for label, promise in promises.items()}
-    for label, group in rounds[0]:
-        if label in results:
-            runs = [found[label, group] for found in rounds]
-            best = min(runs, key=_seconds)
-            best.turns = [run.seconds for run in runs]
-            results[label].runs.append(best)
-    return list(results.values())
-
-
-def _round(
-    variants: Mapping[str, LLM],
-    peers: _Peers,
-    groups: Sequence[tuple[str, list[Any]]],
-    params: SamplingParams,
-    number: int,
-    tick: Callable[[str], None],
-    runs: int,
-) -> dict[tuple[str, int], Run]:
-    """(label, group) -> its best run."""
-    best: dict[tuple[str, int], Run] = {}
-    for i, (kind, group) in enumerate(groups):
-        order = [*variants, *peers.attempts]
-        first = (i + number) % len(order)
-        for label in order[first:] + order[:first]:
-            if label in variants:
-                variant = variants[label]
-                memory = variant.engine.drafter.memory  # all runs start from what the drafter knows now
-                attempts = (once(variant, kind, group, params, memory) for _ in range(runs))
-                best[label, i] = min(attempts, key=_seconds)
-            elif (run := peers.run(label, kind, group, runs)) is not None:
-                best[label, i] = run
-            tick(label)
-    for variant in variants.values():
-        variant.engine.check()
-    return best
 
 
 def once(llm: LLM, kind: str, prompts: list[Any], params: SamplingParams, memory: Any = None) -> Run:

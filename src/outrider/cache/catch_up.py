@@ -44,6 +44,7 @@ class Cursor:
 
     @property
     def end(self) -> int:
+        """Position after the last pending state."""
         return self.first + self.count
 
     def append(self, start: int, states: Tensor) -> None:
@@ -87,6 +88,7 @@ class DeferredStates:
         self.num_rows = 0
 
     def add(self, commit: Commit) -> None:
+        """Defer the states of a step."""
         if self.ended:  # after an error, rows come back
             self.ended.difference_update(commit.batch.rows)
         self.commits.append(commit)

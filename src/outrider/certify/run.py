@@ -60,14 +60,16 @@ def certify(
     certificate = Certificate(exact, rule.promise)
     # With rounding, a token may enter or leave the nucleus of top_p: such a difference is not a tie.
     seeded = SEEDED if exact else SEEDED[:1]
-    texts = TextComparison(plain, speculative, (GREEDY, *seeded) if rule.same else (GREEDY,), effort.seed)
-    compared = _compare(texts, prompts, effort, clock, 1.0 if rule.same else GREEDY_SHARE, tick)
+    texts = TextComparison(
+        plain, speculative, (GREEDY, *seeded) if rule.keeps_tokens else (GREEDY,), effort.seed
+    )
+    compared = _compare(texts, prompts, effort, clock, 1.0 if rule.keeps_tokens else GREEDY_SHARE, tick)
     certificate.differences = [difference for tally in texts.tallies for difference in tally.differences]
     _explain(plain, certificate.differences)
     certificate.checks += [text_check(tally, rule.lossless) for tally in texts.tallies]
     limit = 0.0 if exact else _logprob_tolerance(plain, compared)
     certificate.checks.append(logprob_check(texts.tallies, limit, rule.lossless))
-    if not rule.same:
+    if not rule.keeps_tokens:
         test = DistributionTest(plain, speculative, prompts.shortest(CANDIDATES), effort.seed)
         _sample(test, effort.samples, clock, tick)
         certificate.checks.append(distribution_check(test, rule.lossless))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.bench.measure import Attempt, Measured, Prompts
+    from outrider.bench.rounds import Rounds
     from outrider.core.params import SamplingParams
     from outrider.llm import LLM
 
@@ -69,6 +70,7 @@ def bench(
 
     from outrider.bench.peers import Rival, running
     from outrider.bench.questions import prompts_for, read
+    from outrider.bench.rounds import Rounds
     from outrider.core.params import SamplingParams
 
     params = SamplingParams(**measured)
@@ -85,7 +87,7 @@ def bench(
     llm = load(engine, max_num_seqs=batch_size)
     prompts, left_out = prompts_for(llm, questions, params, raw, turns)
     others = partial(running, peers, llm, params, levels or 5, peer_timeout)
-    results, short = run(llm, configs, prompts, params, repeats, batch_size, others, console)
+    results, short = run(llm, configs, prompts, params, Rounds(repeats, batch_size), others, console)
     show(results, left_out, short, console)
     if sink:
         about = {"prompts": file and str(file), "left out": left_out, "left out, of one token": short}
@@ -154,21 +156,21 @@ def run(
     configs: dict[str, dict[str, Any] | None],
     prompts: Prompts,
     params: SamplingParams,
-    repeats: int,
-    batch_size: int,
+    rounds: Rounds,
     running: Callable[[], AbstractContextManager[dict[str, Attempt]]],
     console: Console,
 ) -> tuple[list[Measured], int]:
     """Results, also of other engines, and the number of groups of prompts left out: one-token answers."""
-    from outrider.bench.measure import grouped, measure, too_short
+    from outrider.bench.measure import grouped, too_short
     from outrider.bench.report import counted
+    from outrider.bench.rounds import measure
 
-    groups = len(grouped(prompts, batch_size))
+    groups = len(grouped(prompts, rounds.batch_size))
     with (
         running() as others,
-        counted("Measuring", (len(configs) + len(others)) * groups * repeats, console) as tick,
+        counted("Measuring", (len(configs) + len(others)) * groups * rounds.repeats, console) as tick,
     ):
-        results = measure(llm, configs, prompts, params, repeats, tick, batch_size, others=others)
+        results = measure(llm, configs, prompts, params, rounds, tick, others)
     short = too_short(results)
     return [result.without(short) for result in results], len(short)
 

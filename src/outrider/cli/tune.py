@@ -64,7 +64,7 @@ def layerskip(
 
     Times of a step and a draft token are measured first; each trial then measures acceptance.
     """
-    from outrider.bench.measure import measure
+    from outrider.bench.rounds import Rounds, measure
     from outrider.core.params import SamplingParams
     from outrider.tune.layerskip import Tuner, compared, gain, import_optuna, save
     from outrider.tune.report import show_layers
@@ -77,7 +77,7 @@ def layerskip(
     tuner = Tuner(llm, prompts, depth, tokens, seed)
     with bar_over(minutes, "Measuring what a step costs", console) as tick:
         best = tuner.run(minutes, lambda tried, most: tick(f"{tried} sets tried, best {most:.0f} tokens/s"))
-    results = measure(llm, compared(best, tuner.layers), prompts, params, repeats=3)
+    results = measure(llm, compared(best, tuner.layers), prompts, params, Rounds(3))
     speed_up = gain(results)
     save(best, tuner.layers, engine["model"], len(tuner.trials), speed_up, out.expanduser())
     show_layers(tuner, best, results, speed_up, out, console)

@@ -1,9 +1,9 @@
 """The adaptive controller: which drafters to ask, how deep, and which of their tokens to verify.
 
-    budget   which drafters to ask, and how deep (planner.py); none: a plain step
-    ask      a further drafter of a mix is asked if it pays beside what the cheaper ones have proposed
-    trim     the nodes of the whole batch that pay, by calibrated probability
-    learn    costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
+    budget      which drafters to ask, and how deep (planner.py); none: a plain step
+    budgets_of  a further drafter of a mix is asked if it pays beside what the cheaper ones have proposed
+    trim        the nodes of the whole batch that pay, by calibrated probability (trim.py)
+    learn       costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
 
 Plans hold for several steps, up to `DIGEST`, where planning takes longer than `PLANNING` of a step and the
 ledgers have room for what the next step may lose; then the outcomes are taken in together.  While no row
@@ -28,11 +28,12 @@ from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, TOTAL_GRACE
 from outrider.control.memory import Memory
-from outrider.control.plan import Arm, Load, Plan, StepRecord, Try, keep, note_depths
+from outrider.control.plan import Arm, Load, Plan, StepRecord, Try
 from outrider.control.planner import Planner
 from outrider.control.prefill_choice import PrefillChoice
 from outrider.control.report import report
 from outrider.control.rest import Rest
+from outrider.control.trim import keep_what_pays
 from outrider.core.clock import Times, one_time, take_one_time, working_time
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -120,7 +121,7 @@ class AutoController:
         self.anchored = self._anchor()
         if self.anchored:
             return [NO_BUDGET] * len(batch)
-        batch.asker = self if len(self.arms) > 1 and self.plans else None
+        batch.mix_budgets = self if len(self.arms) > 1 and self.plans else None
         return [self._granted(r, step) for r, step in enumerate(batch)]
 
     def _granted(self, r: int, step: RowStep) -> Budget:
@@ -201,7 +202,7 @@ class AutoController:
 
     # ---- while drafting
 
-    def ask(self, k: int, batch: Batch, drafts: Mapping[int, Draft]) -> list[Budget]:
+    def budgets_of(self, k: int, batch: Batch, drafts: Mapping[int, Draft]) -> list[Budget]:
         """Budgets of drafter k of a mix, after the drafts of the cheaper ones."""
         self._stop_clock()
         budgets, asking = [NO_BUDGET] * len(batch), False
@@ -246,30 +247,7 @@ class AutoController:
         if not any(step.tree.tokens for step in batch):
             return
         self.limits.trim(batch)
-        trees = [(batch[r], tried) for r, tried in self.tries.items() if batch[r].tree.tokens]
-        if len(trees) == 1 and trees[0][0].tree.chained and not trees[0][0].tree.probes:
-            self._trim_chain(batch, *trees[0])
-            return
-        joints = []
-        for step, tried in trees:
-            note_depths(tried, step, self.evidence.bits)
-            joint = choose.joint_probabilities(step.tree, tried.plan.state.calibration)
-            joints.append(joint[: step.tree.size])
-        kept = choose.select(joints, self.load.verify, self.load.rate)
-        for (step, tried), nodes, joint in zip(trees, kept, joints):
-            if tried.plan.exploring and not nodes and joint:
-                nodes = [0]
-            tried.expected = sum(joint[i] for i in nodes)
-            keep(batch, step, nodes)
-
-    def _trim_chain(self, batch: Batch, step: RowStep, tried: Try) -> None:
-        """The same for a single chain, the usual case."""
-        note_depths(tried, step, self.evidence.bits)
-        load, calibration = self.load, tried.plan.state.calibration
-        count, tried.expected = choose.prefix(step.tree, calibration, load.verify, load.rate)
-        if not count and tried.plan.exploring:
-            count, tried.expected = 1, choose.joint_probabilities(step.tree, calibration)[0]
-        keep(batch, step, [*range(count)])
+        keep_what_pays(batch, self.tries, self.load, self.evidence.bits)
 
     # ---- after the step
 

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median_low
+from typing import Any
 
 from outrider.control.acceptance import Calibration, Reach, Reliability
 from outrider.control.cost import OUTLIER, RATE, ForwardCost
@@ -134,7 +135,7 @@ class Evidence:
         self.idle += (1 - (1 - RATE) ** count) * (propose / count - self.idle)
         plain, host, self.host = count * load.decode, self.host, 0.0
         self._earn(plain + host, plain, load)
-        self.total.add("off", 0, 0.0, 0, plain + host + propose, plain, count * batch)
+        self.total.add("off", plain + host + propose, plain, steps=count * batch)
         self._remember()
 
     def _earn(self, spent: float, plain: float, load: Load) -> None:
@@ -147,7 +148,7 @@ class Evidence:
         """Enter the plain steps of a row during which nothing was decided."""
         if (count := row.steps - state.steps) > 0:
             plain = count * load.token
-            state.enter("off", 0, 0.0, 0, plain, plain, count)
+            state.enter("off", plain, plain, steps=count)
 
     def close(self, row: Row, load: Load) -> None:
         """Complete the summary of a row that has ended."""
@@ -157,7 +158,7 @@ class Evidence:
             self.credit(row, state, load)
         elif row.steps:  # no drafter was considered
             row.drafting, plain = DraftingSummary(), row.steps * load.token
-            row.drafting.add("off", 0, 0.0, 0, plain, plain, row.steps)
+            row.drafting.add("off", plain, plain, steps=row.steps)
         for k, arm in enumerate(self.arms):
             if arm.prefills and row.params.speculate and not row.left_out.issuperset(arm.sources):
                 lost = self.prefill_cost[k] * (row.prompt - (row.cached or 0))
@@ -301,20 +302,20 @@ class Evidence:
             if r not in weights:
                 without, emitted_without = without + 1, emitted_without + len(step.emitted)
                 if (state := self.states.get(step.row)) is not None:
-                    state.enter("off", 0, 0.0, 0, spent_without, saved, idle=idle)
+                    state.enter("off", spent_without, saved, idle=idle)
                 continue
             nodes, tried, spent = len(step.tree.tokens), tries.get(r), plain + extra * weights[r] / whole
             spent_by_all += spent
             names = "+".join([self.arms[k].name for k in sorted(tried.asked)]) if tried else ""
             names = names or ("automatic" if nodes else "off")
-            shown = names, nodes, tried.expected if tried else 0.0, len(step.accepted)
-            self.total.add(*shown, spent + idle, saved)
+            expected, accepted = tried.expected if tried else 0.0, len(step.accepted)
+            drafted: dict[str, Any] = {"nodes": nodes, "expected": expected, "accepted": accepted}
+            self.total.add(names, spent + idle, saved, **drafted)
             if (state := self.state(step.row) if nodes else self.states.get(step.row)) is not None:
-                state.enter(*shown, spent, saved, idle=idle)
+                state.enter(names, spent, saved, idle=idle, **drafted)
         if without:
             spent_by_all += without * spent_without
-            total = without * (spent_without + idle), plain * emitted_without
-            self.total.add("off", 0, 0.0, 0, *total, without)
+            self.total.add("off", without * (spent_without + idle), plain * emitted_without, steps=without)
         self._earn(spent_by_all, saved_by_all, load)
 
     # ---- acceptance

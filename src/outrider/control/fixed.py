@@ -86,9 +86,10 @@ class FixedController:
         return 0 if limit is not None and rows > limit else self.depth
 
     def budget(self, batch: Batch) -> list[Budget]:
-        most = self.depth_for(len(batch))
+        rows = len(batch)
+        most = self.depth_for(rows)
         if not most:
-            return [NO_BUDGET] * len(batch)
+            return [NO_BUDGET] * rows
         return [self._budget(min(most, step.row.draft_depth)) if step.emits else NO_BUDGET for step in batch]
 
     def trim(self, batch: Batch) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.control.acceptance import Calibration, Outcome, Reach, key_of
 from outrider.control.choose import Option
@@ -64,24 +64,17 @@ class RowState:
     steps: int = 0
 
     def enter(
-        self,
-        arm: str,
-        nodes: int,
-        expected: float,
-        accepted: int,
-        spent: float,
-        plain: float,
-        steps: int = 1,
-        idle: float = 0.0,
+        self, arm: str, spent: float, plain: float, *, steps: int = 1, idle: float = 0.0, **drafted: Any
     ) -> None:
-        """Add steps with these sums.
+        """Add steps to ledger and summary.
 
+        spent, plain, steps, drafted: as in `DraftingSummary.add`.
         idle: seconds that drafters took although none was asked.  No decision changes them, so no ledger
         has them, but the summary does.
         """
         self.steps += steps
         self.ledger.add(spent, plain)
-        self.summary.add(arm, nodes, expected, accepted, spent + idle, plain, steps)
+        self.summary.add(arm, spent + idle, plain, steps=steps, **drafted)
 
 
 class Plan(NamedTuple):

@@ -13,25 +13,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from outrider.control import choose
 from outrider.control.acceptance import Reach
-from outrider.control.choose import Option, Price
+from outrider.control.choose import Option
 from outrider.control.evidence import FEW_TOKENS, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import KNOWN_GRACE, MOST_GRACE, SHARE, USED, Trials
 from outrider.control.plan import Arm, Load, Plan, RowState
+from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
 from outrider.control.rest import relieved
 from outrider.core.row import Row
 from outrider.core.step import Batch
 from outrider.core.tree import Budget
 
 OPTIMISM = 0.2  # standard deviations of a draw of an estimate
-MARGIN = 1.2  # of a step's largest loss over its expected cost
 DIGEST = 16  # steps that are taken in together, once the drafters are known
-FLOOR_NODES = 4  # of a row: what one of them costs sets its floor
-MOST_FLOOR = 0.9
 SPARE = 0.1  # part of what drafts have saved that one request may lose again
-DOUBT = 1.25  # costs may be overestimated so much where no acceptance seems to pay
 
 
 class Candidate(NamedTuple):
@@ -58,7 +54,7 @@ class Planner:
     zs: drawn standard deviations, by drafter.
     of_new: options of rows that never asked, by acceptance and largest depth.
     refused: kind of such rows that get no plan -> their `wait`.
-    hopes: drafter, depth -> `hopeful`.  exponents: of drafters that stop by themselves.
+    prices: of the drafters beside that load.
     """
 
     def __init__(
@@ -82,8 +78,7 @@ class Planner:
         self.zs = [0.0] * len(arms)
         self.of_new: dict[tuple[Reach, int], Option] = {}
         self.refused: dict[tuple[Any, ...], int] = {}
-        self.hopes: dict[tuple[int, int], bool] = {}
-        self.exponents: dict[int, float] = {}
+        self.prices = Prices(arms, evidence)
 
     def plans(self, batch: Batch, load: Load) -> dict[int, Plan]:
         """Row of the batch -> its plan, for those with a drafter that is expected to pay or due for a try."""
@@ -108,7 +103,7 @@ class Planner:
         self.trials = [replace(trials) for trials in self.evidence.trials]
         # one draw for all rows, since they share what an ask costs
         self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
-        for of_last in (self.of_new, self.refused, self.hopes, self.exponents):
+        for of_last in (self.of_new, self.refused, self.prices):
             of_last.clear()
 
     def set_grace(self, load: Load) -> None:
@@ -125,20 +120,20 @@ class Planner:
         courage = self._courage(min(self.room, USED * self.row_grace))
         for k, trials in enumerate(self.trials):
             reach = self.evidence.reach[k]
-            if (depth := self.depth(k, reach, most)) and self.hopeful(k, self.load, most):
+            if (depth := self.depth(k, reach, most)) and self.prices.hopeful(k, self.load, most):
                 best = self._best(k, None, reach, depth, courage)
                 if math.isinf(best.cost):
                     waits.append(1)
                     continue
-                pause = 0 if (pays := self._pays(best)) else trials.wait(best.cost, self.load.decode)
-                waits.append(max(pause, self._until(_need(best.cost, pays) - self.room)))
+                pause = 0 if (pays := pays_off(best, self.load)) else trials.wait(best.cost, self.load.decode)
+                waits.append(max(pause, self._until(need(best.cost, pays) - self.room)))
         return min(waits)
 
     def least_need(self) -> float:
         """Seconds that have to be left for a trial of one token, of the cheapest drafter; 0 if unknown."""
         reach, load = self.evidence.reach, self.load
-        costs = [self.best(k, reach[k], 0.0, load, 1).cost for k in range(len(self.arms))]
-        return _need(min(filter(math.isfinite, costs), default=0.0), False)
+        costs = [self.prices.best(k, reach[k], 0.0, load, 1).cost for k in range(len(self.arms))]
+        return need(min(filter(math.isfinite, costs), default=0.0), False)
 
     def _courage(self, room: float) -> float:
         """Standard deviations by which a draw counts: -1 where a row has used what it may lose, up to 1."""
@@ -159,7 +154,7 @@ class Planner:
             "depth": best.depth,
             "tokens": round(best.gain, 3),
             "ms": round(1e3 * best.cost, 3),
-            "pays": self._pays(best),
+            "pays": pays_off(best, self.load),
         }
 
     def interval(self, plans: Iterable[Plan]) -> int:
@@ -195,7 +190,7 @@ class Planner:
             chosen.sort(key=lambda option: option.cost)
             state = state or self.evidence.state(row)
             state.ledger.grace = self.row_grace
-            floors = {option.drafter: self._floor(state, option) for option in chosen}
+            floors = {option.drafter: self.prices.floor(state, option, self.load) for option in chosen}
             loss = MARGIN * sum([option.cost for option in chosen])
             return Plan(state, chosen, exploring, self._bound(chosen, floors), floors, loss)
         wait = max(wait, min(DIGEST, self.load.batch))  # with many rows one of them is always due
@@ -226,15 +221,15 @@ class Planner:
             if wanted and (depth := self.depth(k, reach := self.evidence.reach_of(k, row), most)):
                 found[k] = self._best(k, state, reach, depth, courage)
         # the best one first: what it may lose is set aside, which may leave no room for others
-        for k in sorted(found, key=lambda k: -self.saved(found[k], self.load)):
+        for k in sorted(found, key=lambda k: -saved(found[k], self.load)):
             best = found[k]
             if math.isinf(best.cost):
                 wait = 1  # beside prompt tokens, or beyond the known costs
                 continue
-            while _need(best.cost, self._pays(best)) > room and best.depth > 1:  # try a shorter one
+            while need(best.cost, pays_off(best, self.load)) > room and best.depth > 1:  # try a shorter one
                 best = self._best(k, state, self.evidence.reach_of(k, row), best.depth // 2, courage)
             late = self.evidence.prefill_cost[k] * self._lacks(k, row)
-            pays = self._pays(best) and (not late or late < self.saved(best, self.load) * row.remaining)
+            pays = pays_off(best, self.load) and (not late or late < saved(best, self.load) * row.remaining)
             retry = 0 if state is None else state.retry[k] - row.steps
             if pause := self._pause(k, Candidate(best, late, pays), most, retry, room):
                 wait = min(wait, pause)
@@ -256,12 +251,12 @@ class Planner:
         """
         (option, late, pays), load = candidate, self.load
         if not pays:
-            if not self.hopeful(k, load, most):
+            if not self.prices.hopeful(k, load, most):
                 return LONGEST_PAUSE
             pause = max(retry, self.trials[k].wait(option.cost + late, load.decode))
             if pause > 0:
                 return pause
-        lacks = _need(option.cost, pays) - min(room, self.room - late)
+        lacks = need(option.cost, pays) - min(room, self.room - late)
         return self._until(lacks) if lacks > 0 else 0
 
     def _best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
@@ -275,28 +270,7 @@ class Planner:
         return self.of_new[above, depth]
 
     def _option(self, k: int, reach: Reach, courage: float, depth: int) -> Option:
-        return self.best(k, reach, courage * self.zs[k], self.load, depth)
-
-    def best(self, k: int, reach: Reach, z: float, load: Load, depth: int) -> Option:
-        """The best depth, up to this one, beside a load, with estimates z standard deviations higher."""
-        gains = reach.gains(z, depth)
-        return choose.best_option(k, gains, self._price(k, reach, load), load.batch, load.decode)
-
-    def _pays(self, option: Option) -> bool:
-        return option.gain * self.load.token > option.cost
-
-    def hopeful(self, k: int, load: Load, most: int) -> bool:
-        """Whether a drafter would pay if all its tokens were accepted."""
-        key = k, min(most, self.arms[k].depth)
-        if key not in self.hopes:
-            price = self._price(k, self.evidence.reach[k], load)._replace(stops=False)
-            best = choose.best_option(k, range(1, key[1] + 1), price, load.batch, load.decode)
-            self.hopes[key] = math.isinf(best.cost) or DOUBT * best.gain * load.token > best.cost
-        return self.hopes[key]
-
-    def saved(self, option: Option, load: Load) -> float:
-        """Seconds that a drafter saves for each token of the output."""
-        return (option.gain * load.token - option.cost) / (1 + option.gain)
+        return self.prices.best(k, reach, courage * self.zs[k], self.load, depth)
 
     def late(self, plan: Plan, row: Row) -> dict[int, int]:
         """Drafter of a plan -> tokens of a row that it lacks, if they are many."""
@@ -317,34 +291,3 @@ class Planner:
         if len(self.arms) == 1:
             return Budget(depth, nodes, floors[0])
         return Budget(depth, min(nodes, self.limits.size(depth)))
-
-    def _floor(self, state: RowState, option: Option) -> float:
-        """Confidence of a path behind which not even a sure token would pay."""
-        k, load = option.drafter, self.load
-        if not self.arms[k].stops:
-            return 0.0
-        reach = state.reach[k]
-        price = self._price(k, reach, load)
-        node = min(price.verify(1), price.verify(FLOOR_NODES) / FLOOR_NODES)
-        least = min(MOST_FLOOR, load.rate * (price.per_level / reach.drafted + node))
-        if k not in self.exponents:
-            self.exponents[k] = self.evidence.calibration.exponent(1 << k)
-        return math.pow(least, 1 / self.exponents[k])
-
-    def _price(self, k: int, reach: Reach, load: Load) -> Price:
-        """Seconds for one row, if as many ask as lately, and no more than each get a node."""
-        rows = max(1.0, min(self.evidence.asking[k] * load.batch, load.nodes))
-        fixed, per_level = self.evidence.drafting.line(k, round(rows))
-        share, overhead, added = load.pace / rows, self.evidence.overhead / rows, load.verify
-        return Price(
-            fixed=share * fixed + overhead,
-            per_level=share * per_level * reach.drafted,
-            nodes_per_level=reach.per_level,
-            verify=lambda nodes: added(round(rows * nodes)) / rows,
-            stops=self.arms[k].stops,
-        )
-
-
-def _need(cost: float, pays: bool) -> float:
-    """Seconds that have to be left for a draft of this cost; twice as many for one that seems not to pay."""
-    return MARGIN * cost * (1 if pays else 2)

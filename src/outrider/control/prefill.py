@@ -42,12 +42,12 @@ from __future__ import annotations
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from statistics import linear_regression
 
-from outrider.core.step import Batch, RowStep
+from outrider.core.step import Batch
 
 TTFT_TARGET = 2.0  # aim at most; what is promised is 3, with room for noise, halved chunks and refreshes
 # The same for the end of a prompt that then fits into one chunk: under load, short prompts that were divided
@@ -197,13 +197,17 @@ class PrefillPacer:
 
     def learn(self, batch: Batch, seconds: float) -> None:
         """Take in the duration of a step."""
-        rows = [step for step in batch if step.known == 1 and step.emits]
-        decoding, prefill, context = len(rows), 0, 0
-        for step in batch if decoding < len(batch) else ():
+        decoding = nodes = accepted = prefill = context = 0
+        for step in batch:
             if step.known > 1 or not step.emits:
                 prefill += step.known
                 context += step.known * (step.start + step.known // 2)
-        tokens = self._tokens(rows)
+                continue
+            decoding += 1
+            if step.tree.tokens:
+                nodes += len(step.tree.tokens)
+                accepted += (len(step.emitted) or 1) - 1
+        tokens = self._tokens(decoding, nodes, accepted)
         if not prefill:
             if decoding:
                 steps = self.decode_steps.setdefault(_bucket(decoding), deque(maxlen=5))
@@ -219,19 +223,17 @@ class PrefillPacer:
             cost = self._checked(cost, seconds / max(decode + cost.predict(prefill), FREE))
         self.costs[bucket] = cost.after(prefill, seconds, decode)
 
-    def _tokens(self, rows: Sequence[RowStep]) -> float:
-        """Tokens that each of these decoding rows was expected to emit, on average, by their draft tokens.
+    def _tokens(self, decoding: int, nodes: int, accepted: int) -> float:
+        """Tokens that each of so many decoding rows was expected to emit, on average, by their draft tokens.
 
         These decide how long a step takes, and not how many of them were accepted.
         """
-        if not rows:
+        if not decoding:
             return self.tokens_per_row  # a prompt alone: the other rows' steps would have drafts, too
-        nodes = sum([len(step.tree.tokens) for step in rows])
         if nodes:
-            accepted = sum([len(step.emitted) or 1 for step in rows]) - len(rows)
             self.drafted += nodes - TOKENS_RATE * self.drafted
             self.accepted += accepted - TOKENS_RATE * self.accepted
-        tokens = 1 + nodes / len(rows) * (self.accepted / self.drafted if nodes else 0.0)
+        tokens = 1 + nodes / decoding * (self.accepted / self.drafted if nodes else 0.0)
         self.tokens_per_row += TOKENS_RATE * (tokens - self.tokens_per_row)
         return tokens
 
@@ -285,7 +287,9 @@ class PrefillPacer:
 
 def _bucket(rows: int) -> int:
     """The least of the numbers of decoding rows that share estimates: from 16 on, those within an eighth."""
-    shift = max(0, rows.bit_length() - 4)
+    if rows < 16:
+        return rows
+    shift = rows.bit_length() - 4
     return rows >> shift << shift
 
 

@@ -13,6 +13,7 @@ from outrider.control.evidence import KNOWN, MOST_LOST
 from outrider.control.ledger import EXPLORE
 from outrider.control.plan import Arm, Load
 from outrider.control.planner import Planner
+from outrider.control.prices import saved
 from outrider.core.row import Row
 from outrider.core.step import Batch
 
@@ -80,11 +81,10 @@ class PrefillChoice:
         reach, found = planner.evidence.reach[k], self.outlooks.get(key)
         known = reach.asked, planner.evidence.forward.steps, round(load.pace, 1)
         if found is None or found.known != known:
-            planner.hopes.clear()  # the load is another one
-            hopeful, depth = planner.hopeful(k, load, most), planner.depth(k, reach, most)
-            expected, hoped = (
-                planner.saved(planner.best(k, reach, z, load, depth), load) for z in (0.0, HOPE)
-            )
+            prices = planner.prices
+            prices.hopes.clear()  # the load is another one
+            hopeful, depth = prices.hopeful(k, load, most), planner.depth(k, reach, most)
+            expected, hoped = (saved(prices.best(k, reach, z, load, depth), load) for z in (0.0, HOPE))
             found = self.outlooks[key] = Outlook(known, hopeful, expected, hoped)
         return found
 

@@ -21,6 +21,7 @@ class BlockTable:
 
     @property
     def room(self) -> int:
+        """Number of positions that have a slot."""
         return len(self.pages) * PAGE
 
     def key(self, tokens: Sequence[int]) -> tuple[Hashable, tuple[int, ...]]:

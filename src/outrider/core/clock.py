@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,8 +21,9 @@ class Times(NamedTuple):
     forward: float = 0.0
     rest: float = 0.0
 
-    def plus(self, other: Times) -> Times:
-        return Times(self.propose + other.propose, self.forward + other.forward, self.rest + other.rest)
+    def plus(self, propose: float = 0.0, forward: float = 0.0, rest: float = 0.0) -> Times:
+        """The sums with these seconds."""
+        return Times(self.propose + propose, self.forward + forward, self.rest + rest)
 
 
 NO_TIMES = Times()
@@ -46,7 +47,7 @@ _ONE_TIME = _OneTime()
 def one_time_work(share: float = 1.0) -> Iterator[None]:
     """Leave the time of this block, such as compiling kernels, out of `working_time` of this thread.
 
-    share: of that time
+    share: the part of that time that is left out, 1.0 for all
     """
     began = time.perf_counter()
     try:
@@ -72,7 +73,7 @@ def take_one_time(since: tuple[int, float]) -> float:
     return _ONE_TIME.seconds - seconds
 
 
-class OneRecording(ContextDecorator):
+class OneRecording:
     """Allow one recording of a graph in this block, a step: several would stall it."""
 
     def __enter__(self) -> None:
@@ -134,6 +135,7 @@ class Work:
     accepted_lengths: Counter[int] = field(default_factory=Counter)
 
     def add(self, batch: Batch, times: Times) -> None:
+        """Add a completed step."""
         self.steps += 1
         self.rows += len(batch)
         known = emitted = 0
@@ -146,11 +148,13 @@ class Work:
         self.emitted += emitted
         if batch.prefill:
             self.prompt += sum(max(0, min(step.end, step.row.prompt) - step.start) for step in batch)
-        self.times = self.times.plus(times)
+        self.times = self.times.plus(*times)
 
     def _add_draft(self, step: RowStep) -> None:
-        self.nodes += len(step.tree.tokens)
-        if size := step.tree.size:
+        tree = step.tree
+        nodes = len(tree.tokens)
+        self.nodes += nodes
+        if size := nodes - tree.probes:
             accepted = len(step.accepted)
             self.drafts += 1
             self.drafted += size

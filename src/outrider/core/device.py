@@ -21,7 +21,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has computed all that was asked for."""
+    """Wait until a device has completed all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -34,18 +34,20 @@ class Numbers(NamedTuple):
 
     @staticmethod
     def of(values: Iterable[int], *shape: int) -> Numbers:
+        """Numbers of this shape from their values, row by row."""
         made = array("q", values)
         assert len(made) == math.prod(shape)
         return Numbers(made, shape)
 
     def on(self, device: torch.device) -> Tensor:
+        """Tensor int64 of this shape on a device."""
         if not self.values:
             return torch.empty(self.shape, dtype=torch.int64, device=device)
         return to_device(torch.frombuffer(self.values, dtype=torch.int64).view(self.shape), device)
 
 
 class HostCopy:
-    """A copy to the host under way: asked for now, waited for when it is read."""
+    """Asynchronous copy of a tensor to the host, begun by the constructor.  Reading it waits."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.numbers = tensor
@@ -65,7 +67,7 @@ class HostCopy:
 
 
 class DeviceEvent:
-    """CUDA event on the current stream; nothing to wait for on other devices."""
+    """CUDA event recorded on the current stream.  Without effect on other devices."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.reached: torch.cuda.Event | None = None
@@ -74,18 +76,19 @@ class DeviceEvent:
             self.reached.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
+        """Wait until the device has reached the event."""
         if self.reached is not None:
             self.reached.synchronize()
             self.reached = None
 
 
 def power_of_two(n: int) -> int:
-    """Smallest power of two of at least n: sizes from a small menu, so that few graphs serve many sizes."""
+    """Smallest power of two of at least n.  Rounded sizes need fewer recorded graphs."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def take(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some rows of x, ascending."""
+    """The rows of x [n, …] with these numbers, ascending; x itself if these are all."""
     if len(rows) == len(x):
         return x
     return x.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), x.device))

@@ -30,7 +30,7 @@ def key_of(seed: int, index: int, position: int) -> int:
 
 
 def key_in(stream: int, position: int) -> int:
-    """The same by the random stream of the sample."""
+    """`key_of` by the sample's random stream (`stream_of`)."""
     return mix(stream + position & MASK)
 
 
@@ -43,20 +43,23 @@ def stream_of(seed: int, index: int) -> int:
 def uniform(stream: int, purpose: int, step: int, node: int) -> float:
     """Uniform in [0, 1) of 53 bits, a pure function of its arguments.
 
-    stream: of the sample.  purpose: DRAW, ACCEPT or EMIT.  step: position of the step.  node: of the draft
-    tree.
+    stream: random stream of the sample.  purpose: DRAW, ACCEPT or EMIT.  step: length of the row in tokens.
+    node: number of a node of the draft tree.
     """
     key = mix(mix(stream ^ mix(purpose * GOLDEN & MASK)) + step & MASK)
     return (mix(key + (node + 2) * GOLDEN & MASK) >> 11) * 2.0**-53
 
 
 def gumbel(key: int, vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
-    """`gumbel_of` all tokens of a vocabulary."""
+    """Gumbel noise of all tokens of a vocabulary, float32 [vocabulary].  key: see `key_of`."""
     return gumbel_of(key, torch.arange(vocabulary, device=device))
 
 
 def gumbel_of(key: int, tokens: Tensor) -> Tensor:
-    """float32, for int64 tokens: -log(-log(u)) with u from 24 bits of mix(key + (token + 1) · GOLDEN)."""
+    """Gumbel noise of int64 tokens, float32: -log(-log(u)).
+
+    u: from 24 bits of mix(key + (token + 1) · GOLDEN)
+    """
     z = (tokens + 1) * _signed(GOLDEN) + _signed(key)
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)

@@ -25,13 +25,17 @@ class Ids:
         return len(self.tokens) + len(self.path)
 
     def since(self, start: int) -> list[int]:
+        """The tokens from index `start` on."""
         return [*self.tokens[start:], *self.path[max(0, start - len(self.tokens)) :]]
 
     def tail(self, count: int) -> tuple[int, ...]:
+        """The last `count` tokens."""
         return tuple(self.since(len(self) - count))
 
 
 class Processor(Protocol):
+    """Edit of the logits of one request: a pure function of the tokens and the logits."""
+
     def active(self, length: int) -> bool:
         """Whether to edit the logits after `length` tokens (prompt, output and path)."""
 
@@ -43,7 +47,7 @@ class Grammar(Protocol):
     """Constraint on the output of a row."""
 
     def forced(self, ids: Ids) -> list[int]:
-        """The tokens of the text that alone can follow, as the tokenizer writes it; may be empty."""
+        """Tokens of the only text that can follow `ids`, as the tokenizer writes it; empty if several can."""
 
     def allowed(self, ids: Ids, tree: DraftTree) -> Sequence[int]:
         """Nodes of a tree that the grammar allows, ascending and closed under parents."""

@@ -32,7 +32,7 @@ class Ragged:
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device) -> Ragged:
-        """lengths: rows of each text, one of them at least 1."""
+        """The layout of texts with these numbers of rows, not all of which are 0."""
         sizes, numbers = torch.tensor(lengths), torch.arange(max(lengths))
         valid = numbers < sizes[:, None]
         if len(lengths) == 1:
@@ -43,15 +43,15 @@ class Ragged:
         return Ragged(len(lengths), *(to_device(part, device) for part in (valid, index, flat)))
 
     def entries(self, rows: Tensor) -> Tensor:
-        """[B, L, …] of rows [N, …]."""
+        """Entries [B, L, …] of rows [N, …]."""
         return rows[None] if self.index is None else self._taken(rows, 0)
 
     def rows(self, entries: Tensor) -> Tensor:
-        """[N, …] of entries [B, L, …]."""
+        """Rows [N, …] of entries [B, L, …]."""
         return entries[0] if self.flat is None else entries.flatten(0, 1).index_select(0, self.flat)
 
     def pad(self, heads: Tensor) -> Tensor:
-        """[B, heads, L, width] of rows [heads, N, width]."""
+        """Entries [B, heads, L, width] of the heads of rows, [heads, N, width]."""
         return heads[None] if self.index is None else self._taken(heads, 1).transpose(0, 1)
 
     def _taken(self, x: Tensor, dim: int) -> Tensor:
@@ -61,5 +61,5 @@ class Ragged:
         return taken.reshape(*x.shape[:dim], *self.index.shape, *x.shape[dim + 1 :])
 
     def join(self, heads: Tensor) -> Tensor:
-        """[N, heads * width] of entries [B, heads, L, width]."""
+        """Rows [N, heads * width] of entries [B, heads, L, width]."""
         return self.rows(heads.transpose(1, 2).flatten(2))

@@ -52,10 +52,12 @@ class Speculation(NamedTuple):
 
     @property
     def tokens_per_step(self) -> float:
+        """Emitted tokens a step; 0.0 before the first step."""
         return self.emitted / self.steps if self.steps else 0.0
 
     @property
     def acceptance(self) -> float:
+        """Accepted over drafted tokens; 0.0 without drafts."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     def __add__(self, other: Speculation) -> Speculation:  # type: ignore[override]
@@ -79,6 +81,7 @@ class LastDraft(NamedTuple):
     sources: Sequence[str]
 
     def source_of(self, node: int) -> str:
+        """Name of the drafter of a node."""
         return self.sources[self.tree.source_of(node)]
 
 
@@ -89,8 +92,9 @@ class DraftingSummary:
     steps            steps by drafters asked: "off", "suffix", "suffix+draft_model", …; "automatic": by the
                      request's grammar or prediction
     nodes            verified draft tokens
-    expected         accepted draft tokens that were expected of them; `accepted`: those that were
-    seconds          time of the steps, drafting included and prompts beside it not, as far as it falls to it
+    expected         expected number of accepted ones among them
+    accepted         number of accepted ones
+    seconds          its part of the time of the steps, with drafting and without prompts beside it
     plain_seconds    time that plain decoding would have taken for the same tokens, by the measured costs
     """
 
@@ -104,14 +108,15 @@ class DraftingSummary:
     def add(
         self,
         arm: str,
-        nodes: int,
-        expected: float,
-        accepted: int,
         seconds: float,
         plain_seconds: float,
+        *,
         steps: int = 1,
+        nodes: int = 0,
+        expected: float = 0.0,
+        accepted: int = 0,
     ) -> None:
-        """Add a step, or several with these sums."""
+        """Add a step, or several with these sums.  arm: the drafters asked, as in `steps`."""
         self.steps[arm] = self.steps.get(arm, 0) + steps
         self.nodes += nodes
         self.expected += expected
@@ -215,12 +220,13 @@ class Row:
 
     @property
     def slots(self) -> array[int]:
-        """Of its tokens and of this step's draft tokens, in position order, while it runs."""
+        """Cache slots of its tokens and of this step's draft tokens, in position order, while it runs."""
         assert self.table is not None
         return self.table.slots
 
     @property
     def output(self) -> list[int]:
+        """Token ids after the prompt."""
         return self.tokens[self.prompt :]
 
     def undo(self) -> None:
@@ -257,13 +263,14 @@ class Row:
 
     @property
     def remaining(self) -> int:
+        """Number of tokens that it may still emit."""
         return self.limit - len(self.tokens)
 
     @property
     def draft_depth(self) -> int:
-        """The deepest draft that its next step may get, by the parameters and by what is left to emit."""
+        """Maximum depth of its next draft, by its parameters and what is left to emit."""
         if not self.params.speculate:
             return 0
         # the last token of a row is never drafted: the step that verifies the ones before it emits it
-        depth, most = max(0, self.remaining - 1), self.params.max_draft_tokens
+        depth, most = max(0, self.limit - len(self.tokens) - 1), self.params.max_draft_tokens
         return depth if most is None else min(depth, most)

@@ -69,36 +69,36 @@ class RowStep:
         row.arrivals += [now] * len(self.emitted)
 
     def _count_draft(self, sources: Sequence[str]) -> None:
-        row, tree, accepted = self.row, self.tree, self.accepted
+        row, tree, accepted = self.row, self.tree, len(self.accepted)
         if not (size := tree.size):
             return
         row.drafted += size
-        row.accepted += len(accepted)
-        row.count_draft(len(accepted))
+        row.accepted += accepted
+        row.count_draft(accepted)
         if tree.source:
-            row.sources += [sources[tree.source[node]] for node in (*accepted, *self.closing)]
+            row.sources += [sources[tree.source[node]] for node in (*self.accepted, *self.closing)]
             row.drafted_by.update([sources[source] for source in tree.source[:size]])
         else:
-            row.sources += [sources[0]] * (len(accepted) + len(self.closing))
+            row.sources += [sources[0]] * (accepted + len(self.closing))
             row.drafted_by[sources[0]] += size
 
 
-class Asker(Protocol):
-    """Decides in turn what each drafter of a mix is asked for."""
+class MixBudgets(Protocol):
+    """Budgets of the drafters of a mix, which are set for one drafter after the other."""
 
     @property
     def order(self) -> Sequence[int]:
-        """The drafters of the mix, the first to be asked first."""
+        """Numbers of the drafters, in the order in which they draft."""
 
-    def ask(self, k: int, batch: Batch, drafts: Mapping[int, Draft]) -> list[Budget]:
-        """Budgets of drafter k, which see the drafts of those before it."""
+    def budgets_of(self, k: int, batch: Batch, drafts: Mapping[int, Draft]) -> list[Budget]:
+        """Budgets of drafter k for the rows of a batch.  drafts: of the drafters before it, by number."""
 
 
 class Batch(list[RowStep]):
     """The rows of one step.
 
     failed: rows that ended before their first step.  prefill: some row computes a part of its prompt.
-    asker: decides what the drafters of a mix are asked for; None: each within its own limits.
+    mix_budgets: of the drafters of a mix; None: each drafts within its own limits.
     """
 
     def __init__(self, steps: Iterable[RowStep] = (), prefill: bool = False) -> None:
@@ -106,7 +106,7 @@ class Batch(list[RowStep]):
         self.prefill = prefill
         self.failed: list[Row] = []
         self.resume: Resume | None = None
-        self.asker: Asker | None = None
+        self.mix_budgets: MixBudgets | None = None
 
     def add(self, row: Row, known: int, budget: Budget = NO_BUDGET) -> None:
         """Add a row with its next `known` tokens."""

@@ -36,7 +36,7 @@ from torch import Tensor
 from outrider.core.device import to_device
 
 T = TypeVar("T")
-NO_COLUMNS, NO_PATHS = array("q"), array("i")  # of a step that is not built, or has no paths
+NO_PATHS = array("i")
 
 
 class AdapterRows(NamedTuple):
@@ -88,8 +88,8 @@ class StepInput:
     slot_mapping: list[int] = field(default_factory=list)
     context_lens: list[int] = field(default_factory=list)
     path_lens: list[int] = field(default_factory=list)
-    columns: array[int] = field(default_factory=lambda: NO_COLUMNS)
-    path_slots: array[int] = field(default_factory=lambda: NO_PATHS)
+    columns: array[int] = field(init=False, repr=False)  # this and the next are made by `build`
+    path_slots: array[int] = field(init=False, repr=False)
     slot_tables: list[array[int]] = field(default_factory=list)
     query_start: list[int] = field(default_factory=lambda: [0])
     adapters: list[AdapterRows] = field(default_factory=list)
@@ -122,7 +122,8 @@ class StepInput:
 
         shift: that of the view, if `table` is one.
         """
-        n, end = len(tokens), start + len(tokens)
+        n = len(tokens)
+        end = start + n
         self._add(table, n, end)
         self.input_ids += tokens
         if n == 1:  # most rows of plain decoding: no ranges, no slices
@@ -151,7 +152,7 @@ class StepInput:
         tokens: Sequence[int],
         shift: int = 0,
     ) -> None:
-        """Nodes of one tree, each with its own path."""
+        """Add nodes of one tree, each with its own path, as `node` adds one."""
         n, depths, root = len(paths), [*map(len, paths)], context - 1 + shift
         deepest = max(depths)
         self.max_path_len = max(self.max_path_len, deepest)
@@ -172,7 +173,7 @@ class StepInput:
         self.positions[first:], self.slot_mapping[first:] = range(context, context + n), slots
 
     def adapt(self, first: int, adapter: Any) -> None:
-        """Marks the rows from `first` on as rows of a request with `adapter`."""
+        """Mark the rows from `first` on as rows of a request with `adapter`."""
         if self.adapters:
             last = self.adapters[-1]
             if last.adapter is adapter and last.first + last.num_rows == first:
@@ -180,7 +181,7 @@ class StepInput:
         self.adapters.append(AdapterRows(first, self.length - first, adapter))
 
     def _add(self, table: array[int], n: int, keys: int) -> None:
-        """Counts n rows of a request, which see at most `keys` keys."""
+        """Count n rows of a request, which see at most `keys` keys."""
         if not self.slot_tables or self.slot_tables[-1] is not table:
             self.slot_tables.append(table)
             self.query_start.append(self.length)
@@ -215,13 +216,12 @@ class StepInput:
     # ---- reading a built step
 
     def build(self) -> StepInput:
-        """Completes the arrays.  No row may be added afterwards."""
+        """Complete the arrays.  No row may be added afterwards."""
         self.path_lens = [*map(len, self._paths)] if self.max_path_len else [0] * self.length
         self.columns = array(
             "q", [*self.input_ids, *self.positions, *self.slot_mapping, *self.context_lens, *self.path_lens]
         )
-        if self.max_path_len:
-            self.path_slots = array("i", self._padded_paths())
+        self.path_slots = array("i", self._padded_paths()) if self.max_path_len else NO_PATHS
         return self
 
     def _padded_paths(self) -> Iterable[int]:
@@ -234,9 +234,10 @@ class StepInput:
         return flat
 
     def put(self, ids: Tensor, paths: Tensor | None = None) -> None:
-        """Set the ids [N] of a built step, and its paths, where only a device knows them, before any use.
+        """Set the ids [N] and the paths [N, max_path_len] of a built step that only a device knows.
 
-        A step that has tensors for them, as in a graph, keeps these.
+        To be called before any use of the step.  A step that has tensors for them, as in a graph, keeps
+        these and gets their contents.
         """
         if self.device_ids is None:
             self.device_ids, self.device_paths = ids, paths
@@ -247,7 +248,7 @@ class StepInput:
             self.device_paths[:, : paths.shape[1]].copy_(paths)
 
     def translate(self, ids: Sequence[int]) -> None:
-        """Replaces every id of a built step by ids[id]."""
+        """Replace every id of a built step by ids[id]."""
         self.input_ids = [ids[i] for i in self.input_ids]
         self.columns[: self.length] = array("q", self.input_ids)
         self._derived.clear()
@@ -268,9 +269,9 @@ class StepInput:
 
     def derived(self, key: object, make: Callable[[StepInput], T]) -> T:
         """Value of `make` for a built step, memoized under `key` and shared by all layers."""
-        made: T | None = self._derived.get(key)
-        if made is None:
-            made = self._derived[key] = make(self)
+        if key not in self._derived:
+            self._derived[key] = make(self)
+        made: T = self._derived[key]
         return made
 
     def _tensors(self, device: torch.device) -> StepTensors:

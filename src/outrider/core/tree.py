@@ -71,6 +71,7 @@ class DraftTree(NamedTuple):
 
     @staticmethod
     def chain(tokens: list[int], confidence: list[float]) -> DraftTree:
+        """A chain of chosen tokens from the root."""
         return DraftTree(tokens, [*range(ROOT, len(tokens) - 1)], confidence)
 
     @property
@@ -86,7 +87,7 @@ class DraftTree(NamedTuple):
 
     @property
     def depths(self) -> list[int]:
-        """Of every node; 1 for a child of the root."""
+        """Depth of every node, 1 for a child of the root."""
         found = [0]  # of the root, then of the nodes
         for parent in self.parents:
             found.append(found[parent + 1] + 1)
@@ -107,6 +108,7 @@ class DraftTree(NamedTuple):
         )
 
     def source_of(self, node: int) -> int:
+        """Index into `Joined.sources` of the drafter of a node."""
         return self.source[node] if self.source else 0
 
     def distribution(self, node: int) -> Tensor | None:
@@ -133,7 +135,7 @@ class Resume(NamedTuple):
     nodes: list[list[int]]
 
     def cut(self, r: int, size: int) -> Resume:
-        """The same if of row r's nodes only the first `size` are left."""
+        """The forward of what is left when row r keeps only its first `size` nodes."""
         first, own = sum(map(len, self.nodes[:r])), self.nodes[r]
         stay = [node for node in own if node < size]
         states = torch.cat([self.states[: first + len(stay)], self.states[first + len(own) :]])

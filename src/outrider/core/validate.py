@@ -21,13 +21,18 @@ from outrider.errors import ConfigError, OutriderError, refuse_unknown, shortene
 
 @dataclass(frozen=True)
 class Kind:
-    """The values that are allowed.  `text` completes the sentence "must be ...".  words: the only ones."""
+    """Set of allowed values of an option.
+
+    text:  completes the sentence "must be …" in errors
+    words: the allowed values, if they are a few words
+    """
 
     text: str
     accepts: Callable[[Any], bool]
     words: Sequence[str] = ()
 
     def check(self, value: Any, name: str, error: type[OutriderError] = ConfigError) -> None:
+        """Raise `error` if a value is not allowed.  name: of the option."""
         if not self.accepts(value):
             if self.words:
                 raise error(unknown(name, value, self.words), name)
@@ -156,7 +161,7 @@ def text_of(file: str | Path, what: str, error: type[OutriderError] = ConfigErro
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of methods and rules without any."""
+    """Options of methods and rules that have none."""
 
 
 class Checked:

@@ -43,7 +43,8 @@ from outrider.heads.layer import Pairs, Sizes, Stack
 from outrider.heads.layouts import BLOCK_NAMES, UNCHANGED, HeadFormat, Layout
 from outrider.heads.parts import Layer, sizes_config, small_sizes, soft_cross_entropy
 from outrider.heads.reader import Reader
-from outrider.heads.recurrent import Net, Recurrent, RecurrentOptions
+from outrider.heads.recurrent import Recurrent, RecurrentOptions
+from outrider.heads.recurrent_net import Net
 from outrider.heads.sample import Sample, TargetWeights, mean_loss
 from outrider.heads.vocabulary import mapped_ids
 

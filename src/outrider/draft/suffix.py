@@ -105,6 +105,24 @@ class Proposal(NamedTuple):
     length: int = 0
 
 
+class MatchGroup(NamedTuple):
+    """Matches of `shortest` … `longest` tokens, which are found in the list of one run.
+
+    order: of that run (drafting/lookup/index_base.py)
+    """
+
+    order: int
+    shortest: int
+    longest: int
+
+
+def match_groups(longest: int) -> list[MatchGroup]:
+    """The groups of all matches of at most `longest` tokens, the longest first."""
+    above = [longest, *(run - 1 for run in RUNS)]
+    groups = [MatchGroup(order, run, min(longest, above[order])) for order, run in enumerate(RUNS)]
+    return [group for group in groups if group.shortest <= group.longest]
+
+
 class Suffix(TextDrafter):
     demo: ClassVar = {"suffix decoding": {}}
     tunable: ClassVar = {
@@ -137,6 +155,7 @@ class Suffix(TextDrafter):
         # The longest draft: the match that earns it and the draft itself make up `total` tokens.
         self.depth = max(1, int(total * self.factor / (1 + self.factor)))
         self.longest = total - 1
+        self.groups = match_groups(self.longest)
         self.siblings = 64 if options.suffix_decoding_use_tree_spec else 1
         self.min_prob = options.suffix_decoding_min_token_prob
         most = options.suffix_decoding_max_cached_requests
@@ -176,34 +195,37 @@ class Suffix(TextDrafter):
         return self._matching(row, ahead, budget)
 
     def _matching(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
-        """Draft tokens from the best match."""
+        """Draft tokens from the best match, the longest ones first, in the row's text or in finished ones."""
+        state, segments = self._state(row), self._finished(row).segments
+        own, acceptance = state.index, state.acceptance
+        own_places, finished_places = own.find(row.tokens[own.length :], ahead, ()), None
+        best = Proposal()
+        for group in self.groups:
+            if self._nodes(group.longest, budget) <= best.expected:
+                break  # shorter matches earn even fewer nodes
+            bound = self._bound(acceptance, group, budget)
+            if bound <= best.expected + ROUNDING or self._improbable(acceptance, group):
+                continue
+            best = self._better(best, own_places(group.order), acceptance, budget)
+            if segments and bound > best.expected + ROUNDING:
+                finished_places = finished_places or own.find((), ahead, segments)
+                best = self._better(best, finished_places(group.order), acceptance, budget)
+        state.length = best.length or state.length
+        return best.tree
+
+    def _state(self, row: Row) -> RowState:
         state = self.rows.get(row)
         if state is None:
             index = index_for(row.limit, self.longest, self.depth)
             state = self.rows[row] = RowState(index, MatchAcceptance(RUNS[0]))
-        own, acceptance = state.index, state.acceptance
-        segments = self._finished(row).segments
-        places = own.find(row.tokens[own.length :], ahead, ())
-        finished_places = None
-        best = Proposal()
-        for order, run in enumerate(RUNS):
-            longest = min(self.longest, RUNS[order - 1] - 1) if order else self.longest
-            if run > longest:
-                continue
-            if self._nodes(longest, budget) <= best.expected:
-                break  # shorter matches earn even fewer nodes
-            bound = self._bound(acceptance, run, longest, budget)
-            if bound <= best.expected + ROUNDING:
-                continue
-            if acceptance.highest(run, longest) < self.min_prob:
-                acceptance.skip(run, longest)
-                continue
-            best = self._better(best, places(order), acceptance, budget)
-            if segments and bound > best.expected + ROUNDING:
-                finished_places = finished_places or own.find((), ahead, segments)
-                best = self._better(best, finished_places(order), acceptance, budget)
-        state.length = best.length or state.length
-        return best.tree
+        return state
+
+    def _improbable(self, acceptance: MatchAcceptance, group: MatchGroup) -> bool:
+        """Whether no token after matches of a group is probable enough.  Then they count as skipped."""
+        if acceptance.highest(group.shortest, group.longest) >= self.min_prob:
+            return False
+        acceptance.skip(group.shortest, group.longest)
+        return True
 
     def _better(
         self, best: Proposal, texts: list[tuple[int, list[int]]], acceptance: MatchAcceptance, budget: Budget
@@ -221,8 +243,9 @@ class Suffix(TextDrafter):
                 best = Proposal(tree, expected, length)
         return best
 
-    def _bound(self, acceptance: MatchAcceptance, shortest: int, longest: int, budget: Budget) -> float:
-        """Upper bound of the expected accepted tokens after a match of shortest … longest tokens."""
+    def _bound(self, acceptance: MatchAcceptance, group: MatchGroup, budget: Budget) -> float:
+        """Upper bound of the expected accepted tokens after a match of a group."""
+        shortest, longest = group.shortest, group.longest
         # From the longest run on, all lengths share one estimate.
         lengths = range(shortest, longest + 1) if shortest < RUNS[0] else (longest,)
         return max([acceptance.expected_tokens(n, self._nodes(n, budget)) for n in lengths])

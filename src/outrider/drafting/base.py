@@ -51,6 +51,7 @@ class Target:
 
     @property
     def on_cpu(self) -> bool:
+        """Whether the target computes on a CPU."""
         return self.decoder.device.type == "cpu"
 
 
@@ -152,7 +153,7 @@ class Drafter:
         return 0
 
     def grade(self, row: Row) -> int:
-        """How much speaks for the next draft of a row; 0: unknown.  Acceptance is learned by grade."""
+        """Grade of the evidence for the next draft of a row, 0 for none.  Acceptance is learned by grade."""
         return 0
 
     def filled(self, row: Row) -> int:
@@ -163,15 +164,18 @@ class Drafter:
 class TextDrafter(Drafter):
     """A drafter that proposes from the text alone.  A draft model can use one to speed itself up.
 
-    automatic: joined to every other method, for `guided` rows.  certain: its text is, so that others may
-    draft behind it.
+    automatic: joined to every other method, for `guided` rows.
+    certain: its text is certain to follow, so that other drafters may continue after it.
     """
 
     automatic: ClassVar[bool] = False
     certain: ClassVar[bool] = False
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
-        """Return draft tokens after the row's and `ahead`, which may never be emitted; keep nothing."""
+        """Return draft tokens after those of the row and `ahead`.
+
+        `ahead` is itself a draft that may never be emitted, so the drafter must not learn from it.
+        """
         raise NotImplementedError
 
     def propose(self, batch: Batch) -> Draft:

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class BestFirst(Generic[T]):
-    """Pops the most probable item; of equally probable ones the one that was pushed first."""
+    """Priority queue by probability.  Equally probable items leave in order of insertion."""
 
     def __init__(self) -> None:
         # (-probability, push number, item): items are never compared
@@ -20,6 +20,7 @@ class BestFirst(Generic[T]):
         return len(self._heap)
 
     def push(self, probability: float, item: T) -> None:
+        """Add an item with its probability."""
         heapq.heappush(self._heap, (-probability, self._pushed, item))
         self._pushed += 1
 

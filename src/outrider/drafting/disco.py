@@ -22,7 +22,7 @@ FEATURES = NUM_FEATURES + 1
 
 
 class Classifier(nn.Module):
-    """Logits of acceptance [n] of features [n, FEATURES]."""
+    """Network that predicts whether draft tokens are accepted: logits [n] from features [n, FEATURES]."""
 
     def __init__(self, width: int = 16) -> None:
         """width: of the hidden layer."""
@@ -34,6 +34,7 @@ class Classifier(nn.Module):
         return logits
 
     def accepts(self, features: Sequence[float]) -> bool:
+        """Whether a draft token with these features is more likely accepted than not."""
         return bool(self(torch.tensor([features])) >= 0)
 
     def flat(self, threshold: float) -> Tensor:
@@ -43,6 +44,7 @@ class Classifier(nn.Module):
         return torch.cat([*parts, bias - math.log(share / (1 - share))]).float().contiguous()
 
     def save(self, file: str) -> None:
+        """Write the weights as safetensors.  Raises ConfigError if the file cannot be written."""
         try:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             save_file(self.state_dict(), file, {"format": "pt"})

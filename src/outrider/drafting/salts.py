@@ -17,9 +17,9 @@ MOST_SALTS = 16  # whose memory is kept, beside those of running rows; the least
 
 
 class SaltedMemory(Generic[T]):
-    """The memory of each salt.
+    """Memories of a drafter, one for each cache_salt.
 
-    kept: those of the last MOST_SALTS salts.  rows: those of running rows, which stay while the row runs.
+    kept: of the last MOST_SALTS salts.  rows: of running rows, kept as long as the row runs.
     """
 
     def __init__(self, create: Callable[[], T]) -> None:
@@ -42,9 +42,10 @@ class SaltedMemory(Generic[T]):
         return memory
 
     def forget(self, row: Row) -> None:
+        """Drop a row that ended."""
         self.rows.pop(row, None)
 
 
 def share(count: int) -> int:
-    """The part of a limit that the memory of one salt has, so that all together have it once."""
+    """Limit of the memory of one salt: 1 / MOST_SALTS of the limit `count` of all, rounded up."""
     return -(-count // MOST_SALTS)

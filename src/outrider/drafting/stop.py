@@ -70,6 +70,7 @@ class Options(Checked):
 
     @property
     def stops(self) -> bool:
+        """Whether any option can end a draft early."""
         return self.judges_nodes or self.num_assistant_tokens_schedule != "constant"
 
     def __post_init__(self) -> None:
@@ -124,7 +125,7 @@ class Stop:
     """
 
     def __init__(self, options: Any) -> None:
-        self.options, self.active = options, options.stops
+        self.options, self.active, self.judges_nodes = options, options.stops, options.judges_nodes
         self.learns = (
             options.num_assistant_tokens_schedule == "heuristic"
             or options.assistant_confidence_schedule == "refit"
@@ -143,7 +144,7 @@ class Stop:
     @property
     def stop_rule(self) -> StopRule | None:
         """The rules that judge nodes, as the backends take them; None if there are none."""
-        if not self.options.judges_nodes:
+        if not self.judges_nodes:
             return None
         max_entropy = math.inf
         if self.options.entropy_threshold is not None:  # 1 - √(c·H) < λ  ⇔  H > (1 - λ)² / c
@@ -160,6 +161,7 @@ class Stop:
         return self.lengths.get(row, self.memory.length)
 
     def begin(self, row: Row, depth: int) -> None:
+        """Begin a draft of this maximum depth."""
         self.drafts[row] = RowDraft(depth)
 
     def note(self, row: Row, features: Sequence[NodeFeatures]) -> None:
@@ -167,7 +169,10 @@ class Stop:
         self.drafts[row].features = dict(enumerate(features))
 
     def prune(self, tree: Tree, rows: dict[int, int], sampler: Sampler, logits: Tensor) -> None:
-        """Keep frontier nodes after which drafting goes on.  rows: parent -> row of the logits after it."""
+        """Keep the frontier nodes after which drafting continues.
+
+        rows: parent -> row of the logits after it
+        """
         stop_rule = self.stop_rule
         if stop_rule is None:
             return
@@ -182,6 +187,7 @@ class Stop:
         tree.frontier = frontier
 
     def observe(self, commit: Commit) -> None:
+        """Adapt lengths and thresholds to the accepted tokens of a step."""
         for step in commit.batch:
             row, tree = step.row, step.tree
             draft = self.drafts.pop(row, None)

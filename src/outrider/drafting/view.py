@@ -64,6 +64,7 @@ class Window:
 
     @classmethod
     def of(cls, budget: int | None, sink: int) -> Window:
+        """The window of a KV budget in tokens, `sink` of them first ones; None: all tokens."""
         return cls() if budget is None else cls(sink, budget - sink)
 
     def view(self, slots: array[int], start: int, end: int, adapter: Any = None) -> View:
@@ -82,7 +83,10 @@ class Window:
         nodes: int,
         adapter: Any = None,
     ) -> View:
-        """Append known tokens from `start` on in pieces; the last one's view, with room for `nodes` nodes."""
+        """Append known tokens at positions start, start + 1, …, in pieces of `recent` tokens.
+
+        Returns the view of the last piece, with room for `nodes` draft nodes.
+        """
         assert tokens, "nothing to read"
         if self.recent == sys.maxsize:
             view = View(slots, 0, adapter)

@@ -30,9 +30,11 @@ FAR_ROWS = 8  # rows behind `FAR`: one alone reads its context in less time than
 
 @dataclass
 class Measured:
-    """Least seconds so far: of forwards by their rows, behind `NEAR` positions.
+    """Shortest measured times of forwards, in seconds.
 
-    distant: of `FAR_ROWS` rows behind `far` positions.
+    rows:    number of rows -> time, behind `NEAR` positions
+    distant: time of `FAR_ROWS` rows behind `far` positions
+    rounds:  completed rounds of measurement
     """
 
     rows: dict[int, float]
@@ -48,10 +50,12 @@ class Measured:
 
 
 def forward_cost(decoder: Model, max_len: int, *about: Any) -> ForwardCost:
-    """Costs from disk, or measured.  Those of few rounds are measured further at the next start.
+    """Cost of the target's forward by its number of rows, read from disk or measured.
 
-    about: what they depend on beside machine, threads, version and shape.  Devices other than a CPU or CUDA
-    learn while they serve.
+    A measurement of less than `ROUNDS` rounds is continued at the next start.  On devices other than a CPU
+    or CUDA the cost is unknown at first, and learned while serving.
+
+    about: what the cost depends on beside machine, threads, version and shape
     """
     if decoder.device.type not in ("cpu", "cuda") or max_len < NEAR + max(ROWS):
         return ForwardCost()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections import deque
@@ -11,17 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from outrider.cache.pages import Cache
-from outrider.checkpoints.hub import Checkpoint, locate
+from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.control import Controller
-from outrider.control.auto import AutoController
-from outrider.control.cost import ForwardCost
-from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.module import module_for
 from outrider.control.prefill import PrefillPacer
-from outrider.core.block_table import PAGE
 from outrider.core.clock import Times, Work, one_recording, working_time
 from outrider.core.device import DeviceEvent
 from outrider.core.row import Row
@@ -30,12 +24,11 @@ from outrider.draft import automatic, methods_of
 from outrider.draft.union.joined import Joined
 from outrider.drafting.base import Drafter, Target
 from outrider.engine.adapters import Adapters
-from outrider.engine.calibrate import forward_cost
-from outrider.engine.flights import NO_EVENT, Flight, controller_of, report_of
-from outrider.engine.memory import longest, plan_pages, working_bytes
+from outrider.engine.adaptive import AdaptiveControllers
+from outrider.engine.flights import Flight, controller_of, report_of
+from outrider.engine.memory import build_cache, longest
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
-from outrider.engine.stored import StoredJson
 from outrider.engine.turn import Turn, in_turn
 from outrider.errors import ConfigError
 from outrider.models import load as models
@@ -46,6 +39,7 @@ from outrider.online.learner import Learner
 from outrider.parallel import load as parallel
 from outrider.sampling.sampler import Sampler
 from outrider.verify import rules
+from outrider.verify.base import Rule
 
 log = logging.getLogger("outrider")
 
@@ -74,7 +68,8 @@ class Engine:
             )
         self.adapters = self._adapters() if options.enable_lora else None
         self.sampler = Sampler(self.decoder.backend)
-        self.costs: ForwardCost | None = None  # as measured, for adaptive controllers
+        about = self.decoder, self.checkpoint, options, self.device, self.max_len
+        self.controllers = AdaptiveControllers(*about)
         vocabulary = self.checkpoint.spec.vocabulary
         self.target = Target(
             self.decoder, self.checkpoint, self.sampler, vocabulary, self.max_len, methods_of,
@@ -87,6 +82,7 @@ class Engine:
         return replace(self.target, needs_probs=speculation.rule.needs_probs, adaptive=speculation.adaptive)
 
     def new_drafter(self, speculation: SpeculativeOptions) -> Drafter:
+        """The drafter of a configuration, for `use`."""
         return speculation.method.create(speculation.options, self.target_for(speculation))
 
     def _load_target(self, options: EngineOptions) -> Model:
@@ -105,74 +101,28 @@ class Engine:
         """
         limits = FixedController(speculation.control, drafter.depth, drafter.size, self.target.vocabulary)
         max_nodes = drafter.size(limits.max_depth)
-        if max_nodes > limits.max_depth and not speculation.rule.branches:
-            trees = ", ".join(name for name, rule in rules().items() if rule.branches and rule.lossless)
-            raise ConfigError(
-                f'verification "{module_name(speculation.rule)}" judges chains, and "{module_name(drafter)}" '
-                f"drafts trees here: choose one of {trees}."
-            )
+        if max_nodes > limits.max_depth:
+            refuse_chain_rules(speculation.rule, drafter)
         online = speculation.online
         learner = None if online is None else Learner(drafter, online, self)
-        cache, self.drafter_caches = self.build_cache(drafter, max_nodes)
-        self.drafter, self.rule, self.cache = drafter, speculation.rule, cache
+        cache, drafter_caches = build_cache(self.decoder, drafter, self.max_len, max_nodes, self.options)
+        adaptive = self.controllers.make(drafter, limits, speculation) if speculation.adaptive else []
         texts = [method(method.Options(), self.target) for method in automatic()]
+        # from here on nothing raises
+        self.drafter, self.rule, self.learner = drafter, speculation.rule, learner
+        self.cache, self.drafter_caches = cache, drafter_caches
         self.proposer = Joined(drafter, texts, learner)
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
         self.flights, self.overlap = deque[Flight](), self.decoder.stages  # steps in flight at once
         # whether one is in flight between two calls of `step`
         self.ahead = self.decoder.in_process and self.decoder.device.type != "cpu"
-        self.prompts_read = NO_EVENT  # by the drafters, of the last step
-        self.adaptive = self._adaptive_controllers(limits, speculation) if speculation.adaptive else []
-        self.controller: Controller = self.adaptive[0] if self.adaptive else limits
+        self.prompts_read: DeviceEvent | None = None  # by the drafters, of the last step
+        self.adaptive = adaptive
+        self.controller: Controller = adaptive[0] if adaptive else limits
         self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()
-
-    def _adaptive_controllers(
-        self, limits: FixedController, speculation: SpeculativeOptions
-    ) -> list[AutoController]:
-        """One for each step in flight, all with the same evidence."""
-        self.costs = self.costs or forward_cost(self.decoder, self.max_len, *self._numbers())
-        arms, stored = self.drafter.arms(limits.max_depth), StoredJson("drafting", *self._about(speculation))
-        own = self.checkpoint.folder == locate("builtin")
-        module = module_for(speculation.control_module, [arm.name for arm in arms], own)
-        evidence = Evidence(arms, copy.deepcopy(self.costs), stored, module)
-        return [AutoController(limits, arms, evidence=evidence) for _ in range(self.overlap)]
-
-    def _about(self, speculation: SpeculativeOptions) -> tuple[Any, ...]:
-        """What acceptance and costs of drafters depend on."""
-        options, rule = self.options, speculation.rule
-        return (
-            str(self.checkpoint.folder), self.checkpoint.spec, options.revision, *self._numbers(),
-            self.decoder.backend.name, self.device.type, options.layout, options.gpu_layers,
-            speculation.method, speculation.options, speculation.control, type(rule), rule.options,
-        )  # fmt: skip
-
-    def _numbers(self) -> tuple[Any, ...]:
-        """What decides how numbers are stored and computed."""
-        options = self.options
-        return (
-            self.checkpoint.stored_dtype, options.dtype, options.activations, options.quantization,
-            options.kv_cache_dtype,
-        )  # fmt: skip
-
-    def build_cache(self, drafter: Drafter, max_nodes: int) -> tuple[Cache, Sequence[Cache]]:
-        """The page allocator with the pools of target and drafter, and the drafter's own allocators.
-
-        max_nodes: of the largest draft tree.
-        """
-        options, target = self.options, self.decoder
-        slot_bytes = target.footprint + drafter.footprint(target.device)
-        working = working_bytes(target, self.max_len, max_nodes, options)
-        num_pages = plan_pages(slot_bytes, self.max_len, max_nodes, options, working)
-        cache = Cache(num_pages, self.max_len + max_nodes + PAGE, options.enable_prefix_caching)
-        pool = target.pool(num_pages * PAGE)
-        storage = drafter.allocate(num_pages * PAGE, pool)
-        cache.pools = [pool, *storage.pools]
-        for own in storage.caches:
-            own.prefix_caching = cache.prefix_caching
-        return cache, storage.caches
 
     def build_scheduler(self) -> Scheduler:
         """A scheduler for the drafter, controller and pacer in use."""
@@ -193,7 +143,6 @@ class Engine:
         return Adapters(self.decoder, self.options.max_loras, self.options.max_lora_rank)
 
     @in_turn
-    @one_recording
     def step(self) -> list[Row]:
         """Run one forward for every row that can run.  Returns the rows that emitted tokens or failed.
 
@@ -201,17 +150,18 @@ class Engine:
         A device computes the next step while the caller passes on what this one has emitted (`ahead`).
         Raises RequestError if called from inside a step.
         """
-        rows = self._launch()
-        if self.flights:
-            rows += self._complete(self.flights.popleft())
-            return rows + self._launch() if self.ahead else rows
-        assert not self.busy, "rows are waiting and none can run"
-        return rows
+        with one_recording:
+            rows = self._launch()
+            if self.flights:
+                rows += self._complete(self.flights.popleft())
+                return rows + self._launch() if self.ahead else rows
+            assert not self.busy, "rows are waiting and none can run"
+            return rows
 
     def _launch(self) -> list[Row]:
         """Begin steps until `overlap` are in flight.  Returns the rows that failed."""
         failed: list[Row] = []
-        while len(self.flights) < self.overlap:
+        for _ in range(self.overlap - len(self.flights)):
             began = working_time()
             batch = self.scheduler.next(self.overlap)
             failed += batch.failed
@@ -236,40 +186,44 @@ class Engine:
     def _begin(self, batch: Batch, began: float) -> Flight:
         """Draft for a batch, and begin its forward."""
         controller = self.controller
-        if len(self.adaptive) > 1:
+        if self.overlap > 1 and self.adaptive:  # each step in flight has its own
             controller = controller_of(batch, self.adaptive, self.flights)
         self.scheduler.reserve(batch, self.proposer.budgets(batch, controller))
         propose = working_time()
         batch.take(self.proposer.propose(batch))
         controller.trim(batch)
-        forward, drafted = working_time(), self._event()
+        forward, drafted = working_time(), self._event() if self.adaptive else None
         complete = self.runner.begin(batch, self.drafter.needs)
-        drafting = forward - propose - self.proposer.taken()
+        drafting = forward - propose
+        if self.learner is not None:
+            drafting -= self.learner.taken()
         times = Times(drafting, working_time() - forward, propose - began)
         return Flight(batch, controller, complete, times, drafted)
 
     def _event(self) -> DeviceEvent:
-        """The present moment in the work of the device, if a controller has to know what took how long."""
-        return DeviceEvent(self.decoder.device) if self.adaptive else NO_EVENT
+        """The present moment in the work of the device: controllers have to know what took how long."""
+        return DeviceEvent(self.decoder.device)
 
     def _complete(self, flight: Flight) -> list[Row]:
         """Wait for the forward of a step, and verify and commit its drafts."""
-        self.prompts_read.wait()
-        batch, (output, times) = flight.batch, flight.result()
-        after = working_time()
+        if self.prompts_read is not None:
+            self.prompts_read.wait()
+        batch, (output, times, began) = flight.batch, flight.result()
         self.verify(batch, output)
         output.record_logprobs()
         self.scheduler.clip(batch)
         self.scheduler.commit(batch)
         commit = self._commit(batch, output)
-        before = working_time()
+        observed, before = 0.0, working_time() if self.ahead else 0.0
         self.proposer.observe(commit)
         # Of a device, that it may still compute.  What drafters do with a prompt is no cost of drafts.
-        observed = working_time() - before if self.ahead and not batch.prefill else 0.0
-        self.prompts_read = self._event() if batch.prefill else NO_EVENT
+        if self.ahead and not batch.prefill:
+            observed = working_time() - before
+        self.prompts_read = self._event() if batch.prefill and self.adaptive else None
         finished = self._finish(batch)
-        times = times.plus(Times(observed, 0.0, working_time() - after - observed))
-        times = self.proposer.charged(times)
+        times = times.plus(propose=observed, rest=working_time() - began - observed)
+        if self.learner is not None:
+            times = self.learner.charged(times)
         flight.controller.learn(commit, times)
         self.pacer.learn(batch, sum(times))
         (self.prefill if batch.prefill else self.decode).add(batch, times)
@@ -295,6 +249,7 @@ class Engine:
         return [step.row for step in batch if step.emitted or step.row.error]
 
     def add(self, row: Row) -> None:
+        """Queue a row."""
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:
@@ -312,10 +267,12 @@ class Engine:
 
     @property
     def times(self) -> Times:
-        return self.prefill.times.plus(self.decode.times)
+        """Seconds of all steps since `reset`, by phase."""
+        return self.prefill.times.plus(*self.decode.times)
 
     @property
     def steps(self) -> int:
+        """Number of steps since `reset`."""
         return self.prefill.steps + self.decode.steps
 
     @property
@@ -334,6 +291,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
+        """Whether a row is queued or running."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def check(self) -> None:
@@ -343,6 +301,16 @@ class Engine:
             assert self.busy or (not cache.tables and cache.available == cache.pages), (
                 "a finished row still holds pages"
             )
+
+
+def refuse_chain_rules(rule: Rule, drafter: Drafter) -> None:
+    """Raise ConfigError for a rule that cannot judge the trees of a drafter."""
+    if not rule.branches:
+        trees = ", ".join(name for name, rule in rules().items() if rule.branches and rule.lossless)
+        raise ConfigError(
+            f'verification "{module_name(rule)}" judges chains, and "{module_name(drafter)}" '
+            f"drafts trees here: choose one of {trees}."
+        )
 
 
 def module_name(thing: object) -> str:

@@ -12,38 +12,41 @@ from outrider.core.device import DeviceEvent
 from outrider.core.step import Batch
 from outrider.engine.runner import ForwardOutput
 
-NO_EVENT = DeviceEvent()
-
 
 class Flight(NamedTuple):
     """A step whose forward has begun.
 
-    complete: waits for the forward.  times: so far.  drafted: reached when a device has drafted.
+    complete: waits for the forward.  times: those of drafting and of beginning the forward.
+    drafted: reached when a device has drafted; None if its time is not asked for.
     """
 
     batch: Batch
     controller: Controller
     complete: Callable[[], ForwardOutput]
     times: Times
-    drafted: DeviceEvent = NO_EVENT
+    drafted: DeviceEvent | None = None
 
-    def result(self) -> tuple[ForwardOutput, Times]:
-        """Wait for the drafters and the forward.  Returns its output, and the times with those of waiting."""
-        began = working_time()
-        self.drafted.wait()
-        drafted = working_time()
+    def result(self) -> tuple[ForwardOutput, Times, float]:
+        """Wait for the drafters and the forward.
+
+        Returns its output, the times with those of waiting, and the `working_time` at its end.
+        """
+        began = drafted = working_time()
+        if self.drafted is not None:
+            self.drafted.wait()
+            drafted = working_time()
         output = self.complete()
-        waited = Times(drafted - began, working_time() - drafted)
-        return output, self.times.plus(waited)
+        ended = working_time()
+        return output, self.times.plus(drafted - began, ended - drafted), ended
 
 
 def controller_of(
     batch: Batch, controllers: Sequence[AutoController], flights: Collection[Flight]
 ) -> AutoController:
-    """Of the controllers without a step in flight the one that had most rows of a batch before.
+    """The controller without a step in flight that had most rows of this batch before.
 
-    What a step costs is its drafting and the time that the driver waits for it.  So steps in flight at once
-    divide the time among them, and what one lasts longer than the others is its own.
+    A step is charged with its drafting and with the time that the driver waits for it.  So steps that are in
+    flight together divide the time among them, and a longer one is charged with the difference.
     """
     flying = [flight.controller for flight in flights]
     free = [each for each in controllers if each not in flying]
@@ -56,8 +59,8 @@ def controller_of(
 def report_of(controllers: Sequence[Controller]) -> dict[str, Any]:
     """The reports of the controllers of an engine as one.
 
-    They share what steps have shown.  What each decides by itself is a list, one for each step in flight:
-    resting, and the outlook of a drafter under the load of that controller's rows.
+    All have the same evidence.  Decisions of their own become lists, with an entry for each step in flight:
+    `resting`, and the `outlook` of each drafter under the load of that controller's rows.
     """
     report, *others = reports = [controller.report() for controller in controllers]
     if others:

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from outrider.core.row import Row
@@ -195,8 +195,8 @@ class EngineLoop:
                 self._recover(error)
             raise
         with self._lock:
-            grown = [self.tickets.get(id) for id in dict.fromkeys([row.id for row in rows])]
-            self._report([ticket for ticket in grown if ticket is not None], grown=True)
+            grown = {row.id: self.tickets[row.id] for row in rows if row.id in self.tickets}
+            self._report(grown.values(), grown=True)
 
     def _between_steps(self) -> None:
         """Settle now if no thread drives; otherwise leave it to the driver."""
@@ -215,7 +215,7 @@ class EngineLoop:
                 self.engine.abort(row)
             self._report([ticket])
 
-    def _report(self, tickets: Sequence[Ticket], grown: bool = False) -> None:
+    def _report(self, tickets: Iterable[Ticket], grown: bool = False) -> None:
         """Close the tickets that ended, and call on_news of these and of those that grew."""
         for ticket in tickets:
             ended = None not in [row.finish_reason for row in ticket.rows]

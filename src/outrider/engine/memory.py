@@ -13,15 +13,37 @@ from pathlib import Path
 
 import torch
 
+from outrider.cache.pages import Cache
 from outrider.checkpoints.spec import Facts
 from outrider.config import EngineOptions
 from outrider.core.block_table import PAGE
 from outrider.core.step_input import StepInput
+from outrider.drafting.base import Drafter
 from outrider.errors import CapacityError, ConfigError
 from outrider.models.base import Model
 
 log = logging.getLogger("outrider")
 NO_BYTES: Mapping[torch.device, int] = {}
+
+
+def build_cache(
+    target: Model, drafter: Drafter, max_len: int, max_nodes: int, options: EngineOptions
+) -> tuple[Cache, Sequence[Cache]]:
+    """The page allocator with the pools of target and drafter, and the drafter's own allocators.
+
+    max_nodes: of the largest draft tree.
+    Raises CapacityError if one full request does not fit.
+    """
+    slot_bytes = target.footprint + drafter.footprint(target.device)
+    working = working_bytes(target, max_len, max_nodes, options)
+    num_pages = plan_pages(slot_bytes, max_len, max_nodes, options, working)
+    cache = Cache(num_pages, max_len + max_nodes + PAGE, options.enable_prefix_caching)
+    pool = target.pool(num_pages * PAGE)
+    storage = drafter.allocate(num_pages * PAGE, pool)
+    cache.pools = [pool, *storage.pools]
+    for own in storage.caches:
+        own.prefix_caching = cache.prefix_caching
+    return cache, storage.caches
 
 
 def plan_pages(

@@ -31,13 +31,22 @@ class Span(NamedTuple):
     end: int
 
 
+def spans_of(batch: Batch) -> list[Span]:
+    """The forward rows of each row of a batch, which follow one another."""
+    spans, first = list[Span](), 0
+    for step in batch:
+        end = first + step.known
+        spans.append(Span(first, end))
+        first = end + len(step.tree.tokens)
+    return spans
+
+
 @dataclass(slots=True, eq=False)
 class ForwardOutput:
     """Logits and hidden states of a forward.  Implements `Picker`: evaluates nodes lazily.
 
     logits  float32 [M, V]: after the root of row r in row roots[r], after its node i in row roots[r] + 1 + i
     kept    the hidden states that `needs` names, of all rows of the forward
-    spans   one for each row of the batch
     """
 
     batch: Batch
@@ -46,7 +55,6 @@ class ForwardOutput:
     sampler: Sampler
     needs: Needs
     kept: Mapping[int, Tensor]
-    spans: list[Span]
 
     def at(self, row: int, node: int) -> int:
         """The row of `logits` after `node` of row `row`."""
@@ -74,7 +82,7 @@ class ForwardOutput:
     def states(self) -> States:
         """Hidden states of the known tokens and the accepted nodes of every row."""
         places = list[list[int]]()
-        for span, step in zip(self.spans, self.batch):
+        for span, step in zip(spans_of(self.batch), self.batch):
             places.append([*range(span.first, span.end), *[span.end + node for node in step.accepted]])
         return States(self.kept, places)
 
@@ -115,11 +123,9 @@ class Runner:
         queries = None if self.verifier is None else self.verifier.queries(self.rule)
         roots: dict[int, int] = {}
         scored: list[tuple[RowStep, int]] = []  # rows with prompt_logprobs, and their first forward row
-        spans: list[Span] = []
         for r, step in enumerate(batch):
             row, first = step.row, step_input.length
             add_row(step_input, step)
-            spans.append(Span(first, first + step.known))
             if row.logprobs is not None and row.logprobs.prompt_pending(row.prompt):
                 scored.append((step, first))
             if row.adapter is not None:
@@ -132,7 +138,7 @@ class Runner:
         kept = dict.fromkeys(needs.states, UNSET)
         if scored:
             kept[FINAL] = UNSET
-        run = self._begin(step_input.build(), kept, queries, batch.resume, spans)
+        run = self._begin(batch, step_input.build(), kept, queries)
 
         def complete() -> ForwardOutput:
             logits = run()
@@ -140,7 +146,7 @@ class Runner:
                 self._score_prompt(step, kept[FINAL], first)
             if queries is not None:
                 self._set_verified(batch, queries)
-            return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, spans)
+            return ForwardOutput(batch, logits, roots, self.sampler, needs, kept)
 
         return complete
 
@@ -156,20 +162,16 @@ class Runner:
                 step.verified = True
 
     def _begin(
-        self,
-        step_input: StepInput,
-        kept: dict[int, Tensor],
-        queries: TreeQueries | None,
-        resume: Resume | None,
-        spans: list[Span],
+        self, batch: Batch, step_input: StepInput, kept: dict[int, Tensor], queries: TreeQueries | None
     ) -> Callable[[], Tensor]:
         """Begin the forward.  The result waits for it, fills `kept` and returns the logits of some rows.
 
-        Rows in `resume` start at its layer, unless hidden states of inner layers are needed.
+        Rows in `batch.resume` start at its layer, unless hidden states of inner layers are needed.
         """
+        resume = batch.resume
         if resume is None or kept.keys() - {FINAL}:
             return self.decoder.begin_step(step_input, self.pool, kept, queries)
-        x = self._resume(step_input, resume, spans)
+        x = self._resume(step_input, resume, spans_of(batch))
         logits = self.decoder.finish_step(step_input, x, kept, queries)
         return lambda: logits
 
@@ -210,7 +212,7 @@ def add_row(step_input: StepInput, step: RowStep) -> None:
     row, tree, end = step.row, step.tree, step.end
     assert row.table is not None
     slots, known = row.table.slots, row.tokens[step.start : end]
-    if tree.chained:  # the slots of a chain are in position order
+    if not tree.tokens or tree.chained:  # the slots of a chain are in position order
         step_input.chain(slots, step.start, known + tree.tokens)
         return
     step_input.chain(slots, step.start, known)

@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass
 class Hooks:
-    """What the scheduler asks of controller, pacer and drafter.  The defaults are those of plain decoding.
+    """Functions of controller, pacer and drafter that the scheduler calls.  Defaults: plain decoding.
 
     draft_nodes  (running rows) -> draft nodes that one of them is likely to get
     prefill      (decoding rows, tokens left of the step, rows whose prompts may be computed)
@@ -108,9 +108,10 @@ class Scheduler:
             elif len(row.tokens) - row.computed == 1:
                 decodes += 1
                 drafting += row.params.speculate
-        prefilling = self.waiting or decodes < len(self.running)
+        num_rows = len(self.running)
+        prefilling = self.waiting or decodes < num_rows
         budget = self._prefill_budget(decodes, drafting) if prefilling else NO_PREFILL
-        self._add_running(batch, budget, -(-len(self.running) // overlap))
+        self._add_running(batch, budget, -(-num_rows // overlap))
         if self.waiting:
             num_rows = min(len(self.running) + len(self.waiting), self.limits.max_num_seqs)
             self._add_waiting(batch, budget, -(-num_rows // overlap))
@@ -155,7 +156,7 @@ class Scheduler:
         drafting = [(step, budget) for step, budget in zip(batch, budgets) if budget.nodes]
         if not drafting:
             return
-        fair = (self.limits.max_num_batched_tokens - sum(step.known for step in batch)) // len(drafting)
+        fair = (self.limits.max_num_batched_tokens - sum([step.known for step in batch])) // len(drafting)
         for step, budget in drafting:
             table, nodes = step.row.table, min(budget.nodes, fair)
             assert table is not None
@@ -210,7 +211,7 @@ class Scheduler:
             self.cache.pools[0].move(sources, targets)
 
     def share(self, row: Row) -> None:
-        """Index its full pages for reuse, as far as target and drafter have filled them."""
+        """Index the full pages of a row for reuse, as far as target and drafter have filled them."""
         assert row.table is not None
         self.cache.register(row.table, row.tokens, min(row.computed, self.hooks.filled(row)))
 

@@ -23,8 +23,8 @@ log = logging.getLogger("outrider")
 class StoredJson:
     """JSON in a file named by a hash of `about`, of the machine, its threads and the version.
 
-    It is for what may be lost: an unreadable file counts as none, and one that cannot be written is logged
-    once.  path: None where nothing can be stored.
+    The value may be lost: an unreadable file counts as none, and a file that cannot be written is logged
+    once.  path: None if nothing can be stored.
     """
 
     def __init__(self, kind: str, *about: Any) -> None:
@@ -35,12 +35,13 @@ class StoredJson:
             self.path = cache_folder(os.environ) / name
 
     def read(self) -> Any:
-        """None if there is nothing."""
+        """The stored value; None if there is none, or if it cannot be read."""
         with suppress(OSError, ValueError, RecursionError):
             return json.loads(self.path.read_text(encoding="utf-8")) if self.path is not None else None
         return None
 
     def write(self, value: Any) -> None:
+        """Replace the stored value."""
         if self.path is None:
             return
         try:

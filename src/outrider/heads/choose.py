@@ -65,10 +65,10 @@ class Chooser:
         self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int
     ) -> list[list[tuple[int, float]]]:
         """`best` as a list of (token, probability) for each path."""
-        tokens, shares = self.best(row, paths, logits, k)
+        tokens, confidences = self.best(row, paths, logits, k)
         return [
-            [(token, share) for token, share in zip(*path) if token >= 0]
-            for path in zip(tokens.tolist(), shares.tolist())
+            [(token, confidence) for token, confidence in zip(*path) if token >= 0]
+            for path in zip(tokens.tolist(), confidences.tolist())
         ]
 
     def top_entries(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> TopEntries:
@@ -120,13 +120,13 @@ class Chooser:
             best = top_next(logits[part], inputs.words[part], k, self.ids_on_device, inputs.needs_probs)
             entries.append(best[0])
             probs.append(best[1])
-        tokens, shares = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (entries, probs))
+        tokens, confidences = _joined(entries), _joined(probs)
         missing = tokens < 0
         if self.ids_on_device is not None:
             tokens = self.ids_on_device[tokens.clamp_min(0)].long()
         by_rank = self.ranks_on_device[: tokens.shape[1]]
-        shares = torch.where(inputs.noise_mask[:, None] > 0, by_rank, shares)
-        return tokens.masked_fill(missing, -1), shares.masked_fill(missing, 0.0)
+        confidences = torch.where(inputs.noise_mask[:, None] > 0, by_rank, confidences)
+        return tokens.masked_fill(missing, -1), confidences.masked_fill(missing, 0.0)
 
     def stays_on_device(self, rows: Iterable[Row]) -> bool:
         """Whether drafts of these rows can be chosen where the logits are, and tokens not be read."""
@@ -172,9 +172,14 @@ class Chooser:
         self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int
     ) -> tuple[Tensor, Tensor]:
         """The best tokens where logits processors need the text before each."""
-        tokens, shares = torch.full((len(paths), k), -1, dtype=torch.int32), torch.zeros(len(paths), k)
+        tokens, confidences = torch.full((len(paths), k), -1, dtype=torch.int32), torch.zeros(len(paths), k)
         for i, path in enumerate(paths):
             best, probs = self.sampler.top(row, path, logits, k, True, i)
             tokens[i, : len(best)] = torch.tensor(best, dtype=torch.int32)
-            shares[i, : len(best)] = torch.tensor(probs)
-        return tokens, shares
+            confidences[i, : len(best)] = torch.tensor(probs)
+        return tokens, confidences
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of several tensors; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])

@@ -58,9 +58,9 @@ def _rank_levels(trees: Sequence[BlockTree], choose: Chooser) -> None:
         rows += [tree.row] * len(tree.logits)
         depths += range(len(tree.logits))
     k = max(max(tree.children.values()) for tree in trees)
-    tokens, shares = choose.next_tokens(rows, depths, torch.cat([tree.logits for tree in trees]), k)
-    levels = iter(torch.stack([tokens.double(), shares.double()], -1).tolist())
+    tokens, confidences = choose.next_tokens(rows, depths, torch.cat([tree.logits for tree in trees]), k)
+    levels = iter(torch.stack([tokens.double(), confidences.double()], -1).tolist())
     for tree in trees:
         for _ in tree.logits:
-            best = [(int(token), share) for token, share in next(levels) if token >= 0]
+            best = [(int(token), confidence) for token, confidence in next(levels) if token >= 0]
             tree.level_rankings.append(best)

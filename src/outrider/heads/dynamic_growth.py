@@ -25,13 +25,13 @@ class _Candidates(NamedTuple):
     """Candidates of one level of T trees: K after each of P parents, [T, P, K].
 
     A candidate's number counts those of all levels of its tree, level by level.
-    scores: log of the product of shares along the path; -inf for none.  parents: [T, P], numbers of the
+    scores: log of the product of confidences along the path; -inf for none.  parents: [T, P], numbers of the
     candidates that the parents were
     """
 
     scores: Tensor
     tokens: Tensor
-    shares: Tensor
+    confidences: Tensor
     parents: Tensor
 
 
@@ -66,9 +66,9 @@ class DynamicLevels:
         self.front_scores = torch.zeros_like(self.front, dtype=torch.float64)
         self.paths = torch.zeros_like(limits[:, :0], dtype=torch.int32)
 
-    def add(self, level: int, tokens: Tensor, shares: Tensor, num_rows: int) -> LevelInput:
+    def add(self, level: int, tokens: Tensor, confidences: Tensor, num_rows: int) -> LevelInput:
         first = sum(candidates.scores[0].numel() for candidates in self.levels)
-        rows = self._add_candidates(level, tokens, shares)
+        rows = self._add_candidates(level, tokens, confidences)
         candidates, width = self.levels[-1], self.shape.width
         best, order = candidates.scores.flatten(1).sort(dim=-1, descending=True, stable=True)
         self.front_scores, chosen = best[:, :width], order[:, :width]
@@ -81,12 +81,12 @@ class DynamicLevels:
         self.paths = torch.cat([self.paths.index_select(0, sources), slots[:, None].int()], 1)
         return LevelInput(ids, sources, self.paths)
 
-    def finish(self, level: int, tokens: Tensor, shares: Tensor) -> Tensor:
+    def finish(self, level: int, tokens: Tensor, confidences: Tensor) -> Tensor:
         """float64 [T, 3, nodes]: token, parent, confidence of each kept node; token -1 for a missing one."""
-        self._add_candidates(level, tokens, shares)
+        self._add_candidates(level, tokens, confidences)
         scores = torch.cat([own.scores.flatten(1) for own in self.levels], 1)
         tokens = torch.cat([own.tokens.flatten(1) for own in self.levels], 1)
-        shares = torch.cat([own.shares.flatten(1) for own in self.levels], 1)
+        confidences = torch.cat([own.confidences.flatten(1) for own in self.levels], 1)
         parents = torch.cat(
             [own.parents[:, :, None].expand_as(own.tokens).flatten(1) for own in self.levels], 1
         )
@@ -105,21 +105,21 @@ class DynamicLevels:
         node_of.scatter_(1, kept, places)
         missing, kept = kept == no_candidate, kept.clamp_max(no_candidate - 1)
         tokens = tokens.gather(1, kept).masked_fill(missing, -1)
-        shares, parents = shares.gather(1, kept), parents.gather(1, kept)
+        confidences, parents = confidences.gather(1, kept), parents.gather(1, kept)
         parents = node_of.gather(1, parents.clamp_min(0)).masked_fill(parents < 0, ROOT)
-        return torch.stack([tokens.double(), parents.double(), shares.double()], 1)
+        return torch.stack([tokens.double(), parents.double(), confidences.double()], 1)
 
-    def _add_candidates(self, level: int, tokens: Tensor, shares: Tensor) -> Tensor:
+    def _add_candidates(self, level: int, tokens: Tensor, confidences: Tensor) -> Tensor:
         """Add the candidates of a level.  Returns the row of the logits after each parent, [T, P]."""
-        tokens, shares = pad_ranks(tokens, shares, self.shape.k)
+        tokens, confidences = pad_ranks(tokens, confidences, self.shape.k)
         rows = self.rows[:, level, : self.front.shape[1]]
-        tokens, shares = tokens[rows], shares[rows]
-        scores = shares.double().clamp_min(TINY).log() + self.front_scores[:, :, None]
+        tokens, confidences = tokens[rows], confidences[rows]
+        scores = confidences.double().clamp_min(TINY).log() + self.front_scores[:, :, None]
         _, nodes, ranks = scores.shape
         no_node = torch.arange(nodes, device=scores.device) >= self.limits[:, 2 + level, None]
         no_rank = torch.arange(ranks, device=scores.device) >= self.limits[:, :1]
         scores.masked_fill_((tokens < 0) | no_node[:, :, None] | no_rank[:, None], LOWEST)
-        self.levels.append(_Candidates(scores, tokens, shares, self.front))
+        self.levels.append(_Candidates(scores, tokens, confidences, self.front))
         return rows
 
 
@@ -172,8 +172,8 @@ class DynamicGrowth:
         return inputs
 
     def set_trees(self, nodes: Tensor) -> None:
-        for tree, (tokens, parents, shares) in zip(self.trees, nodes.tolist()):
+        for tree, (tokens, parents, confidences) in zip(self.trees, nodes.tolist()):
             count = sum(token >= 0 for token in tokens)
             tree.device_tree = DraftTree(
-                [*map(int, tokens[:count])], [*map(int, parents[:count])], shares[:count]
+                [*map(int, tokens[:count])], [*map(int, parents[:count])], confidences[:count]
             )

@@ -37,13 +37,13 @@ class LevelInput(NamedTuple):
 class Levels(Protocol):
     """The levels of trees that grow on the device, so far."""
 
-    def add(self, level: int, tokens: Tensor, shares: Tensor, num_rows: int) -> LevelInput:
+    def add(self, level: int, tokens: Tensor, confidences: Tensor, num_rows: int) -> LevelInput:
         """Add a level to every tree, from the best tokens after the rows of the last forward.
 
-        tokens, shares: int64 and float32 [rows of the last forward, k].  num_rows: of the next forward
+        tokens, confidences: int64 and float32 [rows of the last forward, k].  num_rows: of the next forward
         """
 
-    def finish(self, level: int, tokens: Tensor, shares: Tensor) -> Tensor:
+    def finish(self, level: int, tokens: Tensor, confidences: Tensor) -> Tensor:
         """Add the last level.  Returns the nodes of all trees, as `DeviceGrowth.set_trees` takes them."""
 
 
@@ -150,11 +150,11 @@ def grow(
     return levels.finish(last, *best(last))
 
 
-def pad_ranks(tokens: Tensor, shares: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def pad_ranks(tokens: Tensor, confidences: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Tokens and confidences [n, k], of a head that may have fewer than k tokens: -1 and 0 for the others."""
     if (missing := k - tokens.shape[1]) <= 0:
-        return tokens, shares
-    return F.pad(tokens, (0, missing), value=-1), F.pad(shares, (0, missing))
+        return tokens, confidences
+    return F.pad(tokens, (0, missing), value=-1), F.pad(confidences, (0, missing))
 
 
 def row_table(levels: Sequence[Sequence[tuple[int, int]]]) -> Numbers:

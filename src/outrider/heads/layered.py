@@ -35,7 +35,8 @@ from outrider.core.step_input import StepInput
 from outrider.drafting.base import Target
 from outrider.heads.layer import Pairs, Stack
 from outrider.heads.reader import Reader
-from outrider.heads.recurrent import Forwards, Net, Reading, Recurrent
+from outrider.heads.recurrent import Forwards, Reading, Recurrent
+from outrider.heads.recurrent_net import Net
 from outrider.heads.trees import LevelTree
 
 

@@ -41,22 +41,22 @@ class RankLevels:
         self.shape, self.picks, self.inputs = shape, picks, inputs
         self.nodes = list[Tensor]()
 
-    def add(self, level: int, tokens: Tensor, shares: Tensor, num_rows: int) -> LevelInput:
+    def add(self, level: int, tokens: Tensor, confidences: Tensor, num_rows: int) -> LevelInput:
         new_nodes, sources = self.inputs[:num_rows, level].unbind(-1)
-        new_tokens = self._add_nodes(level, tokens, shares)
+        new_tokens = self._add_nodes(level, tokens, confidences)
         return LevelInput(new_tokens.index_select(0, new_nodes).clamp_min(0), sources, None)
 
-    def finish(self, level: int, tokens: Tensor, shares: Tensor) -> Tensor:
+    def finish(self, level: int, tokens: Tensor, confidences: Tensor) -> Tensor:
         """float64 [levels, new nodes, 2]: their tokens, -1 for a missing one, and confidences."""
-        self._add_nodes(level, tokens, shares)
+        self._add_nodes(level, tokens, confidences)
         return torch.stack(self.nodes)
 
-    def _add_nodes(self, level: int, tokens: Tensor, shares: Tensor) -> Tensor:
+    def _add_nodes(self, level: int, tokens: Tensor, confidences: Tensor) -> Tensor:
         """Add the new nodes of a level.  Returns their tokens."""
         rows, ranks = self.picks[:, level].unbind(-1)
-        tokens, shares = pad_ranks(tokens, shares, self.shape.k)
-        tokens, shares = tokens[rows, ranks], shares[rows, ranks]
-        self.nodes.append(torch.stack([tokens.double(), shares.double()], 1))
+        tokens, confidences = pad_ranks(tokens, confidences, self.shape.k)
+        tokens, confidences = tokens[rows, ranks], confidences[rows, ranks]
+        self.nodes.append(torch.stack([tokens.double(), confidences.double()], 1))
         return tokens
 
 
@@ -129,16 +129,16 @@ class RankGrowth:
 
     def set_trees(self, nodes: Tensor) -> None:
         tokens: list[dict[int, int]] = [{} for _ in self.trees]  # of the nodes of each tree
-        shares: list[dict[int, float]] = [{} for _ in self.trees]
+        confidences: list[dict[int, float]] = [{} for _ in self.trees]
         for numbers, level in zip(self.nodes, nodes.tolist()):
-            for (i, node), (token, share) in zip(numbers, level):
+            for (i, node), (token, confidence) in zip(numbers, level):
                 parent = self.trees[i].parents[node]
                 if token >= 0 and (parent == ROOT or parent in tokens[i]):
-                    tokens[i][node], shares[i][node] = int(token), share
+                    tokens[i][node], confidences[i][node] = int(token), confidence
         for i, tree in enumerate(self.trees):
             kept = sorted(tokens[i])
             tree.device_tree = tree.draft_tree.only(kept)._replace(
-                tokens=[tokens[i][node] for node in kept], confidence=[shares[i][node] for node in kept]
+                tokens=[tokens[i][node] for node in kept], confidence=[confidences[i][node] for node in kept]
             )
 
 
@@ -164,11 +164,11 @@ class ChainGrowth:
 
     def set_trees(self, nodes: Tensor) -> None:
         tokens: list[list[int]] = [[] for _ in self.trees]
-        shares: list[list[float]] = [[] for _ in self.trees]
+        confidences: list[list[float]] = [[] for _ in self.trees]
         for depth, (growing, level) in enumerate(zip(self.growing, nodes.tolist())):
-            for i, (token, share) in zip(growing, level):
+            for i, (token, confidence) in zip(growing, level):
                 if token >= 0 and len(tokens[i]) == depth:
                     tokens[i].append(int(token))
-                    shares[i].append(share)
-        for tree, own_tokens, own_shares in zip(self.trees, tokens, shares):
-            tree.device_tree = DraftTree.chain(own_tokens, own_shares)
+                    confidences[i].append(confidence)
+        for tree, own_tokens, own_confidences in zip(self.trees, tokens, confidences):
+            tree.device_tree = DraftTree.chain(own_tokens, own_confidences)

@@ -23,7 +23,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -31,11 +30,10 @@ from torch import Tensor
 
 from outrider.backends.launch import Call, ForwardShape
 from outrider.cache.catch_up import MAX_DEFERRED, MAX_PENDING, CatchUp, Cursor, DeferredStates
-from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.core.device import Numbers, take
 from outrider.core.row import Row
-from outrider.core.step import FINAL, Batch, Commit, Needs
+from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, Budget, Draft
 from outrider.core.validate import one_of, whole
@@ -44,85 +42,12 @@ from outrider.drafting.options import refuse_idle
 from outrider.heads.base import HeadDrafter, LayerOptions
 from outrider.heads.choose import Chooser
 from outrider.heads.device_trees import on_device
-from outrider.heads.growth import DeviceGrowth, GrowthPlan, GrowthShape, LevelInput, grow
-from outrider.heads.layer import Stack
-from outrider.heads.outer import lm_logits
+from outrider.heads.growth import DeviceGrowth, GrowthPlan
 from outrider.heads.ranks import EAGLE, Path, paths, prior_paths
-from outrider.heads.reader import Reader
+from outrider.heads.recurrent_net import Net
 from outrider.heads.trees import DynamicTree, Growth, LevelTree, RankTree, SampledTree
 
 CHAIN, DYNAMIC = "chain", "dynamic"
-
-
-class Net:
-    """The packed network of a head.
-
-    taps: the target's layers whose states it reads.  ids: int32 [Vd], the target's token of each of its
-    own, None if they are the same.  norm: before the lm_head, None without one.  g [n, width]: its input in
-    place of a state; o [n, width]: its output.
-    """
-
-    taps: tuple[int, ...] = (FINAL,)
-    ids: Tensor | None = None
-    norm: Tensor | None = None
-    lm_head: Any = None  # the target's
-    scale = 1.0
-    stack: Stack
-
-    def __init__(self, reader: Reader, target: Target) -> None:
-        self.reader, self.head, self.backend, self.model = reader, reader.head, reader.backend, target.decoder
-
-    def from_states(self, states: Tensor) -> Tensor:
-        """g for the target's states [n, taps * hidden]."""
-        return states
-
-    def from_output(self, o: Tensor) -> Tensor:
-        """g for an output, which takes the place of the next state."""
-        return o
-
-    def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
-        """o for the pairs of g and the ids of `step_input`; K/V goes to the pool."""
-        raise NotImplementedError
-
-    def catch_up(self, steps: Sequence[StepInput], pool: Pool, states: Tensor, numbers: Any) -> Tensor:
-        """`Launched`: o for the pairs of the target's states and the ids of the only step."""
-        return self.forward(steps[0], pool, self.from_states(states))
-
-    def catch_up_and_grow(
-        self, steps: Sequence[StepInput], pool: Pool, states: Tensor, numbers: Sequence[Any], choose: Chooser,
-        shape: GrowthShape, needs_probs: bool,
-    ) -> Tensor:  # fmt: skip
-        """`Launched`: `catch_up`, then trees that grow after some of its rows, by the other steps.
-
-        numbers: those rows, then `GrowthPlan.numbers`
-        """
-        last_rows, *rest = numbers
-        row_counts = [step.length for step in steps[1:]]
-        plan = GrowthPlan.of_numbers(shape, row_counts, needs_probs, rest)
-        o = self.catch_up(steps, pool, states, ()).index_select(0, last_rows)
-
-        def advance(level: int, given: LevelInput) -> Tensor:
-            nonlocal o
-            steps[level].put(given.ids, given.paths)
-            o = self.forward(steps[level], pool, self.from_output(o.index_select(0, given.sources)))
-            return self.logits(o)
-
-        return grow(plan, choose, self.logits(o), advance)
-
-    def logits(self, o: Tensor) -> Tensor:
-        """float32 [n, Vd]."""
-        x = o.contiguous() if self.norm is None else self.normed(o)
-        out = lm_logits(self.model, x, self.lm_head, self.columns)
-        return out if self.scale == 1.0 else out * self.scale
-
-    @cached_property
-    def columns(self) -> Tensor | None:
-        """`ids` where the logits are."""
-        return None if self.ids is None else self.ids.long().to(self.backend.device)
-
-    def normed(self, o: Tensor) -> Tensor:
-        assert self.norm is not None
-        return self.backend.rms_norm(o.contiguous(), self.norm, self.stack.sizes.eps)
 
 
 @dataclass(frozen=True)
@@ -269,21 +194,25 @@ class Recurrent(HeadDrafter):
         if idle and not self._due(batch):
             return Draft([EMPTY_TREE] * len(batch))
         self._append_deferred()
-        readings, trees = list[Reading](), dict[int, LevelTree]()
-        for r, step in enumerate(batch):
-            row, end, budget = step.row, step.end, step.budget
-            cursor = self.catch_up.cursor(row, step.start)
+        readings = list[Reading]()
+        for step in batch:
+            cursor = self.catch_up.cursor(step.row, step.start)
             current = cursor.end == step.start and cursor.count > self.overlap
             drafting = current and self.can_draft(step)
-            if not drafting and cursor.count < MAX_PENDING:
-                continue
-            reading = Reading(row, cursor, row.slots[: end + budget.nodes])
-            readings.append(reading)
-            if drafting:
-                reading.tree = trees[r] = self._tree(row, reading.pair_table, end - 1, budget)
+            if drafting or cursor.count >= MAX_PENDING:
+                readings.append(self._reading(step, cursor, drafting))
+        trees = {reading.row: reading.tree for reading in readings if reading.tree is not None}
         if readings:
-            self._grow(self.forwards(readings), list(trees.values()))
-        return Draft([trees[r].draft_tree if r in trees else EMPTY_TREE for r in range(len(batch))])
+            self._grow(self.forwards(readings), [*trees.values()])
+        return Draft([trees[step.row].draft_tree if step.row in trees else EMPTY_TREE for step in batch])
+
+    def _reading(self, step: RowStep, cursor: Cursor, drafting: bool) -> Reading:
+        """What is read for a row in this step, with an empty tree if it is drafted for."""
+        row, end, budget = step.row, step.end, step.budget
+        reading = Reading(row, cursor, row.slots[: end + budget.nodes])
+        if drafting:
+            reading.tree = self._tree(row, reading.pair_table, end - 1, budget)
+        return reading
 
     def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> LevelTree:
         k = 1 if self.options.tree == CHAIN else self.options.top_k

@@ -26,7 +26,7 @@ from outrider.heads.layer import Pairs, Stack
 from outrider.heads.layouts import numbers
 from outrider.heads.outer import checked_taps, own_embedding, own_lm_head
 from outrider.heads.reader import Reader
-from outrider.heads.recurrent import Net
+from outrider.heads.recurrent_net import Net
 from outrider.heads.vocabulary import target_ids
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # of SpecForge's and SGLang's files

@@ -242,10 +242,10 @@ def with_acceptance(
     """
     if not best:
         return []
-    (first_token, first_share), *others = best
+    (first_token, first_confidence), *others = best
     first = acceptance / (2 - acceptance) if has_noise else acceptance
-    scale = (1 - first) / max(1e-6, 1 - first_share)
-    return [(first_token, first), *((token, share * scale) for token, share in others)]
+    scale = (1 - first) / max(1e-6, 1 - first_confidence)
+    return [(first_token, first), *((token, confidence * scale) for token, confidence in others)]
 
 
 class BlockTree(RankTree):
@@ -276,7 +276,7 @@ class BlockTree(RankTree):
             self.level_rankings = self._rank_levels(choose)
         best = self.level_rankings[self.level] if self.level < len(self.level_rankings) else []
         if self.accuracy is not None:
-            best = [(token, share) for (token, _), share in zip(best, self.accuracy[self.level])]
+            best = [(token, confidence) for (token, _), confidence in zip(best, self.accuracy[self.level])]
         return [best] * len(self.frontier)
 
     def _rank_levels(self, choose: Chooser) -> list[list[tuple[int, float]]]:

@@ -166,8 +166,7 @@ class Stage:
             x = self._from_rank_0(x, (num_rows, given), layout.peers(0))
         else:
             x = self._embed(step_input.input_ids)
-        found: dict[Any, Tensor] = {}
-        x = self._layers(x, step_input, self.pools[pool], skips, wanted, found)
+        x, found = self._layers(x, step_input, self.pools[pool], skips, wanted)
         if self.last:
             self._finish(x, wanted, found)
         else:
@@ -199,19 +198,13 @@ class Stage:
         return add_parts(self.links, torch.zeros_like(x), x)
 
     def _layers(
-        self,
-        x: Tensor,
-        step_input: StepInput,
-        pool: Pool,
-        skips: Sequence[int],
-        wanted: Wanted,
-        found: dict[Any, Tensor],
-    ) -> Tensor:
-        """The residual stream after this stage's layers.  Wanted states inside it are added to `found`.
+        self, x: Tensor, step_input: StepInput, pool: Pool, skips: Sequence[int], wanted: Wanted
+    ) -> tuple[Tensor, dict[Any, Tensor]]:
+        """The residual stream [N, hidden] after this stage's layers, and the wanted states, by layer.
 
         x: [N, hidden]; or [N, 2 hidden], with the input of the first attention beside it
         """
-        hidden, u = self.options.spec.hidden, None
+        hidden, u, found = self.options.spec.hidden, None, dict[Any, Tensor]()
         if x.shape[1] > hidden:
             x, u = x[:, :hidden].contiguous(), x[:, hidden:].contiguous()
         for at, (i, block) in enumerate(zip(self.range, self.blocks)):
@@ -233,7 +226,7 @@ class Stage:
                     x, u = add_parts(self.links, x, part), None
         if self.last and (end := self.options.spec.layers) in wanted.states:
             found[end] = x.clone()
-        return x
+        return x, found
 
     def _finish(self, x: Tensor, wanted: Wanted, found: dict[Any, Tensor]) -> None:
         """Add what follows from the residual stream after the last layer."""

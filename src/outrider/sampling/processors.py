@@ -37,6 +37,7 @@ class TokenValues:
         self.largest = int(self.ids.max())
 
     def at(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids int64 [n] and values float32 [n] (or [0] without values), where the logits [V] are."""
         return _within_row(logits, self.largest, self.ids, self.values)
 
 
@@ -96,6 +97,10 @@ class MinTokens:
 
 
 def min_tokens(prompt: int, minimum: int, ending: Iterable[int]) -> list[Processor]:
+    """The processor for min_tokens, if it has an effect.
+
+    prompt: length of the prompt.  ending: tokens that end a text.
+    """
     banned = sorted(token for token in ending if token >= 0)  # as an index, -1 would select the last token
     return [MinTokens(prompt + minimum, banned)] if minimum and banned else []
 

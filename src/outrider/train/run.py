@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -52,6 +52,25 @@ class Texts:
         """int64 [vocabulary]: how often the answers to train on have each token."""
         ids = [token for i in self.chosen for token in self.texts[i].ids[self.texts[i].prompt :]]
         return torch.bincount(torch.tensor(ids), minlength=vocabulary)
+
+
+class Prepared(NamedTuple):
+    """Texts, network and features, with which the steps can begin."""
+
+    texts: Texts
+    made: Method
+    features: Features[Any]
+
+
+class Supervision(NamedTuple):
+    """What a run reports to, ends at and divides its work among.
+
+    deadline: on the clock of `time.perf_counter`
+    """
+
+    report: Report
+    deadline: float
+    processes: Processes
 
 
 @dataclass(frozen=True)
@@ -183,24 +202,16 @@ def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
     except OSError as error:
         raise ConfigError(f"out: {options.out!r} cannot be made: {error}") from error
     deadline = time.perf_counter() + 60 * (options.minutes or math.inf)
-    processes = Processes.joined()
-    if (prepared := _prepare(llm, name, options, report, deadline, processes)) is None:
+    supervision = Supervision(report, deadline, Processes.joined())
+    if (prepared := _prepare(llm, name, options, supervision)) is None:
         report.say("Stopped before the first step: the same command goes on.")
         return Result(False, [], [])
-    return fit(llm, name, *prepared, report, deadline, processes)
+    return fit(llm, name, prepared, supervision)
 
 
-def fit(
-    llm: LLM,
-    name: str,
-    texts: Texts,
-    made: Method,
-    features: Features[Any],
-    report: Report,
-    deadline: float = math.inf,
-    processes: Processes = Processes(),  # noqa: B008 - it never changes
-) -> Result:
+def fit(llm: LLM, name: str, prepared: Prepared, supervision: Supervision) -> Result:
     """The steps of `train`, its evaluations and what it writes."""
+    (texts, made, features), (report, deadline, processes) = prepared, supervision
     options: TrainOptions = made.options
     steps = step_count(options, texts)
     if steps is None and deadline == math.inf:
@@ -224,12 +235,14 @@ def fit(
     return Result(finished, trainer.losses, trainer.records)
 
 
-def _prepare(
-    llm: LLM, name: str, options: TrainOptions, report: Report, deadline: float, processes: Processes
-) -> tuple[Texts, Method, Features[States]] | None:
-    """Texts, network and features; None if the time is over before.  The first process fills the cache."""
+def _prepare(llm: LLM, name: str, options: TrainOptions, supervision: Supervision) -> Prepared | None:
+    """Collect and compute what the steps need; None if the time is over before.
 
-    def prepared() -> tuple[Texts, Method, Features[States]] | None:
+    The first process fills the cache.
+    """
+    report, deadline, processes = supervision
+
+    def prepared() -> Prepared | None:
         try:
             texts = collect(llm, options, report, deadline, processes.first)
             made = new_method(llm, name, options, texts)
@@ -238,7 +251,7 @@ def _prepare(
                 features.states.fill(lambda done: tick(done, 0), deadline)
         except OutOfTime:
             return None
-        return texts, made, features
+        return Prepared(texts, made, features)
 
     found = None
     if processes.first:
@@ -247,7 +260,7 @@ def _prepare(
     if not processes.total(float(found is not None)):  # the others wait here
         return None
     found = found or prepared()
-    _check_same(processes, "" if found is None else found[0].key)
+    _check_same(processes, "" if found is None else found.texts.key)
     return found
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from outrider.bench.measure import PLAIN, Measured, Prompts, measure
+from outrider.bench.measure import PLAIN, Measured, Prompts
 from outrider.bench.plot import lines
 from outrider.bench.report import table
+from outrider.bench.rounds import Rounds, measure
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
 from outrider.tune.estimate import Costs, Estimate
@@ -60,7 +61,7 @@ def check_estimate(
 ) -> bool:
     """Measure the best draft and plain decoding in turns.  Whether the predicted speed-up was close."""
     configs = {PLAIN: None, "draft": best.config(draft)}
-    plain, measured = measure(llm, configs, prompts, params, repeats=3)
+    plain, measured = measure(llm, configs, prompts, params, Rounds(3))
     gain = measured.speed_up(plain)
     off = best.gain / gain - 1
     console.print(

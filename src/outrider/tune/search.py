@@ -258,7 +258,7 @@ class Search:
         order = (self.plain, own) if number % 2 else (own, self.plain)
         runs = {llm: self._once(llm, kind, group) for llm in order}
         same = runs[self.plain].tokens == runs[own].tokens
-        candidate.changed |= own.engine.rule.same and own.engine.exact and not same
+        candidate.changed |= own.engine.rule.keeps_tokens and own.engine.exact and not same
         candidate.pairs.append(Pair(runs[self.plain].seconds, runs[own].seconds))
         return True
 

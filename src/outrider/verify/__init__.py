@@ -16,10 +16,12 @@ def rules() -> dict[str, type[Rule]]:
 
 
 def names() -> list[str]:
+    """Names of all rules, sorted."""
     return sorted(rules())
 
 
 def rule(name: str) -> type[Rule]:
+    """The class of a rule.  Raises ConfigError for an unknown name."""
     if not isinstance(name, str) or name not in rules():
         raise ConfigError(unknown("verification rule", name, names()))
     return rules()[name]

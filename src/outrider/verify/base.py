@@ -64,19 +64,19 @@ class Rule:
 
     A subclass is one file in this folder, named after the rule.
 
-    Options      frozen dataclass of the rule's keys in speculative_config
-    lossless     the emitted tokens have the target's distribution
-    same         the emitted tokens are those of plain decoding, token for token
-    needs_probs  uses the distribution q of draft tokens: drafters should sample from q and report it
-    branches     can judge siblings
-    kernel       name of the rule in backends, which may then verify a tree within the forward; "" for none.
-                 Not inherited: a subclass is another rule.
+    Options       frozen dataclass of the rule's keys in speculative_config
+    lossless      the emitted tokens have the target's distribution
+    keeps_tokens  they are those of plain decoding, token for token
+    needs_probs   uses the distribution q of draft tokens: drafters should sample from q and report it
+    branches      can judge siblings
+    kernel        name of the rule in backends, which may then verify a tree within the forward; "" for none.
+                  Not inherited: a subclass is another rule.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
 
     lossless: ClassVar[bool] = True
-    same: ClassVar[bool] = False
+    keeps_tokens: ClassVar[bool] = False
     needs_probs: ClassVar[bool] = True
     branches: ClassVar[bool] = True
     kernel: ClassVar[str] = ""
@@ -90,7 +90,7 @@ class Rule:
     @property
     def promise(self) -> str:
         """What stays as in plain decoding: "tokens", their "distribution", or nothing ("lossy")."""
-        return "lossy" if not self.lossless else "tokens" if self.same else "distribution"
+        return "lossy" if not self.lossless else "tokens" if self.keeps_tokens else "distribution"
 
     def __call__(self, batch: Batch, picker: Picker) -> None:
         """Set `accepted` and `emitted` of every row, or `error` of a row that fails (see Scheduler.clip)."""

@@ -14,7 +14,7 @@ from outrider.verify.base import RowPicker, Rule
 
 
 class Match(Rule):
-    same = True
+    keeps_tokens = True
     needs_probs = False
     kernel = "match"
 

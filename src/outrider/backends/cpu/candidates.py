@@ -21,21 +21,19 @@ class Compiled:
         assert k <= 64
         records = k * (1 + (levels - 1) * wide)
         self.lib, self.k, self.wide = lib, k, wide
-        self.scores, self.shares = array("d", bytes(8 * records)), array("f", bytes(4 * records))
+        self.scores, self.confidences = array("d", bytes(8 * records)), array("f", bytes(4 * records))
         self.tokens, self.above, self.order = (array("i", bytes(4 * records)) for _ in range(3))
         self.front = array("i", bytes(4 * wide))
         self.front[0] = -1  # the root
         self.out = array("i", bytes(8 * wide))  # [2, wide]: parents, tokens
-        fields: list[array[Any]] = [self.scores, self.shares, self.tokens, self.above, self.front, self.order]
-        self.tree = STRUCTS["CandidateTree"](wide, 0, 1, *map(_address, fields))
+        fields: list[array[Any]] = [self.scores, self.confidences, self.tokens, self.above]
+        self.tree = STRUCTS["CandidateTree"](wide, 0, 1, *map(_address, [*fields, self.front, self.order]))
 
     def widen(self, found: TopEntries) -> tuple[list[int], list[int]]:
-        entries, shares, ids, by_rank = found
+        entries, probs, ids, by_rank = found
         k, out = entries.shape[1], _address(self.out)
         by_entry = address(ids), address(by_rank)
-        return self._front(
-            self.lib.widen(self.tree, entries.data_ptr(), shares.data_ptr(), k, *by_entry, out)
-        )
+        return self._front(self.lib.widen(self.tree, entries.data_ptr(), probs.data_ptr(), k, *by_entry, out))
 
     def grow(
         self, logits: Tensor, distribution: DistributionParams, key: int, ids: Table, by_rank: Table
@@ -53,9 +51,9 @@ class Compiled:
 
     def keep(self, nodes: int) -> Nodes:
         tokens, parents = array("i", bytes(4 * nodes)), array("i", bytes(4 * nodes))
-        shares = array("f", bytes(4 * nodes))
-        count = self.lib.keep(self.tree, nodes, _address(tokens), _address(parents), _address(shares))
-        return tokens[:count].tolist(), parents[:count].tolist(), shares[:count].tolist()
+        confidences = array("f", bytes(4 * nodes))
+        count = self.lib.keep(self.tree, nodes, _address(tokens), _address(parents), _address(confidences))
+        return tokens[:count].tolist(), parents[:count].tolist(), confidences[:count].tolist()
 
 
 def _address(numbers: array[Any]) -> int:

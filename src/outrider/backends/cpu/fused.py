@@ -57,10 +57,11 @@ class CpuFusedModel:
         self, stack: Stack, ends: Ends, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
     ) -> Tensor:
         threads.adopt(self.lib)
-        rows, adapters = array("q", kv.step_input.logits_rows), lora.rows(runs)
+        rows, adapters = array("q", kv.step_input.logits_rows), lora.rows(runs) if runs else None
+        num_rows = len(rows)
         taps = _taps(stack.shape, kv.step_input.length, states) if states else None
-        logits = self._room(len(rows), ends.c.outputs)
-        wanted = taps, rows.buffer_info()[0], len(rows), logits.data_ptr()
+        logits = self._room(num_rows, ends.c.outputs)
+        wanted = taps, rows.buffer_info()[0], num_rows, logits.data_ptr()
         trees = TreeQueries() if queries is None else queries
         self.lib.read_model(*_model(stack, ends, kv, adapters), *wanted, *trees.given)
         return logits
@@ -86,7 +87,7 @@ class CpuFusedModel:
     def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
         threads.adopt(self.lib)
         several, vocabulary, stop_rule, states = chains
-        levels = max(chain.levels for chain in several)
+        levels = max([chain.levels for chain in several])
         tokens = array("i", bytes(4 * levels * len(several)))
         features = array("f", bytes(0 if stop_rule is None else 4 * NUM_FEATURES * len(tokens)))
         asked = _chains(several), len(several), levels, vocabulary, structs.stop_rule(stop_rule)
@@ -101,8 +102,8 @@ def _model(
     """A model and a step, as the functions of fused.c take them first."""
     step_input, pool, _ = kv
     stack.shape.kv_kind, view = KINDS[pool.dtype], structs.view(step_input)
-    rows, (keys, plane, _) = view.with_adapters(adapters), structs.planes(pool)
-    return stack.shape, stack.layers, ends.c, rows, view.input_ids, keys, plane
+    rows = view.with_adapters(adapters)
+    return stack.shape, stack.layers, ends.c, rows, view.input_ids, pool.address, pool.plane_bytes
 
 
 def _chains(chains: Sequence[Chain]) -> bytes:

@@ -28,9 +28,15 @@ class Picking:
     def pick(
         self, logits: Tensor, distribution: DistributionParams, key: int, k: int, probs: bool, row: int = 0
     ) -> tuple[list[int], list[float]]:
-        shares = self._probs if probs else None
+        probabilities = self._probs if probs else None
         count = self.lib.pick(
-            _row(logits, row), logits.shape[-1], *distribution, key, min(k, MAX_K), self._tokens, shares
+            _row(logits, row),
+            logits.shape[-1],
+            *distribution,
+            key,
+            min(k, MAX_K),
+            self._tokens,
+            probabilities,
         )
         return self._tokens[:count], self._probs[:count] if probs else []
 
@@ -45,11 +51,11 @@ class Picking:
     ) -> tuple[Tensor, Tensor]:
         assert k <= MAX_K
         (n, vocabulary), keys, logits = logits.shape, array("Q", keys), logits.contiguous()
-        entries, shares = torch.empty(n, k, dtype=torch.int32), torch.zeros(n, k)
-        picked = entries.data_ptr(), shares.data_ptr() if probs else None
+        entries, probabilities = torch.empty(n, k, dtype=torch.int32), torch.zeros(n, k)
+        picked = entries.data_ptr(), probabilities.data_ptr() if probs else None
         given = *distribution, keys.buffer_info()[0], address(ids), k
         self.lib.picks(logits.data_ptr(), n, vocabulary, *given, *picked)
-        return entries, shares
+        return entries, probabilities
 
     def should_stop(
         self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, depth: int, row: int = 0

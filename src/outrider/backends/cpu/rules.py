@@ -13,7 +13,7 @@ from outrider.backends.cpu.structs import packer
 from outrider.backends.rules import Answer, TreeQuery
 from outrider.core.params import DistributionParams
 
-RULES = ("match", "rejection", "block", "traversal")  # in the order of kernels.h
+RULES = {"match": 0, "rejection": 1, "block": 2, "traversal": 3}  # their numbers in kernels.h
 QUERY = packer("TreeQuery")
 
 
@@ -29,7 +29,7 @@ class TreeQueries:
     __slots__ = ("data", "distributions", "probs", "queries", "rule", "sizes")
 
     def __init__(self, rule: str = "match") -> None:
-        self.rule = RULES.index(rule)
+        self.rule = RULES[rule]
         self.queries = b""
         self.data = array("i")
         self.sizes: dict[int, int] = {}  # key -> nodes

@@ -33,7 +33,7 @@ class Planes(NamedTuple):
 
 
 def planes(pool: Pool, layer: int = 0) -> Planes:
-    return Planes(pool.data.data_ptr() + 2 * layer * pool.plane_bytes, pool.plane_bytes, pool.head_bytes)
+    return Planes(pool.address + 2 * layer * pool.plane_bytes, pool.plane_bytes, pool.head_bytes)
 
 
 def packer(name: str) -> struct.Struct:

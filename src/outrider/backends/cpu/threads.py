@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -18,7 +19,7 @@ import torch
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 VERSION_1 = ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-numbers: dict[int, int] = {}  # handle of a library of kernels -> its number of threads
+numbers = defaultdict[int, int](int)  # handle of a library of kernels -> its number of threads, once set
 
 
 @lru_cache(maxsize=1)
@@ -47,7 +48,7 @@ def processors() -> int:
 def adopt(kernels: ctypes.CDLL) -> None:
     """Let the kernels use as many threads as torch does."""
     count = torch.get_num_threads()
-    if numbers.get(kernels._handle) != count:
+    if numbers[kernels._handle] != count:
         kernels.set_threads(count)
         numbers[kernels._handle] = count
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,17 @@ class Group:
     pinned: int
 
 
+class _Sizes(NamedTuple):
+    """Sizes to which the pieces of a group are padded.
+
+    rows: of a piece.  table_slots, path_slots: keys of a piece in its table, and of each row in its path
+    """
+
+    rows: int
+    table_slots: int
+    path_slots: int
+
+
 @dataclass
 class _Piece:
     """Rows of one request, on the host."""
@@ -65,11 +77,11 @@ class _Piece:
 
 def prepare(step_input: StepInput, device: torch.device) -> list[Group]:
     """The groups of a step."""
-    by_size: dict[tuple[int, int, int], list[_Piece]] = defaultdict(list)
+    by_sizes: dict[_Sizes, list[_Piece]] = defaultdict(list)
     for piece in _pieces(step_input):
-        size = _rounded(len(piece.rows)), _blocks(len(piece.table_slots)), _blocks(piece.path_len)
-        by_size[size].append(piece)
-    return [_group(step_input, pieces, *size, device) for size, pieces in by_size.items()]
+        sizes = _Sizes(_rounded(len(piece.rows)), _blocks(len(piece.table_slots)), _blocks(piece.path_len))
+        by_sizes[sizes].append(piece)
+    return [_group(step_input, pieces, sizes, device) for sizes, pieces in by_sizes.items()]
 
 
 def _pieces(step_input: StepInput) -> list[_Piece]:
@@ -98,9 +110,9 @@ def _blocks(keys: int) -> int:
     return _rounded(-(-keys // BLOCK)) * BLOCK if keys else 0
 
 
-def _group(
-    step_input: StepInput, pieces: list[_Piece], q: int, s: int, t: int, device: torch.device
-) -> Group:
+def _group(step_input: StepInput, pieces: list[_Piece], sizes: _Sizes, device: torch.device) -> Group:
+    """The group of pieces that are padded to the same sizes."""
+    q, s, t = sizes
     rows, positions, num_keys, shifts, tables, paths, splits = [], [], [], [], [], [], []
     for piece in pieces:
         fill = q - len(piece.rows)

@@ -243,10 +243,10 @@ class TorchBackend:
     ) -> tuple[Tensor, Tensor]:
         out, prob = torch.full((len(keys), k), -1, dtype=torch.int32), torch.zeros(len(keys), k)
         for r, key in enumerate(keys):
-            entries, shares = sampling.pick(logits[r], distribution, key, k, ids)
+            entries, probabilities = sampling.pick(logits[r], distribution, key, k, ids)
             out[r, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
             if probs:
-                prob[r, : len(entries)] = torch.tensor(shares)
+                prob[r, : len(entries)] = torch.tensor(probabilities)
         return out, prob
 
     def candidates(self, k: int, wide: int, levels: int) -> candidates.Plain:

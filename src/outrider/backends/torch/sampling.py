@@ -133,8 +133,8 @@ class TopNext:
         entries = order.masked_fill(missing, -1)
         if not probs:
             return entries, torch.zeros_like(values)
-        shares = torch.stack(lows).double().softmax(-1).gather(1, order)
-        return entries, shares.masked_fill(missing, 0.0).float()
+        entry_probs = torch.stack(lows).double().softmax(-1).gather(1, order)
+        return entries, entry_probs.masked_fill(missing, 0.0).float()
 
 
 def pick(

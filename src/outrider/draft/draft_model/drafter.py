@@ -24,6 +24,7 @@ from outrider.core.stop_rule import StopRule
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Draft, DraftTree
 from outrider.draft.draft_model.first import FirstForward, Lag, Start
 from outrider.draft.draft_model.intersect import TranslatedModel, shared_tokens
+from outrider.draft.draft_model.loading import load_draft
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
 from outrider.drafting import stop
@@ -32,10 +33,7 @@ from outrider.drafting.trees.builder import RANK_CONFIDENCE, chain_tree
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import SELF, View, Window
 from outrider.drafting.vocab.mismatch import fits
-from outrider.models import load as models
 from outrider.models.base import Model
-from outrider.models.placement import Precision, pick_device, pick_dtype, place
-from outrider.parallel import load as parallel
 from outrider.sampling.sampler import Sampler
 
 
@@ -78,28 +76,21 @@ class ModelDrafter(Drafter):
             fits(checkpoint, target.checkpoint)
         self.context = min(checkpoint.spec.context, self.max_expansion * target.max_len)
         self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
-        self.decoder = model = self._model(checkpoint, options.quantization)
+        self.decoder = model = self._loaded(checkpoint, options.quantization)
         if options.vocab_mismatch == "intersect":
             self.decoder = TranslatedModel(model, shared_tokens(checkpoint, target.checkpoint))
             self.vocabulary = target.vocabulary
         same_device = self.decoder.device == target.decoder.device
         self.sampler = target.sampler if same_device else Sampler(self.decoder.backend)
 
-    def _model(self, checkpoint: Checkpoint, quantization: str | None) -> Model:
-        options, theirs, chosen = self.options, self.target.decoder, self.options.draft_device
-        device = theirs.device if chosen == "auto" else pick_device(chosen, "draft_device")
-        dtype = pick_dtype(options.draft_dtype, checkpoint.stored_dtype, device, "draft_dtype")
-        precision = Precision(dtype, quantization, theirs.precision.kv_cache_dtype)
-        if (ranks := options.draft_tensor_parallel_size) > 1:
-            return parallel.load_beside(theirs, ranks, checkpoint, precision, self.context, options.revision)
-        layers = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
-        return models.load(checkpoint, precision, device, self.context, layers)
+    def _loaded(self, checkpoint: Checkpoint, quantization: str | None) -> Model:
+        return load_draft(self.options, self.target.decoder, checkpoint, self.context, quantization)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         quantization, scheme = self.options.quantization, self.checkpoint.scheme
         if quantization is None and scheme is not None:
             quantization = f"int{max(bits for bits, _ in scheme.sizes)}"
-        self.decoder = self._model(replace(self.checkpoint, scheme=None, given=tensors), quantization)
+        self.decoder = self._loaded(replace(self.checkpoint, scheme=None, given=tensors), quantization)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:
@@ -151,8 +142,8 @@ class ModelDrafter(Drafter):
             tokens = self.in_vocabulary(row.tokens[lag.done : reached])
             adapter = row.adapter if self.itself else None
             view = self.window.read(first.step_input, row.slots, lag.done, tokens, lag.budget.nodes, adapter)
-            if not self.itself:
-                first.reached.append((self.catch_up.cursor(row, lag.done), reached))
+            if lag.cursor is not None:
+                first.reached.append((lag.cursor, reached))
             if lag.budget.nodes and row not in self.waiting:
                 first.starts.append(Start(lag.r, lag.budget, first.step_input.length - 1, view))
         return first
@@ -165,10 +156,11 @@ class ModelDrafter(Drafter):
         """
         for r, step in active:
             row, start, end, budget = step.row, step.start, step.end, self.stop.limit(step)
-            done = start if self.itself else min(self.catch_up.cursor(row, start).filled, start)
+            cursor = None if self.itself else self.catch_up.cursor(row, start)
+            done = start if cursor is None else min(cursor.filled, start)
             depth = min(budget.depth, self.context - end) if budget.nodes else 0
             if end <= self.context and self._takes_part(row, depth, step.known):
-                yield Lag(end - done, r, done, budget.within(depth=depth) if depth > 0 else NO_BUDGET)
+                yield Lag(end - done, r, done, budget.within(depth=depth) if depth > 0 else NO_BUDGET, cursor)
 
     def _takes_part(self, row: Row, depth: int, known: int) -> bool:
         """Whether a row is in the first forward: if it is drafted for, or computes a chunk of its prompt.
@@ -193,14 +185,16 @@ class ModelDrafter(Drafter):
         if not first.starts:
             self.decoder.forward(first.step_input.build(), self.pool)
             return {}
-        alone = self.staged is None and self.options.siblings == 1
-        fused = alone and all(self._fuses(batch[start.r].row, start.view) for start in first.starts)
-        return self._chains(batch, first) if fused else self._trees(batch, first)
+        chained = self.staged is None and self.options.siblings == 1
+        if chained and self._fuses([(batch[start.r].row, start.view) for start in first.starts]):
+            return self._chains(batch, first)
+        return self._trees(batch, first)
 
-    def _fuses(self, row: Row, view: View) -> bool:
-        """Whether the backend drafts chains for this row: nothing has to be applied between forwards."""
-        if view.adapter or row.processors or (self.stop.active and self.samples(row)):
-            return False
+    def _fuses(self, chains: Sequence[tuple[Row, View]]) -> bool:
+        """Whether the backend drafts chains for these rows: nothing has to be applied between forwards."""
+        for row, view in chains:
+            if view.adapter or row.processors or (self.stop.active and self.samples(row)):
+                return False
         return self.decoder.fuses_chains
 
     def _chains(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
@@ -231,7 +225,7 @@ class ModelDrafter(Drafter):
         tips: each chain, and the row of the forward that it continues from.
         """
         sampled = any(self.samples(tree.row) for tree, _ in tips)
-        if sampled or self.stop.active or not all(self._fuses(tree.row, tree.view) for tree, _ in tips):
+        if sampled or self.stop.active or not self._fuses([(tree.row, tree.view) for tree, _ in tips]):
             return False
         chains = []
         for tree, at in tips:

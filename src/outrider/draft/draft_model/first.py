@@ -20,12 +20,16 @@ class Start(NamedTuple):
 
 
 class Lag(NamedTuple):
-    """Batch row r has K/V of `done` tokens and lacks that of the next `missing`.  budget: of its draft."""
+    """Batch row r has K/V of `done` tokens and lacks that of the next `missing`.
+
+    budget: of its draft.  cursor: its progress; None if the target is its own draft.
+    """
 
     missing: int
     r: int
     done: int
     budget: Budget
+    cursor: TokenCursor | None
 
 
 class FirstForward(NamedTuple):

@@ -154,12 +154,13 @@ class Union(Drafter):
             for drafter in self.drafters:
                 drafter.propose(batch)  # some compute what was committed
             return Draft([EMPTY_TREE] * len(batch))
-        asker, drafts = batch.asker, dict[int, Draft]()
-        for i in range(len(self.drafters)) if asker is None else asker.order:
-            if asker is None:
+        mix_budgets, drafts = batch.mix_budgets, dict[int, Draft]()
+        for i in range(len(self.drafters)) if mix_budgets is None else mix_budgets.order:
+            if mix_budgets is None:
                 drafts[i] = self._ask(i, batch)
             else:
-                drafts[i] = self.drafters[i].propose(batch.within(asker.ask(i, batch, drafts)))
+                budgets = mix_budgets.budgets_of(i, batch, drafts)
+                drafts[i] = self.drafters[i].propose(batch.within(budgets))
         return self._merge(batch, [drafts[i] for i in range(len(self.drafters))])
 
     def _ask(self, i: int, batch: Batch) -> Draft:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from outrider.control import Controller
-from outrider.core.clock import Times
 from outrider.core.processor import Grammar, Ids
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -57,8 +56,6 @@ class Learner(Protocol):
     def train(self) -> None: ...
     def observe(self, commit: Commit) -> None: ...
     def forget(self, row: Row) -> None: ...
-    def taken(self) -> float: ...
-    def charged(self, times: Times) -> Times: ...
 
 
 class Joined:
@@ -117,7 +114,7 @@ class Joined:
         if not self.guided:
             return self.drafter.propose(batch)
         others = batch.within([NO_BUDGET if step.row in self.chains else step.budget for step in batch])
-        others.asker = batch.asker
+        others.mix_budgets = batch.mix_budgets
         own = self.drafter.propose(others)
         proposals = [self._proposal(step, tree) for step, tree in zip(batch, own.trees)]
         self.proposals.update(zip(batch.rows, proposals))
@@ -161,14 +158,6 @@ class Joined:
             drafter.forget(row, reason)
         if self.learner is not None:
             self.learner.forget(row)
-
-    def taken(self) -> float:
-        """Seconds of `propose` that learning took."""
-        return 0.0 if self.learner is None else self.learner.taken()
-
-    def charged(self, times: Times) -> Times:
-        """The times of a step without learning, with a share of its cost."""
-        return times if self.learner is None else self.learner.charged(times)
 
 
 def proposal_behind(

@@ -37,7 +37,8 @@ class Index(Protocol):
     def length(self) -> int:
         """Number of tokens so far."""
 
-    def extend(self, tokens: Sequence[int]) -> None: ...
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
 
     def find(self, tokens: Sequence[int], ahead: Sequence[int], texts: Sequence[Any]) -> Places:
         """Append `tokens`, then find the latest matches of the text's end followed by `ahead`, by order.

@@ -28,6 +28,7 @@ class MatchAcceptance:
         return self.values[min(length, len(self.values) - 1)]
 
     def highest(self, shortest: int, longest: int) -> float:
+        """The highest estimate after a match of shortest … longest tokens."""
         return max(self.values[shortest : longest + 1])
 
     def expected_tokens(self, length: int, depth: int) -> float:

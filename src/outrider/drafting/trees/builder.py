@@ -69,7 +69,7 @@ class TreeBuilder:
         self.probes += len(tokens)
 
     def add_distribution(self, probs: Tensor) -> int:
-        """Keep probs, float64 [V], for children to be sampled from; its index."""
+        """Add a distribution q, float64 [V], that children are sampled from.  Returns its index."""
         self.distributions.append(probs)
         return len(self.distributions) - 1
 
@@ -80,6 +80,7 @@ class TreeBuilder:
 
     @property
     def draft_tree(self) -> DraftTree:
+        """The finished tree."""
         tree = DraftTree(self.tokens, self.parents, self.confidence, probes=self.probes)
         if not self.distributions:
             return tree
@@ -126,7 +127,7 @@ class LevelBuilder(TreeBuilder):
 
     @property
     def growing(self) -> bool:
-        """Whether another level fits the budget, and may pay."""
+        """Whether another level fits the budget, and a joint confidence reaches the budget's floor."""
         depth = len(self.paths[self.frontier[0]]) if self.frontier else self.budget.depth
         if depth >= self.budget.depth or self.room <= 0:
             return False

@@ -15,7 +15,7 @@ from outrider.sampling import random_streams
 
 
 class Tree(LevelBuilder):
-    """At most `siblings` nodes a level."""
+    """Draft tree with at most `siblings` nodes at each depth."""
 
     def __init__(self, row: Row, base: int, budget: Budget, siblings: int, **level: Any) -> None:
         """level: as of `LevelBuilder`."""

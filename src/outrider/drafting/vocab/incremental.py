@@ -19,7 +19,7 @@ NEUTRAL = "\n"
 
 
 class TextCodec:
-    """A tokenizer: token ids to bytes, and text to token ids."""
+    """Conversion of token ids to bytes and of text to token ids, by one tokenizer."""
 
     def __init__(self, checkpoint: Checkpoint, whose: str) -> None:
         tokenizer = tokenizer_of(checkpoint, whose)
@@ -41,6 +41,7 @@ class TextCodec:
         return self.bytes(self.core.encode("a").ids).startswith(b" ")
 
     def bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of tokens; none of special ones."""
         return b"".join(self.pieces[i] for i in ids)
 
     def text(self, ids: Iterable[int]) -> str:
@@ -91,6 +92,7 @@ class IncrementalTokens:
 
     @property
     def empty(self) -> bool:
+        """Whether there is no text yet."""
         return self.tail_is_start and not self.tail
 
     def extend(self, data: bytes, count: int) -> int:

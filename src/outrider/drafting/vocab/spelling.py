@@ -22,7 +22,7 @@ def tokenizer_of(checkpoint: Checkpoint, whose: str) -> Any:
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids without text."""
+    """Ids of the special tokens, which have no text."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(tokenizer.all_special_ids) | added
 

@@ -35,8 +35,9 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 class GrammarCompiler:
-    """Compiles the grammars of requests and caches the last ones.  Thread-safe; one compilation delays
-    only those that need a grammar, too.
+    """Compiler of the grammars of requests, with a cache of the last ones.
+
+    Thread-safe.  A compilation delays only requests with a grammar.
 
     vocabulary: number of logits.  ending: the model's end-of-sequence tokens.
     """
@@ -59,7 +60,7 @@ class GrammarCompiler:
 
     @cached_property
     def library(self) -> Any:
-        """The tokenizer as the library wants it.  Making it takes about a second for 100,000 tokens."""
+        """The tokenizer in llguidance's form.  Making it takes about a second for 100,000 tokens."""
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
@@ -140,8 +141,10 @@ def _kind(form: StructuredOutputs) -> str:
 
 
 def on_large_stack(run: Callable[[], T]) -> T:
-    """The result of `run` in a thread with `STACK` bytes.  Where a stack ends in the library, so does the
-    process."""
+    """The result of `run` in a thread with a stack of `STACK` bytes.
+
+    A stack overflow inside llguidance would end the process.
+    """
     future = Future[T]()
 
     def work() -> None:

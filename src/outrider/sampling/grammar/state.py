@@ -52,7 +52,7 @@ class GrammarState:
         return self.masks[path]
 
     def forced(self, ids: Ids) -> list[int]:
-        """The tokens of the text that alone can follow, without one that could merge with text behind."""
+        """Tokens of the only text that can follow `ids`, without a last one that later text could change."""
         if not self.move(ids) or self.consumed < len(self.tokens):
             return []
         tokens: list[int] = self.matcher.compute_ff_tokens()

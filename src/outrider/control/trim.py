@@ -1,0 +1,42 @@
+"""The draft nodes that are verified: those that pay, by calibrated probability."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from outrider.control import choose
+from outrider.control.plan import Load, Try, keep, note_depths
+from outrider.core.step import Batch, RowStep
+
+
+def keep_what_pays(batch: Batch, tries: Mapping[int, Try], load: Load, bits: Sequence[int]) -> None:
+    """Cut trees to the nodes of the whole batch that pay, and one of each drafter that is being tried.
+
+    tries: row of the batch -> its drafts, which get their expected accepted tokens.
+    bits: those of the proposers of each drafter.
+    """
+    trees = [(batch[r], tried) for r, tried in tries.items() if batch[r].tree.tokens]
+    for step, tried in trees:
+        note_depths(tried, step, bits)
+    if len(trees) == 1 and trees[0][0].tree.chained and not trees[0][0].tree.probes:
+        _trim_chain(batch, *trees[0], load)
+        return
+    joints = []
+    for step, tried in trees:
+        joint = choose.joint_probabilities(step.tree, tried.plan.state.calibration)
+        joints.append(joint[: step.tree.size])
+    kept = choose.select(joints, load.verify, load.rate)
+    for (step, tried), nodes, joint in zip(trees, kept, joints):
+        if tried.plan.exploring and not nodes and joint:
+            nodes = [0]
+        tried.expected = sum(joint[i] for i in nodes)
+        keep(batch, step, nodes)
+
+
+def _trim_chain(batch: Batch, step: RowStep, tried: Try, load: Load) -> None:
+    """The same for a single chain, the usual case."""
+    calibration = tried.plan.state.calibration
+    count, tried.expected = choose.prefix(step.tree, calibration, load.verify, load.rate)
+    if not count and tried.plan.exploring:
+        count, tried.expected = 1, choose.joint_probabilities(step.tree, calibration)[0]
+    keep(batch, step, [*range(count)])

@@ -1,0 +1,28 @@
+"""Weights of a draft model, on the devices that its options name."""
+
+from __future__ import annotations
+
+from outrider.checkpoints.hub import Checkpoint
+from outrider.draft.draft_model.options import DraftModelOptions
+from outrider.models import load as models
+from outrider.models.base import Model
+from outrider.models.placement import Precision, pick_device, pick_dtype, place
+from outrider.parallel import load as parallel
+
+
+def load_draft(
+    options: DraftModelOptions, target: Model, checkpoint: Checkpoint, context: int, quantization: str | None
+) -> Model:
+    """The draft model in a checkpoint, for texts of at most `context` tokens.
+
+    quantization: in place of that of the options.
+    Raises ConfigError for a device or dtype that cannot be used.
+    """
+    chosen = options.draft_device
+    device = target.device if chosen == "auto" else pick_device(chosen, "draft_device")
+    dtype = pick_dtype(options.draft_dtype, checkpoint.stored_dtype, device, "draft_dtype")
+    precision = Precision(dtype, quantization, target.precision.kv_cache_dtype)
+    if (ranks := options.draft_tensor_parallel_size) > 1:
+        return parallel.load_beside(target, ranks, checkpoint, precision, context, options.revision)
+    layers = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
+    return models.load(checkpoint, precision, device, context, layers)
