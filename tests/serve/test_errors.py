@@ -41,7 +41,7 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
         (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
         (COMPLETIONS, {"prompt": "a", "n": 1000}, "n"),
         (COMPLETIONS, {"prompt": ["a"] * 200, "n": 2}, "256 samples at most"),
-        (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of"),
+        (COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
         (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "temperature"),
         (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),

@@ -70,14 +70,14 @@ class Job:
         n = self.body.n
         made["choices"] = [
             {
-                "index": i * n + sample.index,
+                "index": i * n + index,
                 **self.choices.choice(i, sample),
                 **self._prompt_ids(i, chat=False),
                 **self._token_ids(sample, 0),
                 **self._origins(sample, 0),
             }
             for i, output in enumerate(outputs)
-            for sample in output.outputs
+            for index, sample in enumerate(likeliest(output.outputs, n))
         ]
         if self.kind == "chat.completion":
             made |= prompt_logprobs(self.body, self.requests[0])
@@ -218,6 +218,15 @@ def bounded(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def best_of(entry: Entry, count: int) -> list[int]:
+def likeliest(samples: Sequence[CompletionOutput], count: int) -> Sequence[CompletionOutput]:
+    """Of more samples than `count` those with the highest mean log-probability of a token, best first."""
+    return samples if len(samples) == count else sorted(samples, key=_mean_logprob, reverse=True)[:count]
+
+
+def _mean_logprob(sample: CompletionOutput) -> float:
+    return (sample.cumulative_logprob or 0.0) / max(1, len(sample.token_ids))
+
+
+def best_tokens(entry: Entry, count: int) -> list[int]:
     """The ids of the `count` best tokens of an entry, whose first one is the sampled token; -1: all."""
     return sorted(entry, key=lambda token: entry[token].rank)[: None if count == -1 else count]

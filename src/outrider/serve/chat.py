@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
-from outrider.serve.answers import Job, best_of, bounded, name_of, token_name
+from outrider.serve.answers import Job, best_tokens, bounded, name_of, token_name
 from outrider.serve.errors import ApiError
 from outrider.serve.protocol import ChatBody
 from outrider.serve.sampling import check_logprobs, params_of
@@ -184,7 +184,7 @@ class Chat:
         return {"content": [self._entry(token, entry) for token, entry in pairs], "refusal": None}
 
     def _entry(self, token: int, entry: Entry) -> dict[str, Any]:
-        best = best_of(entry, self.body.top_logprobs or 0)
+        best = best_tokens(entry, self.body.top_logprobs or 0)
         return {**self._one(token, entry), "top_logprobs": [self._one(other, entry) for other in best]}
 
     def _one(self, token: int, entry: Entry) -> dict[str, Any]:

@@ -206,7 +206,7 @@ class CompletionBody(Classic):
     max_tokens: Token | None = 16  # 0 with echo alone: the prompt is scored
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0)
-    best_of: int | None = None
+    best_of: int | None = Field(None, ge=1, le=MOST_SAMPLES)
     suffix: str | None = None
     add_special_tokens: bool = True
 
