@@ -36,7 +36,14 @@ def test_the_likeliest_samples_are_returned_best_first(server: Served, llm: LLM)
 
 
 def test_log_probabilities_and_ids_are_those_of_the_samples(server: Served) -> None:
-    asked = {**BODY, "prompt": PROMPTS[0], "best_of": 4, "logprobs": 1, "echo": True, "return_token_ids": True}
+    asked = {
+        **BODY,
+        "prompt": PROMPTS[0],
+        "best_of": 4,
+        "logprobs": 1,
+        "echo": True,
+        "return_token_ids": True,
+    }
     (choice,) = server.post("/v1/completions", asked).json()["choices"]
     assert len(choice["logprobs"]["tokens"]) == len(choice["prompt_token_ids"]) + len(choice["token_ids"])
     assert choice["text"].startswith(PROMPTS[0])
