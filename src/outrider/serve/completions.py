@@ -11,8 +11,9 @@ from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
 from outrider.progress import Request
 from outrider.requests import Prompt
-from outrider.serve.answers import Job, best_tokens, bounded, name_of, prompt_logprobs, token_name
+from outrider.serve.answers import Job, name_of
 from outrider.serve.errors import ApiError
+from outrider.serve.logprobs import best_tokens, bounded, prompt_logprobs, token_name
 from outrider.serve.protocol import CompletionBody
 from outrider.serve.sampling import check_logprobs, params_of
 from outrider.serve.state import Server
@@ -150,7 +151,7 @@ class Completion:
         made: dict[str, list[Any]] = {name: [] for name in FIELDS}
         for token, entry in zip(ids, entries):
             text = piece(token)
-            made["tokens"].append(token_name(self.body, token, text))
+            made["tokens"].append(token_name(token, text, self.body.return_tokens_as_token_ids))
             made["text_offset"].append(offset)
             made["token_logprobs"].append(None if entry is None else bounded(entry[token].logprob))
             made["top_logprobs"].append(None if entry is None else self._best(token, entry))
@@ -161,7 +162,8 @@ class Completion:
         """The best tokens and the sampled one, by their names; of several with one name the best."""
         found: dict[str, float] = {}
         for other in [*best_tokens(entry, self.body.logprobs or 0), token]:
-            name = token_name(self.body, other, self.server.reader.piece(other))
+            text = self.server.reader.piece(other)
+            name = token_name(other, text, self.body.return_tokens_as_token_ids)
             found.setdefault(name, bounded(entry[other].logprob))
         return found
 

@@ -246,7 +246,7 @@ class ResponsesBody(Sampling, Calling):
     reasoning: dict[str, Any] | None = None  # its effort is for the chat template
     max_tool_calls: Count | None = None  # of the service's own tools: without effect here
     stream_options: StreamOptions | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: int | None = Field(None, ge=-1)
     previous_response_id: str | None = None
     background: bool | None = None
     include: Many[str] | None = None

@@ -52,7 +52,7 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
     return SamplingParams(**{"max_tokens": None, **known})
 
 
-def check_logprobs(body: Classic, most: int) -> None:
+def check_logprobs(body: Sampling, most: int) -> None:
     """Raise ApiError if a body asks for more log-probabilities of a token than the server's max_logprobs."""
     for name in ("prompt_logprobs", "logprobs", "top_logprobs"):
         count = getattr(body, name, None)
