@@ -183,7 +183,7 @@ def test_a_lark_grammar_may_have_the_sign_of_gbnf_in_a_text(compiler: GrammarCom
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({}, "exactly one of json, regex, choice, grammar, json_object, got none"),
+        ({}, "exactly one of json, regex, choice, grammar, json_object, structural_tag, got none"),
         ({"json": {}, "regex": "a"}, "got json and regex"),
         ({"json": "{"}, "json is no JSON: .* line 1 column 2"),
         ({"json": {"enum": {1, 2}}}, "json is no JSON: .*set"),
@@ -194,7 +194,6 @@ def test_a_lark_grammar_may_have_the_sign_of_gbnf_in_a_text(compiler: GrammarCom
         ({"json_object": False}, "got none"),
         ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "no effect"),
         ({"jsn": {}}, "unknown key 'jsn'.*Did you mean 'json'"),
-        ({"structural_tag": "x"}, "Tagged parts are not supported"),
         (5, "must be StructuredOutputs or a dict"),
     ],
 )

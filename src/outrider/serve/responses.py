@@ -75,8 +75,9 @@ def _format(body: ResponsesBody) -> dict[str, Any] | None:
         return None
     rest = {key: value for key, value in given.items() if key != "type"}
     try:
-        schema = JsonSchema(**rest) if given.get("type") == "json_schema" else None
-        return of_format(ResponseFormat(type=given.get("type"), json_schema=schema))  # type: ignore[arg-type]
+        if given.get("type") == "json_schema":
+            given = {"type": "json_schema", "json_schema": JsonSchema(**rest)}
+        return of_format(ResponseFormat(**given))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(["text.format", *map(str, first["loc"])])

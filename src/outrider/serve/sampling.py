@@ -16,12 +16,13 @@ from outrider.serve.protocol import Classic, ResponseFormat, ResponsesBody, Samp
 OTHERS = {"logprobs", "max_tokens", "prediction", "structured_outputs"}
 SHARED = {field.name for field in fields(SamplingParams)} - OTHERS
 WHITESPACE = "guided_whitespace_pattern"
-JSON_FORMS = {"json", "json_object"}
+JSON_FORMS = {"json", "json_object", "structural_tag"}
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "structural_tag": "structural_tag",
 }
 # parameters of the engine that bodies have under other names
 FIELDS = {"draft_method": "speculation.method", "lora_request": "model"}
@@ -120,6 +121,9 @@ def of_format(format: ResponseFormat) -> dict[str, Any] | None:
         return None
     if format.type == "json_object":
         return {"json_object": True}
+    if format.type == "structural_tag":
+        given = {name: getattr(format, name) for name in ("structures", "triggers", "format")}
+        return {"structural_tag": {name: value for name, value in given.items() if value is not None}}
     if format.json_schema is None:
         raise ApiError(400, "response_format json_schema needs 'json_schema'.", "response_format.json_schema")
     return {"json": format.json_schema.schema_}
