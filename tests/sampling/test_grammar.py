@@ -310,6 +310,15 @@ def test_a_mask_fits_logits_of_any_width(compiler: GrammarCompiler) -> None:
     assert torch.equal(wide[:8192], full) and not wide[8192:].isfinite().any()
 
 
+def test_a_row_whose_grammar_the_library_gives_up_is_refused(compiler: GrammarCompiler) -> None:
+    """Its text went on without a mask."""
+    state = made(compiler, {"regex": "a{1000000}"})
+    a = compiler.tokenizer.encode("a", add_special_tokens=False)
+    assert mask(state, [], []).any()
+    with pytest.raises(RequestError, match="too complex to follow: lexer error"):
+        mask(state, a, [])
+
+
 # ---- forced text
 
 
