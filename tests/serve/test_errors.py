@@ -68,7 +68,14 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
         (CHAT, {"messages": HELLO, "tools": [{"type": "x"}]}, "tool 0"),
         (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
         (CHAT, {"messages": HELLO, "tool_choice": "maybe"}, "tool_choice"),
+        (CHAT, {"messages": HELLO, "tool_choice": 5}, "tool_choice: Input should be"),
         (CHAT, {"messages": HELLO, "chat_template": "{{ 1 }}"}, "--trust-request-chat-template"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "'tokenize' is no variable"),
+        (
+            RESPONSES,
+            {"input": "a", "tools": [{"type": "function"}]},
+            'tool 0 must be {"type": "function", "name"',
+        ),
         (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content", "content": [3]}}, "prediction"),
         (COMPLETIONS, {"prompt": "a", "prediction": "text"}, "prediction"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "x", "6": "y"}}, "logit_bias"),
@@ -211,7 +218,11 @@ def test_other_faults_have_their_status(server: Served) -> None:
     assert refused(server.post(COMPLETIONS, {"prompt": "a", "model": "no"}), 404)["code"] == "model_not_found"
     refused(server.get("/v1/models/no"), 404)
     refused(server.get("/v1/nothing"), 404)
-    refused(server.get(COMPLETIONS), 405)
+    refused(server.post("/v1/audio/speech", {}), 404, "no route /v1/audio/speech: see /openapi.json")
+    wrong = server.get(COMPLETIONS)
+    refused(wrong, 405, "GET /v1/completions is not allowed, only POST")
+    assert wrong.headers["allow"] == "POST"
+    assert len(server.post(COMPLETIONS, {"prompt": "a", "model": "x" * 5000}).text) < 1000
     refused(server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/"}), 403, "allow-lora")
 
 
