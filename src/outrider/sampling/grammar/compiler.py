@@ -95,7 +95,12 @@ class GrammarCompiler:
         library = self.library  # raises RequestError without llguidance
         from llguidance import LLMatcher
 
-        grammar = self._grammar(form)
+        try:
+            grammar = self._grammar(form)
+        except RequestError:
+            raise
+        except ValueError as error:  # of a text with half of a surrogate pair
+            raise RequestError(f"{WHERE}: {_kind(form)}: {error}.") from error
         counts = {
             "references": grammar.count("$ref") if form.json or form.structural_tag else 0,
             "lines": len((form.grammar or "").splitlines()),
