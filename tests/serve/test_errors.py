@@ -57,7 +57,11 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
         (COMPLETIONS, {"prompt": "a", "speculation": {"method": "x"}}, "method"),
         (COMPLETIONS, {"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
         (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_schema"}}, "json_schema"),
-        (COMPLETIONS, {"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, "only one constraint"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]},
+            "only one constraint on the output can be given, got guided_regex and guided_choice.",
+        ),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": "Hello"}, "messages"),
         (CHAT, {"messages": [{}]}, "role"),

@@ -41,10 +41,15 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
             instead = "leave stream out, or ask /v1/completions for echo with logprobs"
             raise ApiError(400, f"a stream has no prompt_logprobs: {instead}.", "prompt_logprobs")
         given["prediction"] = body.prediction.text if body.prediction is not None else None
-    forms = [*_forms(body).values(), *([dict(form)] if form else [])]
+    forms = _forms(body)
+    if form:
+        forms["text.format" if _has_format(body) else "tool_choice"] = dict(form)
     if len(forms) > 1:
-        raise ApiError(400, f"only one constraint on the output can be given, got {len(forms)}.")
-    given["structured_outputs"] = forms[0] if forms else None
+        names = " and ".join(forms)
+        raise ApiError(
+            400, f"only one constraint on the output can be given, got {names}.", next(iter(forms))
+        )
+    given["structured_outputs"] = next(iter(forms.values()), None)
     if body.speculation is not None:
         given["speculate"] = body.speculation.enabled and body.speculation.max_tokens != 0
         given["max_draft_tokens"] = body.speculation.max_tokens or None
