@@ -63,11 +63,7 @@ def render(
             "continue_final_message goes on with the last message: set add_generation_prompt=False with it.",
             "continue_final_message",
         )
-    variables = given.chat_template_kwargs or {}
-    for name in (*names, *SET):
-        if name in variables:
-            text = f"chat_template_kwargs: {name!r} is no variable of the template that may be set."
-            raise RequestError(text, "chat_template_kwargs")
+    variables = _variables(given, [*names, *SET])
     conversation = [_message(given.messages, i) for i in range(_count(given.messages))]
     try:
         rendered: str = tokenizer.apply_chat_template(
@@ -90,6 +86,15 @@ def render(
         raise
     except Exception as error:  # a template is a program and raises any type
         raise RequestError(f"the chat template cannot take these messages: {error}") from error
+
+
+def _variables(given: Conversation, reserved: Sequence[str]) -> Mapping[str, Any]:
+    variables = given.chat_template_kwargs or {}
+    for name in reserved:
+        if name in variables:
+            text = f"chat_template_kwargs: {name!r} is no variable of the template that may be set."
+            raise RequestError(text, "chat_template_kwargs")
+    return variables
 
 
 def _count(messages: Messages) -> int:
