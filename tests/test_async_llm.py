@@ -113,6 +113,24 @@ def test_an_ended_request_leaves_before_the_next_step(how: str, engine: AsyncLLM
     running(engine, task)
 
 
+def test_closing_an_ended_request_does_not_end_another_one_of_its_id(engine: AsyncLLM) -> None:
+    """The later one was cut off if it came before the first had been closed."""
+
+    async def task() -> None:
+        first = engine.generate(PROMPTS[0], params_of(0, max_tokens=1), "same")
+        while not (await anext(first)).finished:
+            pass
+        while engine.llm.loop.tickets:
+            await asyncio.sleep(0)
+        second = asyncio.create_task(engine.complete(PROMPTS[1], params_of(1, max_tokens=60), "same"))
+        while "same" not in engine.llm.loop.tickets:
+            await asyncio.sleep(0)
+        await first.aclose()
+        assert len((await second).outputs[0].token_ids) == 60
+
+    running(engine, task)
+
+
 def test_an_extended_output_grows_and_its_copies_do_not(tiny: Path, texts: list[list[int]]) -> None:
     llm = LLM(str(tiny), dtype="float32", seed=0)
     driver, params = EngineDriver(llm), params_of(3, logprobs=2)

@@ -20,6 +20,7 @@ from uuid import uuid4
 from outrider.core.params import SamplingParams
 from outrider.core.row import LoRARequest
 from outrider.engine import turn
+from outrider.engine.loop import Ticket
 from outrider.errors import EngineError, RankError, RequestError
 from outrider.llm import LLM
 from outrider.outputs import RequestOutput
@@ -70,6 +71,7 @@ class _Reader:
     ) -> None:
         self.inbox, self.index, self.request, self.final, self.on_end = inbox, index, request, final, on_end
         self.interval, self.due = interval, 0.0
+        self.ticket: Ticket | None = None  # once the request is queued
         self.states: Sequence[RowState] = ()
         self.last: RequestOutput | None = None
         self.waking = self.ended = False  # a call of `wake` is scheduled; there was one for the end
@@ -223,7 +225,7 @@ class AsyncLLM:
         try:
             for i, request in enumerate(requests):
                 reader = _Reader(inbox, i, request, final, interval, on_end)
-                self.llm.loop.submit(request.rows, partial(self._note, reader))
+                reader.ticket = self.llm.loop.submit(request.rows, partial(self._note, reader))
                 readers.append(reader)
             while left:
                 for reader in await inbox.wait():
@@ -238,7 +240,11 @@ class AsyncLLM:
             for reader in readers:
                 reader.on_end = None
                 reader.cancel()
-                self.llm.abort(reader.request.id)
+                self._abort(reader)
+
+    def _abort(self, reader: _Reader) -> None:
+        if reader.ticket is not None:
+            self.llm.loop.abort(reader.ticket)
 
     def _refuse_to_wait(self, inbox: _Inbox, came: float) -> None:
         try:
@@ -307,7 +313,7 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(_wake, readers, crowd)
             except RuntimeError:  # the event loop is closed: no task reads
                 for reader in readers:
-                    self.llm.abort(reader.request.id)
+                    self._abort(reader)
         return self._closed
 
 

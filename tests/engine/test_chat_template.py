@@ -47,6 +47,13 @@ def test_chat_is_generate_on_the_templated_ids() -> None:
     assert chatted.outputs[0].text == generated.outputs[0].text
 
 
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "conversation", "self", "tools"])
+def test_what_the_renderer_sets_is_no_variable(llm: LLM, name: str) -> None:
+    with pytest.raises(RequestError, match=f"chat_template_kwargs: '{name}' is no variable") as error:
+        text_of(llm, ASKED, chat_template_kwargs={name: "{{ 1 }}"})
+    assert error.value.param == "chat_template_kwargs"
+
+
 def test_several_conversations_stand_in_their_order(llm: LLM) -> None:
     several = [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
     together = llm.chat(several, GREEDY, chat_template=TEMPLATE)

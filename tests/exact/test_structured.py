@@ -77,6 +77,8 @@ RECORD = {
 }
 RECORD |= {"required": [*RECORD["properties"]], "additionalProperties": False}  # type: ignore[dict-item,misc]
 NESTED = 'root ::= "(" root? ")" | "<" [a-c]{1,3} ">"'
+TAGS = {"triggers": ["a", "e"], "structures": [{"begin": "a<", "schema": ITEMS, "end": ">"},
+        {"begin": "e", "schema": {"enum": [12345, 12346]}, "end": ";"}]}  # fmt: skip
 ASKS: list[dict[str, Any]] = [
     {"structured_outputs": {"json": RECORD, "disable_any_whitespace": True}},
     {"structured_outputs": {"json": RECORD}, "n": 2},
@@ -85,6 +87,7 @@ ASKS: list[dict[str, Any]] = [
     {"structured_outputs": {"regex": "[a-e]+(, [a-e]{2})*"}, "stop": [", "], "repetition_penalty": 1.2},
     {"structured_outputs": {"choice": ["no", "not at all", "not now"]}, "min_tokens": 3},
     {"structured_outputs": {"json_object": True}, "ignore_eos": True, "presence_penalty": 0.5},
+    {"structured_outputs": {"structural_tag": TAGS}, "logit_bias": {4: -100.0}},
     {"structured_outputs": {"json": RECORD}, "speculate": False},
 ]  # fmt: skip
 PROMPTS = random_prompts(len(ASKS), seed=3)

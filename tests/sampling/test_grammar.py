@@ -126,13 +126,15 @@ def test_the_search_for_the_place_of_a_fault_is_bounded(monkeypatch: pytest.Monk
             "grammar: a GBNF grammar may have 20000 characters at most",
         ),
         ({"grammar": 'root ::= "a'}, "grammar: Unexpected end of input at line 1"),
+        ({"json": {"const": "\ud800"}}, "json: Value is not JSON"),
+        ({"regex": "\ud800"}, "regex: .*surrogates not allowed"),
         ({"json": {"$ref": "#"}}, r"no text has the form of json \{'\$ref': '#'\}"),
     ],
 )
 def test_a_grammar_that_cannot_be_read_is_refused(
     compiler: GrammarCompiler, form: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RequestError, match=f"structured_outputs: {message}"):
+    with pytest.raises(RequestError, match=f"^structured_outputs: {message}"):
         made(compiler, form)
 
 
@@ -183,7 +185,7 @@ def test_a_lark_grammar_may_have_the_sign_of_gbnf_in_a_text(compiler: GrammarCom
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({}, "exactly one of json, regex, choice, grammar, json_object, got none"),
+        ({}, "exactly one of json, regex, choice, grammar, json_object, structural_tag, got none"),
         ({"json": {}, "regex": "a"}, "got json and regex"),
         ({"json": "{"}, "json is no JSON: .* line 1 column 2"),
         ({"json": {"enum": {1, 2}}}, "json is no JSON: .*set"),
@@ -194,7 +196,6 @@ def test_a_lark_grammar_may_have_the_sign_of_gbnf_in_a_text(compiler: GrammarCom
         ({"json_object": False}, "got none"),
         ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "no effect"),
         ({"jsn": {}}, "unknown key 'jsn'.*Did you mean 'json'"),
-        ({"structural_tag": "x"}, "Tagged parts are not supported"),
         (5, "must be StructuredOutputs or a dict"),
     ],
 )
@@ -309,6 +310,15 @@ def test_a_mask_fits_logits_of_any_width(compiler: GrammarCompiler) -> None:
     assert torch.equal(processor(ids, torch.zeros(100)), full[:100])
     wide = processor(ids, torch.zeros(9000))
     assert torch.equal(wide[:8192], full) and not wide[8192:].isfinite().any()
+
+
+def test_a_row_whose_grammar_the_library_gives_up_is_refused(compiler: GrammarCompiler) -> None:
+    """Its text went on without a mask."""
+    state = made(compiler, {"regex": "a{1000000}"})
+    a = compiler.tokenizer.encode("a", add_special_tokens=False)
+    assert mask(state, [], []).any()
+    with pytest.raises(RequestError, match="too complex to follow: lexer error"):
+        mask(state, a, [])
 
 
 # ---- forced text

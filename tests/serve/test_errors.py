@@ -41,7 +41,7 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
         (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
         (COMPLETIONS, {"prompt": "a", "n": 1000}, "n"),
         (COMPLETIONS, {"prompt": ["a"] * 200, "n": 2}, "256 samples at most"),
-        (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of"),
+        (COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
         (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "temperature"),
         (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
@@ -57,7 +57,11 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
         (COMPLETIONS, {"prompt": "a", "speculation": {"method": "x"}}, "method"),
         (COMPLETIONS, {"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
         (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_schema"}}, "json_schema"),
-        (COMPLETIONS, {"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, "only one constraint"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]},
+            "only one constraint on the output can be given, got guided_regex and guided_choice.",
+        ),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": "Hello"}, "messages"),
         (CHAT, {"messages": [{}]}, "role"),
@@ -68,7 +72,14 @@ def refused(answer: httpx.Response, status: int, text: str = "") -> dict[str, An
         (CHAT, {"messages": HELLO, "tools": [{"type": "x"}]}, "tool 0"),
         (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
         (CHAT, {"messages": HELLO, "tool_choice": "maybe"}, "tool_choice"),
+        (CHAT, {"messages": HELLO, "tool_choice": 5}, "tool_choice: Input should be"),
         (CHAT, {"messages": HELLO, "chat_template": "{{ 1 }}"}, "--trust-request-chat-template"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "'tokenize' is no variable"),
+        (
+            RESPONSES,
+            {"input": "a", "tools": [{"type": "function"}]},
+            'tool 0 must be {"type": "function", "name"',
+        ),
         (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content", "content": [3]}}, "prediction"),
         (COMPLETIONS, {"prompt": "a", "prediction": "text"}, "prediction"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "x", "6": "y"}}, "logit_bias"),
@@ -211,7 +222,11 @@ def test_other_faults_have_their_status(server: Served) -> None:
     assert refused(server.post(COMPLETIONS, {"prompt": "a", "model": "no"}), 404)["code"] == "model_not_found"
     refused(server.get("/v1/models/no"), 404)
     refused(server.get("/v1/nothing"), 404)
-    refused(server.get(COMPLETIONS), 405)
+    refused(server.post("/v1/audio/speech", {}), 404, "no route /v1/audio/speech: see /openapi.json")
+    wrong = server.get(COMPLETIONS)
+    refused(wrong, 405, "GET /v1/completions is not allowed, only POST")
+    assert wrong.headers["allow"] == "POST"
+    assert len(server.post(COMPLETIONS, {"prompt": "a", "model": "x" * 5000}).text) < 1000
     refused(server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/"}), 403, "allow-lora")
 
 

@@ -221,6 +221,13 @@ def test_the_end_of_an_answer_stays_in_sight_on_a_phone(page: Any) -> None:
     assert page.evaluate("scrollY") > 0, "the answers are too short for this test"
 
 
+def test_the_page_fits_the_narrowest_screens(page: Any) -> None:
+    """320 pixels wide, also with a long word, which WCAG asks for."""
+    page.set_viewport_size({"width": 320, "height": 600})
+    ask(page, "x" * 300)
+    assert page.evaluate("document.documentElement.scrollWidth") == 320
+
+
 CONTRAST = """async (page) => {
   const { markOf } = await import(new URL("static/colors.js", page));
   const canvas = document.createElement("canvas").getContext("2d");

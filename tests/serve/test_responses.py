@@ -19,6 +19,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 ARGUMENTS = ({"a": 3}, {"a": 4})
+INCLUDE = "message.output_text.logprobs"
 TOOL: Any = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}
 
 
@@ -109,7 +110,9 @@ def test_items_of_other_servers_are_read() -> None:
         ({"input": []}, "input"),
         ({"input": "a", "previous_response_id": "x"}, "not stored"),
         ({"input": "a", "background": True}, "background"),
-        ({"input": "a", "include": ["message.output_text.logprobs"]}, "logprobs"),
+        ({"input": "a", "top_logprobs": 2}, "top_logprobs needs include"),
+        ({"input": "a", "include": [INCLUDE], "top_logprobs": 21}, "top_logprobs must be at most 20"),
+        ({"input": "a", "include": [INCLUDE], "top_logprobs": "2"}, "top_logprobs"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input item 0"),
         ({"input": [{"type": "function_call"}]}, "input item 0"),

@@ -34,7 +34,7 @@ LARGEST = sys.float_info.max
 LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors", "prediction")
 
 _BEAMS = "Beam search is not supported: sample, or decode greedily with temperature 0."
-_FORMS = "Use 'structured_outputs', a dict with json, regex, choice, grammar or json_object."
+_FORMS = "Use 'structured_outputs', a dict with json, regex, choice, grammar, json_object or structural_tag."
 ELSEWHERE = {  # parameter names of other programs or of earlier versions of vLLM -> replacement
     "best_of": "Ask for n samples with logprobs=0, and keep the one with the highest cumulative_logprob.",
     "suffix": "Text is only continued, not filled in: put everything before it into the prompt.",
@@ -50,7 +50,8 @@ ELSEWHERE = {  # parameter names of other programs or of earlier versions of vLL
     ),
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding",
-         "response_format", "grammar", "json_schema", "json", "regex", "choice"), _FORMS,
+         "response_format", "grammar", "json_schema", "json", "regex", "choice", "structural_tag"),
+        _FORMS,
     ),
 }  # fmt: skip
 

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
+from outrider.core.structural_tag import tags_of
 from outrider.core.validate import TEXT, Flag, Kind, kinds_of, list_of
 from outrider.errors import RequestError, refuse_unknown, shortened
 
 WHERE = "structured_outputs"
-FORMS = ("json", "regex", "choice", "grammar", "json_object")
-_TAGS = "Tagged parts are not supported: write the whole output as a 'grammar'."
+FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _ONE = "There is one grammar library: leave it out."
 ELSEWHERE = {  # keys of vLLM or llama.cpp that are refused -> replacement
-    "structural_tag": _TAGS,
     "backend": _ONE,
     "_backend": _ONE,
     "disable_fallback": _ONE,
@@ -35,13 +34,14 @@ Filled = Annotated[str, Kind("a text that is not empty", TEXT.accepts)]
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """Constraint on the output of a request: exactly one of the first five fields.
+    """Constraint on the output of a request: exactly one of the first six fields.
 
     json                    a JSON schema, as a dict or as text
     regex                   a regular expression that matches the whole output (Rust's syntax)
     choice                  a list of texts, one of which is the output
     grammar                 a Lark grammar (rule `start`), or a GBNF one (rule `root`, `::=`)
     json_object             True: any JSON object
+    structural_tag          free text with parts that follow JSON schemas, as a dict or as text
     whitespace_pattern      regular expression of the whitespace between JSON tokens; None: at most a line
                             break and 24 spaces
     disable_any_whitespace  True: only ", " and ": ", as Python's json.dumps writes
@@ -54,6 +54,7 @@ class StructuredOutputs:
     choice: Annotated[Sequence[str], CHOICE] | None = None
     grammar: Filled | None = None
     json_object: Annotated[bool | None, TRUE] = None
+    structural_tag: Mapping[str, Any] | str | None = None
     whitespace_pattern: Annotated[str, Kind("a regular expression", TEXT.accepts)] | None = None
     disable_any_whitespace: Flag = False
 
@@ -65,6 +66,8 @@ class StructuredOutputs:
             found = " and ".join(given) or "none"
             raise RequestError(f"{WHERE} needs exactly one of {', '.join(FORMS)}, got {found}.")
         object.__setattr__(self, "json", _schema(self.json))
+        if self.structural_tag is not None:
+            tags_of(self.structural_tag)  # raises RequestError
         for name, kind in kinds_of(StructuredOutputs).items():
             kind.check(getattr(self, name), f"{WHERE}.{name}", RequestError)
         if self.whitespace_pattern is not None and self.disable_any_whitespace:

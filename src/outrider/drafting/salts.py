@@ -1,7 +1,8 @@
 """What drafters learn from requests with a cache_salt, apart from what they learn from all others.
 
 Draft tokens show in the time and the usage of a request.  Those of one salt therefore come from requests of
-that salt only, as cached pages do.
+that salt only, as cached pages do.  Learned weights are the exception: they draft for all requests, and learn
+from those without a salt (online/texts.py).
 """
 
 from __future__ import annotations

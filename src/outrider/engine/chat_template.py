@@ -10,6 +10,7 @@ from typing import Any
 from outrider.errors import RequestError, refuse_unknown
 
 TEXTS = ("text", "refusal")  # types of parts, and their keys
+SET = ("self", "conversation", "conversations", "tokenize", "return_assistant_tokens_mask")  # by the renderer
 Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "…"}, …]
 
 
@@ -62,9 +63,10 @@ def render(
             "continue_final_message goes on with the last message: set add_generation_prompt=False with it.",
             "continue_final_message",
         )
+    variables = _variables(given, [*names, *SET])
     conversation = [_message(given.messages, i) for i in range(_count(given.messages))]
     try:
-        text: str = tokenizer.apply_chat_template(
+        rendered: str = tokenizer.apply_chat_template(
             conversation,
             tools=given.tools,
             documents=given.documents,
@@ -72,18 +74,27 @@ def render(
             add_generation_prompt=given.add_generation_prompt,
             continue_final_message=given.continue_final_message,
             tokenize=False,
-            **(given.chat_template_kwargs or {}),
+            **variables,
         )
         if check is not None:
-            check(text)
+            check(rendered)
         return {
-            "prompt": text,
-            "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False, verbose=False),
+            "prompt": rendered,
+            "prompt_token_ids": tokenizer.encode(rendered, add_special_tokens=False, verbose=False),
         }
     except RequestError:
         raise
     except Exception as error:  # a template is a program and raises any type
         raise RequestError(f"the chat template cannot take these messages: {error}") from error
+
+
+def _variables(given: Conversation, reserved: Sequence[str]) -> Mapping[str, Any]:
+    variables = given.chat_template_kwargs or {}
+    for name in reserved:
+        if name in variables:
+            text = f"chat_template_kwargs: {name!r} is no variable of the template that may be set."
+            raise RequestError(text, "chat_template_kwargs")
+    return variables
 
 
 def _count(messages: Messages) -> int:

@@ -91,13 +91,15 @@ class EngineLoop:
                 )
             self._process = os.getpid()
 
-    def abort(self, id: str) -> None:
+    def abort(self, request: str | Ticket) -> None:
         """End a request before the next step, with finish_reason "abort".
 
-        Ids that are not open are ignored.
+        request: its id, or its ticket.  A later request of the same id has another ticket.
+        Requests that are not open are ignored.
         """
         with self._lock:
-            if (ticket := self.tickets.get(id)) is not None:
+            ticket = self.tickets.get(request if isinstance(request, str) else request.id)
+            if ticket is not None and (ticket is request or isinstance(request, str)):
                 self._aborted.append(ticket)
                 self._between_steps()
 

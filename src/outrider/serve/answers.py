@@ -15,13 +15,12 @@ from outrider.errors import shortened
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.errors import ApiError, api_error
+from outrider.serve.logprobs import prompt_logprobs
 from outrider.serve.protocol import Classic, Sampling, StreamOptions
 from outrider.serve.sampling import naming
 from outrider.serve.state import Server
 from outrider.serve.usage import origins_of, speculation_of, usage_of, usage_so_far
 from outrider.serve.wire import DONE, event
-
-LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 def now() -> int:
@@ -70,14 +69,14 @@ class Job:
         n = self.body.n
         made["choices"] = [
             {
-                "index": i * n + sample.index,
+                "index": i * n + index,
                 **self.choices.choice(i, sample),
                 **self._prompt_ids(i, chat=False),
                 **self._token_ids(sample, 0),
                 **self._origins(sample, 0),
             }
             for i, output in enumerate(outputs)
-            for sample in output.outputs
+            for index, sample in enumerate(likeliest(output.outputs, n))
         ]
         if self.kind == "chat.completion":
             made |= prompt_logprobs(self.body, self.requests[0])
@@ -173,21 +172,6 @@ class Job:
         return {"outrider": origins_of(sample, start, self.server.reader.piece)}
 
 
-def prompt_logprobs(body: Classic, request: Request) -> dict[str, Any]:
-    """vLLM's field: for each token of the prompt None, or {id: {logprob, rank, decoded_token}}."""
-    asked = request.rows[0].logprobs
-    if body.prompt_logprobs is None or asked is None:
-        return {}
-    return {"prompt_logprobs": [None if entry is None else _ranked(entry) for entry in asked.prompt]}
-
-
-def _ranked(entry: Entry) -> dict[str, Any]:
-    return {
-        str(token): {"logprob": bounded(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
-        for token, one in entry.items()
-    }
-
-
 def name_of(body: Sampling, prefix: str) -> str:
     """Id of a response: the prefix and the request_id of the body, or a random one."""
     if body.request_id is not None and len(body.request_id) > 200:
@@ -200,11 +184,6 @@ def derived(prefix: str, id: str) -> str:
     return f"{prefix}{sha256(f'{prefix}{id}'.encode()).hexdigest()[:32]}"
 
 
-def token_name(body: Classic, token: int, text: str) -> str:
-    """Name of a token in log-probabilities: its text, or its id as vLLM writes it."""
-    return f"token_id:{token}" if body.return_tokens_as_token_ids else text
-
-
 def without_text(output: RequestOutput) -> RequestOutput:
     """The output of max_tokens=0, for which the engine has sampled one token."""
     for i, sample in enumerate(output.outputs):
@@ -214,10 +193,10 @@ def without_text(output: RequestOutput) -> RequestOutput:
     return output
 
 
-def bounded(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+def likeliest(samples: Sequence[CompletionOutput], count: int) -> Sequence[CompletionOutput]:
+    """Of more samples than `count` those with the highest mean log-probability of a token, best first."""
+    return samples if len(samples) == count else sorted(samples, key=_mean_logprob, reverse=True)[:count]
 
 
-def best_of(entry: Entry, count: int) -> list[int]:
-    """The ids of the `count` best tokens of an entry, whose first one is the sampled token; -1: all."""
-    return sorted(entry, key=lambda token: entry[token].rank)[: None if count == -1 else count]
+def _mean_logprob(sample: CompletionOutput) -> float:
+    return (sample.cumulative_logprob or 0.0) / max(1, len(sample.token_ids))

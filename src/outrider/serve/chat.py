@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
-from outrider.serve.answers import Job, best_of, bounded, name_of, token_name
+from outrider.serve.answers import Job, name_of
 from outrider.serve.errors import ApiError
+from outrider.serve.logprobs import of_token
 from outrider.serve.protocol import ChatBody
 from outrider.serve.sampling import check_logprobs, params_of
 from outrider.serve.state import Server
@@ -180,15 +180,9 @@ class Chat:
     def _logprobs(self, sample: CompletionOutput, start: int) -> dict[str, Any] | None:
         if sample.logprobs is None:
             return None
-        pairs = zip(sample.token_ids[start:], sample.logprobs[start:])
-        return {"content": [self._entry(token, entry) for token, entry in pairs], "refusal": None}
-
-    def _entry(self, token: int, entry: Entry) -> dict[str, Any]:
-        best = best_of(entry, self.body.top_logprobs or 0)
-        return {**self._one(token, entry), "top_logprobs": [self._one(other, entry) for other in best]}
-
-    def _one(self, token: int, entry: Entry) -> dict[str, Any]:
-        text = self.server.llm.reader.piece(token)
-        found = list(text.encode(errors="replace"))
-        name = token_name(self.body, token, text)
-        return {"token": name, "logprob": bounded(entry[token].logprob), "bytes": found}
+        reader, body = self.server.reader, self.body
+        content = [
+            of_token(reader, token, entry, body.top_logprobs or 0, body.return_tokens_as_token_ids)
+            for token, entry in zip(sample.token_ids[start:], sample.logprobs[start:])
+        ]
+        return {"content": content, "refusal": None}

@@ -11,8 +11,9 @@ from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
 from outrider.progress import Request
 from outrider.requests import Prompt
-from outrider.serve.answers import Job, best_of, bounded, name_of, prompt_logprobs, token_name
+from outrider.serve.answers import Job, name_of
 from outrider.serve.errors import ApiError
+from outrider.serve.logprobs import best_tokens, bounded, prompt_logprobs, token_name
 from outrider.serve.protocol import CompletionBody
 from outrider.serve.sampling import check_logprobs, params_of
 from outrider.serve.state import Server
@@ -22,8 +23,7 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
     adapter = server.adapter_of(body.model)
     check_logprobs(body, server.options.max_logprobs)
-    if body.best_of not in (None, 1, body.n):
-        raise ApiError(400, "best_of is not supported: ask for n samples with logprobs.", "best_of")
+    candidates = _candidates(body)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: text is continued, not filled in.", "suffix")
     if body.max_tokens == 0 and not body.echo:
@@ -34,7 +34,9 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
         raise ApiError(
             400, f"min_tokens must be at most max_tokens (0), got {body.min_tokens}.", "min_tokens"
         )
-    more: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    more: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, "n": candidates}
+    if candidates > body.n and body.logprobs is None:
+        more["logprobs"] = 0  # by which `likeliest` chooses
     if body.max_tokens == 0:
         more["max_tokens"] = 1  # which `without_text` leaves out
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
@@ -45,6 +47,17 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
     requests = await server.read(prompts, params, id, adapter, body.priority, body.cache_salt)
     made = Completion(server, body, requests)
     return Job(server, body, id, "text_completion", "text_completion", requests, made)
+
+
+def _candidates(body: CompletionBody) -> int:
+    """Samples of each prompt, of which n are returned.  Raises ApiError for a best_of that cannot be used."""
+    if body.best_of is None:
+        return body.n
+    if body.best_of < body.n:
+        raise ApiError(400, f"best_of must be at least n ({body.n}), got {body.best_of}.", "best_of")
+    if body.stream and body.best_of > body.n:
+        raise ApiError(400, "a stream has no best_of: the best sample is known at the end only.", "best_of")
+    return body.best_of
 
 
 def _prompts(body: CompletionBody) -> list[Prompt]:
@@ -138,7 +151,7 @@ class Completion:
         made: dict[str, list[Any]] = {name: [] for name in FIELDS}
         for token, entry in zip(ids, entries):
             text = piece(token)
-            made["tokens"].append(token_name(self.body, token, text))
+            made["tokens"].append(token_name(token, text, self.body.return_tokens_as_token_ids))
             made["text_offset"].append(offset)
             made["token_logprobs"].append(None if entry is None else bounded(entry[token].logprob))
             made["top_logprobs"].append(None if entry is None else self._best(token, entry))
@@ -148,8 +161,9 @@ class Completion:
     def _best(self, token: int, entry: Entry) -> dict[str, float]:
         """The best tokens and the sampled one, by their names; of several with one name the best."""
         found: dict[str, float] = {}
-        for other in [*best_of(entry, self.body.logprobs or 0), token]:
-            name = token_name(self.body, other, self.server.reader.piece(other))
+        for other in [*best_tokens(entry, self.body.logprobs or 0), token]:
+            text = self.server.reader.piece(other)
+            name = token_name(other, text, self.body.return_tokens_as_token_ids)
             found.setdefault(name, bounded(entry[other].logprob))
         return found
 

@@ -27,6 +27,7 @@ UNIONS = {  # of fields with several types: pydantic tells what is wrong with th
     "prompt": "Input should be a text, a list of token ids, or a list of 1 to 1024 of these",
     "stop": "Input should be a text that is not empty, or a list of such",
     "input": "Input should be a text or a list of at least one item",
+    "tool_choice": "Input should be a text or an object",
 }
 log = logging.getLogger("outrider.serve")
 
@@ -113,9 +114,16 @@ def _place(fault: Mapping[str, Any], body: Any) -> list[str | int]:
     return place
 
 
-async def refused(_: Request, error: Exception) -> Json:
+async def refused(request: Request, error: Exception) -> Json:
     """Handler of an exception for an application."""
-    return api_error(error).response()
+    refusal, path = api_error(error), shortened(request.url.path)[1:-1]
+    if isinstance(error, HTTPException):  # of the router, whose texts name nothing
+        if error.status_code == 404:
+            refusal.message = f"there is no route {path}: see /openapi.json."
+        if error.status_code == 405:
+            allowed = refusal.headers.get("Allow")
+            refusal.message = f"{request.method} {path} is not allowed, only {allowed}."
+    return refusal.response()
 
 
 def install(app: FastAPI) -> None:

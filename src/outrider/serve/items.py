@@ -60,6 +60,8 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     for i, tool in enumerate(tools or ()):
         if tool.get("type") != "function":
             raise ApiError(400, f"tools of type {tool.get('type')!r} are not supported.", f"tools.{i}")
+        if not isinstance(tool.get("name"), str):
+            raise ApiError(400, f'tool {i} must be {{"type": "function", "name": …}}.', f"tools.{i}")
         function = {key: value for key, value in tool.items() if key not in ("type", "strict")}
         made.append({"type": "function", "function": function})
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,15 +25,17 @@ class OutputItems:
     message: int | None = None
     calls: list[int] = field(default_factory=list)
 
-    def grow(self, parsed: Parsed, status: str | None) -> Iterator[Event]:
+    def grow(
+        self, parsed: Parsed, status: str | None, logprobs: Sequence[dict[str, Any]] = ()
+    ) -> Iterator[Event]:
         """Take in a text so far and yield the events for what is new.
 
-        status: of the response, once the text has ended; None before.
+        status: of the response, once the text has ended; None before.  logprobs: of the content.
         """
         for number, call in enumerate(parsed.calls[: parsed.calls_before]):
             yield from self._call(number, call)
         if parsed.content or (status and not (parsed.calls or self.items)):
-            yield from self._text(parsed.content)
+            yield from self._text(parsed.content, logprobs)
         for number, call in enumerate(parsed.calls[parsed.calls_before :], parsed.calls_before):
             yield from self._call(number, call)
         if status is not None:
@@ -42,7 +44,7 @@ class OutputItems:
                     ended = status if item["type"] == "message" else "incomplete"
                     yield from self._closed(place, ended)
 
-    def _text(self, content: str) -> Iterator[Event]:
+    def _text(self, content: str, logprobs: Sequence[dict[str, Any]]) -> Iterator[Event]:
         """Events that bring the message to this content."""
         if self.message is None:
             self.message = len(self.items)
@@ -53,8 +55,10 @@ class OutputItems:
         (part,) = self.items[self.message]["content"]
         if new := content[len(part["text"]) :]:
             part["text"] += new
+            found = [*logprobs[len(part["logprobs"]) :]]
+            part["logprobs"] += found
             kind = "response.output_text.delta"
-            yield {**self._place(self.message), "type": kind, "delta": new, "logprobs": []}
+            yield {**self._place(self.message), "type": kind, "delta": new, "logprobs": found}
 
     def _call(self, number: int, call: ToolCall) -> Iterator[Event]:
         """Events that bring a function call to these arguments."""
@@ -83,7 +87,8 @@ class OutputItems:
         where = self._place(place)
         if item["type"] == "message":
             (part,) = item["content"]
-            yield {**where, "type": "response.output_text.done", "text": part["text"], "logprobs": []}
+            done = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield {**where, "type": "response.output_text.done", **done}
             yield {**where, "type": "response.content_part.done", "part": part}
         else:
             kind = "response.function_call_arguments.done"

@@ -28,7 +28,6 @@ UNSUPPORTED = {  # fields of OpenAI's and vLLM's servers that are refused -> wha
     "mm_processor_kwargs": "models take and make text",
     "logits_processors": "use them in Python, with SamplingParams",
     "logprob_token_ids": "ask for more logprobs",
-    "structural_tag": "use structured_outputs with a grammar",
     "thinking_token_budget": "use max_tokens",
     "kv_transfer_params": "prompts are computed by the server itself",
 }
@@ -83,8 +82,12 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    # vLLM's, of a structural_tag
+    structures: Many[dict[str, Any]] | None = None
+    triggers: Many[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class TextPart(Body):
@@ -155,6 +158,7 @@ class Sampling(Body):
     guided_regex: str | None = None
     guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     guided_whitespace_pattern: Text | None = None
     use_beam_search: Literal[False] | None = None
     priority: int = 0
@@ -206,7 +210,7 @@ class CompletionBody(Classic):
     max_tokens: Token | None = 16  # 0 with echo alone: the prompt is scored
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0)
-    best_of: int | None = None
+    best_of: int | None = Field(None, ge=1, le=MOST_SAMPLES)
     suffix: str | None = None
     add_special_tokens: bool = True
 
@@ -246,7 +250,7 @@ class ResponsesBody(Sampling, Calling):
     reasoning: dict[str, Any] | None = None  # its effort is for the chat template
     max_tool_calls: Count | None = None  # of the service's own tools: without effect here
     stream_options: StreamOptions | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: int | None = Field(None, ge=-1)
     previous_response_id: str | None = None
     background: bool | None = None
     include: Many[str] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +15,16 @@ from outrider.serve.answers import name_of, now
 from outrider.serve.chat import Reply, of_effort, reply_for
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.items import chat_tools, messages_of
+from outrider.serve.logprobs import MessageLogprobs
 from outrider.serve.output_items import OutputItems
 from outrider.serve.protocol import JsonSchema, ResponseFormat, ResponsesBody
-from outrider.serve.sampling import naming, of_format, params_of
+from outrider.serve.sampling import check_logprobs, naming, of_format, params_of
 from outrider.serve.state import Server
 from outrider.serve.tool_choice import ToolUse
 from outrider.serve.usage import speculation_of, usage_of
 from outrider.serve.wire import event
+
+LOGPROBS = "message.output_text.logprobs"
 
 
 async def response_job(server: Server, body: ResponsesBody) -> Responses:
@@ -33,10 +36,14 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
         )
     if body.background:
         raise ApiError(400, "background responses are not supported: leave it out.", "background")
-    if "message.output_text.logprobs" in (body.include or ()):
-        raise ApiError(400, "logprobs of responses are not supported: use /v1/chat/completions.", "include")
+    check_logprobs(body, server.options.max_logprobs)
+    with_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not with_logprobs:
+        raise ApiError(400, f'top_logprobs needs include=["{LOGPROBS}"].', "top_logprobs")
     use = ToolUse.of(chat_tools(body.tools), body.tool_choice)
     more: dict[str, Any] = {"max_tokens": body.max_output_tokens}
+    if with_logprobs:
+        more["logprobs"] = body.top_logprobs or 0
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
         more["truncate_prompt_tokens"] = -1  # as in vLLM
     if use.tools and body.skip_special_tokens is None:
@@ -53,7 +60,12 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     id = name_of(body, "resp_")
     (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
     reply = reply_for(server, use, body.parallel_tool_calls is not False)
-    return Responses(server, body, id, now(), [request], reply)
+    made = Responses(server, body, id, now(), [request], reply)
+    if with_logprobs:
+        made.logprobs = MessageLogprobs(
+            server.reader, body.top_logprobs or 0, request.params.skip_special_tokens
+        )
+    return made
 
 
 def _format(body: ResponsesBody) -> dict[str, Any] | None:
@@ -63,8 +75,9 @@ def _format(body: ResponsesBody) -> dict[str, Any] | None:
         return None
     rest = {key: value for key, value in given.items() if key != "type"}
     try:
-        schema = JsonSchema(**rest) if given.get("type") == "json_schema" else None
-        return of_format(ResponseFormat(type=given.get("type"), json_schema=schema))  # type: ignore[arg-type]
+        if given.get("type") == "json_schema":
+            given = {"type": "json_schema", "json_schema": JsonSchema(**rest)}
+        return of_format(ResponseFormat(**given))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(["text.format", *map(str, first["loc"])])
@@ -82,6 +95,7 @@ class Responses:
     requests: Sequence[Request]  # one
     reply: Reply
     sequence: int = 0
+    logprobs: MessageLogprobs | None = None  # if they are asked for
     items: OutputItems = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,8 +105,7 @@ class Responses:
         """The whole response."""
         (output,) = await self.server.outputs(self.requests)
         sample = output.outputs[0]
-        parsed = self.reply.read(sample.text, sample.finish_reason or "stop")
-        list(self.items.grow(parsed, _status(sample)))  # its events are for streams
+        list(self._grown(sample))  # its events are for streams
         return self._ended(output)
 
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:
@@ -123,12 +136,16 @@ class Responses:
                 if self.sequence == 0:
                     yield {"type": "response.created", "response": head}
                     yield {"type": "response.in_progress", "response": head}
-                sample = output.outputs[0]
-                parsed = self.reply.read(sample.text, sample.finish_reason)
-                for each in self.items.grow(parsed, _status(sample)):
+                for each in self._grown(output.outputs[0]):
                     yield each
         ended = self._ended(output)
         yield {"type": f"response.{ended['status']}", "response": ended}
+
+    def _grown(self, sample: CompletionOutput) -> Iterator[dict[str, Any]]:
+        """Events for what is new in the text."""
+        parsed = self.reply.read(sample.text, sample.finish_reason)
+        logprobs = self.logprobs.of(sample, parsed.content) if self.logprobs is not None else ()
+        return self.items.grow(parsed, _status(sample), logprobs)
 
     def _ended(self, output: RequestOutput) -> dict[str, Any]:
         """The response of a text that has ended, and whose items are complete."""
@@ -169,6 +186,7 @@ class Responses:
             "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": body.truncation or "disabled",
             "usage": None,

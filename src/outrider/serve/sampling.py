@@ -16,12 +16,13 @@ from outrider.serve.protocol import Classic, ResponseFormat, ResponsesBody, Samp
 OTHERS = {"logprobs", "max_tokens", "prediction", "structured_outputs"}
 SHARED = {field.name for field in fields(SamplingParams)} - OTHERS
 WHITESPACE = "guided_whitespace_pattern"
-JSON_FORMS = {"json", "json_object"}
+JSON_FORMS = {"json", "json_object", "structural_tag"}
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "structural_tag": "structural_tag",
 }
 # parameters of the engine that bodies have under other names
 FIELDS = {"draft_method": "speculation.method", "lora_request": "model"}
@@ -40,10 +41,15 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
             instead = "leave stream out, or ask /v1/completions for echo with logprobs"
             raise ApiError(400, f"a stream has no prompt_logprobs: {instead}.", "prompt_logprobs")
         given["prediction"] = body.prediction.text if body.prediction is not None else None
-    forms = [*_forms(body).values(), *([dict(form)] if form else [])]
+    forms = _forms(body)
+    if form:
+        forms["text.format" if _has_format(body) else "tool_choice"] = dict(form)
     if len(forms) > 1:
-        raise ApiError(400, f"only one constraint on the output can be given, got {len(forms)}.")
-    given["structured_outputs"] = forms[0] if forms else None
+        names = " and ".join(forms)
+        raise ApiError(
+            400, f"only one constraint on the output can be given, got {names}.", next(iter(forms))
+        )
+    given["structured_outputs"] = next(iter(forms.values()), None)
     if body.speculation is not None:
         given["speculate"] = body.speculation.enabled and body.speculation.max_tokens != 0
         given["max_draft_tokens"] = body.speculation.max_tokens or None
@@ -52,7 +58,7 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
     return SamplingParams(**{"max_tokens": None, **known})
 
 
-def check_logprobs(body: Classic, most: int) -> None:
+def check_logprobs(body: Sampling, most: int) -> None:
     """Raise ApiError if a body asks for more log-probabilities of a token than the server's max_logprobs."""
     for name in ("prompt_logprobs", "logprobs", "top_logprobs"):
         count = getattr(body, name, None)
@@ -120,6 +126,9 @@ def of_format(format: ResponseFormat) -> dict[str, Any] | None:
         return None
     if format.type == "json_object":
         return {"json_object": True}
+    if format.type == "structural_tag":
+        given = {name: getattr(format, name) for name in ("structures", "triggers", "format")}
+        return {"structural_tag": {name: value for name, value in given.items() if value is not None}}
     if format.json_schema is None:
         raise ApiError(400, "response_format json_schema needs 'json_schema'.", "response_format.json_schema")
     return {"json": format.json_schema.schema_}

@@ -17,7 +17,7 @@ from outrider.async_llm import AsyncLLM
 from outrider.core.params import SamplingParams
 from outrider.core.row import LoRARequest
 from outrider.core.validate import text_of
-from outrider.errors import RequestError, about
+from outrider.errors import RequestError, about, shortened
 from outrider.llm import LLM
 from outrider.outputs import RequestOutput
 from outrider.progress import Request
@@ -138,7 +138,9 @@ class Server:
             return None
         if model not in self.adapters:
             served = ", ".join([*self.names, *self.adapters])
-            raise ApiError(404, f"there is no model {model!r}, but {served}.", "model", "model_not_found")
+            raise ApiError(
+                404, f"there is no model {shortened(model)}, but {served}.", "model", "model_not_found"
+            )
         return self.adapters[model]
 
     def name_of(self, model: str | None) -> str:

@@ -16,10 +16,12 @@ from functools import cached_property
 from threading import Lock
 from typing import Any, TypeVar
 
+from outrider.core.structural_tag import tags_of
 from outrider.core.structured import FORMS, WHERE, StructuredOutputs
 from outrider.errors import RequestError, shortened
 from outrider.sampling.grammar.faults import place_of, readable
 from outrider.sampling.grammar.state import GrammarState
+from outrider.sampling.grammar.tags import tagged
 
 CACHED = 64  # compiled grammars
 MOST_RULES = 10_000  # lines of a grammar, or references of a schema
@@ -75,6 +77,13 @@ class GrammarCompiler:
         core.no_truncation()
         return LLTokenizer(core.to_str(), n_vocab=size, eos_token=sorted(self.ending))
 
+    @cached_property
+    def special(self) -> dict[str, int]:
+        """The special tokens that may stand in a text, by their texts."""
+        added: Mapping[int, Any] = self.tokenizer.added_tokens_decoder
+        known = {i: str(token) for i, token in added.items() if i not in self.ending}
+        return {text: i for i, text in known.items() if text and self.library.is_special_token(i)}
+
     def _matcher(self, form: StructuredOutputs) -> Any:
         key = json.dumps(astuple(form))
         matcher = self.compiled.pop(key, None) or on_large_stack(lambda: self._compile(form))
@@ -87,10 +96,17 @@ class GrammarCompiler:
         library = self.library  # raises RequestError without llguidance
         from llguidance import LLMatcher
 
-        grammar = self._grammar(form)
-        references = 0 if form.json is None else grammar.count("$ref")
-        lines = 0 if form.grammar is None else len(form.grammar.splitlines())
-        for count, what in (references, "references"), (lines, "lines"):
+        try:
+            grammar = self._grammar(form)
+        except RequestError:
+            raise
+        except ValueError as error:  # of a text with half of a surrogate pair
+            raise RequestError(f"{WHERE}: {_kind(form)}: {error}.") from error
+        counts = {
+            "references": grammar.count("$ref") if form.json or form.structural_tag else 0,
+            "lines": len((form.grammar or "").splitlines()),
+        }
+        for what, count in counts.items():
             if count > MOST_RULES:
                 raise RequestError(f"{WHERE}: a grammar may have {MOST_RULES} {what} at most, got {count}.")
         matcher = LLMatcher(library, grammar, log_level=0)
@@ -108,6 +124,10 @@ class GrammarCompiler:
             return self._schema(form, form.json)
         if form.json_object:
             return self._schema(form, {"type": "object"})
+        if form.structural_tag is not None:
+            tags = tags_of(form.structural_tag)
+            schemas = [json.loads(self._schema(form, tag.schema))["grammars"][0] for tag in tags]
+            return tagged(tags, [each["json_schema"] for each in schemas], self.special)
         if form.regex is not None:
             return LLMatcher.grammar_from_regex(form.regex)
         if form.choice is not None:
@@ -129,10 +149,19 @@ class GrammarCompiler:
         return str(messages[0]) if refused else None
 
     def _fault(self, form: StructuredOutputs, message: str) -> RequestError:
+        tags = () if form.structural_tag is None else tags_of(form.structural_tag)
+        for i, tag in enumerate(tags):
+            if (fault := self._refusal(self._schema(form, tag.schema))) is not None:
+                at = self._place(form, tag.schema, fault)
+                return RequestError(f"{WHERE}: structural_tag, structure {i}, at {at}: {readable(fault)}.")
         if not isinstance(form.json, Mapping):
             return RequestError(f"{WHERE}: {_kind(form)}: {readable(message)}.")
-        place = place_of(form.json, message, lambda part: self._refusal(self._schema(form, part)))
-        return RequestError(f"{WHERE}: json, at {place}: {readable(message)}.")
+        return RequestError(
+            f"{WHERE}: json, at {self._place(form, form.json, message)}: {readable(message)}."
+        )
+
+    def _place(self, form: StructuredOutputs, schema: Mapping[str, Any], fault: str) -> str:
+        return place_of(schema, fault, lambda part: self._refusal(self._schema(form, part)))
 
 
 def _kind(form: StructuredOutputs) -> str:

@@ -45,6 +45,7 @@ class GrammarState:
     def forbidden(self, ids: Ids) -> Tensor | None:
         """Mask of the tokens that may not follow, bool [vocabulary]; None if the grammar forbids `ids`."""
         if not self.move(ids):
+            self._check()
             return None
         path = tuple(self.tokens[self.emitted :])
         if path not in self.masks:
@@ -110,15 +111,18 @@ class GrammarState:
     def _mask(self) -> Tensor:
         ended = self.consumed < len(self.tokens)
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        if self.matcher.is_error():
-            fault = self.matcher.get_error().splitlines()[0]
-            text = f"structured_outputs: the grammar is too complex to follow: {fault}."
-            raise RequestError(text, "structured_outputs")
+        self._check()
         forbidden = torch.from_numpy(np.unpackbits(bits, bitorder="little") == 0)
         if ended:
             forbidden.fill_(True)
         forbidden[self.ending_ids] = not (ended or self.matcher.is_accepting())
         return forbidden
+
+    def _check(self) -> None:
+        if self.matcher.is_error():
+            fault = self.matcher.get_error().splitlines()[0]
+            text = f"structured_outputs: the grammar is too complex to follow: {fault}."
+            raise RequestError(text, "structured_outputs")
 
 
 def depth_first(parents: Sequence[int]) -> list[int]:
