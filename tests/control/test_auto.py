@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from outrider import LLM, SamplingParams
 from outrider.control.auto import ANCHOR, AutoController
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm, Load
+from outrider.control.room import Room
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -96,13 +98,48 @@ def test_plans_hold_while_the_ledger_has_room_for_another_step() -> None:
     auto, row = controller(), make_row([1, 2, 3], limit=1000)
     batch, _ = budget(auto, row)
     (plan,) = auto.plans.values()
-    auto.interval, auto.room, auto.room_of = 16, 1.0, {0: 3.5 * plan.loss}
+    auto.interval, auto.room = 16, Room(1.0, {0: 3.5 * plan.loss})
     for steps in (1, 2, 0):
         batch[0].tree, batch[0].emitted = DraftTree.chain([7], [0.99]), [7]
         auto.trim(batch)
-        auto.shortfall = -1.0  # nothing else ends the plans
+        auto.room.shortfall = -1.0  # nothing else ends the plans
         auto.learn(Commit(batch), PLAIN)
         assert len(auto.log) == steps
+
+
+def right_step(auto: AutoController, row: Row) -> Batch:
+    """A step that has begun, whose one draft token will be right."""
+    batch, _ = budget(auto, row)
+    batch[0].tree = DraftTree.chain([7], [0.99])
+    auto.trim(batch)
+    batch[0].accepted, batch[0].emitted = [0], [7, 7]
+    return batch
+
+
+def test_on_a_device_outcomes_are_taken_in_while_the_next_step_is_computed() -> None:
+    """That step has the plans of before, those after it have new ones, and the work is no loss."""
+    auto, row = controller(), make_row([1, 2, 3], limit=1000)
+    ticks = itertools.count()
+    auto.settles, auto.clock = True, lambda: 1e-7 * next(ticks)
+    auto.learn(Commit(right_step(auto, row)), PLAIN)
+    while not auto.due:  # the first trials are taken in at once
+        auto.learn(Commit(right_step(auto, row)), PLAIN)
+    (before,), host, log = auto.plans.values(), auto.evidence.host, len(auto.log)
+    batch = right_step(auto, row)
+    assert [*auto.plans.values()] == [before] and len(auto.log) == log > 0
+    auto.settle()
+    (after,) = auto.plans.values()
+    assert after is not before and not auto.log and not auto.due and not auto.stale
+    assert auto.evidence.host == host and auto.looked == 0
+    auto.learn(Commit(batch), PLAIN)
+    assert auto.room.of_row[0] < after.state.ledger.room + auto.load.token
+
+
+def test_without_a_device_outcomes_are_taken_in_at_once() -> None:
+    auto, row = controller(), make_row([1, 2, 3], limit=1000)
+    for _ in range(20):
+        auto.learn(Commit(right_step(auto, row)), PLAIN)
+        assert not auto.due and len(auto.log) < auto.interval
 
 
 def test_a_budget_that_was_cut_to_nothing_is_no_miss() -> None:

@@ -18,23 +18,24 @@ def best_fixed(env: Environment, plain: float) -> float:
     return min([plain, *(env.fixed_time(k, depth) for k in range(len(env.sources)) for depth in DEPTHS)])
 
 
-def run(seed: int) -> tuple[Environment, Outcome]:
+def run(seed: int, settles: bool = False) -> tuple[Environment, Outcome]:
     env = Environment.draw(seed)
-    return env, Simulation(env, seed=seed).run()
+    return env, Simulation(env, seed=seed, settles=settles).run()
 
 
-def check(seeds: range) -> None:
+def check(seeds: range, settles: bool = False) -> None:
     ratios, losses = [], {}
     for seed in seeds:
-        env, outcome = run(seed)
+        env, outcome = run(seed, settles)
         ratios.append(outcome.time / best_fixed(env, outcome.plain))
         losses[seed] = outcome.worst_loss
     assert max(losses.values()) <= 20, max(losses.items(), key=lambda item: item[1])
     assert sum(ratios) / len(ratios) < 1.0, "behind the best fixed arm in hindsight"
 
 
-def test_losses_are_bounded_and_the_best_fixed_arm_is_beaten_on_average() -> None:
-    check(range(15))
+@pytest.mark.parametrize("settles", [False, True], ids=["at-once", "beside-the-next-step"])
+def test_losses_are_bounded_and_the_best_fixed_arm_is_beaten_on_average(settles: bool) -> None:
+    check(range(15), settles)
 
 
 @pytest.mark.full

@@ -76,7 +76,7 @@ def test_a_step_is_passed_on_while_the_next_one_is_computed(
     check_idle(llm)
 
 
-@pytest.mark.parametrize("method", ["off", "ngram", "draft_model"])
+@pytest.mark.parametrize("method", ["off", "ngram", "draft_model", "auto"])
 def test_texts_are_those_of_steps_that_are_waited_for(
     method: str, ahead: LLM, outputs_of: PlainOutputs, random_draft: str
 ) -> None:
@@ -85,8 +85,11 @@ def test_texts_are_those_of_steps_that_are_waited_for(
     stop = outputs_of(PROMPTS[0], params(0)).outputs[0].token_ids[9]
     each = [params(i, stop_token_ids=[stop] if i == 0 else None) for i in range(len(PROMPTS))]
     expected = [visible_parts(outputs_of(prompt, p).outputs) for prompt, p in zip(PROMPTS, each)]
-    ahead.use({"method": method, **({"model": random_draft} if method == "draft_model" else {})})
+    more = {"draft_model": {"model": random_draft}, "auto": {"drafters": [{"model": random_draft}]}}
+    ahead.use({"method": method, **more.get(method, {})})
     ahead.engine.ahead = True
+    for controller in ahead.engine.adaptive:
+        controller.settles = True
     found = run_staggered(ahead, PROMPTS, each, aborts={3: 5})
     assert expected[0] != first
     assert [visible_parts(o.outputs) for i, o in enumerate(found) if i != 3] == expected[:3] + expected[4:]

@@ -126,7 +126,9 @@ class Outcome:
 class Simulation:
     """Runs the requests of an environment under an AutoController."""
 
-    def __init__(self, env: Environment, grace_steps: float = 20.0, seed: int = 0) -> None:
+    def __init__(
+        self, env: Environment, grace_steps: float = 20.0, seed: int = 0, settles: bool = False
+    ) -> None:
         self.env, self.now, self.random = env, 0.0, random.Random(seed)
         arms = [Arm((f"drafter{k}",), MAX_DEPTH, lambda depth: depth) for k in range(len(env.sources))]
         limits = FixedController(Options(), MAX_DEPTH, lambda depth: len(arms) * depth, 1000)
@@ -135,6 +137,7 @@ class Simulation:
         self.controller = AutoController(
             limits, arms, forward, grace_steps, grace_steps, 0.0, clock=lambda: self.now, seed=seed
         )
+        self.controller.settles = settles
 
     def run(self) -> Outcome:
         env, worst = self.env, 0.0
@@ -155,6 +158,8 @@ class Simulation:
             step.budget = budget
         self._propose(batch)
         controller.trim(batch)
+        if controller.settles:  # as on a device, while it computes
+            controller.settle()
         propose = self.now - began
         nodes = sum(len(step.tree.tokens) for step in batch)
         forward = self._forward(SECONDS * env.rows[len(batch) + nodes])

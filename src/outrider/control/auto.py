@@ -33,6 +33,7 @@ from outrider.control.planner import Planner
 from outrider.control.prefill_choice import PrefillChoice
 from outrider.control.report import report
 from outrider.control.rest import Rest
+from outrider.control.room import Room, enter_losses
 from outrider.control.trim import keep_what_pays
 from outrider.core.clock import Times, one_time, take_one_time, working_time
 from outrider.core.row import Row
@@ -44,7 +45,6 @@ PLANNING = 0.005  # of a plain step: plans hold for several steps where making t
 MOST_PLANNING, NEW_STEPS = 0.02, 4
 LONG_PLAN = 5e-4  # seconds of a plan beyond OUTLIER times the average: it was interrupted
 ANCHOR = 96  # steps with drafts after which a plain one measures its cost again
-SHORTFALL = 1.5  # times the root of the expected tokens: so many fewer, and steps are taken in at once
 
 
 class AutoController:
@@ -79,6 +79,8 @@ class AutoController:
         # plans of `rows`, by their place in the batch, until `stale`
         self.rows, self.plans = list[Row](), dict[int, Plan]()
         self.stale, self.interval = True, 1
+        # settles: whether `settle` is called in every step.  due: it has to, for rows of the last batch
+        self.settles, self.due, self.batch = False, False, Batch()
         # of this step; guided: some row gets forced text
         self.tries, self.anchored, self.guided = dict[int, Try](), False, False
         # seconds of the last plan, of taking in what led to it, and the moving average of both together
@@ -87,9 +89,7 @@ class AutoController:
         self.mark: tuple[int, float] | None = None  # the one that drafts now, and when it began
         # since the last digest, the last plain step, and the last plan; one-time work before this step
         self.log, self.since_plain, self.began = list[StepRecord](), 0, (0, 0.0)
-        self.expected = self.shortfall = 0.0  # accepted tokens
-        # seconds that all rows, and each, may lose before plans are made again
-        self.room, self.room_of = 0.0, dict[int, float]()
+        self.room = Room()  # before plans are made again
         self.rest: Rest | None = None
 
     @property
@@ -108,7 +108,7 @@ class AutoController:
     # ---- before drafting
 
     def budget(self, batch: Batch) -> list[Budget]:
-        self.guided, self.began = False, one_time()
+        self.guided, self.began, self.batch = False, one_time(), batch
         rest = self.rest
         if rest is not None and (rest.repeats(batch) or self._rests(rest, batch)):
             return [NO_BUDGET] * len(batch)
@@ -191,8 +191,7 @@ class AutoController:
         self.look_seconds += 0.1 * (took - self.look_seconds)
         self.digested = 0.0
         self.interval = self._steps_of_plans(took)
-        self.room = self.evidence.ledger.room
-        self.room_of = {r: plan.state.ledger.room for r, plan in self.plans.items()}
+        self.room.set(self.evidence.ledger, self.plans)
 
     def _steps_of_plans(self, took: float) -> int:
         """Steps that the plans hold for.  took: seconds of making them and of taking in what led to them."""
@@ -284,30 +283,35 @@ class AutoController:
             self.since_plain += 1
         elif self.load.batch:
             self.since_plain = 0
-        room = self._room_left(batch)
-        surprising = self.shortfall > SHORTFALL * math.sqrt(1 + self.expected)
-        due = surprising or not room or len(self.log) >= self.interval
-        if due or ended or batch.prefill or not self.tries:
+        room = self.room.enter(batch, self.tries, self.load.token)
+        if self.room.surprising or not room or ended or batch.prefill or not self.tries:
             self._digest()
+        elif len(self.log) >= self.interval:
+            self.due = self.settles and not any(tried.plan.exploring for tried in self.tries.values())
+            if not self.due:
+                self._digest()
 
-    def _room_left(self, batch: Batch) -> bool:
-        """Enter the drafts of a step into what they may lose.  Returns whether that allows another step."""
-        most, token = 0.0, self.load.token
-        for r, tried in self.tries.items():
-            right, plan = len(batch[r].accepted), tried.plan
-            self.expected += tried.expected
-            self.shortfall += tried.expected - right
-            change, most = right * token - plan.loss, most + plan.loss
-            self.room += change
-            self.room_of[r] += change
-        return self.room >= most and all(
-            self.room_of[r] >= tried.plan.loss for r, tried in self.tries.items()
-        )
+    def settle(self) -> None:
+        """Take in the log if it is due, and plan, while a device computes the next step with its old plans.
+
+        That step hides it, so its time is no loss.
+        """
+        if self.due:
+            host = self.evidence.host
+            self._digest()
+            tries, ledger = self.tries, self.evidence.ledger
+            enter_losses(ledger, tries.values(), 1)
+            self._look(self.batch)
+            enter_losses(ledger, tries.values(), -1)
+            self.room.set(ledger, {**{r: tried.plan for r, tried in tries.items()}, **self.plans})
+            self.evidence.host, self.looked = host, 0.0
+            self.stale = not self.plans  # then a rest may begin
 
     def _digest(self) -> None:
         began = self.clock()
         self.evidence.learn(self.log)
-        self.log, self.expected, self.shortfall, self.stale = [], 0.0, 0.0, True
+        self.log, self.stale, self.due = [], True, False
+        self.room.expected = self.room.shortfall = 0.0
         seconds = self.clock() - began
         self.digested += seconds
         self._charge(seconds)

@@ -118,6 +118,8 @@ class Engine:
         self.ahead = self.decoder.in_process and self.decoder.device.type != "cpu"
         self.prompts_read: DeviceEvent | None = None  # by the drafters, of the last step
         self.adaptive = adaptive
+        for each in adaptive:
+            each.settles = self.ahead
         self.controller: Controller = adaptive[0] if adaptive else limits
         self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
@@ -154,7 +156,10 @@ class Engine:
             rows = self._launch()
             if self.flights:
                 rows += self._complete(self.flights.popleft())
-                return rows + self._launch() if self.ahead else rows
+                if self.ahead:
+                    rows += self._launch()
+                    self._settle()
+                return rows
             assert not self.busy, "rows are waiting and none can run"
             return rows
 
@@ -171,6 +176,14 @@ class Engine:
             if self.overlap > 1 or self.ahead:
                 self.scheduler.in_flight.update(batch.rows)
         return failed
+
+    def _settle(self) -> None:
+        """Let the controller take in what steps have shown while the device computes the next one."""
+        if self.adaptive and self.flights:
+            began = working_time()
+            self.adaptive[0].settle()
+            flight = self.flights[-1]
+            self.flights[-1] = flight._replace(times=flight.times.plus(forward=working_time() - began))
 
     def abort(self, row: Row) -> None:
         """End a row between two steps.
