@@ -96,8 +96,14 @@ def test_states_from_before_a_preemption_are_not_appended_behind_it(
             scheduler._preempt(scheduler.running[-1])
         return step()
 
+    def share(row: Row) -> int:
+        unread.append(row.computed - filled(row))
+        return filled(row)
+
+    filled, unread = drafter.filled, list[int]()
     monkeypatch.setattr(llm.engine.controller, "budget", paused)
     monkeypatch.setattr(llm.engine, "step", preempting)
+    monkeypatch.setattr(llm.engine.scheduler.hooks, "filled", share)
     run(llm, prompts, params)
-    assert llm.engine.scheduler.preemptions and drafter.drafted > 2
+    assert llm.engine.scheduler.preemptions and drafter.drafted > 2 and unread[-1] < 5
     check(llm, drafter, once=False)
