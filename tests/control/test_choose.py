@@ -152,3 +152,13 @@ def test_the_cost_of_rows_is_learned_from_steps_with_drafts() -> None:
         cost.learn_plain(1, 1, 0, 1e-3)
         cost.learn_drafting(1, 5, 0, 3e-3)
     assert cost.base(5) / cost.base(1) == pytest.approx(3.0, rel=0.1)
+
+
+def test_the_cost_of_more_rows_than_were_measured_is_learned() -> None:
+    """Beside 64 requests, nodes cost more than the line through the few rows that were measured."""
+    cost = ForwardCost({1: 1e-3, 24: 2e-3, 32: 2.05e-3})
+    cost.learn_plain(64, 64, 0, cost.base(64))
+    assert cost.settled(32) and not cost.settled(128)
+    for _ in range(40):
+        cost.learn_drafting(64, 128, 0, 2 * cost.base(64))
+    assert cost.base(128) / cost.base(64) == pytest.approx(2.0, rel=0.1)

@@ -57,6 +57,12 @@ def test_a_broken_file_is_measured_again(tiny: Path, folder: Path) -> None:
     assert set(json.loads(file.read_text())["rows"]) == {str(rows) for rows in ROWS}
 
 
+def test_the_forward_of_sixty_four_requests_is_measured(tiny: Path, folder: Path) -> None:
+    """The line through 24 and 32 rows is one of noise: at 64 it was off by half."""
+    cost = forward_cost(LLM(str(tiny)).engine.decoder, 512)
+    assert cost.settled(64) and not cost.settled(256)
+
+
 def test_one_slow_round_changes_nothing(tiny: Path) -> None:
     """A clock on which the third round takes a hundred times as long."""
     ticks = [0.0]

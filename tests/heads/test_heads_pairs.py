@@ -7,30 +7,23 @@ text.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from head_pairs import LONG, WIDE, Listening, Net
+from head_pairs import LONG, Net, check, distribution, run, use_drafter
 from helpers import answer
 from torch import Tensor
-from toys import read
 
-from outrider import LLM, SamplingParams
+from outrider import LLM
 from outrider.cache.pool import Pool
-from outrider.config import SpeculativeOptions
 from outrider.core.row import Row
-from outrider.core.step import FINAL, Batch, Commit
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
-from outrider.core.tree import NO_BUDGET, Budget
-from outrider.errors import EngineError
 from outrider.heads.recurrent import Forwards
-from outrider.testing import KnownTexts, check_idle, random_prompts, tiny_checkpoint
+from outrider.testing import random_prompts, tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -41,70 +34,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def plain(checkpoint: str) -> LLM:
     return LLM(checkpoint, dtype="float32", enable_prefix_caching=False)
-
-
-def use_drafter(
-    checkpoint: str,
-    plain: LLM,
-    prompts: Sequence[list[int]],
-    params: Sequence[SamplingParams],
-    **options: Any,
-) -> tuple[LLM, Any]:
-    tree, truth = options.pop("tree", "dynamic"), KnownTexts()
-    for prompt, p in zip(prompts, params):
-        truth.learn(prompt, p.seed or 0, answer(plain, prompt, p).outputs)
-    llm = LLM(checkpoint, dtype="float32", **options)
-    drafter = Listening(llm.engine.target, truth, tree)
-    drafter.depth = 3
-    llm.engine.use(drafter, SpeculativeOptions.of({"method": "off", "num_speculative_tokens": 3}))
-    return llm, drafter
-
-
-def run(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Any]:
-    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], list(params), use_tqdm=False)
-
-
-def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
-    """Compare pairs and K/V with the states that the target computes for the whole text."""
-    truth: dict[tuple[int, ...], Tensor] = {}
-
-    def states(tokens: Sequence[int]) -> Tensor:
-        if (key := tuple(tokens)) not in truth:
-            truth[key] = read(llm.engine.decoder, tokens, (FINAL,)).states[FINAL]
-        return truth[key]
-
-    for row, records in drafter.log.pairs.items():
-        of_row = states(row.tokens)
-        for life in {record[0] for record in records}:
-            positions = [t for own, t, *_ in records if own == life]
-            different = list(
-                dict.fromkeys(positions)
-            )  # the last of a chunk is read again for the first level
-            assert different == list(range(positions[0], positions[0] + len(different))) or not once, (
-                "a pair left out"
-            )
-            assert max(map(positions.count, different)) <= 2 or not once, "a pair again and again"
-        for _, t, token, state in records:
-            assert token == row.tokens[t + 1] and torch.equal(state, of_row[t])
-    longest = sorted((tuple(tokens) for tokens, _, _ in drafter.seen), key=len, reverse=True)
-    whole: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for tokens in longest:  # of beginnings of one text the states are computed once
-        whole[tokens] = next(
-            (other for other in set(whole.values()) if other[: len(tokens)] == tokens), tokens
-        )
-    for tokens, key, value in drafter.seen:
-        count = len(tokens) - 1
-        assert key[:, 0].tolist() == list(range(count)), "a pair lies beside another token than its own"
-        assert key[:, 1].tolist() == tokens[1:]
-        assert torch.equal(value, states(whole[tuple(tokens)])[:count, :WIDE])
-    assert drafter.drafted > 0
-    check_idle(llm)
-
-
-def distribution(i: int, **more: Any) -> SamplingParams:
-    return SamplingParams(
-        **{"temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 20, "ignore_eos": True, **more}
-    )
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
@@ -174,74 +103,6 @@ def test_rows_without_drafts_are_read_before_many_states_are_pending(checkpoint:
     silent = next(records for row, records in drafter.log.pairs.items() if not row.params.speculate)
     assert len(silent) >= 64 and most <= 64 + 4
     check(llm, drafter)
-
-
-@pytest.mark.parametrize("rest", [1, 7, 80])
-def test_states_of_steps_without_drafts_are_read_together_later(
-    checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch, rest: int
-) -> None:
-    """Drafts pause for so many steps, in which requests come and go.  No pair is missing afterwards."""
-    prompts = random_prompts(5, seed=13, longest=40)
-    params = [distribution(i, max_tokens=LONG + 11 * i) for i in range(5)]
-    llm, drafter = use_drafter(checkpoint, plain, prompts, params, max_num_seqs=3)
-    budget, steps, pending = llm.engine.controller.budget, itertools.count(1), list[int]()
-
-    def paused(batch: Batch) -> list[Budget]:
-        pending.append(len(drafter.deferred.commits))
-        return budget(batch) if next(steps) % (rest + 2) < 2 else [NO_BUDGET] * len(batch)
-
-    def ending(row: Row, reason: str) -> None:
-        before = drafter.deferred.commits[:1]
-        forget(row, reason)
-        assert drafter.deferred.commits[:1] == before or len(drafter.catch_up.cursors) < 2, "appended"
-
-    forget = drafter.forget
-    monkeypatch.setattr(drafter, "forget", ending)
-    monkeypatch.setattr(llm.engine.controller, "budget", paused)
-    run(llm, prompts, params)
-    assert min(rest + 1, 50) <= max(pending) <= 64
-    check(llm, drafter)
-
-
-def test_a_lost_plain_step_leaves_a_gap(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps on both sides of one whose states were lost are not taken for neighbours."""
-    prompts, params = random_prompts(2, seed=3), [distribution(i, max_tokens=40) for i in range(2)]
-    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
-    drafter.complete = False
-    budget, observe, steps, seen = llm.engine.controller.budget, drafter.observe, itertools.count(), []
-
-    def paused(batch: Batch) -> list[Budget]:
-        return budget(batch) if next(steps) > 12 else [NO_BUDGET] * len(batch)
-
-    def lossy(commit: Commit) -> None:
-        seen.append(commit)
-        if len(seen) != 6:
-            observe(commit)
-
-    monkeypatch.setattr(llm.engine.controller, "budget", paused)
-    monkeypatch.setattr(drafter, "observe", lossy)
-    run(llm, prompts, params)
-    assert drafter.drafted > 2
-    check(llm, drafter, once=False)
-
-
-def test_a_row_whose_deferred_states_cannot_be_appended_is_forgotten(
-    checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts, params = random_prompts(1, seed=3), [distribution(0, max_tokens=20)]
-    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
-    monkeypatch.setattr(llm.engine.controller, "budget", lambda batch: [NO_BUDGET] * len(batch))
-    append_to = drafter.deferred.append_to
-
-    def short_of_memory(*given: Any) -> None:
-        if len(drafter.deferred.commits) > 5:
-            raise torch.OutOfMemoryError("no memory")
-        append_to(*given)
-
-    monkeypatch.setattr(drafter.deferred, "append_to", short_of_memory)
-    with contextlib.suppress(EngineError, torch.OutOfMemoryError):
-        run(llm, prompts, params)
-    assert not drafter.catch_up.cursors and not llm.engine.busy
 
 
 def test_a_pair_without_a_slot_is_not_read(checkpoint: str, plain: LLM) -> None:

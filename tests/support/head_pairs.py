@@ -9,11 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from helpers import answer
 from torch import Tensor
+from toys import read
 
+from outrider import LLM, SamplingParams
 from outrider.backends.candidates import Candidates, TopEntries
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
+from outrider.config import SpeculativeOptions
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch
 from outrider.core.step_input import StepInput
@@ -21,7 +25,7 @@ from outrider.core.tree import Draft
 from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
 from outrider.heads.recurrent import Forwards, Recurrent, RecurrentOptions
-from outrider.testing import KnownTexts
+from outrider.testing import KnownTexts, check_idle
 
 WIDE = 32  # of a pair in the pool
 SMALL: dict[str, dict[str, Any]] = {"dynamic": {"top_k": 2, "nodes": 6}, "chain": {}}  # options of a tree
@@ -139,3 +143,67 @@ class Listening(Recurrent):
     def forget(self, row: Row, reason: str) -> None:
         super().forget(row, reason)
         self.log.lives[row] += 1
+
+
+def use_drafter(
+    checkpoint: str,
+    plain: LLM,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    **options: Any,
+) -> tuple[LLM, Any]:
+    tree, truth = options.pop("tree", "dynamic"), KnownTexts()
+    for prompt, p in zip(prompts, params):
+        truth.learn(prompt, p.seed or 0, answer(plain, prompt, p).outputs)
+    llm = LLM(checkpoint, dtype="float32", **options)
+    drafter = Listening(llm.engine.target, truth, tree)
+    drafter.depth = 3
+    llm.engine.use(drafter, SpeculativeOptions.of({"method": "off", "num_speculative_tokens": 3}))
+    return llm, drafter
+
+
+def run(llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Any]:
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], list(params), use_tqdm=False)
+
+
+def check(llm: LLM, drafter: Listening, once: bool = True) -> None:
+    """Compare pairs and K/V with the states that the target computes for the whole text."""
+    truth: dict[tuple[int, ...], Tensor] = {}
+
+    def states(tokens: Sequence[int]) -> Tensor:
+        if (key := tuple(tokens)) not in truth:
+            truth[key] = read(llm.engine.decoder, tokens, (FINAL,)).states[FINAL]
+        return truth[key]
+
+    for row, records in drafter.log.pairs.items():
+        of_row = states(row.tokens)
+        for life in {record[0] for record in records}:
+            positions = [t for own, t, *_ in records if own == life]
+            different = list(
+                dict.fromkeys(positions)
+            )  # the last of a chunk is read again for the first level
+            assert different == list(range(positions[0], positions[0] + len(different))) or not once, (
+                "a pair left out"
+            )
+            assert max(map(positions.count, different)) <= 2 or not once, "a pair again and again"
+        for _, t, token, state in records:
+            assert token == row.tokens[t + 1] and torch.equal(state, of_row[t])
+    longest = sorted((tuple(tokens) for tokens, _, _ in drafter.seen), key=len, reverse=True)
+    whole: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for tokens in longest:  # of beginnings of one text the states are computed once
+        whole[tokens] = next(
+            (other for other in set(whole.values()) if other[: len(tokens)] == tokens), tokens
+        )
+    for tokens, key, value in drafter.seen:
+        count = len(tokens) - 1
+        assert key[:, 0].tolist() == list(range(count)), "a pair lies beside another token than its own"
+        assert key[:, 1].tolist() == tokens[1:]
+        assert torch.equal(value, states(whole[tuple(tokens)])[:count, :WIDE])
+    assert drafter.drafted > 0
+    check_idle(llm)
+
+
+def distribution(i: int, **more: Any) -> SamplingParams:
+    return SamplingParams(
+        **{"temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 20, "ignore_eos": True, **more}
+    )

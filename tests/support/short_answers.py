@@ -110,7 +110,7 @@ class Stream(Simulation):
             Arm(("model",), MAX_DEPTH, lambda depth: depth, prefills=True, behind=self._behind),
         ]
         limits = FixedController(Options(), MAX_DEPTH, lambda depth: 2 * depth, 1000)
-        forward = ForwardCost({n: SECONDS * env.rows[n] for n in ROWS})
+        forward = ForwardCost({n: SECONDS * env.rows[n] for n in ROWS if n < len(env.rows)})
         self.controller = AutoController(
             limits, arms, forward, memory=memory, clock=lambda: self.now, seed=seed
         )

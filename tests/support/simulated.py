@@ -132,7 +132,9 @@ class Simulation:
         self.env, self.now, self.random = env, 0.0, random.Random(seed)
         arms = [Arm((f"drafter{k}",), MAX_DEPTH, lambda depth: depth) for k in range(len(env.sources))]
         limits = FixedController(Options(), MAX_DEPTH, lambda depth: len(arms) * depth, 1000)
-        measured = {n: SECONDS * env.rows[n] * self.random.uniform(0.95, 1.05) for n in ROWS}
+        measured = {
+            n: SECONDS * env.rows[n] * self.random.uniform(0.95, 1.05) for n in ROWS if n < len(env.rows)
+        }
         forward = ForwardCost(measured if env.measured else None)
         self.controller = AutoController(
             limits, arms, forward, grace_steps, grace_steps, 0.0, clock=lambda: self.now, seed=seed

@@ -18,15 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from outrider.core.block_table import PAGE
-from outrider.core.device import to_device
 from outrider.core.row import Row
-from outrider.core.step import Commit
+from outrider.core.step import Commit, States
 
 MAX_DEFERRED = 4096  # rows of forwards whose states wait for a cursor, of all requests together
 MAX_PENDING = 64  # states of a row without drafts that may be pending; then they are read all the same
@@ -44,7 +42,6 @@ class Cursor:
 
     @property
     def end(self) -> int:
-        """Position after the last pending state."""
         return self.first + self.count
 
     def append(self, start: int, states: Tensor) -> None:
@@ -54,7 +51,7 @@ class Cursor:
             self.states.clear()
             self.filled = min(self.filled, start)
         self.states.append(states)
-        self.count += len(states)
+        self.count += states.size(0)  # `len` takes ten times as long
 
     def mark_written(self) -> None:
         """Record that K/V of all pending states is in the pool."""
@@ -64,6 +61,8 @@ class Cursor:
 
     def drop_written(self, keep: int = 0) -> None:
         """Forget the states whose K/V was written, except the last `keep` rows."""
+        if not self.num_written:
+            return
         written = self.states[: self.num_written]
         kept: list[Tensor] = []
         if written and keep:  # a copy: a view would keep the whole chunk alive
@@ -75,78 +74,94 @@ class Cursor:
         self.num_written = 0
 
 
+@dataclass(slots=True)
+class PlainSteps:
+    """Successive steps of the same rows, each with one state of every row.
+
+    starts: position of the first state of each row.  states: of each step, in the order of the rows.
+    """
+
+    rows: list[Row]
+    starts: list[int]
+    states: list[States]
+
+    def continued_by(self, rows: Sequence[Row], start: int) -> bool:
+        """Whether a step of these rows, of which the first is at position `start`, comes next."""
+        return rows == self.rows and start == self.starts[0] + len(self.states)
+
+    def by_row(self, wanted: Sequence[int]) -> Iterator[tuple[Row, int, Tensor]]:
+        """Each row, its first position, and the wanted states from there on, [steps, width]."""
+        parts = [states.all(wanted) for states in self.states]
+        return zip(self.rows, self.starts, torch.stack(parts, dim=1).unbind())
+
+
 class DeferredStates:
-    """Steps whose states are not appended to cursors yet, oldest first.
+    """States of steps that no cursor has yet, oldest first.
 
     While a drafter is not asked, its states are deferred: appended together, they cost a few calls for each
-    row, and not for each row and step.  num_rows: of their forwards.  ended: rows that need none any more.
+    row, and not for each row and step.  Those of rows that have ended by then are dropped.
+    ended: such rows.  num_steps, num_rows: of steps, and of their forwards.  most_pending: most states of a
+    cursor, when some were appended last.
     """
 
     def __init__(self) -> None:
-        self.commits: list[Commit] = []
-        self.ended = set[Row]()
-        self.num_rows = 0
+        self.ended: set[Row] = set()
+        self.clear()
+        self.most_pending = 0
+
+    def clear(self) -> None:
+        self.steps: list[PlainSteps | Commit] = []
+        self.ended.clear()
+        self.num_steps = self.num_rows = 0
 
     def add(self, commit: Commit) -> None:
-        """Defer the states of a step."""
-        if self.ended:  # after an error, rows come back
-            self.ended.difference_update(commit.batch.rows)
-        self.commits.append(commit)
-        self.num_rows += commit.states.num_rows
+        """Add a step, whose rows have cursors."""
+        states, rows, start = commit.states, commit.batch.rows, commit.batch[0].start
+        last = self.steps[-1] if self.steps else None
+        if states.num_rows > len(rows):
+            self.steps.append(commit)
+        elif isinstance(last, PlainSteps) and last.continued_by(rows, start):
+            last.states.append(states)
+        else:
+            self.steps.append(PlainSteps(rows, [step.start for step in commit.batch], [states]))
+        self.num_steps += 1
+        self.num_rows += states.num_rows
 
-    def end(self, row: Row) -> None:
-        """Leave out the states of a row that does not come back."""
-        self.ended.add(row)
-        while self.commits and self.ended.issuperset(self.commits[0].batch.rows):
-            self.num_rows -= self.commits.pop(0).states.num_rows
-        if not self.commits:
-            self.ended.clear()
+    def due(self, rows: int, least: int) -> bool:
+        """Whether one of so many rows may have so many pending states that they have to be read, or all have
+        too many.
+
+        least: states that are pending without deferred ones.
+        """
+        most = max(self.most_pending, least) + self.num_steps
+        return most >= MAX_PENDING or self.num_rows >= min(MAX_PENDING * rows, MAX_DEFERRED)
+
+    @property
+    def least_read(self) -> int:
+        """Pending states of a row without drafts from which on they are read.
+
+        Once one row has too many, those of others that have half as many are read beside them: otherwise some
+        row would be due in every step.
+        """
+        return MAX_PENDING // 2 if self.most_pending >= MAX_PENDING else MAX_PENDING
 
     def append_to(self, catch_up: CatchUp, wanted: Sequence[int], keep: int) -> None:
         """Append the wanted states to the cursors of their rows, which keep so many written ones."""
-        commits, self.commits, self.num_rows = self.commits, [], 0
-        ended, self.ended = self.ended, set()
-        for group in _successive(commits):
-            for step, own in zip(group[0].batch, _states_of(group, wanted)):
-                if step.row in ended:
-                    continue
-                cursor = catch_up.cursor(step.row, step.start)
-                cursor.drop_written(keep)
-                cursor.append(step.start, own)
+        steps = self.steps
+        self.clear()
+        for group in steps:
+            states = group.by_row(wanted) if isinstance(group, PlainSteps) else _by_row(group, wanted)
+            for row, start, own in states:
+                if (cursor := catch_up.cursors.get(row)) is not None:
+                    cursor.drop_written(keep)
+                    cursor.append(start, own)
+        self.most_pending = max([cursor.count for cursor in catch_up.cursors.values()], default=0)
 
 
-def _states_of(group: Sequence[Commit], wanted: Sequence[int]) -> Sequence[Tensor]:
-    """The wanted states of each row in successive steps."""
-    if len(group) == 1:
-        return [group[0].states.of(r, wanted) for r in range(len(group[0].batch))]
-    parts = [commit.states.all(wanted) for commit in group]
-    firsts, index, counts = [0, *accumulate(map(len, parts))], list[int](), list[int]()
-    for r in range(len(group[0].batch)):
-        before = len(index)
-        for first, commit in zip(firsts, group):
-            index += [first + place for place in commit.states.places[r]]
-        counts.append(len(index) - before)
-    places = to_device(torch.tensor(index, dtype=torch.int64), parts[0].device)
-    return torch.split(torch.cat(parts).index_select(0, places), counts)
-
-
-def _successive(commits: Sequence[Commit]) -> Iterator[list[Commit]]:
-    """Groups of steps of the same rows, without a gap in their positions."""
-    group = list[Commit]()
-    for commit in commits:
-        if group and not _follows(group[-1], commit):
-            yield group
-            group = []
-        group.append(commit)
-    if group:
-        yield group
-
-
-def _follows(before: Commit, after: Commit) -> bool:
-    return len(before.batch) == len(after.batch) and all(
-        old.row is new.row and old.start + len(places) == new.start
-        for old, new, places in zip(before.batch, after.batch, before.states.places)
-    )
+def _by_row(commit: Commit, wanted: Sequence[int]) -> Iterator[tuple[Row, int, Tensor]]:
+    """Each row of a step, its first position, and the wanted states from there on, [positions, width]."""
+    for r, step in enumerate(commit.batch):
+        yield step.row, step.start, commit.states.of(r, wanted)
 
 
 class CatchUp:

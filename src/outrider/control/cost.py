@@ -18,7 +18,8 @@ from itertools import pairwise
 
 from outrider.control.prefill import ChunkCost
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64)  # rows of a forward in the table
+# rows of a forward in the table
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 PRIOR_ROW = 0.05  # cost of a further row over that of the first, before anything is measured
 PRIOR_LEVEL = 0.04  # cost of a drafted level over a plain step, before the drafter was ever asked
 PACE_RATE = 0.1
@@ -39,7 +40,8 @@ class ForwardCost:
     def __init__(self, measured: Mapping[int, float] | None = None, per_context: float = 0.0) -> None:
         self.per_context = per_context
         self.cells = [_on_line(measured or {1: 1e-3}, rows) for rows in ROWS]
-        self.counts = [NEW + 1 if measured else 0] * len(ROWS)
+        most = max(measured, default=0) if measured else 0
+        self.counts = [NEW + 1 if rows <= most else 0 for rows in ROWS]
         self.paces: dict[int, float] = {}
         self.plain_steps: Counter[int] = Counter()  # by batch
         self.rates: dict[int, tuple[float, float]] = {}  # batch -> moving averages of tokens and seconds

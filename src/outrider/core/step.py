@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -175,7 +176,7 @@ class States:
     """
 
     kept: Mapping[int, Tensor]
-    places: list[list[int]]
+    places: Sequence[Sequence[int]]
     _gathered: dict[object, dict[int, Tensor]] = field(default_factory=dict)
 
     @property
@@ -198,6 +199,15 @@ class States:
         if (key := ("all", *wanted)) not in self._gathered:
             self._gathered[key] = self._gather(self.places, wanted)
         return self._gathered[key][r]
+
+    def only(self, rows: Sequence[int], wanted: Sequence[int]) -> States:
+        """The wanted states of these rows: a copy, of at least one state."""
+        index = [place for r in rows for place in self.places[r]]
+        consecutive = index[-1] - index[0] < len(index)
+        states = self._at(range(index[0], index[-1] + 1) if consecutive else index, wanted)
+        parts = (states.clone() if consecutive else states).chunk(len(wanted), dim=-1)
+        ends = [0, *accumulate([len(self.places[r]) for r in rows])]
+        return States(dict(zip(wanted, parts)), [range(*span) for span in pairwise(ends)])
 
     def last_of(self, r: int, wanted: Sequence[int]) -> Tensor:
         """The wanted states of the last position of row r, [1, len(wanted) * hidden]."""
@@ -236,3 +246,8 @@ class Commit(NamedTuple):
 
     batch: Batch
     states: States = NO_STATES
+
+    def only(self, rows: Sequence[int], wanted: Sequence[int]) -> Commit:
+        """Some rows, with the wanted states."""
+        states = self.states.only(rows, wanted) if rows else NO_STATES
+        return Commit(Batch([self.batch[r] for r in rows]), states)

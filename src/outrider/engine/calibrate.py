@@ -1,6 +1,6 @@
 """Cost of the target's forward by its number of rows, for the adaptive controller (control/cost.py).
 
-Forwards of 1 … 32 rows are timed in rounds, the sizes in turns, for at most `SECONDS`.  The minimum of a size
+Forwards of 1 … 64 rows are timed in rounds, the sizes in turns, for at most `SECONDS`.  The minimum of a size
 counts: other programs only add time.  The result is kept on disk, in the folder of the
 compiled kernels, under a hash of all that it depends on.
 """
@@ -22,7 +22,7 @@ from outrider.engine.stored import StoredJson
 from outrider.models.base import Model
 
 SECONDS, ROUNDS = 0.8, 9
-ROWS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)  # the most important first, where time is short
+ROWS = (1, 2, 4, 8, 16, 32, 64, 3, 6, 12, 24)  # the most important first, where time is short
 WARM_UP = 4  # forwards of every size on a GPU
 NEAR, FAR = 32, 480  # positions before the rows
 FAR_ROWS = 8  # rows behind `FAR`: one alone reads its context in less time than the noise of its forward
@@ -59,7 +59,7 @@ def forward_cost(decoder: Model, max_len: int, *about: Any) -> ForwardCost:
     """
     if decoder.device.type not in ("cpu", "cuda") or max_len < NEAR + max(ROWS):
         return ForwardCost()
-    stored = StoredJson("costs", FAR_ROWS, decoder.backend.name, decoder.spec, *about)
+    stored = StoredJson("costs", ROWS, FAR_ROWS, decoder.backend.name, decoder.spec, *about)
     found = _read(stored)
     if found is None or found.rounds < ROUNDS:
         found = measure(decoder, max_len, found)

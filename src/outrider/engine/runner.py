@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,12 @@ from outrider.sampling.sampler import Sampler
 
 UNSET = torch.empty(0)  # placeholder for hidden states that the forward fills in
 SLICE = 16  # rows of prompt logits in memory at once
+
+
+@cache
+def one_each(rows: int) -> Sequence[Sequence[int]]:
+    """Places of states where each row has one."""
+    return [(place,) for place in range(rows)]
 
 
 class Span(NamedTuple):
@@ -81,7 +88,9 @@ class ForwardOutput:
 
     def states(self) -> States:
         """Hidden states of the known tokens and the accepted nodes of every row."""
-        places = list[list[int]]()
+        if len(next(iter(self.kept.values()))) == len(self.batch):
+            return States(self.kept, one_each(len(self.batch)))
+        places = list[Sequence[int]]()
         for span, step in zip(spans_of(self.batch), self.batch):
             places.append([*range(span.first, span.end), *[span.end + node for node in step.accepted]])
         return States(self.kept, places)

@@ -191,7 +191,9 @@ class Scheduler:
             row.computed = step.end + len(step.accepted)
             if step.budget.nodes:
                 self.cache.shrink(table, max(len(row.tokens), row.computed))
-            if row.computed >= (len(table.nodes) + 1) * PAGE:
+            # drafters read a prompt after its step, and fill no page while they are idle
+            fills = row.computed % PAGE <= len(step.accepted) or step.known > 1 or step.start == row.prompt
+            if fills and row.computed >= (len(table.nodes) + 1) * PAGE:
                 self.share(row)
         if self.in_flight:
             self.in_flight.difference_update(batch.rows)

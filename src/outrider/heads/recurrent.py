@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.launch import Call, ForwardShape
-from outrider.cache.catch_up import MAX_DEFERRED, MAX_PENDING, CatchUp, Cursor, DeferredStates
+from outrider.cache.catch_up import CatchUp, Cursor, DeferredStates
 from outrider.checkpoints.heads import Head
 from outrider.core.device import Numbers, take
 from outrider.core.row import Row
@@ -154,8 +154,7 @@ class Forwards:
 class Recurrent(HeadDrafter):
     """Base of drafters with a recurrent head; a subclass makes its network in `network`.
 
-    overlap: last pending states that are read again with the next one.  deferred: states of steps in which
-    nothing was drafted, which no cursor has yet.
+    overlap: last pending states that are read again with the next one.  deferred: those of no cursor yet.
     """
 
     tunable: ClassVar = {**DEPTHS, "tree": (CHAIN,)}
@@ -189,9 +188,7 @@ class Recurrent(HeadDrafter):
         return max(depth, min(self.nodes, k + (depth - 1) * k * k))
 
     def propose(self, batch: Batch) -> Draft:
-        cursors = self.catch_up.cursors
-        idle = not any(step.budget.nodes or step.row not in cursors for step in batch)
-        if idle and not self._due(batch):
+        if not sum([step.budget.nodes for step in batch]) and not self._due(batch):
             return Draft([EMPTY_TREE] * len(batch))
         self._append_deferred()
         readings = list[Reading]()
@@ -199,7 +196,7 @@ class Recurrent(HeadDrafter):
             cursor = self.catch_up.cursor(step.row, step.start)
             current = cursor.end == step.start and cursor.count > self.overlap
             drafting = current and self.can_draft(step)
-            if drafting or cursor.count >= MAX_PENDING:
+            if drafting or cursor.count >= self.deferred.least_read:
                 readings.append(self._reading(step, cursor, drafting))
         trees = {reading.row: reading.tree for reading in readings if reading.tree is not None}
         if readings:
@@ -238,38 +235,45 @@ class Recurrent(HeadDrafter):
         forwards.mark_written()
         return o
 
+    def _due(self, batch: Batch) -> bool:
+        """Whether states have to be read although nothing is drafted.  Gives new rows their cursors."""
+        new = [step for step in batch if step.row not in self.catch_up.cursors]
+        if not self.deferred.ended.isdisjoint([step.row for step in new]):
+            self._append_deferred()  # of the time before such a row was preempted
+        for step in new:
+            self.catch_up.cursor(step.row, step.start)
+        return self.deferred.due(len(batch), self.overlap + 1)
+
     def observe(self, commit: Commit) -> None:
-        self.deferred.add(commit)
-        if not any(step.known > 1 for step in commit.batch):
-            return
-        self._append_deferred()
+        if prompts := [r for r, step in enumerate(commit.batch) if step.known > 1]:
+            self._read_prompts(commit.only(prompts, self.net.taps))
+            others = [r for r, step in enumerate(commit.batch) if step.known == 1]
+            commit = commit.only(others, self.net.taps)
+        if commit.batch:
+            self.deferred.add(commit)
+
+    def _read_prompts(self, commit: Commit) -> None:
+        """Read the chunks of prompts that the rows have computed."""
         readings: list[Reading] = []
-        for step in commit.batch:
+        for r, step in enumerate(commit.batch):
             row, cursor = step.row, self.catch_up.cursors[step.row]
+            if cursor.end != step.start and self.deferred.num_steps:
+                self._append_deferred()  # the chunk before had one token
+            cursor.drop_written(self.overlap)
+            cursor.append(step.start, commit.states.of(r, self.net.taps))
             # The last pair is beside the pending token, whose slot may be missing.
-            has_slot = row.table is not None and row.table.room > row.computed
-            if step.known > 1 and row.error is None and has_slot:
+            if row.error is None and row.table is not None and row.table.room > row.computed:
                 readings.append(Reading(row, cursor, row.slots[: row.computed + 1]))
         if readings:
             self._catch_up(self.forwards(readings))
-            for reading in readings:
-                # the next first level needs the last pair again
-                reading.cursor.drop_written(self.overlap + 1)
-
-    def _due(self, batch: Batch) -> bool:
-        """Whether some row has so many pending states that they have to be read, or all have too many."""
-        deferred, cursors = self.deferred, self.catch_up.cursors
-        most = max([cursor.count for cursor in cursors.values()], default=0) + len(deferred.commits)
-        return most >= MAX_PENDING or deferred.num_rows >= min(MAX_PENDING * len(batch), MAX_DEFERRED)
+        for reading in readings:
+            reading.cursor.drop_written(self.overlap + 1)  # the next first level needs the last pair again
 
     def _append_deferred(self) -> None:
         self.deferred.append_to(self.catch_up, self.net.taps, self.overlap)
 
     def forget(self, row: Row, reason: str) -> None:
-        try:
-            if reason == "finished":
-                self.deferred.end(row)
-            else:  # it comes back, with states of other positions
-                self._append_deferred()
-        finally:
-            super().forget(row, reason)
+        super().forget(row, reason)
+        self.deferred.ended.add(row)
+        if not self.catch_up.cursors:
+            self.deferred.clear()
