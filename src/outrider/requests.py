@@ -14,6 +14,7 @@ from outrider.core.params import SamplingParams, to_int
 from outrider.core.row import LoRARequest, Row
 from outrider.core.structured import StructuredOutputs
 from outrider.core.validate import is_whole
+from outrider.drafting.vocab.spelling import pieces as spellings
 from outrider.engine.chat_template import render
 from outrider.engine.detokenizer import Detokenizer
 from outrider.engine.engine import Engine
@@ -59,6 +60,7 @@ class Reader:
     tokenizer: Any
     seed: int  # base from which requests without a seed derive theirs
     pieces: dict[int, str] = field(default_factory=dict)  # memoized texts of single tokens
+    spellings: list[bytes] = field(default_factory=list)  # of all tokens, once one is no text
     compilers: list[GrammarCompiler] = field(default_factory=list)  # one, after the first constrained request
     # The tokenizer and the adapter registry are not thread-safe.
     lock: Lock = field(default_factory=Lock)
@@ -303,6 +305,15 @@ class Reader:
         if token not in self.pieces:
             self.pieces[token] = self.tokenizer.decode([token])
         return self.pieces[token]
+
+    def bytes_of(self, token: int) -> bytes:
+        """UTF-8 bytes of one token, which may be a part of a character."""
+        text = self.piece(token)
+        if "\ufffd" not in text:
+            return text.encode(errors="replace")
+        if not self.spellings:
+            self.spellings.extend(spellings(self.tokenizer, len(self.tokenizer)))
+        return self.spellings[token]
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of every bad word.

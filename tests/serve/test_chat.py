@@ -67,6 +67,17 @@ def test_logprobs_name_each_token_and_its_alternatives(client: OpenAI) -> None:
     assert [entry.token for entry in found] == [entry.token for entry in choice.logprobs.content]
 
 
+def test_the_bytes_of_tokens_make_up_a_character(client: OpenAI) -> None:
+    """Also where no token is one of its own, as OpenAI promises."""
+    given: Any = {"model": "builtin", "messages": MESSAGES, "extra_body": {"guided_choice": ["😀"]}}
+    choice = client.chat.completions.create(**given, logprobs=True, top_logprobs=1).choices[0]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    emitted = choice.logprobs.content[:-1]  # without the end
+    assert len(emitted) > 1 and b"".join(bytes(one.bytes or []) for one in emitted).decode() == "😀"
+    for one in emitted:
+        assert one.top_logprobs[0].token != one.token or one.top_logprobs[0].bytes == one.bytes
+
+
 def test_the_last_message_can_be_continued(client: OpenAI, llm: LLM) -> None:
     messages: Any = [*MESSAGES, {"role": "assistant", "content": "The answer"}]
     flags = {"add_generation_prompt": False, "continue_final_message": True}

@@ -35,7 +35,7 @@ def of_token(reader: Reader, token: int, entry: Entry, count: int, as_id: bool =
 
     def one(token: int) -> dict[str, Any]:
         text = reader.piece(token)
-        name, found = token_name(token, text, as_id), list(text.encode(errors="replace"))
+        name, found = token_name(token, text, as_id), list(reader.bytes_of(token))
         return {"token": name, "logprob": bounded(entry[token].logprob), "bytes": found}
 
     return {**one(token), "top_logprobs": [one(other) for other in best_tokens(entry, count)]}

@@ -215,6 +215,20 @@ def test_a_request_gets_a_seed_and_an_id_once(given: bytes, generates: bool) -> 
     assert {name: made[name] for name in known} == known
 
 
+@pytest.mark.parametrize(
+    ("given", "samples"),
+    [
+        ({"prompt": "x"}, 1),
+        ({"prompt": ["x", "y"], "n": 3}, 6),
+        ({"prompt": "x", "n": 2, "best_of": 5}, 5),
+        ({"prompt": "x", "best_of": 1000}, 128),
+        ({"prompt": "x", "best_of": "5"}, 1),
+    ],
+)
+def test_samples_are_counted_for_the_choice_of_a_replica(given: Any, samples: int) -> None:
+    assert Question.of("POST", "/v1/completions", [], json.dumps(given).encode()).samples == samples
+
+
 def test_other_routes_pass_unchanged() -> None:
     body = b'{"prompt": "x"}'
     assert Question.of("POST", "/tokenize", [], body).body == body

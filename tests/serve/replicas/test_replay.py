@@ -8,7 +8,7 @@ import pytest
 from served import Served
 
 from outrider.serve.replicas.replay import Replay, parsed
-from outrider.serve.wire import DONE
+from outrider.serve.wire import DONE, event
 
 FUNCTION = {
     "name": "look_up",
@@ -37,7 +37,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/chat/completions",
         {"messages": MESSAGES, "max_tokens": 80, "tools": TOOLS, "tool_choice": "required"},
     ),
-    "responses": ("/v1/responses", {"input": "Tell me a story.", "max_output_tokens": 12}),
+    "responses": ("/v1/responses", {"input": "Tell me a story.", "max_output_tokens": 12,
+                   "include": ["message.output_text.logprobs"], "top_logprobs": 1}),
     "response_calls": (
         "/v1/responses",
         {"input": "Tell me a story.", "max_output_tokens": 80, "tool_choice": "required",
@@ -67,6 +68,7 @@ def content(events: list[str]) -> dict[Any, Any]:
             kind = value["type"]
             if kind.endswith(".delta"):
                 add((kind, value["output_index"]), value["delta"])
+                add((kind, "logprobs"), value.get("logprobs", []))
             else:
                 if (response := value.get("response")) is not None:
                     response.pop("usage")
@@ -117,6 +119,18 @@ def test_a_repeated_stream_goes_on_where_the_first_one_ended(server: Served, cas
         assert found == whole, length
 
 
+def test_log_probabilities_of_a_response_are_left_out_with_their_text() -> None:
+    def delta(text: str, number: int) -> str:
+        kind = "response.output_text.delta"
+        entries = [{"token": letter, "logprob": -1.0} for letter in text]
+        place = {"output_index": 0, "sequence_number": number}
+        return event({"type": kind, "delta": text, "logprobs": entries, **place}, kind)
+
+    replay = Replay([delta("ab", 0)])
+    rest = [replay.rest(text) for text in (delta("a", 0), delta("bc", 1), delta("d", 2))]
+    assert rest == [None, delta("c", 1), delta("d", 2)]
+
+
 def test_a_stream_that_had_not_begun_is_passed_on_as_it_is() -> None:
-    event = 'data: {"choices": [],  "created": 1}\n\n'
-    assert Replay([]).rest(event) is event
+    text = 'data: {"choices": [],  "created": 1}\n\n'
+    assert Replay([]).rest(text) is text

@@ -79,7 +79,7 @@ class Question:
             given["seed"] = secrets.randbits(62)
         if given.get("request_id") is None:
             given["request_id"] = uuid4().hex
-        prompt, n = given.get("prompt"), given.get("n")
+        prompt, n = given.get("prompt"), given.get("best_of") or given.get("n")
         prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
         samples = prompts * (min(n, MOST_SAMPLES) if isinstance(n, int) else 1)
         blocks = tuple(blocks_of(given))

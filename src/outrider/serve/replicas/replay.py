@@ -96,6 +96,8 @@ def _parts(value: dict[str, Any]) -> Iterator[Part]:
     if kind is not None:  # of a response
         whole = not kind.endswith(".delta")
         yield Part((kind, value.get("output_index")), value, "type" if whole else "delta", whole)
+        if not whole and "logprobs" in value:
+            yield Part((kind, "logprobs", value["output_index"]), value, "logprobs")
         return
     for choice in value["choices"]:
         yield from _choice_parts(choice["index"], choice)
