@@ -14,7 +14,7 @@ from outrider.control.acceptance import Outcome, bin_of, key_of
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.fixed import FixedController, Options
-from outrider.control.ledger import KNOWN_GRACE, MOST_KEPT, TOTAL_GRACE, USED
+from outrider.control.ledger import KNOWN_GRACE, MOST_KEPT, USED, USUAL_GRACE
 from outrider.control.memory import MOST, learned
 from outrider.control.plan import Arm
 from outrider.core.clock import Times
@@ -88,7 +88,7 @@ class Kept:
     def write(self, value: Any) -> None: ...
 
 
-@pytest.mark.parametrize("asked, steps", [(3, TOTAL_GRACE), (300, KNOWN_GRACE)])
+@pytest.mark.parametrize("asked, steps", [(3, USUAL_GRACE.total), (300, KNOWN_GRACE)])
 def test_less_may_be_lost_where_all_drafters_are_known(asked: int, steps: float) -> None:
     limits = FixedController(Options(), 4, lambda depth: depth, 100)
     arms = [Arm(("drafter",), 4, lambda depth: depth)]

@@ -13,6 +13,7 @@ from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.evidence import LONGEST_PAUSE
 from outrider.control.fixed import FixedController, Options
+from outrider.control.ledger import Grace
 from outrider.control.plan import Arm, Load
 from outrider.core.clock import Times
 from outrider.core.row import Row
@@ -41,7 +42,7 @@ def test_what_a_worse_drafter_may_lose_does_not_leave_the_better_one_without_roo
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
     arms = [Arm((name,), DEPTH, lambda depth: depth) for name in ("worse", "better")]
     costs = ForwardCost({1: PLAIN, 8: 3 * PLAIN})  # four nodes of both cost more than may be lost
-    auto = AutoController(limits, arms, costs, clock=lambda: 0.0, total_grace=2.0, least=0.0)
+    auto = AutoController(limits, arms, costs, clock=lambda: 0.0, grace=Grace(total=2.0, least=0.0))
     for k, accepted in enumerate((2, 4)):
         for depth in range(1, 9):
             auto.evidence.reach[k].learn(Outcome(accepted, accepted < DEPTH))
@@ -56,7 +57,7 @@ def test_what_a_worse_drafter_may_lose_does_not_leave_the_better_one_without_roo
 @pytest.mark.parametrize("saved, steps", [(0.0, 2.0), (30.0, 5.0)])
 def test_a_request_may_lose_a_part_of_what_drafts_have_saved(saved: float, steps: float) -> None:
     auto = controller(acceptance=0.9, level=0.05, prefill=0.0)
-    auto.planner.least = 0.0
+    auto.planner.grace = Grace(least=0.0)
     auto.evidence.ledger.loss = -saved * PLAIN
     batch = Batch([RowStep(make_row([1] * 8, limit=100), 7, 1)])
     (plan,) = auto.planner.plans(batch, Load.of(batch, auto.evidence.forward)).values()
@@ -288,7 +289,8 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     adaptive = llm.variant(draft)
-    adaptive.engine.controller.planner.least = 1e3  # type: ignore[attr-defined]  # nothing is too dear
+    planner = adaptive.engine.controller.planner  # type: ignore[attr-defined]
+    planner.grace = Grace(least=1e3)  # nothing is too dear
     found = adaptive.generate(prompts, params)
     assert [output.outputs[0].token_ids for output in found] == plain
     assert any(output.outputs[0].speculation.accepted for output in found[1::2])
@@ -314,7 +316,7 @@ def crowd(node: float, rows: int = 16) -> tuple[AutoController, Batch]:
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
     arm = Arm(("ngram",), DEPTH, lambda depth: depth)
     costs = ForwardCost({1: PLAIN, rows: 2 * PLAIN, 2 * rows: (2 + rows * node) * PLAIN})
-    auto = AutoController(limits, [arm], costs, clock=lambda: 0.0, least=0.0)
+    auto = AutoController(limits, [arm], costs, clock=lambda: 0.0, grace=Grace(least=0.0))
     return auto, Batch([RowStep(make_row([1] * 8, id=str(i), limit=100), 7, 1) for i in range(rows)])
 
 
@@ -339,7 +341,7 @@ def test_a_row_that_ends_soon_does_not_tell_whether_drafts_of_others_could_pay()
 
 def test_all_requests_together_may_lose_some_plain_steps_of_one() -> None:
     auto, batch = crowd(0.05)
-    auto.planner.total_grace = 100.0
+    auto.planner.grace = Grace(total=100.0, least=0.0)
     ledger = auto.evidence.ledger
     for cost, grace in ((PLAIN, 0.02), (10 * PLAIN, 0.04)):
         auto.evidence.forward.pace = lambda _, cost=cost: cost / PLAIN  # type: ignore[method-assign]

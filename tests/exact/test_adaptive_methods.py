@@ -9,6 +9,7 @@ from conditions import PROMPTS, SAMPLING, params_of
 from drafter_cases import ADAPTIVE, PlainOutputs
 
 from outrider import LLM, draft
+from outrider.control.ledger import Grace
 from outrider.testing import check_idle, run_staggered, use_example, visible_parts
 
 NONE_HERE = ("grammar", "ngram", "off", "prediction")  # draft nothing for these requests
@@ -28,7 +29,7 @@ def test_an_adaptive_method_has_the_plain_output(
     use_example(fast, method, adaptive=True)
     controller: Any = fast.engine.controller
     if method != "off":
-        controller.planner.least = 1e3
+        controller.planner.grace = Grace(least=1e3)
     outputs = run_staggered(fast, PROMPTS, params)
     assert [visible_parts(output.outputs) for output in outputs] == expected
     assert any(output.speculation.drafted for output in outputs) == (method not in NONE_HERE)

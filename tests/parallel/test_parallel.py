@@ -15,6 +15,7 @@ from helpers import token_prompts, write_adapter
 from parallel_cases import LAYOUTS, PROMPTS, check_tokens, params_of
 
 from outrider import LLM, ConfigError, LoRARequest, SamplingParams
+from outrider.control.ledger import Grace
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.draft.draft_model.drafter import ModelDrafter
@@ -155,7 +156,7 @@ def use_adaptive(llm: LLM) -> None:
     """Look-up that is asked for at every step, under a controller for each step in flight."""
     llm.use({"method": "ngram", "adaptive": True})
     for controller in llm.engine.adaptive:
-        controller.planner.least = 1e3  # nothing is too dear
+        controller.planner.grace = Grace(least=1e3)  # nothing is too dear
 
 
 @pytest.mark.parametrize("method", ["off", "draft_model", "adaptive"])

@@ -16,7 +16,6 @@ from simulated import MAX_DEPTH, SECONDS, Environment, Simulation, Source
 from outrider.control.auto import AutoController
 from outrider.control.cost import ROWS, ForwardCost
 from outrider.control.fixed import FixedController, Options
-from outrider.control.ledger import GRACE, LEAST_STEP, TOTAL_GRACE
 from outrider.control.plan import Arm
 from outrider.core.clock import Times
 from outrider.core.row import Row
@@ -113,7 +112,7 @@ class Stream(Simulation):
         limits = FixedController(Options(), MAX_DEPTH, lambda depth: 2 * depth, 1000)
         forward = ForwardCost({n: SECONDS * env.rows[n] for n in ROWS})
         self.controller = AutoController(
-            limits, arms, forward, GRACE, TOTAL_GRACE, LEAST_STEP, memory, clock=lambda: self.now, seed=seed
+            limits, arms, forward, memory=memory, clock=lambda: self.now, seed=seed
         )
 
     def seconds(self) -> float:

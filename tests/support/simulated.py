@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from outrider.control.auto import AutoController
 from outrider.control.cost import ROWS, ForwardCost
 from outrider.control.fixed import FixedController, Options
+from outrider.control.ledger import Grace
 from outrider.control.plan import Arm
 from outrider.core.clock import Times
 from outrider.core.step import Batch, Commit, RowStep
@@ -133,7 +134,7 @@ class Simulation:
         measured = {n: SECONDS * env.rows[n] * self.random.uniform(0.95, 1.05) for n in ROWS}
         forward = ForwardCost(measured if env.measured else None)
         self.controller = AutoController(
-            limits, arms, forward, grace_steps, grace_steps, 0.0, clock=lambda: self.now, seed=seed
+            limits, arms, forward, Grace(grace_steps, grace_steps, 0.0), clock=lambda: self.now, seed=seed
         )
 
     def run(self) -> Outcome:

@@ -26,7 +26,7 @@ from outrider.control.choose import Option
 from outrider.control.cost import OUTLIER, ForwardCost
 from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import EXPLORE, GRACE, LEAST_STEP, TOTAL_GRACE
+from outrider.control.ledger import EXPLORE, USUAL_GRACE, Grace
 from outrider.control.memory import Memory
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try
 from outrider.control.planner import Planner
@@ -51,8 +51,7 @@ class AutoController:
     """Controller that chooses by measured cost and acceptance.
 
     limits: upper bounds, from options that were given.  arms: the drafters of a mix, or the only one.
-    grace, total_grace: plain steps, of `least` seconds at least, that a request, and all together, may lose
-    (see ledger.py).
+    grace: what requests may lose.
     clock: returns seconds, by default those of the engine's clock.
     evidence: shared with the controllers of other rows, where several steps are in flight; by default one of
     its own, which begins with the costs `forward` and what `memory` has kept.
@@ -63,9 +62,7 @@ class AutoController:
         limits: FixedController,
         arms: Sequence[Arm],
         forward: ForwardCost | None = None,
-        grace: float = GRACE,
-        total_grace: float = TOTAL_GRACE,
-        least: float = LEAST_STEP,
+        grace: Grace = USUAL_GRACE,
         memory: Memory | None = None,
         clock: Callable[[], float] | None = None,
         seed: int = 0,
@@ -74,7 +71,7 @@ class AutoController:
         self.limits, self.arms, self.clock = limits, arms, clock or working_time
         self.prefills = any(arm.prefills for arm in arms)
         self.evidence = evidence or Evidence(arms, forward or ForwardCost(), memory)
-        self.planner = Planner(limits, arms, self.evidence, grace, total_grace, least, seed)
+        self.planner = Planner(limits, arms, self.evidence, grace, seed)
         self.prefill_choice, self.load = PrefillChoice(self.planner, arms), self.planner.load
         # plans of `rows`, by their place in the batch, until `stale`
         self.rows, self.plans = list[Row](), dict[int, Plan]()

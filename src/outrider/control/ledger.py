@@ -16,13 +16,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SHARE = 0.01  # of the time of plain decoding
-# plain steps that a request, and all together, may lose beyond that; a request also `SPARE` (planner.py)
-GRACE, TOTAL_GRACE = 2.0, 8.0
-KNOWN_GRACE = 4.0  # for all together, where every drafter is known from an earlier start
+KNOWN_GRACE = 4.0  # `Grace.total`, where every drafter is known from an earlier start
 # Seconds for all together, or KNOWN_GRACE plain steps of one request, if these take longer: in a large batch
 # drafts gain less, and a step takes longer.
 MOST_GRACE = 0.02
-LEAST_STEP = 0.0015  # seconds of such a step at least: deciding takes time, however fast a model is
 USED = 0.9  # part of the grace that may be planned with: a step may take longer than expected
 MOST_KEPT = 4.0  # plain steps that drafts saved before this start and that may be spent in it
 SAVED = 10  # what drafts have saved counts up to so many graces
@@ -31,6 +28,21 @@ EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
 # would have to rest for a thousand steps after it.
 MOST_ONCE = 2.0
 FIRST_TRIALS, MOST_TRIALS = 4.0, 2.0  # plain steps that such a drafter may take at first, and save up
+
+
+class Grace(NamedTuple):
+    """What may be lost beyond `SHARE`, in plain steps.
+
+    each: by a request, and `SPARE` of what drafts have saved (planner.py).  total: by all together.
+    least: seconds of such a step at least, because deciding takes time, however fast a model is.
+    """
+
+    each: float = 2.0
+    total: float = 8.0
+    least: float = 0.0015
+
+
+USUAL_GRACE = Grace()
 
 
 class Moment(NamedTuple):

@@ -17,7 +17,7 @@ from outrider.control.acceptance import Reach
 from outrider.control.choose import Option
 from outrider.control.evidence import FEW_TOKENS, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import KNOWN_GRACE, MOST_GRACE, SHARE, USED, Trials
+from outrider.control.ledger import KNOWN_GRACE, MOST_GRACE, SHARE, USED, Grace, Trials
 from outrider.control.plan import Arm, Load, Plan, RowState
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
 from outrider.control.rest import relieved
@@ -44,8 +44,7 @@ class Candidate(NamedTuple):
 class Planner:
     """Chooses the drafters that each row asks, and their depth.
 
-    grace, total_grace: plain steps, of `least` seconds at least, that a request, and all together, may lose
-    (see ledger.py).  A request may also lose `SPARE` of what drafts have saved.
+    grace: what requests may lose.
     load: of the step that was planned last.  order: drafters of a mix, cheapest first.
 
     Of the last plans:
@@ -62,13 +61,12 @@ class Planner:
         limits: FixedController,
         arms: Sequence[Arm],
         evidence: Evidence,
-        grace: float,
-        total_grace: float,
-        least: float,
+        grace: Grace,
         seed: int = 0,
     ) -> None:
-        self.limits, self.arms, self.evidence, self.grace, self.least = limits, arms, evidence, grace, least
-        self.total_grace = min(total_grace, KNOWN_GRACE) if all(evidence.known) else total_grace
+        self.limits, self.arms, self.evidence, self.grace = limits, arms, evidence, grace
+        if all(evidence.known):
+            self.grace = grace._replace(total=min(grace.total, KNOWN_GRACE))
         self.random = random.Random(seed)
         self.load = Load(evidence.forward)
         self.order: Sequence[int] = range(len(arms))
@@ -109,10 +107,10 @@ class Planner:
     def set_grace(self, load: Load) -> None:
         """Set what each request, and all together, may lose beside such a step."""
         ledger, alone = self.evidence.ledger, load.pace * load.forward.base(1)
-        plain = max(load.decode or alone, self.least)  # a chunk of a prompt emits nothing
-        self.row_grace = self.grace * plain + SPARE * max(0.0, -ledger.loss)
-        most = max(MOST_GRACE, KNOWN_GRACE * max(alone, self.least))
-        ledger.grace = min(self.total_grace * plain, most)
+        plain = max(load.decode or alone, self.grace.least)  # a chunk of a prompt emits nothing
+        self.row_grace = self.grace.each * plain + SPARE * max(0.0, -ledger.loss)
+        most = max(MOST_GRACE, KNOWN_GRACE * max(alone, self.grace.least))
+        ledger.grace = min(self.grace.total * plain, most)
 
     def closed(self) -> int:
         """Steps after the last plans until a new row may get one."""
