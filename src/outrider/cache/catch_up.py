@@ -87,7 +87,6 @@ class DeferredStates:
         self.num_rows = 0
 
     def add(self, commit: Commit) -> None:
-        """Defer the states of a step."""
         self.commits.append(commit)
         self.num_rows += commit.states.num_rows
 
