@@ -32,6 +32,8 @@ class TreeQuery(NamedTuple):
     @property
     def keys(self) -> list[int]:
         """Of the noise after the root and each node."""
+        if not self.tree.tokens:  # most rows of plain decoding
+            return [key_in(self.stream, self.position)]
         depths = [0]
         for parent in self.tree.parents[: self.tree.size]:
             depths.append(depths[parent + 1] + 1)

@@ -14,12 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.rules import Answer, TreeQuery
-from outrider.backends.triton.sampling import LATEST, PARAMS, Rows, best_of_parts, params_of, signed
+from outrider.backends.triton.sampling import LATEST, PARAMS, Rows, best_of_parts, params_of
 from outrider.core.device import HostCopy, to_device
+from outrider.core.noise import MASK
 from outrider.core.params import DistributionParams
 
 WORDS = 2 + PARAMS + 2 + 3  # of 8 bytes for each row of logits: owner, parameters, node, tree
-NO_OWNER, NO_TREE = (-1, 0), (-1, 0, 0)
+NO_OWNER, NO_TREE = (MASK, 0), (-1, 0, 0)  # MASK is -1 as int64
 
 
 class TreeQueries:
@@ -31,22 +32,22 @@ class TreeQueries:
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}  # key -> nodes
         self.distributions: list[DistributionParams] = []
-        self.owners = array("q")  # `Rows.owners` of the rows so far
-        self.trees, self.nodes = array("q"), array("q")  # root, first node, nodes | token, parent
+        self.owners = list[int]()  # `Rows.owners` of the rows so far, as unsigned numbers
+        self.trees, self.nodes = list[int](), list[int]()  # root, first node, nodes | token, parent
         self.answers: HostCopy | None = None
 
     def add(self, query: TreeQuery) -> None:
         """Add a tree behind those that were added, in the order of rows."""
-        tree, root = query.tree, query.root
-        n, between = tree.size, root - len(self.owners) // 2
+        tree, root, owners, number = query.tree, query.root, self.owners, len(self.sizes)
+        n, between = tree.size, root - len(owners) // 2
         assert between >= 0, "trees are added in the order of their rows"
-        self.owners.extend(NO_OWNER * between)
+        owners += NO_OWNER * between
         greedy = query.distribution.temperature == 0  # without noise
         for key in [0] * (n + 1) if greedy else query.keys:
-            self.owners.extend((len(self.sizes), signed(key)))
-        self.trees.extend((root, len(self.nodes) // 2, n))
+            owners += number, key
+        self.trees += root, len(self.nodes) // 2, n
         for node in zip(tree.tokens[:n], tree.parents):
-            self.nodes.extend(node)
+            self.nodes += node
         self.distributions.append(query.distribution)
         self.sizes[query.key] = n
 
@@ -57,14 +58,14 @@ class TreeQueries:
 
     def words(self, rows: int, vocabulary: int) -> array[int]:
         """What `answers_to` reads for so many rows of logits: owners, parameters, nodes and trees."""
-        owners = self.owners + array("q", NO_OWNER * (rows - len(self.owners) // 2))
-        params = array("d")
+        owners = array("Q", [*self.owners, *NO_OWNER * (rows - len(self.owners) // 2)])
+        params = list[float]()
         for distribution in self.distributions:
-            params.extend(params_of(distribution, vocabulary))
-        params.extend([0.0] * (rows * PARAMS - len(params)))
-        blank_nodes = array("q", [0] * (2 * rows - len(self.nodes)))
-        blank_trees = array("q", NO_TREE * (rows - len(self.sizes)))
-        return owners + array("q", params.tobytes()) + self.nodes + blank_nodes + self.trees + blank_trees
+            params += params_of(distribution, vocabulary)
+        params += [0.0] * (rows * PARAMS - len(params))
+        nodes = [*self.nodes, *[0] * (2 * rows - len(self.nodes))]
+        trees = array("q", [*nodes, *self.trees, *NO_TREE * (rows - len(self.sizes))])
+        return array("q", owners.tobytes() + array("d", params).tobytes() + trees.tobytes())
 
     def answered(self, answers: Tensor) -> None:
         """Begin to copy the answers to the host."""
