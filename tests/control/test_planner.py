@@ -177,23 +177,6 @@ def test_prefill_is_no_loss_of_the_row_and_its_cost_is_learned() -> None:
     assert auto.evidence.prefill_seconds == pytest.approx(0.02) and auto.evidence.ledger.loss < 0.001
 
 
-def test_prefill_that_no_draft_has_earned_is_lost_when_the_request_ends() -> None:
-    """What was expected of it was no loss until then."""
-    auto, row = controller(acceptance=0.9, level=0.05, prefill=0.01), make_row([1] * PROMPT, limit=2 * PROMPT)
-    auto.budget(Batch([RowStep(row, 0, PROMPT)], prefill=True))
-    assert not row.left_out and auto.evidence.ledger.loss == 0
-    auto.evidence.close(row, auto.load)
-    assert auto.evidence.ledger.loss == pytest.approx(0.01 * PLAIN * PROMPT)
-
-
-def test_no_prompt_is_read_while_losses_leave_no_room_for_a_draft() -> None:
-    """A draft token needs 0.06 ms or more, and 50 plain steps earn 0.5."""
-    auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
-    auto.evidence.ledger.loss = 0.1
-    assert left_out(auto) == 40
-    assert left_out(auto, tokens=20_000) == 0
-
-
 def test_a_prompt_in_chunks_is_decided_on_once() -> None:
     auto = controller(acceptance=0.1, level=0.8, prefill=0.02)
     row = make_row([1] * PROMPT, limit=PROMPT + 50)

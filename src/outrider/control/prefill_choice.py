@@ -55,6 +55,7 @@ class PrefillChoice:
         """Spare new rows the drafters that are not expected to earn what their prefill costs, or did not
         earn it in several requests.
 
+        What counts is the batch in which they are going to decode, beside those that still wait.
         Each is given a chance so rare that prefill in vain takes `EXPLORE` of the time, unless no acceptance
         would pay.  Where nothing but hope or chance speaks for it, it counts as loss.
         """
@@ -68,7 +69,7 @@ class PrefillChoice:
             return
         evidence.drop_ended()
         evidence.decided.update(dict.fromkeys(rows, 0.0))
-        load = Load.plain_step(evidence.forward, len(batch))
+        load = Load.plain_step(evidence.forward, len(batch) + batch.waiting)
         self.planner.set_grace(load)
         for k in self.drafters:
             outlook = self._outlook(k, load, most)
