@@ -91,6 +91,7 @@ def answer(auto: AutoController, saved: float) -> None:
     row = make_row([1] * PROMPT, limit=PROMPT + 50)
     auto.evidence.state(row).earned[0] = saved
     auto.evidence.close(row, Load.plain_step(auto.evidence.forward, 1))
+    auto.evidence.ledger.loss = 0.0  # so that prefill depends on what it was worth
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ class Evidence:
     """Estimates of an adaptive controller.
 
     graded: acceptance by drafter and grade of its next draft, for grades above 0.  trials: by drafter.
-    states: of the open rows that a drafter was considered for.  decided: those whose prefill was decided on.
-    known: drafters that were asked often before this start.
+    states: of the open rows that a drafter was considered for.  known: drafters that were asked often before
+    this start.  decided: rows whose prefill was decided on -> seconds of it that the ledger has so far.
     asking, idle: moving averages of the part of a batch that asks each drafter, and of the seconds that
     drafters take in a step that asks none.  surprises: drafting steps in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.  overhead: moving average of them for a
@@ -44,9 +44,8 @@ class Evidence:
     prefill_cost: seconds that a drafter takes for a token of a prompt, the median of `prefills`.
     prefill_seconds: for all prompts so far.  worth: seconds that drafts have saved beyond them in the
     requests that a drafter read, up to what they may lose, and down to twice that.
-    history: the last sums, some steps apart.
+    history: the last sums, some steps apart.  module: corrects the calibrated acceptance.
     memory: where acceptance and costs of drafters are kept for the next start.
-    module: corrects the calibrated acceptance.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Evidence:
         self.known = known = [reach.asked >= KNOWN for reach in self.reach]
         self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * forward.base(1)) for old in known]
         self.states: dict[Row, RowState] = {}
-        self.decided: set[Row] = set()
+        self.decided: dict[Row, float] = {}
         self.asking = [1.0] * len(arms)
         self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
         self.surprises, self.worth = 0, [0.0] * len(arms)
@@ -151,9 +150,8 @@ class Evidence:
             state.enter("off", plain, plain, steps=count)
 
     def close(self, row: Row, load: Load) -> None:
-        """Complete the summary of a row that has ended."""
-        state = self.states.pop(row, None)
-        self.decided.discard(row)
+        """Complete the summary of a row that has ended, and enter the prefill that the ledger lacks."""
+        state, unpaid = self.states.pop(row, None), -self.decided.pop(row, 0.0)
         if state is not None:
             self.credit(row, state, load)
         elif row.steps:  # no drafter was considered
@@ -166,11 +164,13 @@ class Evidence:
                 least = min(self.worth[k], -2 * most)  # so that a few good requests make up for many bad ones
                 earned = state.earned[k] if state is not None else 0.0
                 self.worth[k] = max(least, min(self.worth[k] + earned - lost, most))
+                unpaid += lost
+        self.ledger.add(max(0.0, unpaid), 0.0)
 
     def drop_ended(self) -> None:
         """Forget rows that ended outside a step."""
         self.states = {row: state for row, state in self.states.items() if row.finish_reason is None}
-        self.decided = {row for row in self.decided if row.finish_reason is None}
+        self.decided = {row: paid for row, paid in self.decided.items() if row.finish_reason is None}
 
     def save(self, now: float) -> None:
         """Remember what was learned for the next start, at most every `EVERY` seconds."""
@@ -235,8 +235,8 @@ class Evidence:
         """Note what drafters take for prefill.  Returns the seconds of a step that fall to drafts.
 
         Prefill and catching up (`late`: tokens by drafter) are decided on before, by what they are expected
-        to save, so no row's ledger is charged with them.  That of all requests is charged with catching up,
-        and with doubtful prefill where that is decided (prefill_choice.py).
+        to save, so no row's ledger is charged with them.  That of all requests is charged with catching up
+        at once, with doubtful prefill where that is decided (prefill_choice.py), with other at the row's end.
         """
         prefill, drafting = record.batch.prefill, min(record.propose, self._expected(record.load, asks))
         self.prefill_seconds += record.propose - drafting
@@ -254,9 +254,11 @@ class Evidence:
 
     def _charge_late(self, record: StepRecord, most: float) -> None:
         """Enter what catching up is known to cost, at most so many seconds."""
-        for tried in record.tries.values():
-            for k in tried.late.keys() & tried.plan.exploring:
-                self.trials[k].room -= self.prefill_cost[k] * tried.late[k]
+        for r, tried in record.tries.items():
+            for k, tokens in tried.late.items():
+                cost, row = self.prefill_cost[k] * tokens, record.batch[r].row
+                self.trials[k].room -= cost if k in tried.plan.exploring else 0.0
+                self.decided[row] = self.decided.get(row, 0.0) + cost
         known = sum([self.prefill_cost[k] * tokens for k, tokens in record.late.items()])
         if caught := min(most, known):
             self.ledger.add(caught, 0.0)

@@ -50,8 +50,8 @@ class Planner:
     Of the last plans:
     room, row_grace: seconds left of the ledger of all requests, and what each request may lose.
     wait: steps until a row without a plan may get one.  trials: what the plans have left of them.
-    zs: drawn standard deviations, by drafter.
-    of_new: options of rows that never asked, by acceptance and largest depth.
+    zs: drawn standard deviations, by drafter.  of_new: options of rows that never asked, by acceptance and
+    largest depth.
     refused: kind of such rows that get no plan -> their `wait`.
     prices: of the drafters beside that load.
     """
@@ -129,9 +129,12 @@ class Planner:
 
     def least_need(self) -> float:
         """Seconds that have to be left for a trial of one token, of the cheapest drafter; 0 if unknown."""
-        reach, load = self.evidence.reach, self.load
-        costs = [self.prices.best(k, reach[k], 0.0, load, 1).cost for k in range(len(self.arms))]
-        return need(min(filter(math.isfinite, costs), default=0.0), False)
+        needs = [self.need(k, self.load, False) for k in range(len(self.arms))]
+        return min(filter(math.isfinite, needs), default=0.0)
+
+    def need(self, k: int, load: Load, pays: bool) -> float:
+        """The same for a draft of drafter k beside a load; infinite if unknown."""
+        return need(self.prices.best(k, self.evidence.reach[k], 0.0, load, 1).cost, pays)
 
     def _courage(self, room: float) -> float:
         """Standard deviations by which a draw counts: -1 where a row has used what it may lose, up to 1."""

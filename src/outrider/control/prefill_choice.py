@@ -6,11 +6,12 @@ request.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from outrider.control.evidence import KNOWN, MOST_LOST
-from outrider.control.ledger import EXPLORE
+from outrider.control.ledger import EXPLORE, SHARE
 from outrider.control.plan import Arm, Load
 from outrider.control.planner import Planner
 from outrider.control.prices import saved
@@ -28,12 +29,14 @@ class Outlook(NamedTuple):
     known: asks and steps with drafts that this comes from, and the pace of the machine.
     hopeful: it would pay if all its tokens were accepted.
     expected, hoped: seconds that it saves for each token of the output.
+    need: seconds that have to be left for its shortest draft; infinite if unknown.
     """
 
     known: tuple[float, int, float]
     hopeful: bool
     expected: float
     hoped: float
+    need: float
 
 
 class PrefillChoice:
@@ -53,6 +56,7 @@ class PrefillChoice:
         """Spare new rows the drafters that are not expected to earn what their prefill costs, or did not
         earn it in several requests.
 
+        What counts is the batch in which they are going to decode, beside those that still wait.
         Each is given a chance so rare that prefill in vain takes `EXPLORE` of the time, unless no acceptance
         would pay.  Where nothing but hope or chance speaks for it, it counts as loss.
         """
@@ -65,8 +69,8 @@ class PrefillChoice:
         if not rows or not most:
             return
         evidence.drop_ended()
-        evidence.decided.update(rows)
-        load = Load.plain_step(evidence.forward, len(batch))
+        evidence.decided.update(dict.fromkeys(rows, 0.0))
+        load = Load.plain_step(evidence.forward, len(batch) + batch.waiting)
         self.planner.set_grace(load)
         for k in self.drafters:
             outlook = self._outlook(k, load, most)
@@ -85,7 +89,8 @@ class PrefillChoice:
             prices.hopes.clear()  # the load is another one
             hopeful, depth = prices.hopeful(k, load, most), planner.depth(k, reach, most)
             expected, hoped = (saved(prices.best(k, reach, z, load, depth), load) for z in (0.0, HOPE))
-            found = self.outlooks[key] = Outlook(known, hopeful, expected, hoped)
+            need = planner.need(k, load, expected > 0)
+            found = self.outlooks[key] = Outlook(known, hopeful, expected, hoped, need)
         return found
 
     def _choose(self, k: int, rows: Sequence[Row], load: Load, outlook: Outlook) -> None:
@@ -96,7 +101,10 @@ class PrefillChoice:
             cost = evidence.prefill_cost[k] * (len(row.tokens) - row.computed)
             by_chance = draw() * cost <= EXPLORE * row.remaining * load.token
             worthy = evidence.worth[k] >= -MOST_LOST * (cost + load.token)
-            chosen = by_chance or (worthy and outlook.hoped * row.remaining >= cost)
+            # what was lost so far may leave no room for any draft while the row runs
+            room_later = evidence.ledger.room + SHARE * row.remaining * load.decode
+            reachable = room_later >= outlook.need or math.isinf(outlook.need)
+            chosen = reachable and (by_chance or (worthy and outlook.hoped * row.remaining >= cost))
             doubtful = not worthy or outlook.known[0] < KNOWN or outlook.expected * row.remaining < cost
             affordable = cost <= room if cost_known else row is rows[0]
             if not chosen or (doubtful and not affordable):
@@ -104,6 +112,7 @@ class PrefillChoice:
                 _leave([row], self.arms[k])
             elif doubtful:
                 room -= cost
+                evidence.decided[row] += cost
                 evidence.ledger.add(cost, 0.0)
 
     def tells_cost(self, batch: Batch) -> bool:

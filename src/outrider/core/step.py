@@ -99,6 +99,7 @@ class Batch(list[RowStep]):
     """The rows of one step.
 
     failed: rows that ended before their first step.  prefill: some row computes a part of its prompt.
+    waiting: rows that wait for their first step and then run beside these.
     mix_budgets: of the drafters of a mix; None: each drafts within its own limits.
     """
 
@@ -106,6 +107,7 @@ class Batch(list[RowStep]):
         super().__init__(steps)
         self.prefill = prefill
         self.failed: list[Row] = []
+        self.waiting = 0
         self.resume: Resume | None = None
         self.mix_budgets: MixBudgets | None = None
 

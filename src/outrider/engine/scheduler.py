@@ -115,6 +115,7 @@ class Scheduler:
         if self.waiting:
             num_rows = min(len(self.running) + len(self.waiting), self.limits.max_num_seqs)
             self._add_waiting(batch, budget, -(-num_rows // overlap))
+            batch.waiting = max(0, num_rows - len(self.running)) // overlap
         return batch
 
     def _add_running(self, batch: Batch, budget: PrefillBudget, most: int) -> None:
