@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from openai import BadRequestError, OpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 from served import Served
 
 from outrider import LLM, SamplingParams
@@ -20,6 +22,7 @@ SCHEMA = {
 }
 ARGUMENTS = ({"a": 3}, {"a": 4})
 INCLUDE = "message.output_text.logprobs"
+EVENT = TypeAdapter[Any](ResponseStreamEvent)
 TOOL: Any = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}
 
 
@@ -57,6 +60,18 @@ def test_events_tell_the_same_response(client: OpenAI) -> None:
     deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     last: Any = events[-1]
     assert deltas == whole.output_text == last.response.output_text
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": [TOOL], "tool_choice": "required"}])
+def test_responses_and_events_have_every_field_of_openais_client(more: Any, server: Served) -> None:
+    """Which does not check them itself, so that a missing one is found when it is read."""
+    body = {"input": "Hello", "max_output_tokens": 30, "temperature": 0, **more}
+    Response.model_validate(server.post("/v1/responses", body).json())
+    lines = server.post("/v1/responses", {**body, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert len(events) > 5
+    for event in events:
+        EVENT.validate_python(event)
 
 
 def test_a_named_function_is_called(client: OpenAI) -> None:

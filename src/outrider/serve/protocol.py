@@ -16,7 +16,7 @@ T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # one error, however many items are wrong
 
 
-UNSUPPORTED = {  # fields of OpenAI's and vLLM's servers that are refused -> what to do instead
+UNSUPPORTED = {  # fields of OpenAI's, vLLM's and llama.cpp's servers that are refused -> what to do instead
     "functions": "use tools",
     "function_call": "use tool_choice",
     "audio": "models take and make text",
@@ -29,6 +29,11 @@ UNSUPPORTED = {  # fields of OpenAI's and vLLM's servers that are refused -> wha
     "logits_processors": "use them in Python, with SamplingParams",
     "logprob_token_ids": "ask for more logprobs",
     "thinking_token_budget": "use max_tokens",
+    "n_predict": "use max_tokens",
+    "n_probs": "use logprobs",
+    "repeat_penalty": "use repetition_penalty",
+    "grammar": "use structured_outputs",
+    "json_schema": "use response_format",
     "kv_transfer_params": "prompts are computed by the server itself",
 }
 

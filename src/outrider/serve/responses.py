@@ -154,7 +154,8 @@ class Responses:
         if made["status"] == "incomplete":
             made["incomplete_details"] = {"reason": "max_output_tokens"}
         usage = usage_of([output])
-        of_prompt, of_output = usage["prompt_tokens_details"], usage["completion_tokens_details"]
+        of_prompt = {**usage["prompt_tokens_details"], "cache_write_tokens": 0}  # which OpenAI charges for
+        of_output = usage["completion_tokens_details"]
         made["usage"] = {
             "input_tokens": usage["prompt_tokens"], "input_tokens_details": of_prompt,
             "output_tokens": usage["completion_tokens"], "output_tokens_details": of_output,
