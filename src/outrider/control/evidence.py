@@ -28,6 +28,7 @@ SURPRISE = 0.2  # logarithm of a step's seconds over the expected ones
 FEW_TOKENS = 16  # of a prompt: fewer tell nothing of what its prefill costs, or are those of a draft
 PREFILLS = 5  # of which the median counts
 HISTORY = 2000  # moments that are kept for a picture
+Asks = dict[tuple[int, int], list[tuple[float, float]]]  # (drafter, rows) -> depths and seconds
 MAX_CLIP = 1.1  # of a step's seconds over the expected ones, in the ledger; more is noise of the machine
 
 
@@ -103,7 +104,7 @@ class Evidence:
 
     def learn(self, records: Sequence[StepRecord]) -> None:
         """Take in steps, oldest first."""
-        asked = dict[tuple[int, int], list[tuple[float, float]]]()
+        asked = Asks()
         host = self.host / len(records)
         if any(record.tries for record in records):
             self.overhead += (1 - (1 - RATE) ** len(records)) * (host - self.overhead)
@@ -180,7 +181,7 @@ class Evidence:
 
     # ---- costs
 
-    def _costs(self, record: StepRecord, asked: dict[tuple[int, int], list[tuple[float, float]]]) -> float:
+    def _costs(self, record: StepRecord, asked: Asks) -> float:
         """Learn what a step has cost.  Returns what drafts cost in it, for the ledgers.
 
         asked: (drafter, rows) -> depths and seconds of its asks, to be added to.
@@ -264,12 +265,7 @@ class Evidence:
             self.ledger.add(caught, 0.0)
             self.total.seconds += caught
 
-    def _propose(
-        self,
-        record: StepRecord,
-        asks: Mapping[int, Sequence[int]],
-        asked: dict[tuple[int, int], list[tuple[float, float]]],
-    ) -> float:
+    def _propose(self, record: StepRecord, asks: Mapping[int, Sequence[int]], asked: Asks) -> float:
         """Note what drafting has cost.  Returns its seconds beyond those of idle drafters, an outlier cut."""
         load, propose, expected = record.load, record.propose, self.idle
         # merging and trimming their trees takes time, too
