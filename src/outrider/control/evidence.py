@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median_low
-from typing import Any
 
 from outrider.control.acceptance import Calibration, Reach, Reliability
 from outrider.control.cost import OUTLIER, RATE, ForwardCost
@@ -18,7 +17,7 @@ from outrider.control.ledger import EXPLORE, FIRST_TRIALS, MOST_KEPT, MOST_TRIAL
 from outrider.control.memory import EVERY, Memory, learned
 from outrider.control.module import Corrected, Module
 from outrider.control.plan import Arm, Load, RowState, StepRecord, Try, judged, outcome_of
-from outrider.core.row import DraftingSummary, Row
+from outrider.core.row import Drafted, DraftingSummary, Row
 from outrider.core.step import RowStep
 
 LONGEST_PAUSE = 256  # steps
@@ -306,11 +305,10 @@ class Evidence:
             spent_by_all += spent
             names = "+".join([self.arms[k].name for k in sorted(tried.asked)]) if tried else ""
             names = names or ("automatic" if nodes else "off")
-            expected, accepted = tried.expected if tried else 0.0, len(step.accepted)
-            drafted: dict[str, Any] = {"nodes": nodes, "expected": expected, "accepted": accepted}
-            self.total.add(names, spent + idle, saved, **drafted)
+            drafted = Drafted(nodes, tried.expected if tried else 0.0, len(step.accepted))
+            self.total.add(names, spent + idle, saved, drafted=drafted)
             if (state := self.state(step.row) if nodes else self.states.get(step.row)) is not None:
-                state.enter(names, spent, saved, idle=idle, **drafted)
+                state.enter(names, spent, saved, drafted=drafted, idle=idle)
         if without:
             spent_by_all += without * spent_without
             self.total.add("off", without * (spent_without + idle), plain * emitted_without, steps=without)

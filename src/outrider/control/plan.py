@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from outrider.control.acceptance import Calibration, Outcome, Reach, key_of
 from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
 from outrider.control.ledger import Ledger
-from outrider.core.row import DraftingSummary, Row
+from outrider.core.row import NO_DRAFTS, Drafted, DraftingSummary, Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import ROOT, Budget
 
@@ -64,7 +64,13 @@ class RowState:
     steps: int = 0
 
     def enter(
-        self, arm: str, spent: float, plain: float, *, steps: int = 1, idle: float = 0.0, **drafted: Any
+        self,
+        arm: str,
+        spent: float,
+        plain: float,
+        steps: int = 1,
+        drafted: Drafted = NO_DRAFTS,
+        idle: float = 0.0,
     ) -> None:
         """Add steps to ledger and summary.
 
@@ -74,7 +80,7 @@ class RowState:
         """
         self.steps += steps
         self.ledger.add(spent, plain)
-        self.summary.add(arm, spent + idle, plain, steps=steps, **drafted)
+        self.summary.add(arm, spent + idle, plain, steps, drafted)
 
 
 class Plan(NamedTuple):

@@ -85,6 +85,17 @@ class LastDraft(NamedTuple):
         return self.sources[self.tree.source_of(node)]
 
 
+class Drafted(NamedTuple):
+    """Verified draft tokens, and how many of them were expected to be accepted, and were."""
+
+    nodes: int = 0
+    expected: float = 0.0
+    accepted: int = 0
+
+
+NO_DRAFTS = Drafted()
+
+
 @dataclass(slots=True)
 class DraftingSummary:
     """What an adaptive controller chose for a request, and what came of it.
@@ -106,21 +117,13 @@ class DraftingSummary:
     plain_seconds: float = 0.0
 
     def add(
-        self,
-        arm: str,
-        seconds: float,
-        plain_seconds: float,
-        *,
-        steps: int = 1,
-        nodes: int = 0,
-        expected: float = 0.0,
-        accepted: int = 0,
+        self, arm: str, seconds: float, plain_seconds: float, steps: int = 1, drafted: Drafted = NO_DRAFTS
     ) -> None:
         """Add a step, or several with these sums.  arm: the drafters asked, as in `steps`."""
         self.steps[arm] = self.steps.get(arm, 0) + steps
-        self.nodes += nodes
-        self.expected += expected
-        self.accepted += accepted
+        self.nodes += drafted.nodes
+        self.expected += drafted.expected
+        self.accepted += drafted.accepted
         self.seconds += seconds
         self.plain_seconds += plain_seconds
 
