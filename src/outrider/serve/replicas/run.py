@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 
@@ -38,12 +39,23 @@ def run_replicas(service: Service) -> None:
             task = asyncio.create_task(_run(process, router))
             rolls = set[asyncio.Task[None]]()
             loop = asyncio.get_running_loop()
+            loop.set_exception_handler(log_error)
             loop.add_signal_handler(signal.SIGHUP, lambda: rolls.add(loop.create_task(router.roll())))
             yield
             await cancelled([task, *rolls])
 
         process = Process(make_app(router, lifespan), router)
         process.run()
+
+
+def log_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error of a callback.
+
+    Not that of anyio, which sets the result of a future whose task has been cancelled: a client has left while
+    its replica sent a byte.
+    """
+    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+        loop.default_exception_handler(context)
 
 
 async def _run(process: Process, router: Router) -> None:
