@@ -49,7 +49,7 @@ TESTS = ["tests/backends/test_triton_attention.py", "tests/backends/test_triton_
 PARTS = ("decoder", "attention", "pair", "peer", "certificate", "tests")
 METHODS = ("draft", "eagle3", "ngram", "auto", "eagle3-tree")  # of the pair; the last one only if asked for
 Save = Callable[[Any], None]
-NODES, CONTEXTS = (0, 4, 16, 64), (1024, 8192, 32768)
+NODES, CONTEXTS = (0, 4, 15, 16, 63, 64), (1024, 8192, 32768)
 
 
 def main() -> None:
