@@ -122,6 +122,7 @@ class Engine:
         # whether one is in flight between two calls of `step`
         self.ahead = self.decoder.in_process and self.decoder.device.type != "cpu"
         self.prompts_read = NO_EVENT  # by the drafters, of the last step
+        self.times_device = speculation.adaptive and self.decoder.device.type == "cuda"
         self.adaptive = self._adaptive_controllers(limits, speculation) if speculation.adaptive else []
         self.controller: Controller = self.adaptive[0] if self.adaptive else limits
         self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
@@ -244,13 +245,12 @@ class Engine:
         controller.trim(batch)
         forward, drafted = working_time(), self._event()
         complete = self.runner.begin(batch, self.drafter.needs)
-        drafting = forward - propose - self.proposer.taken()
-        times = Times(drafting, working_time() - forward, propose - began)
+        times = Times(forward - propose - self.proposer.taken(), working_time() - forward, propose - began)
         return Flight(batch, controller, complete, times, drafted)
 
     def _event(self) -> DeviceEvent:
         """The present moment in the work of the device, if a controller has to know what took how long."""
-        return DeviceEvent(self.decoder.device) if self.adaptive else NO_EVENT
+        return DeviceEvent(self.decoder.device) if self.times_device else NO_EVENT
 
     def _complete(self, flight: Flight) -> list[Row]:
         """Wait for the forward of a step, and verify and commit its drafts."""
