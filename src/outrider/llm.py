@@ -191,7 +191,11 @@ class LLM:
 
         Takes seconds; call it before any request.  What controllers and drafters know does not change.
         """
-        warm_up(self.engine, self.generate)
+        ids, self._ids = self._ids, itertools.count()  # requests without a seed get theirs from their ids
+        try:
+            warm_up(self.engine, self.generate)
+        finally:
+            self._ids = ids
 
     def abort(self, request_id: str) -> None:
         """End a request with finish_reason "abort", keeping its output so far.  Unknown ids are ignored."""

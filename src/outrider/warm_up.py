@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +14,13 @@ from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
 
 LARGEST = 256  # requests at once
-PROMPT, ANSWER = 8, 12  # tokens
-SALT = "warm-up"  # keeps pages, and what drafters learn, from other requests
+# tokens of all prompts of a batch, as many as a graph has rows, and of an answer
+PROMPTS, ANSWER = 512, 12
+SALT = "warm-up"  # keeps pages, and texts that drafters learn from, apart from other requests
 
 
 def warm_up(engine: Engine, answer: Callable[[Any, SamplingParams], object]) -> None:
-    """Answer requests in batches of 1, 2, 4, … up to max_num_seqs: plain, and with each drafter alone.
+    """Answer requests in batches of max_num_seqs, and of 1, 2, 4, … below: plain, and with each drafter alone.
 
     answer: takes prompts, and parameters for all of them.  Drafts have their full depth, and controllers are
     not asked.  Neither they nor drafters learn from it, and no statistics count it.
@@ -29,23 +31,28 @@ def warm_up(engine: Engine, answer: Callable[[Any, SamplingParams], object]) -> 
     )
     drafted = [replace(plain, speculate=True, draft_method=name) for name in engine.drafter.sources]
     most = min(engine.options.max_num_seqs, LARGEST)
-    with _drafting_by_limits(engine), record_at_once():
-        for count in [1 << i for i in range(most.bit_length())]:
+    counts = sorted({most, *[1 << i for i in range(most.bit_length())]})
+    with _left_as_it_was(engine), record_at_once():
+        for count in reversed(counts):  # what there is no room for is lost by the largest batches
+            length = max(1, min(PROMPTS // count, engine.max_len - ANSWER))
             for params in (plain, *drafted):
-                ids = [[numbers.randrange(vocabulary) for _ in range(PROMPT)] for _ in range(count)]
+                ids = [[numbers.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
                 answer([{"prompt_token_ids": prompt, "cache_salt": SALT} for prompt in ids], params)
 
 
 @contextmanager
-def _drafting_by_limits(engine: Engine) -> Iterator[None]:
-    """Without a controller that chooses and learns."""
+def _left_as_it_was(engine: Engine) -> Iterator[None]:
+    """Draft without a controller that chooses, and forget what was learned and counted in between."""
     controller, adaptive = engine.controller, engine.adaptive
+    memory, paced = copy.deepcopy(engine.drafter.memory), copy.deepcopy(vars(engine.pacer))
     if adaptive:
         engine.controller, engine.adaptive = adaptive[0].limits, []
     try:
         yield
     finally:
         engine.controller, engine.adaptive = controller, adaptive
+        engine.drafter.memory = memory
+        vars(engine.pacer).update(paced)
         engine.forget_prefixes()
         engine.reset()
-        engine.scheduler.prefix_queries = engine.scheduler.prefix_hits = 0
+        engine.scheduler.prefix_queries = engine.scheduler.prefix_hits = engine.scheduler.preemptions = 0

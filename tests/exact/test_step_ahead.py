@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.backends.torch import sampling, verifier
+from outrider.control.auto import AutoController
 from outrider.core.block_table import PAGE
 from outrider.core.device import HostCopy
 from outrider.errors import EngineError
@@ -76,6 +77,20 @@ def test_a_step_is_passed_on_while_the_next_one_is_computed(
     check_idle(llm)
 
 
+def always_settling(controller: AutoController) -> list[bool]:
+    """Let it make plans beside every step, unless it rests.  Returns whether it did, by step."""
+    settle, settled = controller.settle, list[bool]()
+
+    def forced() -> None:
+        controller.due = controller.rest is None and bool(controller.log)
+        settled.append(controller.due)
+        settle()
+        controller.interval = 99  # nothing else takes in the log
+
+    controller.settle = forced  # type: ignore[method-assign]
+    return settled
+
+
 @pytest.mark.parametrize("method", ["off", "ngram", "draft_model", "auto"])
 def test_texts_are_those_of_steps_that_are_waited_for(
     method: str, ahead: LLM, outputs_of: PlainOutputs, random_draft: str
@@ -88,10 +103,10 @@ def test_texts_are_those_of_steps_that_are_waited_for(
     more = {"draft_model": {"model": random_draft}, "auto": {"drafters": [{"model": random_draft}]}}
     ahead.use({"method": method, **more.get(method, {})})
     ahead.engine.ahead = True
-    for controller in ahead.engine.adaptive:
-        controller.settles = True
+    settled = [always_settling(controller) for controller in ahead.engine.adaptive]
     found = run_staggered(ahead, PROMPTS, each, aborts={3: 5})
     assert expected[0] != first
+    assert all(any(each) for each in settled)
     assert [visible_parts(o.outputs) for i, o in enumerate(found) if i != 3] == expected[:3] + expected[4:]
     assert found[3].outputs[0].finish_reason == "abort"
     whole = outputs_of(PROMPTS[3], each[3]).outputs[0].token_ids

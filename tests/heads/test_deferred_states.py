@@ -9,6 +9,7 @@ import pytest
 from head_pairs import LONG, check, distribution, run, use_drafter
 
 from outrider import LLM
+from outrider.core.block_table import PAGE
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit
 from outrider.core.tree import NO_BUDGET, Budget
@@ -43,6 +44,37 @@ def test_states_of_steps_without_drafts_are_read_together_later(
     run(llm, prompts, params)
     assert min(rest + 1, 50) <= max(pending) <= 64
     check(llm, drafter)
+
+
+def test_a_prompt_that_fills_its_pages_is_cached_while_nothing_is_drafted(
+    checkpoint: str, plain: LLM
+) -> None:
+    """Its last pair is beside a token without a slot, so it is read in the next step, and the row ends soon."""
+    prompt, params = [3 + i % 20 for i in range(8 * PAGE)], [distribution(0, max_tokens=12)]
+    llm, drafter = use_drafter(checkpoint, plain, [prompt], params)
+    llm.engine.controller.budget = lambda batch: [NO_BUDGET] * len(batch)  # type: ignore[method-assign]
+    run(llm, [prompt], params)
+    assert not drafter.deferred.ended
+    (again,) = run(llm, [[*prompt, 5]], [distribution(0, max_tokens=1)])
+    assert again.num_cached_tokens == 8 * PAGE - 1
+
+
+def test_rows_that_end_at_once_are_not_kept(checkpoint: str, plain: LLM) -> None:
+    """Requests of one token overlap, so that some are always open and no step is deferred."""
+    prompts = [[3 + (7 * i + j) % 50 for j in range(50 + 3 * (i % 7))] for i in range(40)]
+    params = [distribution(0, max_tokens=1)] * len(prompts)
+    llm, drafter = use_drafter(checkpoint, plain, [], [], max_num_seqs=4, max_num_batched_tokens=64)
+    most, step = 0, llm.engine.step
+
+    def counted() -> Any:
+        nonlocal most
+        found = step()
+        most = max(most, len(drafter.deferred.ended))
+        return found
+
+    llm.engine.step = counted  # type: ignore[method-assign]
+    run(llm, prompts, params)
+    assert most <= 4
 
 
 def test_a_lost_plain_step_leaves_a_gap(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,10 @@ class DeferredStates:
         self.num_steps += 1
         self.num_rows += states.num_rows
 
+    def note(self, cursor: Cursor) -> None:
+        """Take in how many states of a row are pending that no step has deferred."""
+        self.most_pending = max(self.most_pending, cursor.count)
+
     def due(self, rows: int, least: int) -> bool:
         """Whether one of so many rows may have so many pending states that they have to be read, or all have
         too many.
@@ -134,6 +138,7 @@ class DeferredStates:
         least: states that are pending without deferred ones.
         """
         most = max(self.most_pending, least) + self.num_steps
+        most = max(most, len(self.ended))  # which are kept until others are appended
         return most >= MAX_PENDING or self.num_rows >= min(MAX_PENDING * rows, MAX_DEFERRED)
 
     @property

@@ -291,17 +291,16 @@ class AutoController:
     def settle(self) -> None:
         """Take in the log if it is due, and plan, while a device computes the next step with its old plans.
 
-        That step hides it, so its time is no loss.
+        That step takes longer, as a rule, and hides it: its time is no loss.
         """
         if self.due:
-            host = self.evidence.host
             self._digest()
             tries, ledger = self.tries, self.evidence.ledger
             enter_losses(ledger, tries.values(), 1)
             self._look(self.batch)
             enter_losses(ledger, tries.values(), -1)
             self.room.set(ledger, {**{r: tried.plan for r, tried in tries.items()}, **self.plans})
-            self.evidence.host, self.looked = host, 0.0
+            self.evidence.host = self.looked = 0.0  # what was charged before is in the ledger now
             self.stale = not self.plans  # then a rest may begin
 
     def _digest(self) -> None:

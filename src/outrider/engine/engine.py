@@ -117,6 +117,8 @@ class Engine:
         # whether one is in flight between two calls of `step`
         self.ahead = self.decoder.in_process and self.decoder.device.type != "cpu"
         self.prompts_read: DeviceEvent | None = None  # by the drafters, of the last step
+        # whether events have to tell a controller what took how long
+        self.times_device = bool(adaptive) and self.decoder.device.type == "cuda"
         self.adaptive = adaptive
         for each in adaptive:
             each.settles = self.ahead
@@ -205,7 +207,7 @@ class Engine:
         propose = working_time()
         batch.take(self.proposer.propose(batch))
         controller.trim(batch)
-        forward, drafted = working_time(), self._event() if self.adaptive else None
+        forward, drafted = working_time(), self._event() if self.times_device else None
         complete = self.runner.begin(batch, self.drafter.needs)
         drafting = forward - propose
         if self.learner is not None:
@@ -232,7 +234,7 @@ class Engine:
         # Of a device, that it may still compute.  What drafters do with a prompt is no cost of drafts.
         if self.ahead and not batch.prefill:
             observed = working_time() - before
-        self.prompts_read = self._event() if batch.prefill and self.adaptive else None
+        self.prompts_read = self._event() if batch.prefill and self.times_device else None
         finished = self._finish(batch)
         times = times.plus(propose=observed, rest=working_time() - began - observed)
         if self.learner is not None:

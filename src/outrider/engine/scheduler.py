@@ -28,6 +28,7 @@ from outrider.engine.detokenizer import Detokenizer, find_stop
 from outrider.errors import RequestError
 
 NO_PREFILL = PrefillBudget(0)
+MOST_BEHIND = 4  # tokens behind a page for which it is asked whether a drafter has filled it
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,9 @@ class Scheduler:
             row.computed = step.end + len(step.accepted)
             if step.budget.nodes:
                 self.cache.shrink(table, max(len(row.tokens), row.computed))
-            # drafters read a prompt after its step, and fill no page while they are idle
-            fills = row.computed % PAGE <= len(step.accepted) or step.known > 1 or step.start == row.prompt
+            # drafters read a prompt after its step, and tokens some steps later; idle ones fill no page
+            behind = row.computed % PAGE - len(step.accepted)
+            fills = behind <= MOST_BEHIND or step.known > 1 or step.start == row.prompt
             if fills and row.computed >= (len(table.nodes) + 1) * PAGE:
                 self.share(row)
         if self.in_flight:

@@ -264,6 +264,8 @@ class Recurrent(HeadDrafter):
             # The last pair is beside the pending token, whose slot may be missing.
             if row.error is None and row.table is not None and row.table.room > row.computed:
                 readings.append(Reading(row, cursor, row.slots[: row.computed + 1]))
+            else:
+                self.deferred.note(cursor)
         if readings:
             self._catch_up(self.forwards(readings))
         for reading in readings:
@@ -274,6 +276,7 @@ class Recurrent(HeadDrafter):
 
     def forget(self, row: Row, reason: str) -> None:
         super().forget(row, reason)
-        self.deferred.ended.add(row)
         if not self.catch_up.cursors:
             self.deferred.clear()
+        elif self.deferred.num_steps:
+            self.deferred.ended.add(row)

@@ -205,7 +205,8 @@ class Graphs:
             wish = self.wishes[key] = Wish(self.calls)
             for used in job.uses:
                 self._watch(used)
-        if (wish.wasted >= WORTH or records_at_once()) and self._recorded(key, job, wish):
+        now = wish.wasted >= WORTH or (records_at_once() and not wish.closed)
+        if now and self._recorded(key, job, wish):
             return self._replay(key, job)
         # of launches: all at first, when they compile kernels, later what a replay will save
         once = 0.0 if wish.closed else 1 - 1 / LAUNCHED if wish.wasted else 1.0
