@@ -22,7 +22,7 @@ from outrider.backends.select import backend_for
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import SplitPool
 from outrider.core.block_table import PAGE
-from outrider.draft.draft_model import drafter as draft_model
+from outrider.draft.draft_model import loading
 from outrider.engine import engine as engines
 from outrider.engine import memory
 from outrider.models import decoder
@@ -228,7 +228,7 @@ def test_a_draft_on_another_device(four: str, monkeypatch: pytest.MonkeyPatch) -
         return TorchBackend(OTHER, dtype) if device == OTHER else backend_for(device, dtype)
 
     monkeypatch.setattr(decoder, "backend_for", backend)
-    monkeypatch.setattr(draft_model, "pick_device", lambda name, option: {"other": OTHER}[name])
+    monkeypatch.setattr(loading, "pick_device", lambda name, option: {"other": OTHER}[name])
     llm = LLM(four, max_num_seqs=4)
     alone, _ = expected(LLM(four, enable_prefix_caching=False), SAMPLED)
     for siblings in (1, 2):
@@ -253,7 +253,7 @@ def test_a_draft_on_another_device(four: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_draft_in_two_parts(four: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain goes level by level then, through both parts: the target's own draft is nearly always right."""
     monkeypatch.setattr(decoder, "backend_for", lambda device, dtype, *given: backend_for(CPU, dtype))
-    monkeypatch.setattr(draft_model, "place", lambda layers, *given: Placement((CPU, CPU, OTHER, OTHER), CPU))
+    monkeypatch.setattr(loading, "place", lambda layers, *given: Placement((CPU, CPU, OTHER, OTHER), CPU))
     llm = LLM(four, max_num_seqs=4, speculative_config={"model": four, "num_speculative_tokens": 4})
     drafter: Any = llm.engine.drafter
     assert len(drafter.decoder.parts) == len(drafter.pool.parts) == 2
