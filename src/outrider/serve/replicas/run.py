@@ -51,8 +51,8 @@ def run_replicas(service: Service) -> None:
 def log_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log an error of a callback.
 
-    Not that of anyio, which sets the result of a future whose task has been cancelled: a client has left while
-    its replica sent a byte.
+    Not that of anyio, which sets the result of a future whose task has been cancelled: a client has left
+    while its replica sent a byte.
     """
     if not isinstance(context.get("exception"), asyncio.InvalidStateError):
         loop.default_exception_handler(context)
