@@ -20,7 +20,7 @@ SALT = "warm-up"  # keeps pages, and texts that drafters learn from, apart from 
 
 
 def warm_up(engine: Engine, answer: Callable[[Any, SamplingParams], object]) -> None:
-    """Answer requests in batches of max_num_seqs, and of 1, 2, 4, … below: plain, and with each drafter alone.
+    """Answer requests in batches of max_num_seqs, and of 1, 2, 4, … below: plain and with each drafter alone.
 
     answer: takes prompts, and parameters for all of them.  Drafts have their full depth, and controllers are
     not asked.  Neither they nor drafters learn from it, and no statistics count it.

@@ -46,10 +46,8 @@ def test_states_of_steps_without_drafts_are_read_together_later(
     check(llm, drafter)
 
 
-def test_a_prompt_that_fills_its_pages_is_cached_while_nothing_is_drafted(
-    checkpoint: str, plain: LLM
-) -> None:
-    """Its last pair is beside a token without a slot, so it is read in the next step, and the row ends soon."""
+def test_a_prompt_that_fills_its_pages_is_cached_without_drafts(checkpoint: str, plain: LLM) -> None:
+    """Its last pair is beside a token without a slot, so it is read in the next step; the row ends soon."""
     prompt, params = [3 + i % 20 for i in range(8 * PAGE)], [distribution(0, max_tokens=12)]
     llm, drafter = use_drafter(checkpoint, plain, [prompt], params)
     llm.engine.controller.budget = lambda batch: [NO_BUDGET] * len(batch)  # type: ignore[method-assign]

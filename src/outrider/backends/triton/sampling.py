@@ -99,7 +99,8 @@ def _lowest(
             above_1 += tl.where(low > _negative(lowest + unit), weight, 0.0).to(tl.float64)
             above_2 += tl.where(low > _negative(lowest + 2 * unit), weight, 0.0).to(tl.float64)
             above_3 += tl.where(low > _negative(lowest + 3 * unit), weight, 0.0).to(tl.float64)
-        # each sum is at least the one before; that beyond all finite numbers is a NaN's, 0, and gets no weight
+        # Each sum is at least the one before.  Bits beyond all finite numbers are a NaN, above which nothing
+        # is; so far below the best, no token has weight.
         digit = (tl.sum(above_1, 0) < limit).to(tl.int32)
         if step > 0:  # the highest bit is the sign
             digit += (tl.sum(above_2, 0) < limit).to(tl.int32) + (tl.sum(above_3, 0) < limit).to(tl.int32)
