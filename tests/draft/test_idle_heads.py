@@ -107,3 +107,18 @@ def test_states_of_long_prompts_are_those_of_their_positions() -> None:
 
 def test_a_step_without_hidden_states_has_no_rows_of_them() -> None:
     assert NO_STATES.num_rows == 0
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("rows", [[0], [1, 2], [0, 2]])
+def test_states_of_some_rows_keep_no_others_alive(joint: bool, rows: list[int]) -> None:
+    wide = torch.arange(30.0).view(5, 6)
+    kept = dict(zip((1, 4, 7), wide.chunk(3, dim=1)))
+    if not joint:
+        kept = {layer: state.clone() for layer, state in kept.items()}
+    states = States(kept, [[0], [1, 2], [3, 4]])
+    some = states.only(rows, (1, 7))
+    assert some.num_rows == sum(len(states.places[r]) for r in rows)
+    for i, r in enumerate(rows):
+        assert torch.equal(some.of(i, (1, 7)), states.of(r, (1, 7)))
+    assert some.kept[1].untyped_storage().nbytes() == 4 * 4 * some.num_rows

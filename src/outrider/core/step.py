@@ -207,7 +207,9 @@ class States:
         index = [place for r in rows for place in self.places[r]]
         consecutive = index[-1] - index[0] < len(index)
         states = self._at(range(index[0], index[-1] + 1) if consecutive else index, wanted)
-        parts = (states.clone() if consecutive else states).chunk(len(wanted), dim=-1)
+        if states.untyped_storage().nbytes() > states.nbytes:  # those of other rows would be kept, too
+            states = states.clone()
+        parts = states.chunk(len(wanted), dim=-1)
         ends = [0, *accumulate([len(self.places[r]) for r in rows])]
         return States(dict(zip(wanted, parts)), [range(*span) for span in pairwise(ends)])
 
