@@ -26,34 +26,24 @@ from outrider.heads.recurrent import Forwards
 from outrider.testing import random_prompts, tiny_checkpoint
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def plain(checkpoint: str) -> LLM:
-    return LLM(checkpoint, dtype="float32", enable_prefix_caching=False)
-
-
 @pytest.mark.parametrize("tree", ["chain", "dynamic", "mc_sim_7b_63"])
-def test_chunked_prompts_of_different_lengths(checkpoint: str, plain: LLM, tree: str) -> None:
+def test_chunked_prompts_of_different_lengths(llama: str, plain: LLM, tree: str) -> None:
     prompts = random_prompts(6, seed=4, longest=60)
     params = [distribution(i) for i in range(6)]
     llm, drafter = use_drafter(
-        checkpoint, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3, tree=tree
+        llama, plain, prompts, params, max_num_batched_tokens=24, max_num_seqs=3, tree=tree
     )
     outputs = run(llm, prompts, params)
     assert sum(output.speculation.accepted for output in outputs) > 10
     check(llm, drafter)
 
 
-def test_rows_after_prefix_hits_draft_from_the_same_pairs(checkpoint: str, plain: LLM) -> None:
+def test_rows_after_prefix_hits_draft_from_the_same_pairs(llama: str, plain: LLM) -> None:
     """The pair at the border is computed once more, from a state that the target computes again."""
     common = random_prompts(1, seed=9, longest=40)[0] * 3
     prompts = [[*common, *tail] for tail in random_prompts(4, seed=5)] + [common[:33], common[:32]]
     params = [distribution(i) for i in range(6)]
-    llm, drafter = use_drafter(checkpoint, plain, prompts, params, max_num_seqs=2)
+    llm, drafter = use_drafter(llama, plain, prompts, params, max_num_seqs=2)
     run(llm, prompts, params)
     assert drafter.shared > 0
     first = {row: records[0][1] for row, records in drafter.log.pairs.items()}
@@ -61,36 +51,34 @@ def test_rows_after_prefix_hits_draft_from_the_same_pairs(checkpoint: str, plain
     check(llm, drafter)
 
 
-def test_two_samples_of_one_prompt(checkpoint: str, plain: LLM) -> None:
+def test_two_samples_of_one_prompt(llama: str, plain: LLM) -> None:
     prompts, params = random_prompts(3, seed=6, longest=50), [distribution(2 * i + 1, n=2) for i in range(3)]
-    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
+    llm, drafter = use_drafter(llama, plain, prompts, params)
     run(llm, prompts, params)
     assert len(drafter.log.pairs) == 6
     check(llm, drafter)
 
 
-def test_preempted_rows_draft_from_the_same_pairs(checkpoint: str, plain: LLM) -> None:
+def test_preempted_rows_draft_from_the_same_pairs(llama: str, plain: LLM) -> None:
     prompts, params = (
         random_prompts(5, seed=7, longest=40),
         [distribution(i, max_tokens=60) for i in range(5)],
     )
     memory = 10 * 16 * (plain.engine.decoder.footprint.total() + Net.slot_bytes)
-    llm, drafter = use_drafter(
-        checkpoint, plain, prompts, params, kv_cache_memory_bytes=memory, max_model_len=128
-    )
+    llm, drafter = use_drafter(llama, plain, prompts, params, kv_cache_memory_bytes=memory, max_model_len=128)
     run(llm, prompts, params)
     assert llm.engine.scheduler.preemptions > 0
     assert any(len({life for life, *_ in records}) > 1 for records in drafter.log.pairs.values())
     check(llm, drafter)
 
 
-def test_rows_without_drafts_are_read_before_many_states_are_pending(checkpoint: str, plain: LLM) -> None:
+def test_rows_without_drafts_are_read_before_many_states_are_pending(llama: str, plain: LLM) -> None:
     """The number of pending states is bounded, and the pages can be shared."""
     prompts, params = (
         random_prompts(2, seed=8),
         [distribution(0, max_tokens=LONG, speculate=False), distribution(1, max_tokens=LONG)],
     )
-    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
+    llm, drafter = use_drafter(llama, plain, prompts, params)
     most, observe = 0, drafter.observe
 
     def counting(commit: Any) -> None:
@@ -105,14 +93,14 @@ def test_rows_without_drafts_are_read_before_many_states_are_pending(checkpoint:
     check(llm, drafter)
 
 
-def test_a_pair_without_a_slot_is_not_read(checkpoint: str, plain: LLM) -> None:
+def test_a_pair_without_a_slot_is_not_read(llama: str, plain: LLM) -> None:
     """A prompt fills its page, and without drafts the next page is missing: slot 0 belongs to another row."""
     prompts = [
         random_prompts(1, seed=9, longest=40)[0][:3] * 12,
         (random_prompts(1, seed=10, longest=40)[0] * 16)[:16],
     ]
     params = [distribution(0), distribution(1, speculate=False)]
-    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
+    llm, drafter = use_drafter(llama, plain, prompts, params)
     catch_up = drafter._catch_up
 
     def watched(forwards: Forwards) -> Tensor:
@@ -127,12 +115,10 @@ def test_a_pair_without_a_slot_is_not_read(checkpoint: str, plain: LLM) -> None:
     check(llm, drafter)
 
 
-def test_an_interrupted_forward_is_repeated(
-    checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_forward_is_repeated(llama: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs read before the interrupt are read again, with the same states; none is left out."""
     prompts, params = random_prompts(2, seed=3), [distribution(0), distribution(1)]
-    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
+    llm, drafter = use_drafter(llama, plain, prompts, params)
     stream, forward, left = (
         llm.stream({"prompt_token_ids": prompts[0]}, params[0]),
         llm.engine.runner.begin,
@@ -156,11 +142,11 @@ def test_an_interrupted_forward_is_repeated(
 
 
 def test_lost_states_leave_a_gap_that_is_not_shared(
-    checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
+    llama: str, plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupt before `observe` loses those pairs; later ones are right, and the gap stays unfilled."""
     prompts, params = random_prompts(2, seed=3), [distribution(0, max_tokens=40), distribution(1)]
-    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
+    llm, drafter = use_drafter(llama, plain, prompts, params)
     drafter.complete = False
     stream, observe, left = llm.stream({"prompt_token_ids": prompts[0]}, params[0]), drafter.observe, [3]
     next(stream)
@@ -182,10 +168,10 @@ def test_lost_states_leave_a_gap_that_is_not_shared(
     check(llm, drafter, once=False)
 
 
-def test_a_shifted_pair_is_detected(checkpoint: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shifted_pair_is_detected(llama: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check fails for a drafter that pairs each state with the token before."""
     prompts, params = random_prompts(2, seed=3), [distribution(0), distribution(1)]
-    llm, drafter = use_drafter(checkpoint, plain, prompts, params)
+    llm, drafter = use_drafter(llama, plain, prompts, params)
     forward = drafter.net.forward
 
     def shifted(step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:

@@ -40,16 +40,6 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def builtin() -> Checkpoint:
-    return Checkpoint.open("builtin")
-
-
-@pytest.fixture(scope="module")
-def compiler(builtin: Checkpoint) -> GrammarCompiler:
-    return GrammarCompiler(builtin.tokenizer, builtin.spec.vocabulary, builtin.ending)
-
-
 def made(compiler: GrammarCompiler, form: dict[str, Any]) -> GrammarState:
     return compiler.state(StructuredOutputs(**form), len(PROMPT))
 

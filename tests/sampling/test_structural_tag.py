@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from outrider import RequestError, SamplingParams, StructuredOutputs
-from outrider.checkpoints.hub import Checkpoint
 from outrider.core.processor import Ids
 from outrider.sampling.grammar.compiler import GrammarCompiler
 from outrider.sampling.grammar.state import GrammarState
@@ -45,16 +44,6 @@ FORMAT = {
         ],
     },
 }
-
-
-@pytest.fixture(scope="module")
-def builtin() -> Checkpoint:
-    return Checkpoint.open("builtin")
-
-
-@pytest.fixture(scope="module")
-def compiler(builtin: Checkpoint) -> GrammarCompiler:
-    return GrammarCompiler(builtin.tokenizer, builtin.spec.vocabulary, builtin.ending)
 
 
 def made(compiler: GrammarCompiler, form: Any, **more: Any) -> GrammarState:

@@ -137,8 +137,9 @@ class DeferredStates:
 
         least: states that are pending without deferred ones.
         """
-        most = max(self.most_pending, least) + self.num_steps
-        most = max(most, len(self.ended))  # which are kept until others are appended
+        pending = max(self.most_pending, least) + self.num_steps
+        # rows that have ended are kept, too, until states are appended
+        most = max(pending, len(self.ended))
         return most >= MAX_PENDING or self.num_rows >= min(MAX_PENDING * rows, MAX_DEFERRED)
 
     @property

@@ -7,10 +7,10 @@ alone: not on the other rows, on their number, or on whether a key is in the slo
 tree node.
 
         keys      0        BLOCK     2 BLOCK     3 BLOCK            SPLIT = 3 BLOCK
-        table     ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ │
-        node 0                          │ ■                         keys of the same number:
-        node 2                          │ ■ ■                       each row has its own slot there
-                  for all rows       │ for each row
+        table     ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ ■ │ ■ ■
+        node 0                          │     ■                     keys of the same number:
+        node 2                          │     ■ ■                   each row has its own slot there
+                           for all rows │ for each row
 
 Blocks whose keys all rows of a piece (`plan.py`) have in the table are computed for the whole piece, for the
 query heads of one K/V head.  The others, at the end, are computed for each row by itself, which has slots of

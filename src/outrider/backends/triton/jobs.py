@@ -34,7 +34,7 @@ from outrider.core.step_input import StepInput, StepTensors
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # Rows that add as much as the first one takes: 65, padded to 128, take 1.63 to 1.85 times as long on an H200.
 ROWS_AS_LONG = 160
-LEAST_KEYS, LEAST_PATH, LEAST_TABLE = 2048, 16, 4096
+LEAST_KEYS, LEAST_PATH = 2048, 16
 
 
 def padded_rows(rows: int) -> int:
@@ -57,7 +57,7 @@ def padded(sizes: Sizes, spec: AttentionShape) -> Sizes | None:
         return None
     path = max(LEAST_PATH, power_of_two(sizes.path)) if sizes.path else 0
     # of few sizes, for it costs memory alone: a load has only the slots that are there
-    table = max(LEAST_TABLE, rows * LEAST_KEYS, power_of_two(sizes.table))
+    table = max(rows * LEAST_KEYS, power_of_two(sizes.table))
     return Sizes(rows, rows, keys, path, table, sizes.pinned)
 
 

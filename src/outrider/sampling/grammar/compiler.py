@@ -79,7 +79,7 @@ class GrammarCompiler:
 
     @cached_property
     def special(self) -> dict[str, int]:
-        """The special tokens that may stand in a text, by their texts."""
+        """Ids of the special tokens that an answer may contain, by text; none ends it."""
         added: Mapping[int, Any] = self.tokenizer.added_tokens_decoder
         known = {i: str(token) for i, token in added.items() if i not in self.ending}
         return {text: i for i, text in known.items() if text and self.library.is_special_token(i)}
