@@ -32,7 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from outrider.backends.cpu.targets import OPTIONAL_FLAGS, TARGETS, available, processor
+from outrider.backends.cpu import targets
 from outrider.core.limits import MAX_HEAD_DIM
 from outrider.errors import ConfigError, unknown
 
@@ -96,13 +96,13 @@ def recipe(environment: Mapping[str, str]) -> Recipe:
     Without OUTRIDER_ISA the best set that this processor has.
     Raises ConfigError for an unknown name, or for a set that this processor lacks.
     """
-    name, features = environment.get("OUTRIDER_ISA") or available()[-1], processor()
-    if name not in TARGETS:
-        raise ConfigError(unknown("OUTRIDER_ISA", name, TARGETS))
-    if lacking := TARGETS[name].needs - features:
+    name, features = environment.get("OUTRIDER_ISA") or targets.available()[-1], targets.processor()
+    if name not in targets.TARGETS:
+        raise ConfigError(unknown("OUTRIDER_ISA", name, targets.TARGETS))
+    if lacking := targets.TARGETS[name].needs - features:
         raise ConfigError(f"OUTRIDER_ISA={name} needs a processor with {', '.join(sorted(lacking))}.")
     own = environment.get("OUTRIDER_CFLAGS", "").split()
-    flags = (*TARGETS[name].flags, *FLAGS, *own)
+    flags = (*targets.TARGETS[name].flags, *FLAGS, *own)
     texts = [path.read_text(encoding="utf-8") for path in (*sorted(FOLDER.glob("*.h")), *SOURCES)]
     machine = [platform.machine(), *(sorted(features) if own else ())]  # -march=native: a processor's own
     return Recipe(tuple(SOURCES), flags, _hash("\0".join([*texts, *flags, *machine]).encode()))
@@ -177,7 +177,7 @@ def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
             _run([*compiler.command, *flags, *inputs])
             return
         except BuildError:
-            newest = next((flag for flag in reversed(flags) if flag.startswith(OPTIONAL_FLAGS)), None)
+            newest = next((flag for flag in reversed(flags) if flag.startswith(targets.OPTIONAL_FLAGS)), None)
             if newest is None or _knows(compiler, newest):
                 raise
             flags.remove(newest)

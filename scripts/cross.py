@@ -1,0 +1,157 @@
+#!/usr/bin/env python
+"""Compile the C kernels for other systems, and compare those for Windows with those for Linux under Wine.
+
+scripts/cross.py                         every system, every instruction set; warnings are errors
+scripts/cross.py --systems windows-gcc   one of them
+scripts/cross.py --run                   also runs the results of MinGW's compilers, and compares digests
+
+Debian has MinGW's gcc (mingw-w64), clang and Wine (wine64); `pip install ziglang` has compilers for all
+systems.  What is not installed is named and left out.  Nothing is run for macOS or arm64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from outrider.backends.cpu import build, targets  # noqa: E402
+from outrider.backends.cpu.targets import ARM64, TARGETS, X86_64, Target  # noqa: E402
+
+ZIG = [sys.executable, "-m", "ziglang", "cc", "-target"]
+DRIVER = ROOT / "tests" / "backends" / "kernel_digests.c"
+STRICT = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Werror")
+SILENT = ("-Wno-unknown-warning-option", "-Wno-unused-command-line-argument")  # of clang: gcc's flags
+LINUX = "linux-gcc"
+
+
+class System(NamedTuple):
+    """A compiler for a system.  windows: what it builds is a DLL; runs: Wine can load it here."""
+
+    compiler: list[str]
+    sets: dict[str, Target]
+    windows: bool = False
+    runs: bool = False
+
+
+PORTABLE = {"portable": TARGETS["portable"]}
+X86, ARM = PORTABLE | X86_64, PORTABLE | ARM64
+SYSTEMS = {
+    LINUX: System(["gcc"], X86, runs=True),
+    "linux-clang": System(["clang"], X86, runs=True),
+    "windows-gcc": System(["x86_64-w64-mingw32-gcc"], X86, windows=True, runs=True),
+    "windows-clang": System(["clang", "--target=x86_64-w64-windows-gnu"], X86, windows=True, runs=True),
+    "windows-zig": System([*ZIG, "x86_64-windows-gnu"], X86, windows=True, runs=True),
+    "windows-arm64-zig": System([*ZIG, "aarch64-windows-gnu"], ARM, windows=True),
+    "macos-zig": System([*ZIG, "x86_64-macos"], X86),
+    "macos-arm64-zig": System([*ZIG, "aarch64-macos"], ARM),
+}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
+    options.add_argument("--sets", nargs="+", choices=[*X86, *ARM64], help="instruction sets; default: all")
+    options.add_argument("--run", action="store_true", help="compare digests of results under Wine")
+    options.add_argument("--out", type=Path, help="folder to keep the libraries in")
+    given = options.parse_args()
+    systems = list(given.systems)
+    if given.run and LINUX not in systems:
+        systems.insert(0, LINUX)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.out or Path(scratch)
+        failed = [name for name in systems if not checked(name, given.sets, folder, given.run)]
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+def checked(name: str, sets: Sequence[str] | None, folder: Path, run: bool) -> bool:
+    """Compile a system's libraries, and compare those that run here.  True if nothing failed."""
+    system, failures = SYSTEMS[name], 0
+    if missing := lacks(system.compiler):
+        print(f"{name}: not compiled, {missing} is not installed")
+        return True
+    if run and system.runs and system.windows and shutil.which("wine") is None:
+        print(f"{name}: not run, wine is not installed")
+        run = False
+    to = folder / name
+    to.mkdir(parents=True, exist_ok=True)
+    driver = compiled_driver(system, to) if run and system.runs else None
+    for isa, target in system.sets.items():
+        if sets is not None and isa not in sets:
+            continue
+        library = to / f"{isa}{'.dll' if system.windows else '.so'}"
+        error = command_error([*command(system, target), *map(str, build.SOURCES), "-o", str(library), "-lm"])
+        verdict = error or "compiled"
+        if driver is not None and not error and isa in targets.available():
+            error = compare(driver, library, folder / LINUX / f"{isa}.digests")
+            verdict = error or "compiled, run"
+        failures += bool(error)
+        print(f"{name} {isa}: {verdict}", flush=True)
+    return not failures
+
+
+def lacks(compiler: Sequence[str]) -> str | None:
+    """What has to be installed for a compiler; None if it is there."""
+    if compiler[0] == sys.executable:
+        return None if find_spec("ziglang") else "ziglang"
+    return None if shutil.which(compiler[0]) else compiler[0]
+
+
+def command(system: System, target: Target) -> list[str]:
+    """The command that build.py would use on that system, with warnings."""
+    warnings = [*STRICT, *(SILENT if system.compiler[0] in ("clang", sys.executable) else ())]
+    aligned = build.unaligned_moves(system.compiler) if system.windows and system.sets is X86 else []
+    return [
+        *system.compiler,
+        *target.flags,
+        *build.COMMON,
+        *build.SHARED[system.windows],
+        *aligned,
+        *warnings,
+    ]
+
+
+def command_error(words: Sequence[str]) -> str | None:
+    """Run a command.  Returns its last lines of errors if it failed."""
+    done = subprocess.run(words, capture_output=True, text=True)
+    return (done.stderr or done.stdout).strip()[-1500:] or "failed" if done.returncode else None
+
+
+def compiled_driver(system: System, folder: Path) -> list[str]:
+    """The command that prints the digests of a library."""
+    program = folder / ("digests.exe" if system.windows else "digests")
+    flags = ["-O1", "-std=gnu11", "-Wall", f"-I{build.FOLDER}", str(DRIVER), "-o", str(program)]
+    if error := command_error([*system.compiler, *flags]):
+        sys.exit(error)
+    return ["wine", str(program)] if system.windows else [str(program)]
+
+
+def compare(driver: Sequence[str], library: Path, expected: Path) -> str | None:
+    """Run a library, and compare its digests with those of Linux and gcc, which come first."""
+    quiet = {**os.environ, "WINEDEBUG": "-all"}
+    done = subprocess.run(
+        [*driver, library.name], capture_output=True, text=True, cwd=library.parent, env=quiet
+    )
+    if done.returncode:
+        return f"ended with status {done.returncode}: {(done.stderr + done.stdout)[-500:]}"
+    lines = done.stdout.splitlines()
+    if library.parent == expected.parent:
+        expected.write_text("\n".join(lines))
+        return None
+    wanted = expected.read_text().splitlines()
+    differing = [line.split()[0] for line, other in zip(lines, wanted, strict=True) if line != other]
+    return f"other bits: {', '.join(differing)}" if differing else None
+
+
+if __name__ == "__main__":
+    main()
