@@ -241,8 +241,8 @@ def out_of_profile(folder: Path) -> str | None:
 
 def untrusted(status: os.stat_result) -> str | None:
     """Why users other than this one or root could change a file or folder; None if they cannot."""
-    if WINDOWS:
-        return None  # it has no such modes: out_of_profile
+    if not hasattr(os, "geteuid"):
+        return None  # Windows has no such modes: out_of_profile
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to another user ({status.st_uid})"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
