@@ -25,7 +25,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from outrider.backends.cpu import build, targets  # noqa: E402
+from outrider.backends.cpu import build, compiler, targets  # noqa: E402
 from outrider.backends.cpu.targets import ARM64, TARGETS, X86_64, Target  # noqa: E402
 
 ZIG = [sys.executable, "-m", "ziglang", "cc", "-target"]
@@ -110,7 +110,7 @@ def lacks(compiler: Sequence[str]) -> str | None:
 def command(system: System, target: Target) -> list[str]:
     """The command that build.py would use on that system, with warnings."""
     warnings = [*STRICT, *(SILENT if system.compiler[0] in ("clang", sys.executable) else ())]
-    aligned = build.unaligned_moves(system.compiler) if system.windows and system.sets is X86 else []
+    aligned = compiler.unaligned_moves(system.compiler) if system.windows and system.sets is X86 else []
     return [
         *system.compiler,
         *target.flags,

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from outrider.backends.cpu import build, targets
-from outrider.backends.cpu.build import BuildError, Recipe
+from outrider.backends.cpu.build import Recipe
+from outrider.backends.cpu.compiler import BuildError
 from outrider.errors import ConfigError
 
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.backends.cpu import build, targets
-from outrider.backends.cpu.build import BuildError
+from outrider.backends.cpu import build, compiler, targets
+from outrider.backends.cpu.compiler import BuildError
 
 
 @pytest.fixture
@@ -81,14 +81,14 @@ def test_a_loaded_library_is_not_replaced(
     ],
 )
 def test_words_of_a_command(command: str, words: list[str]) -> None:
-    assert build.split(command, windows=True) == words
+    assert compiler.split(command, windows=True) == words
 
 
 @pytest.mark.parametrize(("name", "flags"), [("gcc", ["-Wa,-muse-unaligned-vector-move"]), ("clang", [])])
 def test_gcc_moves_vectors_unaligned(name: str, flags: list[str]) -> None:
     if shutil.which(name) is None:
         pytest.skip(f"no {name} here")
-    assert build.unaligned_moves([name]) == flags
+    assert compiler.unaligned_moves([name]) == flags
 
 
 # ---- the processor

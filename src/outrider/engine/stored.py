@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from outrider.backends.cpu.build import BuildError, cache_folder
+from outrider.backends.cpu.build import cache_folder
+from outrider.backends.cpu.compiler import BuildError
 from outrider.backends.cpu.targets import processor
 from outrider.version import VERSION
 

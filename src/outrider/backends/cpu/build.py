@@ -1,15 +1,16 @@
-"""Build the C kernels on first use and keep the library in a cache folder.
+"""Find the C kernels among those that were built with the wheel; otherwise build them, once.
 
-A kept library is one file, `kernels-<key>-<compiler>-<content>.so`, on Windows `.dll`:
+A library is one file, `kernels-<key>-<compiler>-<content>.so`, on Windows `.dll`:
 
     key       hash of sources, flags and kind of machine; known without a compiler
     compiler  hash of the command and its version, so that another compiler builds its own
     content   hash of the file itself, checked before the library is loaded
 
-There is a library for each instruction set, so that no function of one can end up in another.  A process
+Those of the wheel are in the package's folder `compiled`.  One that is built later, on first use, is kept in
+a cache folder.  There is a library for each instruction set, so that no function of one can end up in another.  A process
 uses the best one that its processor runs.
 
-Loading a library runs its code.  So folder and file must belong to this user or to root, and be writable
+Loading a library runs its code.  So cache folder and file must belong to this user or to root, and be writable
 by the owner only.  If the cache cannot be used, the library is built in a private temporary folder for
 this process alone.
 """
@@ -17,42 +18,44 @@ this process alone.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
 import platform
 import shlex
-import shutil
 import stat
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from outrider.backends.cpu import targets
+from outrider.backends.cpu.compiler import (
+    WINDOWS,
+    BuildError,
+    Compiler,
+    find_compiler,
+    hashed,
+    knows,
+    run,
+    unaligned_moves,
+)
 from outrider.core.limits import MAX_HEAD_DIM
 from outrider.errors import ConfigError, unknown
 
 FOLDER = Path(__file__).parent / "csrc"
+COMPILED = FOLDER.with_name("compiled")
 SOURCES = sorted(FOLDER.glob("*.c"))
-WINDOWS = os.name == "nt"
 SUFFIX = ".dll" if WINDOWS else ".so"
 COMMON = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", f"-DMAX_HEAD_DIM={MAX_HEAD_DIM}")
 SHARED = {True: ("-shared", "-static-libgcc"), False: ("-shared", "-fPIC", "-pthread")}  # Windows, POSIX
 FLAGS = (*COMMON, *SHARED[WINDOWS])
-READ = os.O_RDONLY
-for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # the last one is Windows' own, the others are POSIX's
-    READ |= getattr(os, name, 0)
-COMPILERS = ("cc", "gcc", "clang")
+# O_BINARY is Windows' own, the others are POSIX's
+READ = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 SLOW = "the torch kernels are used, which are exact but many times slower: %s"
 log = logging.getLogger("outrider")
-
-
-class BuildError(Exception):
-    """The library could not be built; the message is the reason."""
 
 
 class Recipe(NamedTuple):
@@ -63,15 +66,10 @@ class Recipe(NamedTuple):
     key: str
 
 
-class Compiler(NamedTuple):
-    """A compiler command, and the hash of the command and its version."""
-
-    command: tuple[str, ...]
-    id: str
-
-
 def load(made: Recipe, environment: Mapping[str, str]) -> ctypes.CDLL | None:
     """The compiled kernels.  Returns None after one warning if they can neither be found nor built."""
+    if not environment.get("CC", "").strip() and (library := opened(COMPILED, made.key)) is not None:
+        return library
     folder = None
     try:
         folder = cache_folder(environment)
@@ -85,6 +83,28 @@ def load(made: Recipe, environment: Mapping[str, str]) -> ctypes.CDLL | None:
         if kept is None:
             log.warning(SLOW, error)
         return kept
+
+
+def build_all(folder: Path, environment: Mapping[str, str]) -> None:
+    """Build the library of every instruction set of this kind of processor, for a wheel.
+
+    A set that the compiler does not know is left out.  Raises BuildError without a compiler.
+    """
+    compiler = find_compiler(environment)
+
+    def build_one(name: str) -> None:
+        made = recipe_of(name)
+        try:
+            with tempfile.TemporaryDirectory(prefix="outrider-") as private:
+                library = Path(private, f"kernels{SUFFIX}")
+                run(_command(made, compiler, made.flags, library))
+                keep(library.read_bytes(), folder, f"kernels-{made.key}-{compiler.id}")
+        except BuildError as error:
+            print(f"The C kernels for {name} are left out: {error}")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build_one, targets.TARGETS))
 
 
 # ---- sources and flags
@@ -102,49 +122,15 @@ def recipe(environment: Mapping[str, str]) -> Recipe:
     if lacking := targets.TARGETS[name].needs - features:
         raise ConfigError(f"OUTRIDER_ISA={name} needs a processor with {', '.join(sorted(lacking))}.")
     own = environment.get("OUTRIDER_CFLAGS", "").split()
+    return recipe_of(name, own, sorted(features) if own else ())  # -march=native: a processor's own
+
+
+def recipe_of(name: str, own: Sequence[str] = (), features: Iterable[str] = ()) -> Recipe:
+    """The kernels for an instruction set, with flags of one's own, for processors with these features."""
     flags = (*targets.TARGETS[name].flags, *FLAGS, *own)
     texts = [path.read_text(encoding="utf-8") for path in (*sorted(FOLDER.glob("*.h")), *SOURCES)]
-    machine = [platform.machine(), *(sorted(features) if own else ())]  # -march=native: a processor's own
-    return Recipe(tuple(SOURCES), flags, _hash("\0".join([*texts, *flags, *machine]).encode()))
-
-
-def _hash(data: bytes, digits: int = 16) -> str:
-    return hashlib.sha256(data).hexdigest()[:digits]
-
-
-# ---- the compiler
-
-
-def find_compiler(environment: Mapping[str, str]) -> Compiler:
-    """The compiler in CC, otherwise the first of cc, gcc and clang that is installed."""
-    try:
-        command = split(environment.get("CC", ""))
-    except ValueError as error:
-        raise BuildError(f"CC={environment['CC']!r} is no command ({error})") from error
-    if not command:
-        path = environment.get("PATH", os.defpath)
-        found = (shutil.which(name, path=path) for name in COMPILERS)
-        command = list(filter(None, found))[:1]
-    if not command:
-        raise BuildError("no C compiler found (install gcc or clang, or set CC)")
-    version = _run([*command, "--version"])
-    return Compiler(tuple(command), _hash("\0".join([*command, version]).encode(), 8))
-
-
-def split(command: str, windows: bool = WINDOWS) -> list[str]:
-    """The words of a command; those of Windows may have backslashes, also between quotes."""
-    return [word.strip('"') for word in shlex.split(command, posix=not windows)]
-
-
-def _run(command: Sequence[str]) -> str:
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    except (OSError, ValueError) as error:
-        raise BuildError(f"the C compiler {command[0]!r} cannot be run ({error})") from error
-    if result.returncode:
-        output = result.stderr.strip()[-800:]
-        raise BuildError(f"the C compiler {command[0]!r} failed with status {result.returncode}: {output}")
-    return result.stdout
+    parts = [*texts, *flags, platform.machine(), *features]
+    return Recipe(tuple(SOURCES), flags, hashed("\0".join(parts).encode()))
 
 
 def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
@@ -169,36 +155,23 @@ def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
 
     That is slower.  The bits are the same, but without AMX or bfdot those of processors without it.
     """
-    flags, inputs = list(made.flags), [*map(str, made.sources), "-o", str(library), "-lm"]
-    if WINDOWS and platform.machine() == "AMD64":
-        flags += unaligned_moves(compiler.command)
+    flags = list(made.flags)
     while True:
         try:
-            _run([*compiler.command, *flags, *inputs])
+            run(_command(made, compiler, flags, library))
             return
         except BuildError:
             newest = next((flag for flag in reversed(flags) if flag.startswith(targets.OPTIONAL_FLAGS)), None)
-            if newest is None or _knows(compiler, newest):
+            if newest is None or knows(compiler, newest):
                 raise
             flags.remove(newest)
             log.warning("the C kernels are compiled without %s: the compiler does not know it", newest)
 
 
-def unaligned_moves(command: Sequence[str]) -> list[str]:
-    """Flags that keep gcc's code for Windows from moving vectors as if they were aligned on the stack.
-
-    There gcc aligns the stack to 16 bytes, and still saves vectors of 32 and 64 bytes on it with instructions
-    that fault where an address is no multiple of that (gcc's bug 54412).  The assembler replaces these moves;
-    its option came with binutils 2.38.  clang aligns the stack.
-    """
-    is_clang = "__clang__" in _run([*command, "-dM", "-E", "-x", "c", os.devnull])
-    return [] if is_clang else ["-Wa,-muse-unaligned-vector-move"]
-
-
-def _knows(compiler: Compiler, flag: str) -> bool:
-    with suppress(BuildError):
-        return bool(_run([*compiler.command, flag, "-dM", "-E", "-x", "c", os.devnull]))
-    return False
+def _command(made: Recipe, compiler: Compiler, flags: Iterable[str], library: Path) -> list[str]:
+    x86_windows = WINDOWS and platform.machine() == "AMD64"
+    aligned = unaligned_moves(compiler.command) if x86_windows else []
+    return [*compiler.command, *flags, *aligned, *map(str, made.sources), "-o", str(library), "-lm"]
 
 
 # ---- the cache
@@ -268,8 +241,10 @@ def sound(folder: Path, stem: str) -> Iterator[Path]:
         try:
             with open(os.open(path, READ), "rb") as file:
                 status = os.fstat(file.fileno())
-                fault = untrusted(status) if stat.S_ISREG(status.st_mode) else "is not a regular file"
-                content = "" if fault else _hash(file.read())
+                fault = None if stat.S_ISREG(status.st_mode) else "is not a regular file"
+                if folder != COMPILED:  # the package's own file, as safe as its code
+                    fault = fault or untrusted(status)
+                content = "" if fault else hashed(file.read())
         except OSError as error:
             fault, content = f"cannot be read ({error})", ""
         if not fault and path.stem.endswith(f"-{content}"):
@@ -294,7 +269,7 @@ def _kept_or(library: Path, folder: Path, stem: str) -> Path:
 
 def keep(data: bytes, folder: Path, stem: str) -> Path:
     """Write a library to the cache atomically, for other processes and across crashes."""
-    target = folder / f"{stem}-{_hash(data)}{SUFFIX}"
+    target = folder / f"{stem}-{hashed(data)}{SUFFIX}"
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=".kernels-")  # mode 600
     try:
         with open(descriptor, "wb") as file:

@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 
 class Target(NamedTuple):
     """An instruction set: its compiler flags, and the features of /proc/cpuinfo that it needs."""
@@ -80,6 +78,8 @@ def torch_features() -> frozenset[str]:
     AMX is none of them: a process has to ask its system for tiles, and only Linux is asked.
     Older versions of torch know AVX2 and AVX-512, nothing beyond.
     """
+    import torch  # not where a wheel is built
+
     read: Any = getattr(torch.cpu, "get_capabilities", None)
     if read is None:
         levels = {"AVX2": LEVELS["v3"], "AVX512": LEVELS["v4"]}
