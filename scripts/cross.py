@@ -107,16 +107,27 @@ def lacks(compiler: Sequence[str]) -> str | None:
     return None if shutil.which(compiler[0]) else compiler[0]
 
 
+def zig_flags(flags: Sequence[str]) -> list[str]:
+    """The flags of a target for zig, which has its own names of processors."""
+    if not flags:
+        return []
+    if "armv8.2-a" in flags[-1]:
+        return [flags[-1].replace("-march=armv8.2-a", "-mcpu=generic+v8_2a")]
+    level, *features = (flag.removeprefix("-march=").removeprefix("-m").replace("-", "_") for flag in flags)
+    return [f"-mcpu={'+'.join([level, *features])}"]
+
+
 def command(system: System, target: Target) -> list[str]:
     """The command that build.py would use on that system, with warnings."""
+    flags = zig_flags(target.flags) if system.compiler[0] == sys.executable else target.flags
     warnings = [*STRICT, *(SILENT if system.compiler[0] in ("clang", sys.executable) else ())]
-    aligned = compiler.unaligned_moves(system.compiler) if system.windows and system.sets is X86 else []
+    own = compiler.windows_flags(system.compiler) if system.windows else []
     return [
         *system.compiler,
-        *target.flags,
+        *flags,
         *build.COMMON,
         *build.SHARED[system.windows],
-        *aligned,
+        *own,
         *warnings,
     ]
 

@@ -33,10 +33,11 @@ static void *found(const char *library, const char *name) {
     exit(1);
 }
 
-#define KERNELS(F) \
-    F(set_threads) F(linear) F(linear_with_maxima) F(embed) F(rms_norm) F(silu_mul) F(pair) F(rope_store) \
-    F(attend) F(stack) F(read_model) F(chain) F(pick) F(picks) F(probabilities) F(sample_children) \
-    F(verify_trees) F(add_lora) F(grow) F(keep) F(runs_extend) F(runs_find)
+#define KERNELS(F)                                                                                           \
+    F(set_threads)                                                                                           \
+    F(linear) F(linear_with_maxima) F(embed) F(rms_norm) F(silu_mul) F(pair) F(rope_store) F(attend)         \
+        F(stack) F(read_model) F(chain) F(pick) F(picks) F(probabilities) F(sample_children) F(verify_trees) \
+            F(add_lora) F(grow) F(keep) F(runs_extend) F(runs_find)
 #define DECLARE(name) static __typeof__(name) *do_##name;
 KERNELS(DECLARE)
 
@@ -97,7 +98,8 @@ static Weight weight(int64_t outputs, int64_t inputs, int kind, int rounds) {
 /* ---- linears and small kernels */
 
 static void check_linears(void) {
-    static const int KINDS[] = {FLOAT32, BFLOAT16, BFLOAT16, INT8, INT4}, ROW_COUNTS[] = {1, 2, 5, 16, 17, 70};
+    static const int KINDS[] = {FLOAT32, BFLOAT16, BFLOAT16, INT8, INT4},
+                     ROW_COUNTS[] = {1, 2, 5, 16, 17, 70};
     const float *x = floats(70 * HIDDEN, 1);
     for (int k = 0; k < 5; k++) {
         const Weight w = weight(130, HIDDEN, KINDS[k], k == 2);
@@ -162,7 +164,8 @@ static char *pool(int kind, int64_t *head_bytes) {
         const float *x = floats(PADDED, 1), step = 0.01f + x[0] * x[0];
         for (int d = 0; d < HEAD_DIM; d++) {
             const int8_t byte = (int8_t)(x[d] * 127);
-            const char *const forms[] = {(const char *)(x + d), (const char *)(x + d) + 2, (const char *)&byte};
+            const char *const forms[] = {(const char *)(x + d), (const char *)(x + d) + 2,
+                                         (const char *)&byte};
             memcpy(made + i * row + d * SIZES[kind], forms[kind], (size_t)SIZES[kind]);
         }
         if (kind == INT8) memcpy(made + i * row + PADDED, &step, 4);
@@ -179,8 +182,9 @@ static void check_attention(void) {
         char *keys = pool(kind, &head_bytes);
         const float *qkv = floats(ROWS * QKV, 1);
         float *q = space(ROWS * HEADS * PADDED * 4), *out = space(ROWS * HEADS * HEAD_DIM * 4);
-        Attention a = {keys, keys + KV_HEADS * head_bytes, head_bytes, HEADS, KV_HEADS, HEAD_DIM, PADDED, HEAD_DIM,
-                       kind == BFLOAT16 ? 9 : 0, norm, norm, rotary, 1e-5f, 0.2f, kind};
+        Attention a = {keys,     keys + KV_HEADS * head_bytes, head_bytes, HEADS, KV_HEADS, HEAD_DIM, PADDED,
+                       HEAD_DIM, kind == BFLOAT16 ? 9 : 0,     norm,       norm,  rotary,   1e-5f,    0.2f,
+                       kind};
         do_rope_store(&a, &rows, qkv, q);
         print("rope", kind, q, ROWS * HEADS * PADDED * 4);
         print("pool", kind, keys, 2 * KV_HEADS * head_bytes);
@@ -194,9 +198,12 @@ static void check_attention(void) {
 }
 
 static Layer layer(int kind, int rounds) {
-    return (Layer){.qkv = weight(QKV, HIDDEN, kind, rounds), .o = weight(HIDDEN, HEADS * HEAD_DIM, kind, rounds),
-                   .gate_up = weight(2 * INNER, HIDDEN, kind, rounds), .down = weight(HIDDEN, INNER, kind, rounds),
-                   .norm_in = floats(HIDDEN, 1), .norm_post = floats(HIDDEN, 1)};
+    return (Layer){.qkv = weight(QKV, HIDDEN, kind, rounds),
+                   .o = weight(HIDDEN, HEADS * HEAD_DIM, kind, rounds),
+                   .gate_up = weight(2 * INNER, HIDDEN, kind, rounds),
+                   .down = weight(HIDDEN, INNER, kind, rounds),
+                   .norm_in = floats(HIDDEN, 1),
+                   .norm_post = floats(HIDDEN, 1)};
 }
 
 static void check_model(int kind) {
@@ -204,26 +211,39 @@ static void check_model(int kind) {
     int64_t head_bytes;
     char *kv = pool(half ? BFLOAT16 : FLOAT32, &head_bytes);
     const Layer layers[LAYERS] = {layer(kind, half), layer(kind, half)};
-    const ModelShape shape = {LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, PADDED, HEAD_DIM, half ? BFLOAT16 : FLOAT32,
-                              1e-5f, 0.2f, floats(POSITIONS * HEAD_DIM, 1)};
-    const ModelEnds ends = {weight(VOCAB, HIDDEN, kind, 0), weight(VOCAB, HIDDEN, kind, half), floats(HIDDEN, 1), VOCAB};
+    const ModelShape shape = {LAYERS, HIDDEN,   INNER,
+                              HEADS,  KV_HEADS, HEAD_DIM,
+                              PADDED, HEAD_DIM, half ? BFLOAT16 : FLOAT32,
+                              1e-5f,  0.2f,     floats(POSITIONS * HEAD_DIM, 1)};
+    const ModelEnds ends = {weight(VOCAB, HIDDEN, kind, 0), weight(VOCAB, HIDDEN, kind, half),
+                            floats(HIDDEN, 1), VOCAB};
     const Rows rows = rows_of_step();
     const int64_t ids[ROWS] = {3, 1, 4, 1, 5, 9, 2}, outputs[] = {3, 4, 5, 6};
     float *logits = space(4 * VOCAB * 4);
     /* a tree of two nodes below row 4 of the outputs, and none below row 3 */
     int32_t trees[] = {9, 2, -1, 0, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
-    const TreeQuery queries[] = {{.at = 12, .root_row = 0, .rule = RULE_MATCH, .min_p = 0, .top_p = 1, .stream = 5},
-                                 {.at = 0, .root_row = 1, .nodes = 2, .rule = RULE_MATCH, .top_p = 1, .stream = 6,
-                                  .position = 4, .temperature = 0.7f}};
-    do_read_model(&shape, layers, &ends, &rows, ids, kv, KV_HEADS * head_bytes, 0, outputs, 4, logits, queries, 2, trees);
+    const TreeQuery queries[] = {
+        {.at = 12, .root_row = 0, .rule = RULE_MATCH, .min_p = 0, .top_p = 1, .stream = 5},
+        {.at = 0,
+         .root_row = 1,
+         .nodes = 2,
+         .rule = RULE_MATCH,
+         .top_p = 1,
+         .stream = 6,
+         .position = 4,
+         .temperature = 0.7f}};
+    do_read_model(&shape, layers, &ends, &rows, ids, kv, KV_HEADS * head_bytes, 0, outputs, 4, logits,
+                  queries, 2, trees);
     print("model", kind, logits, 4 * VOCAB * 4);
     print("model-pool", kind, kv, 2 * LAYERS * KV_HEADS * head_bytes);
     print("libm-match", kind, trees, sizeof trees);
     int32_t out[2 * 4];
-    const Chain chains[] = {{.first_row = 3, .max_tokens = 4, .top_p = 1},
-                            {.first_row = 5, .max_tokens = 3, .top_p = 0.9, .stream = 7, .temperature = 0.8f}};
+    const Chain chains[] = {
+        {.first_row = 3, .max_tokens = 4, .top_p = 1},
+        {.first_row = 5, .max_tokens = 3, .top_p = 0.9, .stream = 7, .temperature = 0.8f}};
     float *states = space(2 * 4 * HIDDEN * 4);
-    do_chain(&shape, layers, &ends, &rows, ids, kv, KV_HEADS * head_bytes, chains, 2, 4, VOCAB, 0, out, 0, states);
+    do_chain(&shape, layers, &ends, &rows, ids, kv, KV_HEADS * head_bytes, chains, 2, 4, VOCAB, 0, out, 0,
+             states);
     print("libm-chain", kind, out, sizeof out);
 }
 
@@ -236,7 +256,8 @@ static void check_sampling(void) {
     float probs[4 * 8];
     double p[2][VOCAB];
     for (int t = 0; t < 3; t++) {
-        do_picks(logits, 4, VOCAB, 0.4f * (float)t, t == 2 ? 0.01 : 0, 40 * t, t ? 0.9 : 1, keys, 0, 8, tokens, probs);
+        do_picks(logits, 4, VOCAB, 0.4f * (float)t, t == 2 ? 0.01 : 0, 40 * t, t ? 0.9 : 1, keys, 0, 8,
+                 tokens, probs);
         print(t ? "libm-picks" : "picks", t, tokens, sizeof tokens);
         print("libm-pick-probs", t, probs, sizeof probs);
     }
@@ -248,11 +269,19 @@ static void check_sampling(void) {
     print("children", 0, tokens, 8 * 4);
     for (int rule = RULE_MATCH; rule <= RULE_TRAVERSAL; rule++) {
         const double *const q[] = {p[0], p[1]};
-        int32_t trees[] = {tokens[0], tokens[1], tokens[2], -1, -1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0};
-        const TreeQuery query = {.nodes = rule == RULE_BLOCK ? 1 : 3, .rule = rule, .top_p = 1, .stream = 9, .position = 3,
-                                 .probs = q, .temperature = 0.7f};
+        /* two siblings and a child of the first one; a chain of two for the rule that takes chains */
+        int32_t chain[12] = {tokens[0], tokens[1], -1, 0, 0, 1};
+        int32_t tree[17] = {tokens[0], tokens[1], tokens[2], -1, -1, 0, 0, 0, 1}, *trees = tree;
+        TreeQuery query = {.nodes = 3,
+                           .rule = rule,
+                           .top_p = 1,
+                           .stream = 9,
+                           .position = 3,
+                           .probs = q,
+                           .temperature = 0.7f};
+        if (rule == RULE_BLOCK) query.nodes = 2, trees = chain;
         do_verify_trees(logits, VOCAB, VOCAB, 0, 0, &query, 1, trees);
-        print("libm-verify", rule, trees, sizeof trees);
+        print("libm-verify", rule, trees, query.nodes * 5 * 4 + 8);
     }
 }
 
@@ -260,7 +289,8 @@ static void check_trees(void) {
     enum { WIDTH = 4, RECORDS = 3 * WIDTH * 6 };
     double scores[RECORDS] = {0};
     float probs[RECORDS], kept_probs[10];
-    int32_t tokens[RECORDS], parents[RECORDS], frontier[WIDTH] = {-1}, order[RECORDS], out[2 * WIDTH], kept[2][10];
+    int32_t tokens[RECORDS], parents[RECORDS], frontier[WIDTH] = {-1}, order[RECORDS], out[2 * WIDTH],
+                                               kept[2][10];
     CandidateTree tree = {WIDTH, 0, 1, scores, probs, tokens, parents, frontier, order};
     for (int depth = 0; depth < 3; depth++) {
         const float *logits = floats(WIDTH * VOCAB, 5);
@@ -270,12 +300,12 @@ static void check_trees(void) {
     const int64_t count = do_keep(&tree, 10, kept[0], kept[1], kept_probs);
     print("libm-keep", (int)count, kept, sizeof kept);
 
-    static int32_t text[256], previous[256 * 4], heads[4 << 8], found_rows[4096], given[200];
-    TextIndex index = {24, 0, 0, 0, 8, 4, text, previous, heads};
+    int32_t given[200], *found_rows = space(4096 * 4);
+    TextIndex index = {24, 0, 0, 0, 8, 4, space(256 * 4), space(256 * 4 * 4), space((4 << 8) * 4)};
     for (int i = 0; i < 200; i++) given[i] = (int32_t)(random_bits() >> 8) % 5;
     do_runs_extend(&index, given, 150);
     do_runs_find(&index, given + 150, 40, 3, 0, 0, found_rows);
-    print("runs", 0, found_rows, sizeof found_rows);
+    print("runs", 0, found_rows, 4096 * 4);
 }
 
 int main(int count, char **arguments) {

@@ -76,7 +76,7 @@ def test_a_loaded_library_is_not_replaced(
     [
         (r"C:\mingw\bin\gcc.exe", [r"C:\mingw\bin\gcc.exe"]),
         (r'"C:\Program Files\LLVM\bin\clang.exe" -O2', [r"C:\Program Files\LLVM\bin\clang.exe", "-O2"]),
-        ("python -m ziglang cc", ["python", "-m", "ziglang", "cc"]),
+        ("ccache gcc", ["ccache", "gcc"]),
         ("", []),
     ],
 )
@@ -88,7 +88,15 @@ def test_words_of_a_command(command: str, words: list[str]) -> None:
 def test_gcc_moves_vectors_unaligned(name: str, flags: list[str]) -> None:
     if shutil.which(name) is None:
         pytest.skip(f"no {name} here")
-    assert compiler.unaligned_moves([name]) == flags
+    assert compiler.windows_flags([name]) == flags
+
+
+def test_a_compiler_for_microsofts_libraries_is_refused(tmp_path: Path) -> None:
+    fake = tmp_path / "clang"
+    fake.write_text("#!/bin/sh\necho '#define _MSC_VER 1929'\n")
+    fake.chmod(0o700)
+    with pytest.raises(BuildError, match="need gcc or clang of MinGW"):
+        compiler.windows_flags([str(fake)])
 
 
 # ---- the processor

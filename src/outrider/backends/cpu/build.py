@@ -40,7 +40,7 @@ from outrider.backends.cpu.compiler import (
     hashed,
     knows,
     run,
-    unaligned_moves,
+    windows_flags,
 )
 from outrider.core.limits import MAX_HEAD_DIM
 from outrider.errors import ConfigError, unknown
@@ -169,9 +169,8 @@ def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
 
 
 def _command(made: Recipe, compiler: Compiler, flags: Iterable[str], library: Path) -> list[str]:
-    x86_windows = WINDOWS and platform.machine() == "AMD64"
-    aligned = unaligned_moves(compiler.command) if x86_windows else []
-    return [*compiler.command, *flags, *aligned, *map(str, made.sources), "-o", str(library), "-lm"]
+    own = windows_flags(compiler.command) if WINDOWS else []
+    return [*compiler.command, *flags, *own, *map(str, made.sources), "-o", str(library), "-lm"]
 
 
 # ---- the cache

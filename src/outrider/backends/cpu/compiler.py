@@ -59,15 +59,21 @@ def run(command: Sequence[str]) -> str:
     return result.stdout
 
 
-def unaligned_moves(command: Sequence[str]) -> list[str]:
-    """Flags that keep gcc's code for Windows from moving vectors as if they were aligned on the stack.
+def windows_flags(command: Sequence[str]) -> list[str]:
+    """Flags that a compiler for Windows needs.
 
     There gcc aligns the stack to 16 bytes, and still saves vectors of 32 and 64 bytes on it with instructions
     that fault where an address is no multiple of that (gcc's bug 54412).  The assembler replaces these moves;
     its option came with binutils 2.38.  clang aligns the stack.
+    Raises BuildError for Microsoft's libraries: a DLL for them exports nothing by itself.
     """
-    is_clang = "__clang__" in run([*command, "-dM", "-E", "-x", "c", os.devnull])
-    return [] if is_clang else ["-Wa,-muse-unaligned-vector-move"]
+    macros = run([*command, "-dM", "-E", "-x", "c", os.devnull])
+    if "_MSC_VER" in macros:
+        raise BuildError(
+            "the C kernels need a compiler of MinGW, or `pip install ziglang` and CC='python -m ziglang cc'"
+        )
+    misaligned = "__x86_64__" in macros and "__clang__" not in macros
+    return ["-Wa,-muse-unaligned-vector-move"] if misaligned else []
 
 
 def knows(compiler: Compiler, flag: str) -> bool:
