@@ -149,7 +149,7 @@ def compiled_driver(system: System, folder: Path) -> list[str]:
 
 def compare(driver: Sequence[str], library: Path, expected: Path) -> str | None:
     """Run a library, and compare its digests with those of Linux and gcc, which come first."""
-    quiet = {**os.environ, "WINEDEBUG": "-all"}
+    quiet = {**os.environ, "WINEDEBUG": "-all", "WINEPREFIX": str(expected.parents[1].resolve() / "wine")}
     done = subprocess.run(
         [*driver, library.name], capture_output=True, text=True, cwd=library.parent, env=quiet
     )

@@ -6,9 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include "kernels.h"
-#ifdef _WIN32
-#define WIN32_LEAN_AND_MEAN
-#include <windows.h>
+#ifdef _WIN32 /* whose header has another INT8 */
+__declspec(dllimport) void *LoadLibraryA(const char *path);
+__declspec(dllimport) void *GetProcAddress(void *library, const char *name);
 #else
 #include <dlfcn.h>
 #endif
@@ -18,9 +18,9 @@ enum { QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM, SLOTS = 64, POSITIONS = 64, ROWS
 
 static void *found(const char *library, const char *name) {
 #ifdef _WIN32
-    static HMODULE opened;
+    static void *opened;
     if (!opened) opened = LoadLibraryA(library);
-    void *at = opened ? (void *)(uintptr_t)GetProcAddress(opened, name) : 0;
+    void *at = opened ? GetProcAddress(opened, name) : 0;
 #else
     static void *opened;
     char path[4096];
