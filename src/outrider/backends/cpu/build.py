@@ -7,12 +7,12 @@ A library is one file, `kernels-<key>-<compiler>-<content>.so`, on Windows `.dll
     content   hash of the file itself, checked before the library is loaded
 
 Those of the wheel are in the package's folder `compiled`.  One that is built later, on first use, is kept in
-a cache folder.  There is a library for each instruction set, so that no function of one can end up in another.  A process
-uses the best one that its processor runs.
+a cache folder.  There is a library for each instruction set, so that no function of one can end up in
+another.  A process uses the best one that its processor runs.
 
-Loading a library runs its code.  So cache folder and file must belong to this user or to root, and be writable
-by the owner only.  If the cache cannot be used, the library is built in a private temporary folder for
-this process alone.
+Loading a library runs its code.  So cache folder and file must belong to this user or to root, and be
+writable by the owner only.  If the cache cannot be used, the library is built in a private temporary folder
+for this process alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 /* What the kernels take from the operating system: locks, threads, a clock, and memory of any alignment.
- * POSIX has them in line.  Those of Windows are in windows.c, whose header defines names that are in use here;
- * C11's own threads.h is missing on macOS and in MinGW. */
+ * POSIX has them in line.  Those of Windows are in windows.c, as its header defines names that are in use
+ * here.  C11's own threads.h is missing on macOS and in MinGW. */
 #pragma once
 #include <stdint.h>
 #include <stdlib.h>
