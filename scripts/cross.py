@@ -29,6 +29,7 @@ from outrider.backends.cpu import build, compiler, targets  # noqa: E402
 from outrider.backends.cpu.targets import ARM64, TARGETS, X86_64, Target  # noqa: E402
 
 ZIG = [sys.executable, "-m", "ziglang", "cc", "-target"]
+MINGW, CLANG = "x86_64-w64-mingw32-gcc", ["clang", "--target=x86_64-w64-mingw32"]
 DRIVER = ROOT / "tests" / "backends" / "kernel_digests.c"
 STRICT = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Werror")
 SILENT = ("-Wno-unknown-warning-option", "-Wno-unused-command-line-argument")  # of clang: gcc's flags
@@ -49,8 +50,8 @@ X86, ARM = PORTABLE | X86_64, PORTABLE | ARM64
 SYSTEMS = {
     LINUX: System(["gcc"], X86, runs=True),
     "linux-clang": System(["clang"], X86, runs=True),
-    "windows-gcc": System(["x86_64-w64-mingw32-gcc"], X86, windows=True, runs=True),
-    "windows-clang": System(["clang", "--target=x86_64-w64-windows-gnu"], X86, windows=True, runs=True),
+    "windows-gcc": System([MINGW], X86, windows=True, runs=True),
+    "windows-clang": System(CLANG, X86, windows=True, runs=True),
     "windows-zig": System([*ZIG, "x86_64-windows-gnu"], X86, windows=True, runs=True),
     "windows-arm64-zig": System([*ZIG, "aarch64-windows-gnu"], ARM, windows=True),
     "macos-zig": System([*ZIG, "x86_64-macos"], X86),
@@ -107,6 +108,14 @@ def lacks(compiler: Sequence[str]) -> str | None:
     return None if shutil.which(compiler[0]) else compiler[0]
 
 
+def libgcc() -> list[str]:
+    """The folder of MinGW's libgcc, which Debian's clang does not find by itself."""
+    if shutil.which(MINGW) is None:
+        return []
+    done = subprocess.run([MINGW, "-print-libgcc-file-name"], capture_output=True, text=True, check=True)
+    return [f"-L{Path(done.stdout).parent}"]
+
+
 def zig_flags(flags: Sequence[str]) -> list[str]:
     """The flags of a target for zig, which has its own names of processors."""
     if not flags:
@@ -122,6 +131,7 @@ def command(system: System, target: Target) -> list[str]:
     flags = zig_flags(target.flags) if system.compiler[0] == sys.executable else target.flags
     warnings = [*STRICT, *(SILENT if system.compiler[0] in ("clang", sys.executable) else ())]
     own = compiler.windows_flags(system.compiler) if system.windows else []
+    own += libgcc() if system.compiler == CLANG else []
     return [
         *system.compiler,
         *flags,
@@ -142,6 +152,7 @@ def compiled_driver(system: System, folder: Path) -> list[str]:
     """The command that prints the digests of a library."""
     program = folder / ("digests.exe" if system.windows else "digests")
     flags = ["-O1", "-std=gnu11", "-Wall", f"-I{build.FOLDER}", str(DRIVER), "-o", str(program)]
+    flags += libgcc() if system.compiler == CLANG else []
     if error := command_error([*system.compiler, *flags]):
         sys.exit(error)
     return ["wine", str(program)] if system.windows else [str(program)]
