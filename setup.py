@@ -15,24 +15,33 @@ from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent / "src"))
 from outrider.backends.cpu.build import COMPILED, build_all
-from outrider.backends.cpu.compiler import BuildError
+from outrider.backends.cpu.compiler import BuildError, find_compiler
 
-COMPILES = os.environ.get("OUTRIDER_COMPILE") != "0"
+
+def compiles() -> bool:
+    """Whether kernels are compiled into the wheel.  Without them it is one for every kind of machine."""
+    if os.environ.get("OUTRIDER_COMPILE") == "0":
+        return False
+    try:
+        find_compiler(os.environ)
+    except BuildError as error:
+        print(f"The C kernels are not compiled, which is tried again on first use: {error}")
+        return False
+    return True
+
+
+COMPILES = compiles()
 
 
 class BuildPackage(build_py):
     def run(self) -> None:
         super().run()
-        if self.editable_mode or not COMPILES:
-            return
-        try:
+        if COMPILES and not self.editable_mode:
             build_all(Path(self.build_lib, *COMPILED.parts[-4:]), os.environ)
-        except BuildError as error:
-            print(f"The C kernels are not compiled, which is tried again on first use: {error}")
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel for this kind of machine, and for every Python: the kernels do not call it."""
+    """A wheel for every Python, since the kernels do not call it."""
 
     def get_tag(self) -> tuple[str, str, str]:
         *_, platform = super().get_tag()
