@@ -20,7 +20,7 @@ from rich.table import Table
 
 from outrider import LLM
 from outrider.backends.cpu import backend as cpu
-from outrider.backends.cpu import build
+from outrider.backends.cpu import targets
 from outrider.bench.conditions import conditions
 
 ROWS, TOKENS = (1, 8, 16, 64), 512
@@ -73,7 +73,7 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 if __name__ == "__main__":
     parser = parser_of(__doc__)
-    parser.add_argument("--sets", nargs="+", default=build.available()[-2:])
+    parser.add_argument("--sets", nargs="+", default=targets.available()[-2:])
     parser.add_argument("--model", default="builtin-100m")
     parser.add_argument("--quantization")
     parser.add_argument("--rounds", type=int, default=20)

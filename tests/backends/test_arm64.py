@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from neon import EMULATED
 
-from outrider.backends.cpu import build
+from outrider.backends.cpu import build, targets
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 SOURCES = Path(build.__file__).parent / "csrc"
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"needs {
 
 
 @pytest.fixture(
-    params=[(), *(target.flags for target in build.ARM64.values())], ids=["portable", *build.ARM64]
+    params=[(), *(target.flags for target in targets.ARM64.values())], ids=["portable", *targets.ARM64]
 )
 def flags(request: pytest.FixtureRequest) -> list[str]:
     return list(request.param)
@@ -43,7 +43,7 @@ def test_byte_products_are_those_of_the_definition(flags: list[str], tmp_path: P
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="emulated on x86-64")
 def test_bfdot_gives_the_bits_of_the_emulated_one(tmp_path: Path) -> None:
     source, real, emulated = Path(__file__).with_name("bfdot.c"), tmp_path / "real", tmp_path / "emulated"
-    cross = [COMPILER, *build.ARM64["neon_bf16"].flags, "-static"]
+    cross = [COMPILER, *targets.ARM64["neon_bf16"].flags, "-static"]
     for command, program in ((cross, real), (["cc", *EMULATED], emulated)):
         subprocess.run([*command, "-O2", f"-I{SOURCES}", str(source), "-o", str(program), "-lm"], check=True)
     expected = subprocess.run([emulated], capture_output=True, check=True).stdout

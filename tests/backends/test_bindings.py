@@ -17,8 +17,10 @@ from outrider.core.params import DistributionParams
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no C compiler here")
-def test_structs_lie_in_memory_as_the_compiler_lays_them_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiler", [COMPILER, "x86_64-w64-mingw32-gcc"], ids=["this system", "Windows"])
+def test_structs_lie_in_memory_as_the_compiler_lays_them_out(compiler: str | None, tmp_path: Path) -> None:
+    if compiler is None or shutil.which(compiler) is None:
+        pytest.skip("no such compiler here")
     checks = [
         f'_Static_assert(sizeof({n}) == {ctypes.sizeof(s)}, "{n}");' for n, s in bindings.STRUCTS.items()
     ]
@@ -28,7 +30,7 @@ def test_structs_lie_in_memory_as_the_compiler_lays_them_out(tmp_path: Path) -> 
             checks.append(f'_Static_assert(offsetof({name}, {field}) == {at}, "{name}.{field}");')
     source = tmp_path / "layout.c"
     source.write_text("\n".join([f'#include "{bindings.HEADER}"', "#include <stddef.h>", *checks]))
-    subprocess.run([str(COMPILER), "-fsyntax-only", str(source)], check=True)
+    subprocess.run([compiler, "-fsyntax-only", str(source)], check=True)
     assert len(checks) > 80
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.backends.cpu import build
-from outrider.backends.cpu.build import BuildError, Recipe
+from outrider.backends.cpu import build, targets
+from outrider.backends.cpu.build import Recipe
+from outrider.backends.cpu.compiler import BuildError
 from outrider.errors import ConfigError
 
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -271,13 +272,13 @@ def test_an_unusable_compiler_is_reported(
 @needs_c
 def test_compiler_errors_are_reported(small: Recipe, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     small.sources[0].write_text("int answer(void) { return 42 }\n")
-    known = ("-mavx",) if "avx2" in build.TARGETS else ()  # its instructions are not at fault
+    known = ("-mavx",) if "avx2" in targets.TARGETS else ()  # its instructions are not at fault
     assert build.load(small._replace(flags=(*known, *small.flags)), environment(cache)) is None
     assert "expected" in caplog.text and "compiled without" not in caplog.text
 
 
 @needs_c
-@pytest.mark.parametrize("flag", ["-mavxvnni", *build.ARM64["neon_bf16"].flags])
+@pytest.mark.parametrize("flag", ["-mavxvnni", *targets.ARM64["neon_bf16"].flags])
 def test_a_flag_that_the_compiler_does_not_know_is_left_out(
     small: Recipe, cache: Path, tmp_path: Path, flag: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -297,7 +298,7 @@ def test_a_flag_that_the_compiler_does_not_know_is_left_out(
 @pytest.fixture
 def x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
     """The instruction sets of x86-64, on every machine."""
-    monkeypatch.setattr(build, "TARGETS", {"portable": build.TARGETS["portable"], **build.X86_64})
+    monkeypatch.setattr(targets, "TARGETS", {"portable": targets.TARGETS["portable"], **targets.X86_64})
 
 
 @pytest.mark.usefixtures("x86_64")
@@ -313,8 +314,8 @@ def test_an_unknown_instruction_set_is_refused(name: str) -> None:
 
 @pytest.mark.usefixtures("x86_64")
 def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "processor", lambda: build.AVX2 | {"fpu", "avx"})
-    assert build.available() == ["portable", "avx2"]
+    monkeypatch.setattr(targets, "processor", lambda: targets.AVX2 | {"fpu", "avx"})
+    assert targets.available() == ["portable", "avx2"]
     assert build.recipe({"OUTRIDER_ISA": "avx2"}).flags[0] == "-march=x86-64-v3"
     assert build.recipe({"OUTRIDER_ISA": "avx2"}) == build.recipe({})
     with pytest.raises(ConfigError, match="OUTRIDER_ISA=avx512 needs a processor with avx512bw, avx512cd"):
@@ -325,25 +326,25 @@ def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.Mon
 def test_features_of_a_processor(listed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     list_ = tmp_path / "cpuinfo"
     list_.write_text(f"processor : 0\n{listed}\n")
-    monkeypatch.setattr(build, "CPUINFO", list_)
-    assert {"asimddp"} < build.processor()
+    monkeypatch.setattr(targets, "CPUINFO", list_)
+    assert {"asimddp"} < targets.processor()
 
 
 @pytest.mark.parametrize("known", [0, 1])
 def test_features_of_an_apple_processor(known: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(build.platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(build, "_sysctl", lambda name: known if name == "hw.optional.arm.FEAT_BF16" else 0)
-    assert build.processor() == ({"asimddp", "bf16"} if known else {"asimddp"})
+    monkeypatch.setattr(targets.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(targets.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(targets, "_sysctl", lambda name: known if name == "hw.optional.arm.FEAT_BF16" else 0)
+    assert targets.processor() == ({"asimddp", "bf16"} if known else {"asimddp"})
 
 
 @pytest.mark.usefixtures("x86_64")
 def test_every_instruction_set_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        build, "processor", lambda: frozenset[str]().union(*(t.needs for t in build.TARGETS.values()))
+        targets, "processor", lambda: frozenset[str]().union(*(t.needs for t in targets.TARGETS.values()))
     )
-    keys = {build.recipe({"OUTRIDER_ISA": name}).key for name in build.TARGETS}
-    assert len(keys) == len(build.TARGETS)
+    keys = {build.recipe({"OUTRIDER_ISA": name}).key for name in targets.TARGETS}
+    assert len(keys) == len(targets.TARGETS)
     assert build.recipe({}) == build.recipe({"OUTRIDER_ISA": "amx"})
     assert {"-mavx512bf16", "-mamx-tile", "-mamx-bf16"} < set(build.recipe({}).flags)
     other = build.recipe({"OUTRIDER_CFLAGS": " -O1  -g"})
@@ -355,10 +356,10 @@ def test_every_instruction_set_has_a_library_of_its_own(monkeypatch: pytest.Monk
 def test_tiles_are_a_feature_if_the_system_gives_them(
     allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
-    build.CPUINFO.write_text(f"flags : {' '.join(sorted(build.TARGETS['amx'].needs))}\n")
-    monkeypatch.setattr(build, "_allows_tiles", lambda: allowed)
-    assert build.available()[-1] == ("amx" if allowed else "avx512_bf16")
+    monkeypatch.setattr(targets, "CPUINFO", tmp_path / "cpuinfo")
+    targets.CPUINFO.write_text(f"flags : {' '.join(sorted(targets.TARGETS['amx'].needs))}\n")
+    monkeypatch.setattr(targets, "_allows_tiles", lambda: allowed)
+    assert targets.available()[-1] == ("amx" if allowed else "avx512_bf16")
     if not allowed:
         with pytest.raises(ConfigError, match="OUTRIDER_ISA=amx needs a processor with amx_bf16, amx_tile"):
             build.recipe({"OUTRIDER_ISA": "amx"})
@@ -366,7 +367,7 @@ def test_tiles_are_a_feature_if_the_system_gives_them(
 
 def test_own_flags_are_kept_apart_by_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     def key(feature: str, **given: str) -> str:
-        monkeypatch.setattr(build, "processor", lambda: frozenset((feature,)))
+        monkeypatch.setattr(targets, "processor", lambda: frozenset((feature,)))
         return build.recipe({"OUTRIDER_ISA": "portable", **given}).key
 
     assert key("sse3") == key("sse4")

@@ -13,7 +13,7 @@ from bfloat16_sums import by_tiles, hard_numbers
 from kernel_cases import c_backend, needs_c
 from torch import Tensor
 
-from outrider.backends.cpu import build, structs
+from outrider.backends.cpu import build, structs, targets
 from outrider.backends.cpu.bindings import declare
 from outrider.backends.cpu.packing import Packed, pack
 from outrider.core.quantized import QuantizedWeight
@@ -26,11 +26,11 @@ SETS = {
     "avx512_vnni": ["-DEMULATE_AVX512", "-DEMULATE_VNNI"],
 }
 AMX = ["-DEMULATE_AMX"]
-pytestmark = [needs_c, pytest.mark.skipif("avx2" not in build.available(), reason="no AVX2 here")]
+pytestmark = [needs_c, pytest.mark.skipif("avx2" not in targets.available(), reason="no AVX2 here")]
 
 
 def compiled(flags: list[str], to: Path, *inputs: Path | str) -> Path:
-    emulation = *build.TARGETS["avx2"].flags, f"-I{HERE / 'emulated'}", *flags
+    emulation = *targets.TARGETS["avx2"].flags, f"-I{HERE / 'emulated'}", *flags
     command = ["cc", "-Wno-psabi", "-std=gnu11", "-pthread", *emulation, f"-I{build.FOLDER}"]
     subprocess.run([*command, *map(str, inputs), "-o", str(to), "-lm"], check=True)
     return to
@@ -102,7 +102,7 @@ def test_a_sum_is_flushed_if_it_is_subnormal_when_rounded_to_24_bits(amx: ctypes
     assert torch.equal(got, by_tiles(x, weight)) and (got[0] > 0).sum() == 65
 
 
-@pytest.mark.skipif("amx" not in build.available(), reason="no AMX here")
+@pytest.mark.skipif("amx" not in targets.available(), reason="no AMX here")
 def test_the_instruction_gives_the_bits_of_the_emulated_one(amx: ctypes.CDLL) -> None:
     real = build.load(build.recipe({**os.environ, "OUTRIDER_ISA": "amx"}), os.environ)
     assert real is not None and declare(real).has_bfloat16_tiles()

@@ -13,7 +13,7 @@ from kernel_cases import LAYOUTS, SLOTS, c_backend, heads_of, near, needs_c, poo
 from torch import Tensor
 
 from outrider.backends.base import LayerKV, Scores
-from outrider.backends.cpu import bindings, build, structs
+from outrider.backends.cpu import bindings, build, structs, targets
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
@@ -208,7 +208,7 @@ def test_linear_writes_nothing_past_its_outputs(bits: int) -> None:
 def test_other_processors(isa: str) -> None:
     """Without byte dot products, and without AVX: the same integers; floats differ by rounding only."""
     made = build.recipe({})
-    if isa not in build.available() or (other := build.recipe({"OUTRIDER_ISA": isa})) == made:
+    if isa not in targets.available() or (other := build.recipe({"OUTRIDER_ISA": isa})) == made:
         pytest.skip("not another set of this processor")
     library = build.load(other, os.environ)  # kept, as all kernels are: the passes of other sets need it too
     assert library is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from outrider.backends.cpu.build import available, processor
+from outrider.backends.cpu.targets import available, processor
 from outrider.version import VERSION
 
 

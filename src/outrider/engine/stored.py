@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from outrider.backends.cpu.build import BuildError, cache_folder, processor
+from outrider.backends.cpu.build import cache_folder
+from outrider.backends.cpu.compiler import BuildError
+from outrider.backends.cpu.targets import processor
 from outrider.version import VERSION
 
 log = logging.getLogger("outrider")

@@ -1,89 +1,61 @@
-"""Build the C kernels on first use and keep the library in a cache folder.
+"""Find the C kernels among those that were built with the wheel; otherwise build them, once.
 
-A kept library is one file, `kernels-<key>-<compiler>-<content>.so`:
+A library is one file, `kernels-<key>-<compiler>-<content>.so`, on Windows `.dll`:
 
     key       hash of sources, flags and kind of machine; known without a compiler
     compiler  hash of the command and its version, so that another compiler builds its own
     content   hash of the file itself, checked before the library is loaded
 
-There is a library for each instruction set, so that no function of one can end up in another.  A process
-uses the best one that its processor runs.
+Those of the wheel are in the package's folder `compiled`.  One that is built later, on first use, is kept in
+a cache folder.  There is a library for each instruction set, so that no function of one can end up in
+another.  A process uses the best one that its processor runs.
 
-Loading a library runs its code.  So folder and file must belong to this user or to root, and be writable
-by the owner only.  If the cache cannot be used, the library is built in a private temporary folder for
-this process alone.  On Windows the folder holds measurements alone.
+Loading a library runs its code.  So cache folder and file must belong to this user or to root, and be
+writable by the owner only.  If the cache cannot be used, the library is built in a private temporary folder
+for this process alone.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
 import platform
 import shlex
-import shutil
 import stat
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from outrider.backends.cpu import targets
+from outrider.backends.cpu.compiler import (
+    WINDOWS,
+    BuildError,
+    Compiler,
+    find_compiler,
+    hashed,
+    knows,
+    run,
+    windows_flags,
+)
 from outrider.core.limits import MAX_HEAD_DIM
 from outrider.errors import ConfigError, unknown
 
 FOLDER = Path(__file__).parent / "csrc"
+COMPILED = FOLDER.with_name("compiled")
 SOURCES = sorted(FOLDER.glob("*.c"))
-FLAGS = (
-    "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC", "-pthread", "-std=gnu11",
-    f"-DMAX_HEAD_DIM={MAX_HEAD_DIM}",
-)  # fmt: skip
-
-
-class Target(NamedTuple):
-    """An instruction set: its compiler flags, and the features that /proc/cpuinfo must list."""
-
-    flags: tuple[str, ...]
-    needs: frozenset[str]
-
-
-def _x86_64(level: str, *features: str) -> Target:
-    """A level of x86-64, and features beyond it: -mavx512bf16, -mamx-bf16."""
-    beyond = tuple(f"-m{feature.replace('_', '-' if feature in AMX else '')}" for feature in features)
-    return Target((f"-march=x86-64-{level}", *beyond), LEVELS[level] | set(features))
-
-
-AMX = frozenset(("amx_bf16", "amx_tile"))
-AVX2 = frozenset(("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"))
-LEVELS = {"v3": AVX2, "v4": AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}}
-X86_64 = {
-    "avx2": _x86_64("v3"),
-    "avx_vnni": _x86_64("v3", "avx_vnni"),
-    "avx512": _x86_64("v4"),
-    "avx512_vnni": _x86_64("v4", "avx512_vnni"),
-    "avx512_bf16": _x86_64("v4", "avx512_vnni", "avx512_bf16"),
-    "amx": _x86_64("v4", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
-}
-DOTPROD = "-march=armv8.2-a+dotprod"
-ARM64 = {  # a compiler takes the last -march
-    "neon_dotprod": Target((DOTPROD,), frozenset(("asimddp",))),
-    "neon_bf16": Target((DOTPROD, f"{DOTPROD}+bf16"), frozenset(("asimddp", "bf16"))),
-}
-OPTIONAL_FLAGS = ("-mavx", "-mamx", DOTPROD)
-TARGETS = {  # the best one last; `portable` has NEON on arm64, where every processor does
-    "portable": Target((), frozenset()),
-    **(ARM64 if platform.machine() in ("aarch64", "arm64") else X86_64),
-}
-CPUINFO = Path("/proc/cpuinfo")
+SUFFIX = ".dll" if WINDOWS else ".so"
+COMMON = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", f"-DMAX_HEAD_DIM={MAX_HEAD_DIM}")
+SHARED = {True: ("-shared", "-static-libgcc"), False: ("-shared", "-fPIC", "-pthread")}  # Windows, POSIX
+FLAGS = (*COMMON, *SHARED[WINDOWS])
+# O_BINARY is Windows' own, the others are POSIX's
+READ = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 SLOW = "the torch kernels are used, which are exact but many times slower: %s"
 log = logging.getLogger("outrider")
-
-
-class BuildError(Exception):
-    """The library could not be built; the message is the reason."""
 
 
 class Recipe(NamedTuple):
@@ -94,18 +66,10 @@ class Recipe(NamedTuple):
     key: str
 
 
-class Compiler(NamedTuple):
-    """A compiler command, and the hash of the command and its version."""
-
-    command: tuple[str, ...]
-    id: str
-
-
 def load(made: Recipe, environment: Mapping[str, str]) -> ctypes.CDLL | None:
     """The compiled kernels.  Returns None after one warning if they can neither be found nor built."""
-    if os.name != "posix":
-        log.warning(SLOW, "the C kernels need Linux or macOS")
-        return None
+    if not environment.get("CC", "").strip() and (library := opened(COMPILED, made.key)) is not None:
+        return library
     folder = None
     try:
         folder = cache_folder(environment)
@@ -121,6 +85,28 @@ def load(made: Recipe, environment: Mapping[str, str]) -> ctypes.CDLL | None:
         return kept
 
 
+def build_all(folder: Path, environment: Mapping[str, str]) -> None:
+    """Build the library of every instruction set of this kind of processor, for a wheel.
+
+    A set that the compiler does not know is left out.  Raises BuildError without a compiler.
+    """
+    compiler = find_compiler(environment)
+
+    def build_one(name: str) -> None:
+        made = recipe_of(name)
+        try:
+            with tempfile.TemporaryDirectory(prefix="outrider-") as private:
+                library = Path(private, f"kernels{SUFFIX}")
+                run(_command(made, compiler, made.flags, library))
+                keep(library.read_bytes(), folder, f"kernels-{made.key}-{compiler.id}")
+        except BuildError as error:
+            print(f"The C kernels for {name} are left out: {error}")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build_one, targets.TARGETS))
+
+
 # ---- sources and flags
 
 
@@ -130,87 +116,21 @@ def recipe(environment: Mapping[str, str]) -> Recipe:
     Without OUTRIDER_ISA the best set that this processor has.
     Raises ConfigError for an unknown name, or for a set that this processor lacks.
     """
-    name, features = environment.get("OUTRIDER_ISA") or available()[-1], processor()
-    if name not in TARGETS:
-        raise ConfigError(unknown("OUTRIDER_ISA", name, TARGETS))
-    if lacking := TARGETS[name].needs - features:
+    name, features = environment.get("OUTRIDER_ISA") or targets.available()[-1], targets.processor()
+    if name not in targets.TARGETS:
+        raise ConfigError(unknown("OUTRIDER_ISA", name, targets.TARGETS))
+    if lacking := targets.TARGETS[name].needs - features:
         raise ConfigError(f"OUTRIDER_ISA={name} needs a processor with {', '.join(sorted(lacking))}.")
     own = environment.get("OUTRIDER_CFLAGS", "").split()
-    flags = (*TARGETS[name].flags, *FLAGS, *own)
+    return recipe_of(name, own, sorted(features) if own else ())  # -march=native: a processor's own
+
+
+def recipe_of(name: str, own: Sequence[str] = (), features: Iterable[str] = ()) -> Recipe:
+    """The kernels for an instruction set, with flags of one's own, for processors with these features."""
+    flags = (*targets.TARGETS[name].flags, *FLAGS, *own)
     texts = [path.read_text(encoding="utf-8") for path in (*sorted(FOLDER.glob("*.h")), *SOURCES)]
-    machine = [platform.machine(), *(sorted(features) if own else ())]  # -march=native: a processor's own
-    return Recipe(tuple(SOURCES), flags, _hash("\0".join([*texts, *flags, *machine]).encode()))
-
-
-def available() -> list[str]:
-    """The instruction sets that this processor has, the best one last."""
-    features = processor()
-    return [name for name, target in TARGETS.items() if target.needs <= features]
-
-
-def processor() -> frozenset[str]:
-    """Features of this processor that this process may use; none where the system does not list them."""
-    if platform.system() == "Darwin" and platform.machine() == "arm64":
-        return frozenset(("asimddp", *(("bf16",) if _sysctl("hw.optional.arm.FEAT_BF16") else ())))
-    with suppress(OSError):
-        for line in CPUINFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith(("flags", "Features")):  # of x86-64, of arm64
-                features = frozenset(line.split())
-                return features if features.isdisjoint(AMX) or _allows_tiles() else features - AMX
-    return frozenset()
-
-
-def _sysctl(name: str) -> int:
-    """A number that macOS tells of the machine; 0 for names that it does not know."""
-    value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
-    by_name = ctypes.CDLL(None).sysctlbyname
-    by_name(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
-    return value.value
-
-
-def _allows_tiles() -> bool:
-    """Ask Linux for AMX tiles, which it gives to a process and those that it forks.
-
-    It refuses where the signal stack of a thread is too small to save them, or by a filter of system calls.
-    """
-    arch_prctl, request_permission, tile_data = map(ctypes.c_long, (158, 0x1023, 18))
-    system = ctypes.CDLL(None).syscall
-    system.restype = ctypes.c_long
-    return bool(system(arch_prctl, request_permission, tile_data) == 0)
-
-
-def _hash(data: bytes, digits: int = 16) -> str:
-    return hashlib.sha256(data).hexdigest()[:digits]
-
-
-# ---- the compiler
-
-
-def find_compiler(environment: Mapping[str, str]) -> Compiler:
-    """The compiler in CC, otherwise the first of cc, gcc and clang that is installed."""
-    try:
-        command = shlex.split(environment.get("CC", ""))
-    except ValueError as error:
-        raise BuildError(f"CC={environment['CC']!r} is no command ({error})") from error
-    if not command:
-        path = environment.get("PATH", os.defpath)
-        found = (shutil.which(name, path=path) for name in ("cc", "gcc", "clang"))
-        command = list(filter(None, found))[:1]
-    if not command:
-        raise BuildError("no C compiler found (install gcc or clang, or set CC)")
-    version = _run([*command, "--version"])
-    return Compiler(tuple(command), _hash("\0".join([*command, version]).encode(), 8))
-
-
-def _run(command: Sequence[str]) -> str:
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    except (OSError, ValueError) as error:
-        raise BuildError(f"the C compiler {command[0]!r} cannot be run ({error})") from error
-    if result.returncode:
-        output = result.stderr.strip()[-800:]
-        raise BuildError(f"the C compiler {command[0]!r} failed with status {result.returncode}: {output}")
-    return result.stdout
+    parts = [*texts, *flags, platform.machine(), *features]
+    return Recipe(tuple(SOURCES), flags, hashed("\0".join(parts).encode()))
 
 
 def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
@@ -218,8 +138,9 @@ def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
     log.info("building the C kernels with %s (once, takes some seconds)", shlex.join(compiler.command))
     began = time.perf_counter()
     try:
-        with tempfile.TemporaryDirectory(prefix="outrider-") as private:
-            library = Path(private, "kernels.so")
+        # Windows removes no library that is loaded: one that cannot be kept stays among the temporary files
+        with tempfile.TemporaryDirectory(prefix="outrider-", ignore_cleanup_errors=WINDOWS) as private:
+            library = Path(private, f"kernels{SUFFIX}")
             _compile(made, compiler, library)
             log.info("built the C kernels in %.1f s", time.perf_counter() - began)
             if folder is not None:
@@ -234,23 +155,22 @@ def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
 
     That is slower.  The bits are the same, but without AMX or bfdot those of processors without it.
     """
-    flags, inputs = list(made.flags), [*map(str, made.sources), "-o", str(library), "-lm"]
+    flags = list(made.flags)
     while True:
         try:
-            _run([*compiler.command, *flags, *inputs])
+            run(_command(made, compiler, flags, library))
             return
         except BuildError:
-            newest = next((flag for flag in reversed(flags) if flag.startswith(OPTIONAL_FLAGS)), None)
-            if newest is None or _knows(compiler, newest):
+            newest = next((flag for flag in reversed(flags) if flag.startswith(targets.OPTIONAL_FLAGS)), None)
+            if newest is None or knows(compiler, newest):
                 raise
             flags.remove(newest)
             log.warning("the C kernels are compiled without %s: the compiler does not know it", newest)
 
 
-def _knows(compiler: Compiler, flag: str) -> bool:
-    with suppress(BuildError):
-        return bool(_run([*compiler.command, flag, "-dM", "-E", "-x", "c", os.devnull]))
-    return False
+def _command(made: Recipe, compiler: Compiler, flags: Iterable[str], library: Path) -> list[str]:
+    own = windows_flags(compiler.command) if WINDOWS else []
+    return [*compiler.command, *flags, *own, *map(str, made.sources), "-o", str(library), "-lm"]
 
 
 # ---- the cache
@@ -259,18 +179,21 @@ def _knows(compiler: Compiler, flag: str) -> bool:
 def cache_folder(environment: Mapping[str, str]) -> Path:
     """OUTRIDER_CACHE, otherwise `outrider` in the user's cache folder; created with mode 700 if missing.
 
+    On Windows it must be in the user's profile, which by default only the user and administrators may write.
     Raises BuildError if it cannot be created or is not safe to load from.
     """
-    given, base = environment.get("OUTRIDER_CACHE"), environment.get("XDG_CACHE_HOME", "")
+    given = environment.get("OUTRIDER_CACHE")
+    base = environment.get("LOCALAPPDATA" if WINDOWS else "XDG_CACHE_HOME", "")
+    default = "AppData/Local" if WINDOWS else ".cache"
     try:
         if given:
             folder = Path(given).expanduser()
         else:
-            folder = Path(base if os.path.isabs(base) else Path.home() / ".cache", "outrider")
+            folder = Path(base if os.path.isabs(base) else Path.home() / default, "outrider")
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         folder = folder.resolve()
-        if fault := untrusted(folder.stat()):
+        if fault := out_of_profile(folder) if WINDOWS else untrusted(folder.stat()):
             raise BuildError(
                 f"the cache folder {folder} {fault} (chmod 700 it, or set OUTRIDER_CACHE to a private one)"
             )
@@ -279,10 +202,19 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     return folder
 
 
+def out_of_profile(folder: Path) -> str | None:
+    """Why users of Windows other than this one and administrators could change a folder; None if they cannot.
+
+    Its access lists are not read: those of folders in the profile are inherited from it.
+    """
+    profile = Path.home().resolve()
+    return None if folder.is_relative_to(profile) else f"is not in the user's profile, {profile}"
+
+
 def untrusted(status: os.stat_result) -> str | None:
     """Why users other than this one or root could change a file or folder; None if they cannot."""
     if not hasattr(os, "geteuid"):
-        return None  # Windows has no such modes
+        return None  # Windows has no such modes: out_of_profile
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to another user ({status.st_uid})"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -304,12 +236,14 @@ def opened(folder: Path | None, key: str, compiler: str = "*") -> ctypes.CDLL | 
 
 def sound(folder: Path, stem: str) -> Iterator[Path]:
     """Regular files `<stem>-<content>.so` that are safe to load and match the hash in their name."""
-    for path in sorted(folder.glob(f"{stem}-*.so")):
+    for path in sorted(folder.glob(f"{stem}-*{SUFFIX}")):
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            with open(os.open(path, READ), "rb") as file:
                 status = os.fstat(file.fileno())
-                fault = untrusted(status) if stat.S_ISREG(status.st_mode) else "is not a regular file"
-                content = "" if fault else _hash(file.read())
+                fault = None if stat.S_ISREG(status.st_mode) else "is not a regular file"
+                if folder != COMPILED:  # the package's own file, as safe as its code
+                    fault = fault or untrusted(status)
+                content = "" if fault else hashed(file.read())
         except OSError as error:
             fault, content = f"cannot be read ({error})", ""
         if not fault and path.stem.endswith(f"-{content}"):
@@ -334,14 +268,19 @@ def _kept_or(library: Path, folder: Path, stem: str) -> Path:
 
 def keep(data: bytes, folder: Path, stem: str) -> Path:
     """Write a library to the cache atomically, for other processes and across crashes."""
-    target = folder / f"{stem}-{_hash(data)}.so"
+    target = folder / f"{stem}-{hashed(data)}{SUFFIX}"
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=".kernels-")  # mode 600
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, target)
+        try:
+            os.replace(name, target)
+        except PermissionError:  # on Windows, where a process has loaded it
+            if not WINDOWS or target.read_bytes() != data:
+                raise
+            os.unlink(name)
     except BaseException:
         with suppress(OSError):
             os.unlink(name)

@@ -13,7 +13,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import httpx
@@ -30,9 +30,6 @@ FIRST_DELAY, LAST_DELAY = 0.5, 30.0  # seconds from the end of a process to the 
 STEADY = 60.0  # seconds after which a replica counts as sound again
 PREPARE_SECONDS = 60.0  # for it to load the adapters of the others
 END_SECONDS = 4.0  # for a process without open requests to end
-# Processes are forks of one that has imported all they need: another one takes over soon.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["outrider.serve.replicas.child"])
 log = logging.getLogger("outrider.serve")
 
 
@@ -56,7 +53,7 @@ class Replica:
         self.prepare, self.changed = prepare, changed
         self.state, self.open, self.used, self.restarts = "starting", 0, 0, 0
         self.prefixes, self.adapters = Prefixes(), dict[str, Question]()
-        self._process: ForkServerProcess | None = None
+        self._process: BaseProcess | None = None
         self._client: httpx.AsyncClient | None = None
         self._was_ready, self._started = False, asyncio.Event()  # set: the process serves, or has failed
 
@@ -106,7 +103,7 @@ class Replica:
         """Run one process to its end.  Returns when it became ready, None if it never did."""
         self.state, self.prefixes, self.adapters = "starting", Prefixes(), {}
         Path(self.service.socket).unlink(missing_ok=True)
-        process = self._process = CONTEXT.Process(target=main, args=(self.service,), daemon=True)
+        process = self._process = _process(self.service)
         await asyncio.to_thread(process.start)
         ready_at: list[float] = []
         limits = httpx.Limits(max_keepalive_connections=0)  # a process may close an idle one at any time
@@ -123,7 +120,7 @@ class Replica:
             self._started.set()
         return ready_at[0] if ready_at else None
 
-    async def _watch(self, process: ForkServerProcess, ready_at: list[float]) -> None:
+    async def _watch(self, process: BaseProcess, ready_at: list[float]) -> None:
         """Find out when the process is ready, and kill it if it freezes later."""
         while self.state == "starting" and not (await self._healthy(self.timeout) and await self._prepared()):
             await asyncio.sleep(POLL)
@@ -214,7 +211,17 @@ class Replica:
         return HttpAnswer(response.status_code, response.headers, self, response)
 
 
-async def _ended(process: ForkServerProcess) -> None:
+def _process(service: Service) -> BaseProcess:
+    """A process that serves, not started yet.
+
+    It is a fork of one that has imported all it needs: another one takes over soon.
+    """
+    forks = multiprocessing.get_context("forkserver")  # not on Windows
+    forks.set_forkserver_preload(["outrider.serve.replicas.child"])
+    return forks.Process(target=main, args=(service,), daemon=True)
+
+
+async def _ended(process: BaseProcess) -> None:
     """Wait for the end of a process."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     copy = os.dup(process.sentinel)  # several may wait

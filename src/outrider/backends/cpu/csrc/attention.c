@@ -338,5 +338,5 @@ void attend(const Attention *a, const Rows *rows, const float *q, const ScoreMod
     first_rows[num_blocks] = rows->num_rows;
     parallel_for(num_blocks * a->kv_heads, 1, attend_items,
                  &(AttendLoop){a, rows, q, modifier, out, stride, first_rows});
-    free(first_rows);
+    release(first_rows);
 }

@@ -6,9 +6,9 @@
  * Exact: the result is the k best by score, of equal scores the lower token.  The order in which blocks
  * are visited does not matter. */
 #pragma once
-#include <pthread.h>
 #include "noise.h"
 #include "row.h"
+#include "system.h"
 
 /* The best so far, best first. */
 typedef struct {
@@ -164,20 +164,20 @@ typedef struct {
     const Scoring *scoring;
     vhash start;
     float first;
-    pthread_mutex_t *lock; /* of `best` */
+    Lock *lock; /* of `best` */
     Best *best;
 } Search;
 
 static void search_groups(const void *loop, int64_t first, int64_t end) {
     const Search *s = loop;
-    pthread_mutex_lock(s->lock);
+    lock_acquire(s->lock);
     Best own = *s->best;
-    pthread_mutex_unlock(s->lock);
+    lock_release(s->lock);
     for (int64_t g = first; g < end; g++)
         consider_others(s->row, s->block_max, g * LANES, s->scoring, s->start, s->first, &own);
-    pthread_mutex_lock(s->lock);
+    lock_acquire(s->lock);
     merge(&own, s->best);
-    pthread_mutex_unlock(s->lock);
+    lock_release(s->lock);
 }
 
 /* The k best of a row into the empty `best`. */
@@ -193,7 +193,7 @@ static void choose(const Row *row, const float *block_max, const Scoring *scorin
     if (!scoring->noisy) return;
     int32_t tokens[HASH_LANES];
     for (int j = 0; j < HASH_LANES; j++) tokens[j] = j;
-    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    Lock lock = FREE_LOCK;
     const vhash start = hash_state(scoring->key, *(const vtoken *)tokens);
     parallel_for(divide_up(row->blocks, LANES), THREAD_PARTS * PART / LANES, search_groups,
                  &(Search){row, block_max, scoring, start, first, &lock, best});

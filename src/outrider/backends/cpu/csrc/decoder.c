@@ -98,5 +98,5 @@ void stack(const ModelShape *s, const Layer *layers, const Rows *rows, char *poo
         if (!(layer->skip & SKIP_MLP)) mlp_block(s, layer, &at, given, b, x);
     }
     if (taps && taps[s->layers]) memcpy(taps[s->layers], x, (size_t)state_bytes);
-    free(b.normed);
+    release(b.normed);
 }

@@ -90,7 +90,7 @@ static float exact_cut(Candidates t, int counting, float lowest, double target) 
         cut = entries[i].logit;
         before += entries[i].mass;
     }
-    free(entries);
+    release(entries);
     return cut;
 }
 

@@ -3,18 +3,13 @@
  *
  * Both entry points call the kernels in the same order as separate calls would, so their results have the
  * same bits. */
-#include <time.h>
 #include "memory.h"
 #include "blocks.h"
 #include "distribution.h"
 
 double picking;
 
-static double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
+static double now(void) { return 1e-9 * (double)nanoseconds(); }
 
 void read_model(const ModelShape *s, const Layer *layers, const ModelEnds *ends, const Rows *rows,
                 const int64_t *ids, char *pool, int64_t plane_bytes, float *const *taps,
@@ -40,7 +35,7 @@ void read_model(const ModelShape *s, const Layer *layers, const ModelEnds *ends,
     const double began = now();
     verify_trees(logits, ends->outputs, ends->outputs, maxima, blocks, queries, num_queries, trees);
     picking += now() - began;
-    free(x);
+    release(x);
 }
 
 /* ---- chains of draft tokens */
@@ -145,7 +140,7 @@ void chain(const ModelShape *s, const Layer *layers, const ModelEnds *ends, cons
     embed(&ends->embedding, ids, rows->num_rows, hidden, x);
     stack(s, layers, rows, pool, plane_bytes, x, 0, 0, 0);
     begin_chains(&c, chains, rows, x, hidden);
-    free(x);
+    release(x);
     memset(out, -1, (size_t)(num_chains * stride) * 4);
     for (int64_t depth = 0;; depth++) {
         int64_t left = 0;
@@ -179,5 +174,5 @@ void chain(const ModelShape *s, const Layer *layers, const ModelEnds *ends, cons
         embed(&ends->embedding, c.ids, c.count, hidden, c.x);
         stack(s, layers, &next, pool, plane_bytes, c.x, 0, 0, 0);
     }
-    free(c.ids);
+    release(c.ids);
 }

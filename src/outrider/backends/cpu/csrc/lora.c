@@ -116,6 +116,6 @@ void add_lora(const LoraRun *runs, int64_t num_runs, int64_t first_part, int64_t
             parallel_for(divide_up(part->rank, TILE), divide_up(GRAIN, TILE * rows * inputs), apply_a, &l);
             parallel_for(divide_up(part->outputs, B_OUTPUTS), divide_up(GRAIN, B_OUTPUTS * products), apply_b,
                          &l);
-            free(l.t);
+            release(l.t);
         }
 }

@@ -1,30 +1,19 @@
 /* Checked allocation, and scratch buffers that a thread owns. */
 #include "memory.h"
-#include <pthread.h>
+#include <inttypes.h>
 #include <stdio.h>
 
-enum { KEPT_BYTES = 16 << 20, CACHE_LINE = 64 };
+enum { KEPT_BYTES = 16 << 20 };
 
 typedef struct {
     void *data;
     int64_t bytes;
 } Scratch;
 
-static _Thread_local Scratch *thread_scratch; /* [NUM_SCRATCH], or null before the first use */
-static pthread_key_t key;
-static pthread_once_t key_once = PTHREAD_ONCE_INIT;
-
 void *allocate(int64_t bytes) {
-    const size_t size = bytes > 0 ? (size_t)bytes : 1;
-    void *data;
-#ifdef _WIN32 /* free() does not take what Windows aligns */
-    data = malloc(size);
-    const int failed = !data;
-#else
-    const int failed = posix_memalign(&data, CACHE_LINE, size);
-#endif
-    if (failed) {
-        fprintf(stderr, "outrider: the CPU kernels cannot allocate %lld bytes\n", (long long)bytes);
+    void *data = allocate_aligned(bytes > 0 ? (size_t)bytes : 1);
+    if (!data) {
+        fprintf(stderr, "outrider: the CPU kernels cannot allocate %" PRId64 " bytes\n", bytes);
         abort();
     }
     return data;
@@ -32,28 +21,43 @@ void *allocate(int64_t bytes) {
 
 static void free_scratch(void *of_thread) {
     Scratch *scratch = of_thread;
-    for (int use = 0; use < NUM_SCRATCH; use++) free(scratch[use].data);
-    free(scratch);
+    for (int use = 0; use < NUM_SCRATCH; use++) release(scratch[use].data);
+    release(scratch);
 }
+
+#ifndef _WIN32
+static _Thread_local void *value; /* what the key has for this thread, in fewer instructions */
+static pthread_key_t key;
+static pthread_once_t key_once = PTHREAD_ONCE_INIT;
 
 static void make_key(void) {
     if (pthread_key_create(&key, free_scratch)) abort(); /* the process has used up its keys */
 }
 
+static void *thread_value(void) { return value; }
+
+static void set_thread_value(void *made, void (*end)(void *)) {
+    (void)end;
+    pthread_once(&key_once, make_key);
+    value = made;
+    if (pthread_setspecific(key, made)) abort();
+}
+#endif
+
 static Scratch *scratch_of_thread(void) {
-    if (!thread_scratch) {
-        pthread_once(&key_once, make_key);
-        thread_scratch = allocate(NUM_SCRATCH * sizeof *thread_scratch);
-        for (int use = 0; use < NUM_SCRATCH; use++) thread_scratch[use] = (Scratch){0, 0};
-        if (pthread_setspecific(key, thread_scratch)) abort();
+    Scratch *scratch = thread_value();
+    if (!scratch) {
+        scratch = allocate(NUM_SCRATCH * sizeof *scratch);
+        for (int use = 0; use < NUM_SCRATCH; use++) scratch[use] = (Scratch){0, 0};
+        set_thread_value(scratch, free_scratch);
     }
-    return thread_scratch;
+    return scratch;
 }
 
 void *scratch_acquire(int use, int64_t bytes) {
     Scratch *scratch = scratch_of_thread() + use;
     if (scratch->bytes < bytes) {
-        free(scratch->data);
+        release(scratch->data);
         *scratch = (Scratch){allocate(bytes), bytes};
     }
     return scratch->data;
@@ -62,6 +66,6 @@ void *scratch_acquire(int use, int64_t bytes) {
 void scratch_release(int use) {
     Scratch *scratch = scratch_of_thread() + use;
     if (scratch->bytes <= KEPT_BYTES) return;
-    free(scratch->data);
+    release(scratch->data);
     *scratch = (Scratch){0, 0};
 }

@@ -1,11 +1,11 @@
 /* Memory of the kernels.  A failed allocation ends the process with a message: the kernels have no way to
  * report it. */
 #pragma once
-#include <stdint.h>
-#include <stdlib.h>
+#include "system.h"
 
-/* On a cache line's border, on Windows of 16 bytes. */
+/* On a cache line's border, until it is released. */
 void *allocate(int64_t bytes);
+static inline void release(void *data) { free_aligned(data); }
 
 enum { SCRATCH_ACTIVATIONS, SCRATCH_ATTENTION, SCRATCH_SAMPLER, SCRATCH_RULES, NUM_SCRATCH };
 

@@ -125,5 +125,5 @@ void runs_find(TextIndex *own, const int32_t *tokens, int64_t count, int64_t num
         for (int64_t i = num_texts - 1; i >= 0 && left > 0; i--) left -= find(texts[i], &search, left, &row);
         out[s] = (int32_t)((row - first) / width);
     }
-    free(context);
+    release(context);
 }

@@ -7,11 +7,12 @@
  * Threads without a loop look for one for SPIN_NANOSECONDS, then sleep.  A forked process has none of its
  * parent's threads, and starts its own. */
 #include "threads.h"
-#include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
-#include <time.h>
 #include "simd.h"
+#include "system.h"
+#ifndef _WIN32
+#include <sched.h>
+#endif
 
 enum { MAX_THREADS = 256, CHECKS = 32, SPIN_NANOSECONDS = 30000 };
 enum { OPEN = 1 << 30, AWAITED = 1 << 29 }; /* `members`: more may join; the caller sleeps until they leave */
@@ -37,10 +38,9 @@ static _Atomic uint32_t loops;               /* how many have begun */
 static _Atomic uint32_t members;             /* workers at the loop, and the bits above */
 static _Atomic uint32_t sleeping;            /* workers */
 static _Atomic int stopped;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of both conditions */
-static pthread_cond_t begun = PTHREAD_COND_INITIALIZER, left = PTHREAD_COND_INITIALIZER;
-static pthread_t workers[MAX_THREADS]; /* these two belong to who has `taken` */
-static int64_t num_workers;
+static Lock lock = FREE_LOCK; /* of both conditions */
+static Condition begun = NEW_CONDITION, left = NEW_CONDITION;
+static int64_t num_workers; /* belongs to who has `taken` */
 
 static void compute_parts(int64_t self) {
     for (int64_t i = 0; i < current.threads; i++) {
@@ -76,12 +76,6 @@ INLINE void set_float_mode(uint64_t mode) {
 
 /* ---- waiting */
 
-static int64_t nanoseconds(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
 INLINE void pause_briefly(void) {
 #ifdef __x86_64__
     _mm_pause();
@@ -103,11 +97,11 @@ static int spin(const _Atomic uint32_t *word, uint32_t value, int equal) {
 /* Waits for a loop after the first `seen`; returns how many have begun. */
 static uint32_t await_loop(uint32_t seen) {
     if (!spin(&loops, seen, 0)) {
-        pthread_mutex_lock(&lock);
+        lock_acquire(&lock);
         atomic_fetch_add(&sleeping, 1); /* before `loops` is read: announce reads them in the other order */
-        while (atomic_load(&loops) == seen) pthread_cond_wait(&begun, &lock);
+        while (atomic_load(&loops) == seen) condition_wait(&begun, &lock);
         atomic_fetch_sub(&sleeping, 1);
-        pthread_mutex_unlock(&lock);
+        lock_release(&lock);
     }
     return atomic_load(&loops);
 }
@@ -115,9 +109,9 @@ static uint32_t await_loop(uint32_t seen) {
 static void announce(void) {
     atomic_fetch_add(&loops, 1);
     if (!atomic_load(&sleeping)) return;
-    pthread_mutex_lock(&lock);
-    pthread_cond_broadcast(&begun);
-    pthread_mutex_unlock(&lock);
+    lock_acquire(&lock);
+    condition_broadcast(&begun);
+    lock_release(&lock);
 }
 
 /* ---- workers */
@@ -131,18 +125,18 @@ static int join_loop(void) {
 
 static void leave_loop(void) {
     if (atomic_fetch_sub(&members, 1) != (AWAITED | 1)) return;
-    pthread_mutex_lock(&lock);
-    pthread_cond_signal(&left);
-    pthread_mutex_unlock(&lock);
+    lock_acquire(&lock);
+    condition_signal(&left);
+    lock_release(&lock);
 }
 
 /* Closes the loop, and waits until the workers have left it. */
 static void close_loop(void) {
     if (atomic_fetch_and(&members, ~(uint32_t)OPEN) == OPEN || spin(&members, 0, 1)) return;
-    pthread_mutex_lock(&lock);
+    lock_acquire(&lock);
     atomic_fetch_or(&members, AWAITED);
-    while (atomic_load(&members) != AWAITED) pthread_cond_wait(&left, &lock);
-    pthread_mutex_unlock(&lock);
+    while (atomic_load(&members) != AWAITED) condition_wait(&left, &lock);
+    lock_release(&lock);
 }
 
 static void *work(void *number) {
@@ -157,13 +151,21 @@ static void *work(void *number) {
     return 0;
 }
 
+#ifdef _WIN32 /* its processes do not fork, and end with all their threads */
+static void start_workers(int64_t count) {
+    for (; num_workers < count; num_workers++)
+        if (!start_thread(work, (void *)(intptr_t)(num_workers + 1))) return;
+}
+#else
+static pthread_t workers[MAX_THREADS]; /* belong to who has `taken` */
+
 static void forget_workers(void) {
     num_workers = 0;
     atomic_store(&members, 0); /* another thread's loop may have been open */
     atomic_store(&sleeping, 0);
     atomic_flag_clear(&taken);
-    lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    begun = left = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    lock = (Lock)FREE_LOCK;
+    begun = left = (Condition)NEW_CONDITION;
 }
 
 static void watch_forks(void) { pthread_atfork(0, 0, forget_workers); }
@@ -181,6 +183,7 @@ __attribute__((destructor)) static void stop_workers(void) {
     announce();
     while (num_workers) pthread_join(workers[--num_workers], 0);
 }
+#endif
 
 /* ---- callers */
 

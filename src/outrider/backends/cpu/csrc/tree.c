@@ -92,7 +92,7 @@ int64_t grow(CandidateTree *tree, const float *logits, int64_t vocab, float temp
     picks(logits, rows, vocab, temperature, min_p, top_k, top_p, keys, token_ids, k, entries,
           probs_by_rank ? 0 : probs);
     const int64_t frontier = widen(tree, entries, probs, k, token_ids, probs_by_rank, out);
-    free(keys);
+    release(keys);
     return frontier;
 }
 
@@ -111,6 +111,6 @@ int64_t keep(const CandidateTree *tree, int64_t nodes, int32_t *tokens, int32_t 
         probs[node] = tree->probs[at];
         node_of[at] = (int32_t)node++;
     }
-    free(node_of);
+    release(node_of);
     return count;
 }

@@ -1,0 +1,327 @@
+/* Prints a digest of the results of each kernel on given pseudo-random inputs, one a line.
+ * The argument is a library of kernels.  Libraries of one instruction set print the same lines, whatever
+ * system and compiler they are from (scripts/cross.py).  "libm" marks kernels that call log, exp or tanh. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "kernels.h"
+#ifdef _WIN32 /* whose header has another INT8 */
+__declspec(dllimport) void *LoadLibraryA(const char *path);
+__declspec(dllimport) void *GetProcAddress(void *library, const char *name);
+#else
+#include <dlfcn.h>
+#endif
+
+enum { HIDDEN = 96, INNER = 160, HEADS = 6, KV_HEADS = 2, HEAD_DIM = 24, PADDED = 32, VOCAB = 300 };
+enum { QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM, SLOTS = 64, POSITIONS = 64, ROWS = 7, LAYERS = 2 };
+
+static void *found(const char *library, const char *name) {
+#ifdef _WIN32
+    static void *opened;
+    if (!opened) opened = LoadLibraryA(library);
+    void *at = opened ? GetProcAddress(opened, name) : 0;
+#else
+    static void *opened;
+    char path[4096];
+    snprintf(path, sizeof path, "./%s", library);
+    if (!opened) opened = dlopen(path, RTLD_NOW);
+    void *at = opened ? dlsym(opened, name) : 0;
+#endif
+    if (at) return at;
+    printf("%s has no %s\n", library, name);
+    exit(1);
+}
+
+#define KERNELS(F)                                                                                           \
+    F(set_threads)                                                                                           \
+    F(linear) F(linear_with_maxima) F(embed) F(rms_norm) F(silu_mul) F(pair) F(rope_store) F(attend)         \
+        F(stack) F(read_model) F(chain) F(pick) F(picks) F(probabilities) F(sample_children) F(verify_trees) \
+            F(add_lora) F(grow) F(keep) F(runs_extend) F(runs_find)
+#define DECLARE(name) static __typeof__(name) *do_##name;
+KERNELS(DECLARE)
+
+/* ---- pseudo-random inputs, and digests */
+
+static uint64_t state = 1;
+
+static uint32_t random_bits(void) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(state >> 33);
+}
+
+static void *space(int64_t bytes) {
+    void *data = calloc((size_t)bytes + 256, 1);
+    if (!data) exit(2);
+    return data;
+}
+
+static float *floats(int64_t count, float scale) {
+    float *x = space(count * 4);
+    for (int64_t i = 0; i < count; i++) x[i] = scale * ((float)(int32_t)(random_bits() >> 7) / 8388608 - 1);
+    return x;
+}
+
+static void print(const char *name, int number, const void *data, int64_t bytes) {
+    uint64_t hash = 14695981039346656037u;
+    for (int64_t i = 0; i < bytes; i++) hash = (hash ^ ((const uint8_t *)data)[i]) * 1099511628211u;
+    printf("%s-%d %08x%08x\n", name, number, (unsigned)(hash >> 32), (unsigned)hash);
+}
+
+/* A packed weight.  Integers have scales of 2^-8 to 2^-7 in half precision. */
+static Weight weight(int64_t outputs, int64_t inputs, int kind, int rounds) {
+    const int64_t wide = (outputs + 63) / 64 * 64, groups = inputs / 32;
+    Weight w = {.bias = floats(outputs, 1), .kind = kind, .group = 32, .unit = 0.5f, .rounds_inputs = rounds};
+    if (kind == FLOAT32) {
+        w.data = floats(wide * inputs, 0.3f);
+    } else if (kind == BFLOAT16) {
+        const float *x = floats(wide * inputs, 0.3f);
+        uint16_t *to = space(wide * inputs * 2);
+        for (int64_t i = 0; i < wide * inputs; i++) memcpy(to + i, (const char *)(x + i) + 2, 2);
+        w.data = to;
+    } else {
+        const int64_t values = 32 * 32 * (kind == INT8 ? 8 : 4) / 8, block = values + 32 * 2 * 2;
+        uint8_t *to = space(wide / 32 * groups * block);
+        w.has_offsets = 1;
+        w.data = to;
+        for (int64_t b = 0; b < wide / 32 * groups; b++, to += block) {
+            for (int64_t i = 0; i < values; i++) to[i] = (uint8_t)(random_bits() >> 9);
+            for (int64_t i = 0; i < 64; i++) {
+                const uint16_t half = (uint16_t)(0x1c00 + (random_bits() & 0x3ff));
+                memcpy(to + values + 2 * i, &half, 2);
+            }
+        }
+    }
+    return w;
+}
+
+/* ---- linears and small kernels */
+
+static void check_linears(void) {
+    static const int KINDS[] = {FLOAT32, BFLOAT16, BFLOAT16, INT8, INT4},
+                     ROW_COUNTS[] = {1, 2, 5, 16, 17, 70};
+    const float *x = floats(70 * HIDDEN, 1);
+    for (int k = 0; k < 5; k++) {
+        const Weight w = weight(130, HIDDEN, KINDS[k], k == 2);
+        for (int r = 0; r < 6; r++) {
+            const int64_t rows = ROW_COUNTS[r];
+            float *y = floats(rows * 130, 1), *maxima = space(rows * 16 * 4);
+            do_linear_with_maxima(&w, x, rows, HIDDEN, y, 130, 1, maxima, 16);
+            print("linear", k * 100 + (int)rows, y, rows * 130 * 4);
+            print("maxima", k * 100 + (int)rows, maxima, rows * 16 * 4);
+        }
+        const int64_t ids[] = {3, 129, 64};
+        float *y = space(3 * HIDDEN * 4);
+        do_embed(&w, ids, 3, HIDDEN, y);
+        print("embed", k, y, 3 * HIDDEN * 4);
+    }
+}
+
+static void check_elementwise(void) {
+    const float *x = floats(ROWS * 2 * 101, 3), *norm = floats(2 * 101, 1);
+    const int64_t ids[] = {3, 129, 64};
+    float *y = space(ROWS * 300 * 4);
+    do_rms_norm(x, norm, ROWS, 101, 1e-5f, y);
+    print("rms_norm", 0, y, ROWS * 101 * 4);
+    do_silu_mul(x, ROWS, 101, y);
+    print("silu_mul", 0, y, ROWS * 101 * 4);
+    const Weight w = weight(130, HIDDEN, BFLOAT16, 0);
+    do_pair(&w, ids, 3, HIDDEN, x, HIDDEN, norm, norm + 5, 1e-5f, y);
+    print("pair", 0, y, 3 * 2 * HIDDEN * 4);
+    LoraPart part = {floats(8 * HIDDEN, 1), floats(3 * 64 * 8, 1), 8, 2, 128, 0.5f};
+    const LoraRun runs[] = {{0, 4, &part}, {4, 3, &part}};
+    const float *inputs = floats(ROWS * HIDDEN, 1);
+    do_add_lora(runs, 2, 0, 1, inputs, HIDDEN, y, 130);
+    print("lora", 0, y, ROWS * 130 * 4);
+}
+
+/* ---- attention and whole models */
+
+/* Two requests, the second one with a tree of three nodes; slots are spread over the pool. */
+static Rows rows_of_step(void) {
+    static int64_t positions[ROWS], slots[ROWS], table_lengths[ROWS], path_lengths[ROWS];
+    static int32_t tables[2][32], paths[ROWS * 3];
+    static const int32_t *table_of_row[ROWS];
+    for (int i = 0; i < 32; i++) tables[0][i] = (i * 7 + 3) % SLOTS, tables[1][i] = (i * 5 + 8) % SLOTS;
+    for (int r = 0; r < ROWS; r++) {
+        const int second = r > 3, length = second ? 21 : 11 + r, depth = second ? r == 6 ? 2 : r - 3 : 0;
+        for (int d = 0; d < depth; d++) paths[r * 3 + d] = 60 + (d == depth - 1 ? r - 4 : d);
+        table_of_row[r] = tables[second];
+        table_lengths[r] = length;
+        path_lengths[r] = depth;
+        positions[r] = length + depth - 1;
+        slots[r] = second ? 60 + r - 4 : tables[0][length - 1];
+    }
+    return (Rows){ROWS, 3, 24, 0, positions, slots, table_lengths, path_lengths, table_of_row, paths, 0, 0};
+}
+
+/* A pool of all layers, zero behind the heads' dimensions. */
+static char *pool(int kind, int64_t *head_bytes) {
+    static const int SIZES[] = {4, 2, 1};
+    const int64_t row = PADDED * SIZES[kind] + 4 * (kind == INT8), planes = 2 * LAYERS * KV_HEADS;
+    char *made = space(planes * SLOTS * row);
+    for (int64_t i = 0; i < planes * SLOTS; i++) {
+        const float *x = floats(PADDED, 1), step = 0.01f + x[0] * x[0];
+        for (int d = 0; d < HEAD_DIM; d++) {
+            const int8_t byte = (int8_t)(x[d] * 127);
+            const char *const forms[] = {(const char *)(x + d), (const char *)(x + d) + 2,
+                                         (const char *)&byte};
+            memcpy(made + i * row + d * SIZES[kind], forms[kind], (size_t)SIZES[kind]);
+        }
+        if (kind == INT8) memcpy(made + i * row + PADDED, &step, 4);
+    }
+    *head_bytes = SLOTS * row;
+    return made;
+}
+
+static void check_attention(void) {
+    const float *rotary = floats(POSITIONS * HEAD_DIM, 1), *norm = floats(HEAD_DIM, 1);
+    const Rows rows = rows_of_step();
+    for (int kind = FLOAT32; kind <= INT8; kind++) {
+        int64_t head_bytes;
+        char *keys = pool(kind, &head_bytes);
+        const float *qkv = floats(ROWS * QKV, 1);
+        float *q = space(ROWS * HEADS * PADDED * 4), *out = space(ROWS * HEADS * HEAD_DIM * 4);
+        Attention a = {keys,     keys + KV_HEADS * head_bytes, head_bytes, HEADS, KV_HEADS, HEAD_DIM, PADDED,
+                       HEAD_DIM, kind == BFLOAT16 ? 9 : 0,     norm,       norm,  rotary,   1e-5f,    0.2f,
+                       kind};
+        do_rope_store(&a, &rows, qkv, q);
+        print("rope", kind, q, ROWS * HEADS * PADDED * 4);
+        print("pool", kind, keys, 2 * KV_HEADS * head_bytes);
+        const ScoreModifier tilted = {floats(HEADS, 0.1f), floats(HEADS, 1), 0}, capped = {0, 0, 3};
+        const ScoreModifier *const modifiers[] = {0, &tilted, &capped};
+        for (int m = 0; m < 3; m++) {
+            do_attend(&a, &rows, q, modifiers[m], out);
+            print(m == 2 ? "libm-attend" : "attend", kind * 10 + m, out, ROWS * HEADS * HEAD_DIM * 4);
+        }
+    }
+}
+
+static Layer layer(int kind, int rounds) {
+    return (Layer){.qkv = weight(QKV, HIDDEN, kind, rounds),
+                   .o = weight(HIDDEN, HEADS * HEAD_DIM, kind, rounds),
+                   .gate_up = weight(2 * INNER, HIDDEN, kind, rounds),
+                   .down = weight(HIDDEN, INNER, kind, rounds),
+                   .norm_in = floats(HIDDEN, 1),
+                   .norm_post = floats(HIDDEN, 1)};
+}
+
+static void check_model(int kind) {
+    const int half = kind != FLOAT32;
+    int64_t head_bytes;
+    char *kv = pool(half ? BFLOAT16 : FLOAT32, &head_bytes);
+    const Layer layers[LAYERS] = {layer(kind, half), layer(kind, half)};
+    const ModelShape shape = {LAYERS, HIDDEN,   INNER,
+                              HEADS,  KV_HEADS, HEAD_DIM,
+                              PADDED, HEAD_DIM, half ? BFLOAT16 : FLOAT32,
+                              1e-5f,  0.2f,     floats(POSITIONS * HEAD_DIM, 1)};
+    const ModelEnds ends = {weight(VOCAB, HIDDEN, kind, 0), weight(VOCAB, HIDDEN, kind, half),
+                            floats(HIDDEN, 1), VOCAB};
+    const Rows rows = rows_of_step();
+    const int64_t ids[ROWS] = {3, 1, 4, 1, 5, 9, 2}, outputs[] = {3, 4, 5, 6};
+    float *logits = space(4 * VOCAB * 4);
+    /* a tree of two nodes below row 4 of the outputs, and none below row 3 */
+    int32_t trees[] = {9, 2, -1, 0, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+    const TreeQuery queries[] = {
+        {.at = 12, .root_row = 0, .rule = RULE_MATCH, .min_p = 0, .top_p = 1, .stream = 5},
+        {.at = 0,
+         .root_row = 1,
+         .nodes = 2,
+         .rule = RULE_MATCH,
+         .top_p = 1,
+         .stream = 6,
+         .position = 4,
+         .temperature = 0.7f}};
+    do_read_model(&shape, layers, &ends, &rows, ids, kv, KV_HEADS * head_bytes, 0, outputs, 4, logits,
+                  queries, 2, trees);
+    print("model", kind, logits, 4 * VOCAB * 4);
+    print("model-pool", kind, kv, 2 * LAYERS * KV_HEADS * head_bytes);
+    print("libm-match", kind, trees, sizeof trees);
+    int32_t out[2 * 4];
+    const Chain chains[] = {
+        {.first_row = 3, .max_tokens = 4, .top_p = 1},
+        {.first_row = 5, .max_tokens = 3, .top_p = 0.9, .stream = 7, .temperature = 0.8f}};
+    float *states = space(2 * 4 * HIDDEN * 4);
+    do_chain(&shape, layers, &ends, &rows, ids, kv, KV_HEADS * head_bytes, chains, 2, 4, VOCAB, 0, out, 0,
+             states);
+    print("libm-chain", kind, out, sizeof out);
+}
+
+/* ---- sampling, verification, trees */
+
+static void check_sampling(void) {
+    const float *logits = floats(4 * VOCAB, 6);
+    const uint64_t keys[] = {1, 2, 3, 4};
+    int32_t tokens[4 * 8];
+    float probs[4 * 8];
+    double p[2][VOCAB];
+    for (int t = 0; t < 3; t++) {
+        do_picks(logits, 4, VOCAB, 0.4f * (float)t, t == 2 ? 0.01 : 0, 40 * t, t ? 0.9 : 1, keys, 0, 8,
+                 tokens, probs);
+        print(t ? "libm-picks" : "picks", t, tokens, sizeof tokens);
+        print("libm-pick-probs", t, probs, sizeof probs);
+    }
+    for (int i = 0; i < 2; i++) do_probabilities(logits + i * VOCAB, VOCAB, 0.7f, 0, 0, 1, p[i]);
+    print("probabilities", 0, p, sizeof p);
+    do_probabilities(logits, VOCAB, 0.7f, 0.001, 50, 0.95, p[1]);
+    print("libm-probabilities", 1, p[1], sizeof p[1]);
+    do_sample_children(p[0], VOCAB, 5, 6, 1, 8, 0, tokens);
+    print("children", 0, tokens, 8 * 4);
+    for (int rule = RULE_MATCH; rule <= RULE_TRAVERSAL; rule++) {
+        const double *const q[] = {p[0], p[1]};
+        /* two siblings and a child of the first one; a chain of two for the rule that takes chains */
+        int32_t chain[12] = {tokens[0], tokens[1], -1, 0, 0, 1};
+        int32_t tree[17] = {tokens[0], tokens[1], tokens[2], -1, -1, 0, 0, 0, 1}, *trees = tree;
+        TreeQuery query = {.nodes = 3,
+                           .rule = rule,
+                           .top_p = 1,
+                           .stream = 9,
+                           .position = 3,
+                           .probs = q,
+                           .temperature = 0.7f};
+        if (rule == RULE_BLOCK) query.nodes = 2, trees = chain;
+        do_verify_trees(logits, VOCAB, VOCAB, 0, 0, &query, 1, trees);
+        print("libm-verify", rule, trees, query.nodes * 5 * 4 + 8);
+    }
+}
+
+static void check_trees(void) {
+    enum { WIDTH = 4, RECORDS = 3 * WIDTH * 6 };
+    double scores[RECORDS] = {0};
+    float probs[RECORDS], kept_probs[10];
+    int32_t tokens[RECORDS], parents[RECORDS], frontier[WIDTH] = {-1}, order[RECORDS], out[2 * WIDTH],
+                                               kept[2][10];
+    CandidateTree tree = {WIDTH, 0, 1, scores, probs, tokens, parents, frontier, order};
+    for (int depth = 0; depth < 3; depth++) {
+        const float *logits = floats(WIDTH * VOCAB, 5);
+        do_grow(&tree, logits, VOCAB, 0, 0, 0, 1, 11, 0, 0, 6, out);
+        print("libm-grow", depth, out, sizeof out);
+    }
+    const int64_t count = do_keep(&tree, 10, kept[0], kept[1], kept_probs);
+    print("libm-keep", (int)count, kept, sizeof kept);
+
+    int32_t given[200], *found_rows = space(4096 * 4);
+    TextIndex index = {24, 0, 0, 0, 8, 4, space(256 * 4), space(256 * 4 * 4), space((4 << 8) * 4)};
+    for (int i = 0; i < 200; i++) given[i] = (int32_t)(random_bits() >> 8) % 5;
+    do_runs_extend(&index, given, 150);
+    do_runs_find(&index, given + 150, 40, 3, 0, 0, found_rows);
+    print("runs", 0, found_rows, 4096 * 4);
+}
+
+int main(int count, char **arguments) {
+    if (count != 2) return 2;
+#define FIND(name) do_##name = (__typeof__(do_##name))(uintptr_t)found(arguments[1], #name);
+    KERNELS(FIND)
+    for (int threads = 1; threads <= 4; threads += 3) {
+        do_set_threads(threads);
+        state = 1;
+        printf("threads %d\n", threads);
+        check_linears();
+        check_elementwise();
+        check_attention();
+        for (int kind = FLOAT32; kind <= INT4; kind++) check_model(kind);
+        check_sampling();
+        check_trees();
+    }
+    return 0;
+}
