@@ -79,9 +79,15 @@ def test_export(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_train(
-    run: Run, mute: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    patched: str, with_: Any, file: str,
-) -> None:  # fmt: skip
+    run: Run,
+    mute: str,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    patched: str,
+    with_: Any,
+    file: str,
+) -> None:
     monkeypatch.setattr(patched, with_)
     short = ("--steps", 1, "--batch", 2, "--options", '{"prompt_tokens": 6, "heads": 2, "answer_tokens": 12}')
     done = run("train", "medusa", "-m", mute, "--data", data, "--out", tmp_path / "head", *short)

@@ -6,21 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider import ConfigError, SamplingParams
+from outrider import ConfigError
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import Budget
 from outrider.draft.ngram import Ngram, NgramIndex
-from outrider.testing import drafted_batch, proposed_tree
-
-
-def make_row(tokens: list[int]) -> Row:
-    params = SamplingParams(max_tokens=1000)
-    return Row(
-        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params,
-        distribution=params.distribution, seed=0, processors=(),
-        limit=10_000, ending=frozenset(),
-    )  # fmt: skip
+from outrider.testing import drafted_batch, make_row, proposed_tree
 
 
 def propose_tree(drafter: Ngram, row: Row, depth: int) -> list[int]:

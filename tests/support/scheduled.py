@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider import SamplingParams
+from outrider import testing
 from outrider.core.row import Row
 
 
@@ -18,9 +18,4 @@ class FakePool:
 
 
 def make_row(name: str, tokens: list[int], new: int, index: int = 0, source: Row | None = None) -> Row:
-    params = SamplingParams(max_tokens=new)
-    return Row(
-        id=name, index=index, tokens=list(tokens), prompt=len(tokens), params=params,
-        distribution=params.distribution, seed=0, processors=(),
-        limit=len(tokens) + new, ending=frozenset(), source=source,
-    )  # fmt: skip
+    return testing.make_row(tokens, id=name, index=index, source=source, limit=len(tokens) + new)

@@ -83,8 +83,13 @@ def verify(
     made = run(llm, fast, source, Effort(minutes, tokens, samples, seed), expect_lossy, console)
     console.print(panel(llm, config, made, left_out))
     if sink:
-        settings = {"minutes": minutes, "batch size": batch_size, "max tokens": max_tokens, "seed": seed,
-                    "raw": asked["raw"], "prompts": str(asked["file"]) if questions else None}  # fmt: skip
+        settings: dict[str, Any] = {
+            "minutes": minutes,
+            "batch size": batch_size,
+            "max tokens": max_tokens,
+            "seed": seed,
+        }
+        settings |= {"raw": asked["raw"], "prompts": str(asked["file"]) if questions else None}
         print_line(figures(llm, config, made, settings), sink)
     if not made.passed:
         raise typer.Exit(1)

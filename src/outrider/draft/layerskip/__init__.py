@@ -166,9 +166,12 @@ class LayerSkip(Drafter):
         if self.early_exit:
             depth = max(chain.levels for chain in chains)
             states = torch.empty(
-                len(chains), depth, self.decoder.spec.hidden,
-                dtype=self.decoder.backend.activations, device=self.decoder.device,
-            )  # fmt: skip
+                len(chains),
+                depth,
+                self.decoder.spec.hidden,
+                dtype=self.decoder.backend.activations,
+                device=self.decoder.device,
+            )
         measured = self.target.adaptive or any(chain.floor for chain in chains)
         stop_rule = StopRule() if measured else None
         wanted = Chains(chains, self.target.vocabulary, stop_rule, states)

@@ -80,12 +80,11 @@ class CompiledIndex:
         given = array("i", [*tokens, *ahead])  # these arrays must stay alive during the call
         others = array("Q", [text.address for text in texts])
         out, row_size = self.found_elsewhere if texts else self.found_here, self.row_size
+        others_at = others.buffer_info()[0] if texts else None
+        counts = len(tokens), len(ahead)
         self.lib.runs_find(
-            self.text,
-            given.buffer_info()[0], len(tokens), len(ahead),
-            others.buffer_info()[0] if texts else None, len(texts),
-            out.buffer_info()[0],
-        )  # fmt: skip
+            self.text, given.buffer_info()[0], *counts, others_at, len(texts), out.buffer_info()[0]
+        )
 
         def places(order: int) -> list[tuple[int, list[int]]]:
             begin = len(RUNS) + FRONT[order] * row_size

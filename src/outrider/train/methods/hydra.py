@@ -39,9 +39,14 @@ class Hydra(Method):
         options, spec = self.options, self.target.decoder.spec
         self.most, self.joins = options.heads, not options.prefix and not options.dropout
         network = Network(
-            spec.hidden, spec.vocabulary, options.heads, options.layers,
-            self.sizes if options.prefix else None, options.dropout, options.own,
-        )  # fmt: skip
+            spec.hidden,
+            spec.vocabulary,
+            options.heads,
+            options.layers,
+            self.sizes if options.prefix else None,
+            options.dropout,
+            options.own,
+        )
         network.start(self.outer)
         return network
 
