@@ -64,7 +64,7 @@ def searched(
 
 
 def everything(places: Places) -> list[list[tuple[int, list[int]]]]:
-    return [places(order) for order in range(len(RUNS))]
+    return [places.of(order) for order in range(len(RUNS))]
 
 
 @both
