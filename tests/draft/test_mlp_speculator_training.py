@@ -75,7 +75,7 @@ def test_trained_network_equals_the_drafter(name: str, llm: LLM) -> None:
             assert torch.allclose(logits, expected[i], atol=1e-4)
 
 
-def test_published_names() -> None:
+def test_export_has_the_published_names() -> None:
     ibm = {f"{kind}.{i}.weight" for kind in ("emb", "proj", "ln", "head") for i in range(4)} | {
         f"ln.{i}.bias" for i in range(4)
     }

@@ -103,7 +103,7 @@ def test_rows_do_not_see_each_other_and_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (-1, -1)])
-def test_ranges(low: int, high: int) -> None:
+def test_wrong_ranges_are_refused_by_name(low: int, high: int) -> None:
     with pytest.raises(ConfigError, match="prompt_lookup_max" if high < 1 else "prompt_lookup_min"):
         Ngram.Options(prompt_lookup_max=high, prompt_lookup_min=low)
 
