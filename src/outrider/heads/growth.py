@@ -135,7 +135,7 @@ class GrowthPlan(NamedTuple):
 
 
 class Front(NamedTuple, Generic[S]):
-    """The last forward of trees that grow: what a head keeps of its rows, and their logits float32 [n, Vd]."""
+    """The last forward of growing trees: what a head keeps of its rows, and their logits float32 [n, Vd]."""
 
     state: S
     logits: Tensor

@@ -13,7 +13,7 @@ FIRST, NEXT, WORD = 2654435769, 2246822507, 0xFFFFFFFF  # the polynomial hash of
 
 @dataclass(frozen=True)
 class _Found:
-    """The places of an index, or of other texts, where a context ended.  They are looked up when asked for."""
+    """The places of an index, or of other texts, where a context ended: looked up when asked for."""
 
     index: ReferenceIndex
     context: array[int]

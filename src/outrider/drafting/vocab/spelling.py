@@ -45,7 +45,7 @@ def pieces(tokenizer: Any, size: int) -> list[bytes]:
 
 
 def _bytes_of(word: str, letters: dict[str, int] | None) -> bytes:
-    """The bytes of a token's spelling.  letters: byte of each letter, if the tokenizer is a byte-level one."""
+    """The bytes of a token's spelling.  letters: byte of each letter of a byte-level tokenizer."""
     if letters is not None and all(letter in letters for letter in word):
         return bytes(letters[letter] for letter in word)
     if letters is None and (byte := BYTE.fullmatch(word)):
