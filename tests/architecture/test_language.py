@@ -101,7 +101,7 @@ CONSTANT_PARTS = (
 
 
 def skips_beside_tables(text: str) -> list[int]:
-    """Lines that keep their format, but do not end a table: a module's constant, or a literal of constants."""
+    """Lines that keep their format and end no table: a constant of the module, or a literal of constants."""
     marked = [n for n, line in enumerate(text.splitlines(), 1) if line.endswith("# fmt: skip")]
     tree = ast.parse(text) if marked else ast.Module([], [])
     tables = {node.end_lineno for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)}
