@@ -240,7 +240,7 @@ class Medusa(RankedDrafter):
     def propose(self, batch: Batch) -> Draft:
         rows = self.ready(batch)
         shapes = {budget: self.shape(budget) for budget in {batch[r].budget for r in rows}}
-        levels = max((len(path) for shape in shapes.values() for path in shape), default=0)
+        levels = max([len(path) for shape in shapes.values() for path in shape], default=0)
         if not levels:
             return self.propose_for(batch, {})
         trees = dict[int, BlockTree]()
