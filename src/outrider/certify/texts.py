@@ -68,7 +68,9 @@ class Tally:
 
 def shared_beginning(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
     """The tokens before the first that differs."""
-    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs))]
+    shorter = min(len(ours), len(theirs))
+    length = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+    return list(ours[:length])
 
 
 def token_at(output: CompletionOutput, place: int) -> int | None:
