@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.cpu.bindings import STRUCTS
+from outrider.core.huge_pages import WEIGHTS
 from outrider.core.quantized import QuantizedWeight
 
 PANEL, WIDE = 64, 32  # outputs side by side in a packed weight, as in linear.c and linear_int.c
@@ -36,6 +37,7 @@ class Packed:
     rounds_inputs: bool = False
 
     def __post_init__(self) -> None:
+        self.data = WEIGHTS.copy(self.data)
         bias = None if self.bias is None else self.bias.data_ptr()
         form = self.kind, self.group, self.offsets, self.unit, self.rounds_inputs
         self.c = STRUCTS["Weight"](self.data.data_ptr(), bias, *form)

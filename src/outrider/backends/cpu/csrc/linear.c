@@ -24,8 +24,8 @@ enum { GROUP_ROWS = 48 };               /* rows whose sums are kept together in 
 enum { FEW_ROWS = 5 };                  /* fewer rows keep their inputs in registers (add_line) */
 enum { STREAM_ROWS = PANEL == TILE_VECTORS * LANES ? TILE_ROWS : 1 }; /* rows of a tile with all outputs */
 
-/* The weights AHEAD_BYTES further on: the hardware stops at the border of a page.  For few rows that is the
- * next chunk, so that all tiles of rows wait for memory equally. */
+/* The weights AHEAD_BYTES further on.  For several tiles of rows that is the next chunk, so that all of them
+ * wait for memory equally. */
 INLINE void prefetch_weights(const int vectors, const void *weights) {
     for (int c = 0; c < vectors * LANES * 4; c += 64)
         __builtin_prefetch((const char *)weights + c + AHEAD_BYTES);
@@ -34,9 +34,9 @@ INLINE void prefetch_weights(const int vectors, const void *weights) {
 typedef vfloat Tile[TILE_ROWS][PANEL / LANES];
 
 /* sums += x [rows,inputs] * `vectors` vectors of outputs in a float32 panel. */
-INLINE void multiply_float32(const int rows, const int vectors, TileTask t, Tile sums) {
+INLINE void multiply_float32(const int rows, const int vectors, const int fetches, TileTask t, Tile sums) {
     for (int64_t k = 0; k < t.inputs; k++, t.weights += LINE_BYTES) {
-        prefetch_weights(vectors, t.weights);
+        if (fetches) prefetch_weights(vectors, t.weights);
         for (int r = 0; r < rows; r++) {
             const float x = ((const float *)(t.x + r * t.row_bytes))[k];
             for (int c = 0; c < vectors; c++) sums[r][c] += load((const float *)t.weights + c * LANES) * x;
@@ -69,10 +69,10 @@ INLINE void add_line(const int rows, const int vectors, const int odd, TileTask 
 }
 
 /* The same in a bfloat16 panel, two inputs a step. */
-INLINE void multiply_bfloat16(const int rows, const int vectors, TileTask t, Tile sums) {
+INLINE void multiply_bfloat16(const int rows, const int vectors, const int fetches, TileTask t, Tile sums) {
     int64_t k = 0;
     for (; k + 1 < t.inputs; k += 2, t.weights += LINE_BYTES) {
-        prefetch_weights(vectors, t.weights);
+        if (fetches) prefetch_weights(vectors, t.weights);
         add_line(rows, vectors, 0, t, k, sums);
         add_line(rows, vectors, 1, t, k, sums);
     }
@@ -80,10 +80,10 @@ INLINE void multiply_bfloat16(const int rows, const int vectors, TileTask t, Til
 }
 
 /* The same for rounded inputs x [rows,pairs]. */
-INLINE void multiply_pairs(const int rows, const int vectors, TileTask t, Tile sums) {
+INLINE void multiply_pairs(const int rows, const int vectors, const int fetches, TileTask t, Tile sums) {
     for (int64_t k = 0; k < t.inputs; k += 2, t.weights += LINE_BYTES) {
         vuint w[PANEL / LANES];
-        prefetch_weights(vectors, t.weights);
+        if (fetches) prefetch_weights(vectors, t.weights);
         for (int c = 0; c < vectors; c++) w[c] = *(const vuint *)(t.weights + c * LANES * 4);
         for (int r = 0; r < rows; r++) {
             const vuint both = (vuint){0} + ((const bfloat16_pair *)(t.x + r * t.row_bytes))[k / 2];
@@ -101,18 +101,18 @@ INLINE int form_of(const Weight *weight) {
 }
 
 /* All outputs of the panel for a few rows, `vectors` of them at a time: few rows have registers for many. */
-INLINE void multiply_rows(const int rows, const int form, TileTask t) {
+INLINE void multiply_rows(const int rows, const int form, const int fetches, TileTask t) {
     const int vectors = rows == 1 ? PANEL / LANES : rows < 4 ? 4 : TILE_VECTORS;
     for (int first = 0; first < PANEL / LANES; first += vectors) {
         Tile sums;
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < vectors; c++) sums[r][c] = load(t.sums + r * PANEL + c * LANES);
         if (form == WIDE)
-            multiply_float32(rows, vectors, t, sums);
+            multiply_float32(rows, vectors, fetches, t, sums);
         else if (form == HALF)
-            multiply_bfloat16(rows, vectors, t, sums);
+            multiply_bfloat16(rows, vectors, fetches, t, sums);
         else
-            multiply_pairs(rows, vectors, t, sums);
+            multiply_pairs(rows, vectors, fetches, t, sums);
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < vectors; c++) store(t.sums + r * PANEL + c * LANES, sums[r][c]);
         t.weights += vectors * LANES * 4;
@@ -121,17 +121,25 @@ INLINE void multiply_rows(const int rows, const int form, TileTask t) {
 }
 
 /* A constant number of rows keeps the sums in registers. */
-INLINE void multiply_tile(int64_t rows, const int form, TileTask t) {
+INLINE void multiply_tile(int64_t rows, const int form, const int fetches, TileTask t) {
     switch (rows) {
-        case 1: multiply_rows(1, form, t); break;
-        case 2: multiply_rows(2, form, t); break;
-        case 3: multiply_rows(3, form, t); break;
-        case 4: multiply_rows(4, form, t); break;
-        case 5: multiply_rows(5, form, t); break;
+        case 1: multiply_rows(1, form, fetches, t); break;
+        case 2: multiply_rows(2, form, fetches, t); break;
+        case 3: multiply_rows(3, form, fetches, t); break;
+        case 4: multiply_rows(4, form, fetches, t); break;
+        case 5: multiply_rows(5, form, fetches, t); break;
 #if defined __AVX512F__ || defined __ARM_NEON
-        case 6: multiply_rows(6, form, t); break;
+        case 6: multiply_rows(6, form, fetches, t); break;
 #endif
     }
+}
+
+/* Whether weights are fetched is a constant, too: a branch in the loop would take registers. */
+INLINE void multiply_form(int64_t rows, const int form, int fetches, TileTask t) {
+    if (fetches)
+        multiply_tile(rows, form, 1, t);
+    else
+        multiply_tile(rows, form, 0, t);
 }
 
 /* One call of `linear`. */
@@ -190,7 +198,7 @@ static void multiply_chunk_in_tiles(int64_t rows, TileTask t) {
 }
 
 /* One chunk of k for all rows of a group.  Tiles of rows have equal sizes: 8 rows are 4 + 4, not 6 + 2. */
-static void multiply_chunk(const int form, int64_t rows, TileTask t) {
+static void multiply_chunk(const int form, int64_t rows, int fetches, TileTask t) {
     if (form == TILES) {
         multiply_chunk_in_tiles(rows, t);
         return;
@@ -202,11 +210,11 @@ static void multiply_chunk(const int form, int64_t rows, TileTask t) {
         tile.x += r * t.row_bytes;
         tile.sums += r * PANEL;
         if (form == WIDE)
-            multiply_tile(count, WIDE, tile);
+            multiply_form(count, WIDE, fetches, tile);
         else if (form == HALF)
-            multiply_tile(count, HALF, tile);
+            multiply_form(count, HALF, fetches, tile);
         else
-            multiply_tile(count, PAIRS, tile);
+            multiply_form(count, PAIRS, fetches, tile);
     }
 }
 
@@ -225,7 +233,9 @@ static void multiply_panel(const LinearCall *l, int64_t panel) {
     const int64_t rows = l->rows, inputs = l->inputs, outputs = l->outputs;
     const int64_t row_bytes = input_bytes(weight, inputs), first = panel * PANEL;
     const int64_t lines = chunk_lines(rows);
-    const int64_t most = is_streamed(form, rows) ? inputs : form == WIDE ? lines : 2 * lines;
+    const int streams = is_streamed(form, rows);
+    const int fetches = !streams || !fetches_streams();
+    const int64_t most = streams ? inputs : form == WIDE ? lines : 2 * lines;
     const float *bias = weight->bias ? weight->bias + first : 0;
     _Alignas(64) float sums[GROUP_ROWS * PANEL];
     for (int64_t r = 0; r < rows; r += GROUP_ROWS) {
@@ -236,7 +246,7 @@ static void multiply_panel(const LinearCall *l, int64_t panel) {
         memset(sums, 0, (size_t)computed * PANEL * 4);
         for (int64_t k = 0; k < inputs; k += t.inputs) {
             t.inputs = min64(most, inputs - k);
-            multiply_chunk(form, computed, t);
+            multiply_chunk(form, computed, fetches, t);
             t.weights += lines * LINE_BYTES;
             t.x += form == HALF ? t.inputs * 4 : lines * 4;
         }

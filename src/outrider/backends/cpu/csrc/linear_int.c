@@ -28,6 +28,7 @@ enum { INT_VECTORS = 2, INT_ROWS = 4 };
 enum { INT_VECTORS = 2, INT_ROWS = 2 };
 #endif
 enum { CHUNK_BLOCKS = 8, GROUP_TILES = 48 / INT_ROWS };
+enum { FEW_ROWS = 5 }; /* fewer rows wait for memory in 4 bits, too */
 /* Rows of a tile with all outputs of a panel. */
 enum { STREAM_ROWS = (int)INT_VECTORS == (int)PANEL_VECTORS ? INT_ROWS : 1 };
 
@@ -74,7 +75,7 @@ typedef struct {
     const int8_t *x;    /* rounded rows of the tile, from the first group of the chunk on */
     int64_t count;      /* groups of the chunk */
     float *sums;        /* [rows,OUTPUTS] */
-    int fetches;        /* whether it fetches the next chunk */
+    int fetches;        /* whether the next chunk is prefetched */
 } IntTask;
 
 typedef vint IntSums[INT_ROWS][PANEL_VECTORS];
@@ -253,6 +254,12 @@ static void round_tiles(const void *loop, int64_t first_tile, int64_t end_tile) 
     }
 }
 
+/* A processor that fetches streams itself is only disturbed, unless many rows compute longer than they wait:
+ * then the next chunk is there when the first tile gets to it. */
+INLINE int fetches_blocks(const IntCall *l) {
+    return !(fetches_streams() && (l->form.bits == 8 || l->rows < FEW_ROWS));
+}
+
 /* One chunk of groups for the tiles [first_tile,end_tile). */
 static void multiply_chunk(const IntCall *l, int64_t first_tile, int64_t end_tile, int64_t first_group,
                            IntTask t) {
@@ -262,7 +269,7 @@ static void multiply_chunk(const IntCall *l, int64_t first_tile, int64_t end_til
         IntTask tile = t;
         tile.x = l->rounded + first * rounded_bytes(l->inputs, form.group) +
                  rows * rounded_bytes(first_group * form.group, form.group);
-        tile.fetches = i == first_tile;
+        tile.fetches = t.fetches && i == first_tile;
         if (form.bits == 8)
             multiply_int8(rows, form.has_offsets, form.group, tile);
         else
@@ -292,7 +299,7 @@ static void multiply_panel(const IntCall *l, int64_t panel) {
         const int64_t end = min64(i + GROUP_TILES, tiles), first_row = first_of_tile(l, i),
                       end_row = first_of_tile(l, end);
         memset(sums, 0, (size_t)(end_row - first_row) * OUTPUTS * 4);
-        IntTask t = {.sums = sums};
+        IntTask t = {.sums = sums, .fetches = fetches_blocks(l)};
         for (int64_t g = 0; g < groups; g += t.count) {
             t.blocks = blocks + g * block_bytes(l->form);
             t.count = min64(most, groups - g);
