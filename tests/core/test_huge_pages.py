@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import re
 import weakref
@@ -25,7 +26,7 @@ def test_copies_are_equal_aligned_and_apart(dtype: torch.dtype) -> None:
         assert torch.equal(copy, tensor) and copy.dtype == tensor.dtype
         assert copy.data_ptr() != tensor.data_ptr() and copy.data_ptr() % ALIGNMENT == 0
     places = sorted((copy.data_ptr(), copy.nbytes) for copy in copies)
-    for (start, size), (following, _) in zip(places, places[1:]):
+    for (start, size), (following, _) in itertools.pairwise(places):
         assert start + size <= following
 
 
