@@ -15,7 +15,7 @@ import torch
 from mlp_speculator_files import CASES, INNER, KEPT, STEPS, TOP_K, Case, ibm, lstm, once, rnn
 from safetensors.torch import save_file
 from torch import Tensor
-from toys import HIDDEN, V, toy_target
+from toys import HIDDEN, V
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams, draft
 from outrider.backends.torch.sampling import pick
@@ -29,11 +29,6 @@ from outrider.draft.mlp_speculator import MlpSpeculator
 from outrider.heads.base import LastState
 from outrider.heads.speculators import SpeculatorDrafter
 from outrider.testing import check_tree, make_row
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
 def method_of(case: Case) -> str:

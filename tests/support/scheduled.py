@@ -9,6 +9,8 @@ from outrider.core.row import Row
 
 
 class FakePool:
+    """What is in each slot."""
+
     def __init__(self) -> None:
         self.content: dict[int, Any] = {}
 
