@@ -113,10 +113,19 @@ def main() -> None:
         data.write_text("".join(lines))
         llm = LLM("builtin", max_num_seqs=32, max_model_len=512, speculative_config=None)
         run = {
-            "data": [str(data)], "out": f"{folder}/head", "steps": given.steps, "length": 160,
-            "answer_tokens": 96, "evaluate_every": given.every, "evaluate_prompts": 2,
-            "minutes": given.minutes, "optimizer": "muon", "batch": 16, "rate": 1.5e-3, **sizes,
-        }  # fmt: skip
+            "data": [str(data)],
+            "out": f"{folder}/head",
+            "steps": given.steps,
+            "length": 160,
+            "answer_tokens": 96,
+            "evaluate_every": given.every,
+            "evaluate_prompts": 2,
+            "minutes": given.minutes,
+            "optimizer": "muon",
+            "batch": 16,
+            "rate": 1.5e-3,
+            **sizes,
+        }
         comparison = Comparison(llm)
         train(llm, given.method, options(method(given.method).Options, run, "training option"), comparison)
     better = {figure: comparison.better(figure) for figure in ("tokens/s", "tokens per step")}

@@ -151,11 +151,15 @@ def measure(library: Any, walker: Walker, walks: int, compact: bool) -> dict[str
                 wrong[name] = text[:160]
                 break
     return {
-        "taken": len(compiles), "kept": len(compiles) - len(wrong), "refused": refused, "wrong": wrong,
+        "taken": len(compiles),
+        "kept": len(compiles) - len(wrong),
+        "refused": refused,
+        "wrong": wrong,
         "walks that ended": ended,
-        "compile, ms": spread(compiles, 1e3), "mask, us": spread(walker.masks, 1e6),
+        "compile, ms": spread(compiles, 1e3),
+        "mask, us": spread(walker.masks, 1e6),
         "roll back 3, us": spread(walker.rollbacks, 1e6),
-    }  # fmt: skip
+    }
 
 
 def valid(check: Any, text: str) -> bool:
@@ -188,11 +192,15 @@ def main() -> None:
             form = "none" if compact else "any"
             results[f"{kind.__name__}, {form}"] = found
             table.add_row(
-                kind.__name__, form, str(found["taken"]), str(found["kept"]),
+                kind.__name__,
+                form,
+                str(found["taken"]),
+                str(found["kept"]),
                 str(found["compile, ms"]["median"]),
-                str(found["mask, us"]["median"]), str(found["mask, us"]["p99"]),
+                str(found["mask, us"]["median"]),
+                str(found["mask, us"]["p99"]),
                 str(found["roll back 3, us"]["median"]),
-            )  # fmt: skip
+            )
     Console(width=110).print(table)
     schemas = len(SCHEMAS.read_text().splitlines())
     about = {"conditions": conditions(), "vocabulary": vocabulary, "schemas": schemas}

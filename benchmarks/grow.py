@@ -82,11 +82,13 @@ def write(folder: Path, layers: int = LAYERS, mlp: int = INNER) -> dict[str, Any
         raise SystemExit(f"The grown target's logits differ by {found:.3g} (at most {TOLERANCE}).")
     draft = llama(folder / "draft")
     return {
-        "layers": layers, "MLP": mlp, "weights": weights(large),
+        "layers": layers,
+        "MLP": mlp,
+        "weights": weights(large),
         "weights of the built-in target": weights(small),
         "draft weights / target weights": round(weights(draft) / weights(large), 4),
         "largest difference of logits": found,
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def host_ms(llm: LLM, config: dict[str, Any], context: int) -> dict[str, float]:
         "propose": round(statistics.median(p for p, _ in steps), 4),
         "observe": round(statistics.median(o for _, o in steps), 4),
         "p99": round(statistics.quantiles(both, n=100)[98], 4),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -129,9 +129,14 @@ def start(name: str, replicas: int | dict[str, Any]) -> None:
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
     serve.start(http_options={"port": PORT})
     app = deployment(
-        MODEL, speculative_config=CONFIG, replicas=replicas, threads=1,
-        server=ServerOptions(), actor={"num_cpus": 0.1}, **OPTIONS,
-    )  # fmt: skip
+        MODEL,
+        speculative_config=CONFIG,
+        replicas=replicas,
+        threads=1,
+        server=ServerOptions(),
+        actor={"num_cpus": 0.1},
+        **OPTIONS,
+    )
     serve.run(app, name=name)
 
 

@@ -202,9 +202,17 @@ def main() -> None:
     for clients, rate in loads:
         count = given.requests or (8 * clients if clients else 100)
         load = Load(
-            given.url, model, questions, count, given.max_tokens, given.temperature, 0, clients, rate,
+            given.url,
+            model,
+            questions,
+            count,
+            given.max_tokens,
+            given.temperature,
+            0,
+            clients,
+            rate,
             given.extra,
-        )  # fmt: skip
+        )
         sent = Sent(given.pid)
         asyncio.run(sent.run(load))
         found = {"clients": clients, "rate": rate, **figures(sent)}

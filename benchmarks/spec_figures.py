@@ -112,12 +112,20 @@ def headline(title: str, made: dict[str, dict[str, Any]], console: Console) -> N
     key = best_part(made)
     rest = made[PLAIN]["all"]["requests"] - made[PLAIN][key]["requests"]
     table = Table(
-        "method", "tok/s", "speed-up", "decode\ntok/s", "decode\nspeed-up", "tokens\n/ step", "accep-\ntance",
+        "method",
+        "tok/s",
+        "speed-up",
+        "decode\ntok/s",
+        "decode\nspeed-up",
+        "tokens\n/ step",
+        "accep-\ntance",
         "draft\ntime",
-        "4-gram\nrepeats", "same\ntok.", title_justify="left",
+        "4-gram\nrepeats",
+        "same\ntok.",
+        title_justify="left",
         title=f"{title}: {made[PLAIN][key]['requests']} requests, {rest} that loop left out; "
         "speed-up over our plain decoding",
-    )  # fmt: skip
+    )
 
     def percent(value: float | None) -> str:
         return "–" if value is None else f"{value:.0%}"
@@ -128,12 +136,17 @@ def headline(title: str, made: dict[str, dict[str, Any]], console: Console) -> N
             continue
         f = parts[key]
         table.add_row(
-            method, f"{f['tokens/s']:.0f}", shown_as(f["speed-up"]), f"{f['decode tokens/s']:.0f}",
+            method,
+            f"{f['tokens/s']:.0f}",
+            shown_as(f["speed-up"]),
+            f"{f['decode tokens/s']:.0f}",
             shown_as(f["decode speed-up"]),
-            "–" if f["tokens per step"] is None else f"{f['tokens per step']:.2f}", percent(f["acceptance"]),
-            percent(f["share of time drafting"]), percent(f["repeated 4-grams"]),
+            "–" if f["tokens per step"] is None else f"{f['tokens per step']:.2f}",
+            percent(f["acceptance"]),
+            percent(f["share of time drafting"]),
+            percent(f["repeated 4-grams"]),
             {None: f["promise"] or "–", True: "[green]✓[/]", False: "[bold red]✗[/]"}[f["same tokens"]],
-        )  # fmt: skip
+        )
     console.print(table)
 
 

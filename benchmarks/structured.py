@@ -172,8 +172,17 @@ def main() -> None:
     given = parser.parse_args()
     llm = LLM(given.model, max_num_seqs=16, max_model_len=1024, speculative_config=None)
     schemas, refused = taken(llm)
-    table = Table("whitespace", "way", "tokens/s", "tokens", "tokens a step", "of constrained", "by CPU",
-                  "of unconstrained", "by CPU")  # fmt: skip
+    table = Table(
+        "whitespace",
+        "way",
+        "tokens/s",
+        "tokens",
+        "tokens a step",
+        "of constrained",
+        "by CPU",
+        "of unconstrained",
+        "by CPU",
+    )
     found: dict[str, Any] = {"schemas": len(schemas), "refused": refused}
     found["sampled"] = validity(llm.variant("auto"), schemas, given.samples)
     timed = schemas[:: given.every]

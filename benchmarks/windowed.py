@@ -54,9 +54,11 @@ def steps(llm: LLM, temperature: float, speculate: bool) -> dict[str, float]:
     return {
         "tokens/s": round(work.emitted / sum(work.times), 1),
         "tokens per step": round((stats.emitted - ROWS) / (stats.steps - ROWS), 2),
-        "acceptance": round(stats.acceptance, 2), "draft, ms": ms["propose"], "target, ms": ms["forward"],
+        "acceptance": round(stats.acceptance, 2),
+        "draft, ms": ms["propose"],
+        "target, ms": ms["forward"],
         "rest, ms": ms["rest"],
-    }  # fmt: skip
+    }
 
 
 def far(folder: Path, kv: str, depths: tuple[int, ...]) -> dict[str, Any]:

@@ -126,10 +126,12 @@ def run_tests() -> dict[str, Any]:
     several = ["-n", "8"] if find_spec("xdist") else []
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *several, *TESTS],
-        cwd=ROOT, capture_output=True, text=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
         env={name: value for name, value in os.environ.items() if name != "OUTRIDER_KERNELS"}
         | {"PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
+    )
     lines = done.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
     return {"passed": done.returncode == 0, "last_lines": [*failed[:60], *lines[-3:]]}
@@ -149,13 +151,16 @@ def certificate(model: str, device: torch.device) -> dict[str, Any]:
     from outrider.testing import KnownTexts, Scripts, random_prompts
 
     cuda = device.type == "cuda"
-    llm = LLM(model, speculative_config=None, device=device.type, dtype="auto",
-              max_model_len=1024 if cuda else 64)  # fmt: skip
+    llm = LLM(
+        model, speculative_config=None, device=device.type, dtype="auto", max_model_len=1024 if cuda else 64
+    )
     tokens, longest = (64, 200) if cuda else (6, 12)
     truth, same, accepted = KnownTexts(), 0, 0
     prompts = [{"prompt_token_ids": ids} for ids in random_prompts(8 if cuda else 2, 0, longest)]
-    params = [SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=i, temperature=i % 2)
-              for i in range(len(prompts))]  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, seed=i, temperature=i % 2)
+        for i in range(len(prompts))
+    ]
     plain = [llm.generate(prompt, p)[0] for prompt, p in zip(prompts, params)]
     for prompt, p, output in zip(prompts, params, plain):
         truth.learn(prompt["prompt_token_ids"], p.seed or 0, output.outputs)
@@ -163,8 +168,13 @@ def certificate(model: str, device: torch.device) -> dict[str, Any]:
     for mine, output in zip(llm.generate(prompts, params), plain):
         same += mine.outputs[0].token_ids == output.outputs[0].token_ids
         accepted += mine.speculation.accepted
-    return {"backend": llm.engine.decoder.backend.name, "self_test": llm.engine.exact, "texts": len(plain),
-            "same_texts": same, "accepted_nodes": accepted}  # fmt: skip
+    return {
+        "backend": llm.engine.decoder.backend.name,
+        "self_test": llm.engine.exact,
+        "texts": len(plain),
+        "same_texts": same,
+        "accepted_nodes": accepted,
+    }
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, rounds: int, warm: int = 4) -> float:
@@ -184,8 +194,9 @@ def decoder_figures(shape: str, device: torch.device, context: int, tiny: bool) 
     from outrider.models.decoder import Decoder
     from outrider.models.placement import Precision
 
-    decoder = Decoder(random_checkpoint(SHAPES[shape]),
-                      Precision(torch.float32 if tiny else torch.bfloat16), device, 4096)  # fmt: skip
+    decoder = Decoder(
+        random_checkpoint(SHAPES[shape]), Precision(torch.float32 if tiny else torch.bfloat16), device, 4096
+    )
     pool, table, rounds = decoder.pool(context + 2100), array("i", range(context + 2100)), 1 if tiny else 20
 
     def forward(nodes: int, start: int, wanted: int) -> None:

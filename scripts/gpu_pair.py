@@ -100,8 +100,13 @@ def load(name: str, options: Options, device: torch.device, folder: Path) -> tup
         checkpoint = wide.widened("builtin", TINY if options.tiny else wide.LLAMA_8B, device)
         eagle3 = wide.widened_eagle3("builtin-eagle3", checkpoint, folder)
     with wide.opened_as(f"builtin-{name}", checkpoint) as model:
-        llm = LLM(model, speculative_config=None, device=device.type, max_model_len=512,
-                  max_num_seqs=max(options.batches))  # fmt: skip
+        llm = LLM(
+            model,
+            speculative_config=None,
+            device=device.type,
+            max_model_len=512,
+            max_num_seqs=max(options.batches),
+        )
     return llm, eagle3
 
 
@@ -110,8 +115,9 @@ def cells(name: str, options: Options, device: torch.device, folder: Path) -> An
     began = time.perf_counter()
     llm, eagle3 = load(name, options, device, folder)
     yield "load", {"seconds": round(time.perf_counter() - began, 1), "methods": {}}
-    wanted = {method: config for method, config in configs(eagle3).items()
-              if method in (PLAIN, *options.methods)}  # fmt: skip
+    wanted = {
+        method: config for method, config in configs(eagle3).items() if method in (PLAIN, *options.methods)
+    }
     questions = [*TASKS, *PROMPTS]
     for batch in options.batches:
         count = batch if options.tiny else max(batch, LEAST_REQUESTS)
@@ -217,5 +223,9 @@ def texts(runs: Sequence[Run]) -> list[list[int]]:
 def chosen(report: Mapping[str, Any]) -> dict[str, Any]:
     """What the adaptive controller did so far, and its outlook for new requests."""
     outlooks = {name: drafter["outlook"] for name, drafter in report["drafters"].items()}
-    return {"summary": report["summary"], "outlook": outlooks, "resting": report["resting"],
-            "step_ms": report["step_ms"]}  # fmt: skip
+    return {
+        "summary": report["summary"],
+        "outlook": outlooks,
+        "resting": report["resting"],
+        "step_ms": report["step_ms"],
+    }

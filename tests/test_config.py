@@ -58,7 +58,7 @@ def test_keys_go_to_their_owners() -> None:
 @pytest.mark.parametrize(
     ("wrong", "right"), [("ngrams", "ngram"), ("draftmodel", "draft_model"), ("Off", "off")]
 )
-def test_an_unknown_method(wrong: str, right: str) -> None:
+def test_an_unknown_method_is_refused_with_the_nearest(wrong: str, right: str) -> None:
     output = refused({"method": wrong})
     assert repr(wrong) in output and f"Did you mean {right!r}" in output
     assert all(name in output for name in draft.names())

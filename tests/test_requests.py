@@ -350,7 +350,7 @@ def test_a_bad_word_is_never_emitted(speaking: LLM) -> None:
 # ---- the end of a prompt
 
 
-def test_truncate_prompt_tokens(llm: LLM) -> None:
+def test_truncate_prompt_tokens_keeps_the_last_tokens(llm: LLM) -> None:
     """The last so many tokens, as if there had been no others; -1 leaves room for max_tokens."""
     ids = [(i * 7) % 300 for i in range(400)]
     params = SamplingParams(temperature=0, max_tokens=6, truncate_prompt_tokens=20)

@@ -242,9 +242,13 @@ class Run:
             if step % 20 == 0:
                 tokens, seconds = step * given.rows * Settings.length, time.time() - began
                 self._log_line(
-                    seconds=round(now - given.began, 1), step=step, tokens=tokens, loss=round(loss.item(), 4),
-                    rate=round(rate, 4), tokens_per_second=round(tokens / seconds),
-                )  # fmt: skip
+                    seconds=round(now - given.began, 1),
+                    step=step,
+                    tokens=tokens,
+                    loss=round(loss.item(), 4),
+                    rate=round(rate, 4),
+                    tokens_per_second=round(tokens / seconds),
+                )
             if now - saved > SAVED_EVERY:
                 self._export()
                 saved = now

@@ -53,10 +53,16 @@ SHIPPED = Path(__file__).resolve().parents[2] / "src/outrider/builtin"
 def engine(given: argparse.Namespace, sequences: int, memory: int) -> LLM:
     torch.set_num_threads(1)
     return LLM(
-        "builtin", device=given.device, speculative_config=None, max_model_len=LENGTH,
-        max_num_seqs=sequences, max_num_batched_tokens=8 * sequences, max_decode_slowdown=50.0,
-        enable_prefix_caching=False, kv_cache_memory_bytes=memory,
-    )  # fmt: skip
+        "builtin",
+        device=given.device,
+        speculative_config=None,
+        max_model_len=LENGTH,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=8 * sequences,
+        max_decode_slowdown=50.0,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=memory,
+    )
 
 
 def told(given: argparse.Namespace, text: str) -> None:

@@ -32,9 +32,15 @@ class RowState(NamedTuple):
         text = None if row.text is None else row.text.text
         drafting = None if row.drafting is None else row.drafting.copy()
         return RowState(
-            len(row.arrivals), text, row.finish_reason, row.stop_reason, row.stats, drafting,
-            dict(row.drafted_by), row.last_draft,
-        )  # fmt: skip
+            len(row.arrivals),
+            text,
+            row.finish_reason,
+            row.stop_reason,
+            row.stats,
+            drafting,
+            dict(row.drafted_by),
+            row.last_draft,
+        )
 
 
 @dataclass

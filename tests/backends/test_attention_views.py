@@ -197,7 +197,7 @@ def test_wrong_budgets_are_refused(keys: dict[str, Any], message: str) -> None:
         DraftModel.Options(**keys)
 
 
-def test_the_smallest_budgets() -> None:
+def test_the_smallest_budgets_are_accepted() -> None:
     assert Window.of(5, 4) == Window(4, 1)
     DraftModel.Options(draft_kv_budget=1, draft_kv_sink=0)
     DraftModel.Options(model="self", draft_kv_budget=5)

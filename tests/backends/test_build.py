@@ -84,7 +84,7 @@ def test_another_command_builds_its_own_library(small: Recipe, cache: Path) -> N
     assert len(list(cache.iterdir())) == 2
 
 
-def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     base = tmp_path / "base"
     assert build.cache_folder({"OUTRIDER_CACHE": str(tmp_path / "a/b"), "XDG_CACHE_HOME": str(base)}) == (
@@ -201,7 +201,7 @@ def test_a_home_that_is_not_there(small: Recipe, caplog: pytest.LogCaptureFixtur
 
 
 @needs_c
-def test_a_full_disk(
+def test_kernels_work_without_a_cache_on_a_full_disk(
     small: Recipe, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:

@@ -73,7 +73,7 @@ def test_quota_of_version_1(most: str, expected: float | None, mount: str, tmp_p
     assert threads.quota(groups, own) == expected
 
 
-def test_no_control_groups(tmp_path: Path) -> None:
+def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
     assert threads.quota(tmp_path / "none", tmp_path / "none either") is None
 
 

@@ -94,7 +94,7 @@ def test_embed_reads_rows_of_a_packed_weight(inputs: int, outputs: int, dtype: t
 @needs_c
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 64, 100, 384])
 @pytest.mark.parametrize("n", [1, 3, 12])
-def test_small_kernels(n: int, width: int) -> None:
+def test_norm_and_activation_equal_torch(n: int, width: int) -> None:
     backend, torch_backend = c_backend(torch.float32), TorchBackend(CPU, torch.float32)
     x, weight, both = torch.randn(n, width) * 3, torch.randn(width), torch.randn(n, 2 * width) * 8
     near(backend.rms_norm(x, weight, 1e-6), torch_backend.rms_norm(x, weight, 1e-6))

@@ -71,7 +71,7 @@ def ids_plan(ids: list[int]) -> StepInput:
 @needs_c
 @pytest.mark.parametrize(("bits", "offsets", "group"), FORMS)
 @pytest.mark.parametrize("outputs", [1, 31, 32, 70])
-def test_linear(outputs: int, bits: int, offsets: bool, group: int) -> None:
+def test_linear_equals_the_dense_product(outputs: int, bits: int, offsets: bool, group: int) -> None:
     backend, inputs = c_backend(torch.bfloat16), 3 * group
     weight, bias = some(outputs, inputs, bits, offsets, group), torch.randn(outputs)
     packed = backend.pack(weight, bias)
@@ -205,7 +205,7 @@ def test_linear_writes_nothing_past_its_outputs(bits: int) -> None:
 @needs_c
 @pytest.mark.full  # builds two libraries; scripts/check runs all of this file with each of them
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
-def test_other_processors(isa: str) -> None:
+def test_other_instruction_sets_sum_the_same_integers(isa: str) -> None:
     """Without byte dot products, and without AVX: the same integers; floats differ by rounding only."""
     made = build.recipe({})
     if isa not in targets.available() or (other := build.recipe({"OUTRIDER_ISA": isa})) == made:
@@ -266,7 +266,7 @@ def test_quantized_models_take_less_memory(checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize(("bits", "error"), [(8, 0.007), (4, 0.1)])
-def test_quantize(bits: int, error: float) -> None:
+def test_quantizing_keeps_rows_within_the_error(bits: int, error: float) -> None:
     weight = torch.randn(50, 128)
     weight[3, 32:64] = 0
     weight[5] *= 1e-6
@@ -319,7 +319,7 @@ def test_a_checkpoint_that_is_quantized_already(checkpoint: Any, monkeypatch: py
 
 @needs_c
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), LAYOUTS)
-def test_rope_store(heads: int, kv_heads: int, head_dim: int) -> None:
+def test_rope_store_in_int8_equals_torch(heads: int, kv_heads: int, head_dim: int) -> None:
     spec = heads_of(heads, kv_heads, head_dim, True)
     ours, theirs = pools(spec, torch.int8)
     step_input, angle = random_plan(random.Random(head_dim)), torch.rand(64, head_dim // 2) * 6

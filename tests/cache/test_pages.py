@@ -15,20 +15,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from scheduled import FakePool
 
 from outrider.cache.pages import Cache
 from outrider.core.block_table import PAGE, ROOT, BlockTable
-
-
-class FakePool:
-    """What lies in each slot."""
-
-    def __init__(self) -> None:
-        self.content: dict[int, Any] = {}
-
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        found = [self.content[s] for s in sources]
-        self.content.update(zip(targets, found))
 
 
 @dataclass(eq=False)

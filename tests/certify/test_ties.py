@@ -49,7 +49,7 @@ def examine(nudge: dict[int, float], token: int, exact: bool = False, params: Sa
     return gap
 
 
-def test_a_tie_within_rounding() -> None:
+def test_a_tie_within_rounding_is_explained() -> None:
     gap = examine({0: 5e-5}, token=4)
     assert gap.best == (2, 4) and gap.gap == pytest.approx(1e-4, rel=0.1) and gap.lead == gap.gap
     assert gap.tolerance == pytest.approx(2e-4, rel=0.05) and gap.explained and not gap.reproduced

@@ -193,7 +193,7 @@ def test_a_bin_file_works(broken: Path, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 100, 20000])
-def test_a_truncated_bin_file(broken: Path, keep: int) -> None:
+def test_a_truncated_bin_file_is_refused(broken: Path, keep: int) -> None:
     file = as_bin(broken)
     file.write_bytes(file.read_bytes()[:keep])
     assert "pytorch_model.bin" in refused(broken)
@@ -251,13 +251,13 @@ def test_a_folder_without_config_is_refused(broken: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model_type": "no such model"}'])
-def test_a_corrupt_config(broken: Path, text: str) -> None:
+def test_a_corrupt_config_is_refused(broken: Path, text: str) -> None:
     (broken / "config.json").write_text(text)
     refused(broken)
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_corrupt_generation_config(broken: Path, text: str) -> None:
+def test_a_corrupt_generation_config_is_refused_or_ignored(broken: Path, text: str) -> None:
     """Found when the model is loaded or ignored, but never a crash in the middle of a request."""
     (broken / "generation_config.json").write_text(text)
     try:
@@ -268,7 +268,7 @@ def test_a_corrupt_generation_config(broken: Path, text: str) -> None:
         assert_well(llm)
 
 
-def test_a_corrupt_tokenizer(broken: Path) -> None:
+def test_a_corrupt_tokenizer_is_refused(broken: Path) -> None:
     (broken / "tokenizer.json").write_text("{")
     with pytest.raises(OutriderError, match="tokenizer"):
         LLM(str(broken))

@@ -107,7 +107,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_adapter(kind: str, llm: LLM, tiny: Path, tmp_path: Path) -> None:
+def test_a_broken_adapter_fails_its_own_request_only(kind: str, llm: LLM, tiny: Path, tmp_path: Path) -> None:
     """Alone it raises; in a batch its own output has the error; a repaired adapter keeps its id."""
     write_adapter(tmp_path / "good", str(tiny), base_model_name_or_path="made/up")
     bad = tmp_path / "bad"
@@ -150,7 +150,7 @@ def test_an_adapter_id_names_one_adapter(llm: LLM, tiny: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "given", [("", 1, "p"), ("n", 0, "p"), ("n", -1, "p"), ("n", True, "p"), ("n", "1", "p"), ("n", 1, None)]
 )
-def test_a_bad_request(given: Any) -> None:
+def test_lora_requests_check_their_fields(given: Any) -> None:
     with pytest.raises(RequestError, match="lora_"):
         LoRARequest(*given)
 
@@ -167,7 +167,7 @@ def test_fields_of_a_lora_request_are_checked(llm: LLM, tiny: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("option", "value"), [("enable_lora", 1), ("max_loras", 0), ("max_lora_rank", "16")])
-def test_options(option: str, value: Any, tiny: Path) -> None:
+def test_wrong_lora_options_are_refused_by_name(option: str, value: Any, tiny: Path) -> None:
     with pytest.raises(ConfigError, match=option):
         LLM(str(tiny), **{option: value})
 

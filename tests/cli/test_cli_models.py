@@ -143,10 +143,12 @@ def test_card_of_a_datastore(run: Run) -> None:
     card, tokenizer = json.loads(line), fingerprint(read_tokenizer(str(locate("builtin"))))
     file = path_of("builtin-datastore")
     assert card == {
-        "name": "builtin-datastore", "tokens": Store(str(file)).header.shards[0], "vocabulary": 8192,
+        "name": "builtin-datastore",
+        "tokens": Store(str(file)).header.shards[0],
+        "vocabulary": 8192,
         "tokenizer": tokenizer,
         "bytes": file.stat().st_size,
-    }  # fmt: skip
+    }
     sheet = run("models", file).out
     assert f"{card['tokens']:,} tokens" in sheet and f"a vocabulary of 8,192, tokenizer {tokenizer}" in sheet
 

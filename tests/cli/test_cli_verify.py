@@ -265,7 +265,7 @@ def test_noise_of_the_wrong_position(
     assert f"Position {first['position']}" in message
 
 
-def test_a_token_accepted_unseen(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_finds_an_unverified_token(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     walk = match.Match.walk
 
     def careless(self: Any, tree: Any, target: Any) -> tuple[list[int], list[int]]:
@@ -288,7 +288,7 @@ def test_a_token_accepted_unseen(pair: tuple[str, str], monkeypatch: pytest.Monk
     )
 
 
-def test_a_wrong_residual(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_finds_a_wrong_residual(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rejection the token comes from p instead of the residual: only the distribution differs."""
     monkeypatch.setattr(rejection.Rejection, "kernel", "")  # the mutation is one of the reference
     monkeypatch.setattr(rejection, "residual", lambda p, q, scale=1.0: (p, 1.0))
@@ -343,7 +343,9 @@ def test_ties_within_rounding_are_reported_and_pass(
     )
 
 
-def test_a_drafter_that_remembers(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_finds_a_drafter_that_keeps_ended_rows(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(DraftModel, "forget", lambda self, row, reason: None)
     made = verdict(drafting(pair[1]), pair)
     assert failed(made) == {"leaks"} and "'cursors'" in made.checks[-1].result

@@ -53,7 +53,7 @@ def test_the_file_is_named_with_and_without_a_name_in_the_error() -> None:
         ("safetensors.torch.save_file", full_for_safetensors, "model.safetensors"),
     ],
 )
-def test_quantize(
+def test_quantize_to_a_full_disk_names_file_and_cure(
     run: Run, mute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: str, with_: Any, file: str
 ) -> None:
     monkeypatch.setattr(patched, with_)
@@ -62,7 +62,9 @@ def test_quantize(
     assert done.err.endswith(f"' {CURE}\n")
 
 
-def test_export(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_to_a_full_disk_names_file_and_cure(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("safetensors.torch.save_file", full_for_safetensors)
     done = run("export", "builtin-eagle", "--format", "vllm", "--out", tmp_path / "e")
     assert done.status == 2
@@ -78,10 +80,16 @@ def test_export(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("safetensors.torch.save_file", full_for_safetensors, "model.safetensors"),
     ],
 )
-def test_train(
-    run: Run, mute: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    patched: str, with_: Any, file: str,
-) -> None:  # fmt: skip
+def test_training_on_a_full_disk_names_file_and_cure(
+    run: Run,
+    mute: str,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    patched: str,
+    with_: Any,
+    file: str,
+) -> None:
     monkeypatch.setattr(patched, with_)
     short = ("--steps", 1, "--batch", 2, "--options", '{"prompt_tokens": 6, "heads": 2, "answer_tokens": 12}')
     done = run("train", "medusa", "-m", mute, "--data", data, "--out", tmp_path / "head", *short)
@@ -100,7 +108,7 @@ def test_a_file_system_that_cannot_allocate_is_written_all_the_same(
     assert run("train", "medusa", "-m", mute, "--data", data, "--out", tmp_path / "head", *short).status == 0
 
 
-def test_results_of_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_results_on_a_full_disk_name_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.control.module import Network
     from outrider.drafting.disco import Classifier
 
@@ -123,7 +131,7 @@ def test_json_of_a_benchmark() -> None:
 
 @no_dev_full
 @pytest.mark.parametrize("words", ["generate hello -n 4", "models", "generate --help"])
-def test_standard_output(words: str) -> None:
+def test_full_standard_output_is_one_error_line(words: str) -> None:
     with open("/dev/full", "w") as sink:
         command = [sys.executable, "-m", "outrider", *words.split()]
         done = subprocess.run(command, stdout=sink, stderr=subprocess.PIPE, text=True)

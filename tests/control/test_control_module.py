@@ -137,9 +137,11 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 WRONG = [
-    {"node": np.zeros((3, 1))}, {"bias": np.array([np.nan])}, {"output": np.array([3e38])},
+    {"node": np.zeros((3, 1))},
+    {"bias": np.array([np.nan])},
+    {"output": np.array([3e38])},
     {"output": np.array([-np.inf])},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change", WRONG)

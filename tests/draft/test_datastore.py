@@ -237,7 +237,7 @@ def test_files_that_are_no_datastore(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["cut", "longer", "version", "width"])
-def test_a_damaged_datastore(change: str, tmp_path: Path) -> None:
+def test_a_damaged_datastore_is_refused(change: str, tmp_path: Path) -> None:
     file = Path(made(tmp_path, [[1, 2, 3]]))
     drafter(str(file))
     content = file.read_bytes()

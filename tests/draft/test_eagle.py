@@ -267,7 +267,7 @@ def test_sglang_export_has_a_zero_bias_where_the_head_has_none(toy: LLM, tmp_pat
         )
 
 
-def test_what_vllm_reads(toy: LLM) -> None:
+def test_export_for_vllm_has_no_bias(toy: LLM) -> None:
     """The reference's, but its fc has no bias."""
     network = Network.like(toy.engine.target, bias=False)
     config, stored = Trained.export(network.config(), network.state_dict(), "vllm")

@@ -12,7 +12,7 @@ import torch
 from eagle3_heads import naive, official
 from families import write
 from torch import Tensor
-from toys import HIDDEN, LAYERS, V, acceptance, read, samples, save_head, teach, toy_target
+from toys import HIDDEN, LAYERS, V, acceptance, read, samples, save_head, teach
 
 from outrider import LLM, SamplingParams
 from outrider.core.step_input import StepInput
@@ -24,11 +24,6 @@ from outrider.testing import use_example
 
 TAPS = (2, LAYERS // 2, LAYERS - 3)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return toy_target(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from outrider import SamplingParams
 from outrider.control.fixed import FixedController, Options
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import Budget, DraftTree
 from outrider.draft.union.joined import Joined
 from outrider.drafting.base import TextDrafter
+from outrider.testing import make_row
 
 
 @dataclass
@@ -40,11 +40,7 @@ class Words(TextDrafter):
 
 def step_of(joined: Joined, accepted: int) -> RowStep:
     """A step of one guided row of which so many draft tokens are accepted."""
-    params = SamplingParams(max_tokens=1000)
-    row = Row(
-        id="0", index=0, tokens=[1, 2, 3], prompt=3, params=params, distribution=params.distribution,
-        seed=0, processors=(), limit=1000, ending=frozenset(), prediction=[7],
-    )  # fmt: skip
+    row = make_row([1, 2, 3], limit=1000, prediction=[7])
     batch = Batch([RowStep(row, 2, 1)])
     batch[0].budget = joined.budgets(batch, FixedController(Options(), 3, lambda depth: depth, 100))[0]
     batch.take(joined.propose(batch))

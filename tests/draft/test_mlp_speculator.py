@@ -15,7 +15,7 @@ import torch
 from mlp_speculator_files import CASES, INNER, KEPT, STEPS, TOP_K, Case, ibm, lstm, once, rnn
 from safetensors.torch import save_file
 from torch import Tensor
-from toys import HIDDEN, V, toy_target
+from toys import HIDDEN, V
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams, draft
 from outrider.backends.torch.sampling import pick
@@ -29,11 +29,6 @@ from outrider.draft.mlp_speculator import MlpSpeculator
 from outrider.heads.base import LastState
 from outrider.heads.speculators import SpeculatorDrafter
 from outrider.testing import check_tree, make_row
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_target(tmp_path_factory.mktemp("toy")), dtype="float32")
 
 
 def method_of(case: Case) -> str:
@@ -130,7 +125,7 @@ def paths_of(tree: DraftTree) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", ["ibm", "lstm"])
-def test_a_greedy_chain(name: str, llm: LLM, tmp_path: Path) -> None:
+def test_a_greedy_chain_equals_the_reference(name: str, llm: LLM, tmp_path: Path) -> None:
     case, f = CASES[name], torch.randn(HIDDEN)
     drafter, output = opened(llm, case, tmp_path), [9]
     for _ in range(STEPS):
@@ -159,7 +154,9 @@ def expected_tree(case: Case, f: Tensor, top_k: Sequence[int], kept: int, nodes:
 @pytest.mark.parametrize(
     ("kept", "nodes", "levels"), [(5, 60, 3), (24, 60, 3), (5, 8, 3), (3, 60, 2), (1, 60, 3)]
 )
-def test_a_greedy_tree(kept: int, nodes: int, levels: int, llm: LLM, tmp_path: Path) -> None:
+def test_a_greedy_tree_keeps_the_likeliest_paths(
+    kept: int, nodes: int, levels: int, llm: LLM, tmp_path: Path
+) -> None:
     """Three rows at once, one of them with less to spend."""
     case = CASES["ibm"]
     drafter = opened(llm, case, tmp_path, top_k_tokens_per_head=list(TOP_K), n_candidates=kept, nodes=nodes)
@@ -285,7 +282,7 @@ def test_damaged_files_are_refused_with_the_reason(
     assert draft.detect(str(tmp_path)) == method_of(case)
 
 
-def test_a_truncated_file(llm: LLM, tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(llm: LLM, tmp_path: Path) -> None:
     ibm().write(tmp_path)
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])

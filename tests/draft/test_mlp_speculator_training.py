@@ -10,7 +10,7 @@ import pytest
 import torch
 from mlp_speculator_files import lstm
 from torch import Tensor, nn
-from toys import HIDDEN, V, acceptance, read, samples, save_head, teach, toy_target
+from toys import HIDDEN, V, acceptance, read, samples, save_head, teach
 
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.checkpoints.heads import Head
@@ -28,16 +28,6 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "mlp, tied, scaled": lambda: Network(HIDDEN, INNER, V, 4, tie_weights=True, scale_input=True),
     "one step": lambda: Network(HIDDEN, INNER, V, 1),
 }
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return toy_target(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
-def llm(target: str) -> LLM:
-    return LLM(target, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +65,7 @@ def test_trained_network_equals_the_drafter(name: str, llm: LLM) -> None:
             assert torch.allclose(logits, expected[i], atol=1e-4)
 
 
-def test_published_names() -> None:
+def test_export_has_the_published_names() -> None:
     ibm = {f"{kind}.{i}.weight" for kind in ("emb", "proj", "ln", "head") for i in range(4)} | {
         f"ln.{i}.bias" for i in range(4)
     }

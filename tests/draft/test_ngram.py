@@ -6,21 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider import ConfigError, SamplingParams
+from outrider import ConfigError
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import Budget
 from outrider.draft.ngram import Ngram, NgramIndex
-from outrider.testing import drafted_batch, proposed_tree
-
-
-def make_row(tokens: list[int]) -> Row:
-    params = SamplingParams(max_tokens=1000)
-    return Row(
-        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params,
-        distribution=params.distribution, seed=0, processors=(),
-        limit=10_000, ending=frozenset(),
-    )  # fmt: skip
+from outrider.testing import drafted_batch, make_row, proposed_tree
 
 
 def propose_tree(drafter: Ngram, row: Row, depth: int) -> list[int]:
@@ -112,7 +103,7 @@ def test_rows_do_not_see_each_other_and_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (-1, -1)])
-def test_ranges(low: int, high: int) -> None:
+def test_wrong_ranges_are_refused_by_name(low: int, high: int) -> None:
     with pytest.raises(ConfigError, match="prompt_lookup_max" if high < 1 else "prompt_lookup_min"):
         Ngram.Options(prompt_lookup_max=high, prompt_lookup_min=low)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from toys import HIDDEN, V, save_head, toy_target
+from toys import HIDDEN, V, save_head
 
 from outrider import LLM, SamplingParams, draft
 from outrider.checkpoints.heads import Head
@@ -24,16 +24,6 @@ from outrider.testing import check_tree, make_row, propose_tree
 
 Tensors = dict[str, Tensor]
 TEXT = [3, 1, 4, 1, 5]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return toy_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def llm(target: str) -> LLM:
-    return LLM(target, dtype="float32")
 
 
 def network(**given: Any) -> Network:

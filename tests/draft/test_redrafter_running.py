@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import token_prompts
 from torch import Tensor
-from toys import HIDDEN, V, acceptance, read, samples, save_head, teach, toy_target
+from toys import HIDDEN, V, acceptance, read, samples, save_head, teach
 
 from outrider import LLM, ConfigError, ModelError, SamplingParams
 from outrider.core.step import FINAL
@@ -18,16 +18,6 @@ from outrider.draft.redrafter import Beams, Network, ReDrafter
 from outrider.heads.base import State
 from outrider.heads.sample import TargetWeights
 from outrider.testing import random_prompts
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return toy_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def llm(target: str) -> LLM:
-    return LLM(target, dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def language(kind: Any, words: Any = None) -> TextCodec:
 
 
 @KINDS
-def test_what_tokens_say(kind: Any) -> None:
+def test_pieces_are_the_bytes_of_tokens(kind: Any) -> None:
     words, merges = tiny_words()
     assert (
         pieces(kind(words, merges), 310)

@@ -64,7 +64,7 @@ def searched(
 
 
 def everything(places: Places) -> list[list[tuple[int, list[int]]]]:
-    return [places(order) for order in range(len(RUNS))]
+    return [places.of(order) for order in range(len(RUNS))]
 
 
 @both
@@ -83,7 +83,7 @@ def test_what_is_found_equals_a_search(
         context = [*text, *output][-longest:]
         assert index.length == len(text)
         for order in range(len(RUNS)):
-            assert found(order) == searched(text, context, order, longest, range(len(text) - 1), True)
+            assert found.of(order) == searched(text, context, order, longest, range(len(text) - 1), True)
 
 
 @both
@@ -102,7 +102,7 @@ def test_other_texts_are_searched_the_last_one_first(
             searched([*text, -1], tokens[-longest:], order, longest, range(begin, len(text)), False)
             for text, begin in ((newer, 0), (older, first))
         )
-        assert found(order) == [*late, *early][: PLACES[order]]
+        assert found.of(order) == [*late, *early][: PLACES[order]]
 
 
 @needs_c

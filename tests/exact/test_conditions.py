@@ -252,11 +252,15 @@ def test_drafts_with_another_context_or_vocabulary(
     folder = checkpoints / f"misfit-{request.node.callspec.id}"
     params = params_of(sampling, max_tokens=40)
     expected, _ = plain_outputs(outputs_of, PROMPTS, params)
-    fast.use({
-        "method": "draft_model", "model": tiny_checkpoint(folder, seed=2, **config), "siblings": siblings,
-        "vocab_mismatch": "allow",
-        "num_speculative_tokens": 4,
-    })  # fmt: skip
+    fast.use(
+        {
+            "method": "draft_model",
+            "model": tiny_checkpoint(folder, seed=2, **config),
+            "siblings": siblings,
+            "vocab_mismatch": "allow",
+            "num_speculative_tokens": 4,
+        }
+    )
     outputs = run_staggered(fast, PROMPTS, params)
     assert [visible_parts(o.outputs) for o in outputs] == expected
     assert sum(o.speculation.drafted for o in outputs) > 0

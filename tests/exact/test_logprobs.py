@@ -180,7 +180,7 @@ def test_chunked_prefill_gives_the_same_log_probabilities(
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_preemption(drafter: str, llama: str, plain: LLM, random_draft: str) -> None:
+def test_preempted_rows_keep_their_logprobs(drafter: str, llama: str, plain: LLM, random_draft: str) -> None:
     """Preempted rows recompute tokens: recorded entries are kept, and none is recorded twice."""
     params = asking(max_tokens=60)
     expected = answers(plain, params)
@@ -280,7 +280,7 @@ def test_each_mode_reports_the_same_values_with_speculation(mode: str, llama: st
         )
 
 
-def test_an_unknown_mode(llama: str) -> None:
+def test_an_unknown_mode_is_refused_with_the_nearest(llama: str) -> None:
     with pytest.raises(ConfigError, match=r"logprobs_mode 'raw_logprob'.*Did you mean 'raw_logprobs'"):
         LLM(llama, logprobs_mode="raw_logprob")
 

@@ -109,7 +109,7 @@ SELECTED = {
 
 
 @parametrized({"drafter": DRAFTERS, "sampling": [*SAMPLING]}, SELECTED)
-def test_every_drafter(
+def test_every_drafter_keeps_the_text_of_each_adapter(
     drafter: str,
     sampling: str,
     llm: LLM,
@@ -178,7 +178,9 @@ def test_on_weights_of_few_bits(llama: str, loras: list[LoRARequest]) -> None:
     assert [visible_parts(o.outputs) for o in outputs] == [visible_parts(o.outputs) for o in expected]
 
 
-def test_samples_and_streams(llm: LLM, loras: list[LoRARequest], alone: Callable[..., Any]) -> None:
+def test_samples_of_a_stream_use_the_adapter(
+    llm: LLM, loras: list[LoRARequest], alone: Callable[..., Any]
+) -> None:
     """Further samples fork from the first, adapter and all."""
     llm.use({"method": "ngram"})
     params = SamplingParams(**{**vars(SAMPLED), "n": 3})
@@ -205,7 +207,9 @@ def test_chat_applies_the_adapter_of_each_conversation(llm: LLM, loras: list[LoR
     assert visible_parts(adapted[0].outputs) != visible_parts(plain[0].outputs)
 
 
-def test_preemption(llama: str, loras: list[LoRARequest], alone: Callable[..., Any]) -> None:
+def test_preempted_rows_take_up_their_adapter(
+    llama: str, loras: list[LoRARequest], alone: Callable[..., Any]
+) -> None:
     """Rows lose cache and adapter midway and take both up again."""
     slot = LLM(llama).engine.decoder.footprint.total()
     params = SamplingParams(**{**vars(SAMPLED), "max_tokens": 60})

@@ -170,7 +170,9 @@ def test_logits_of_the_wrong_node(scene: Setup, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.skipif(cpu.library() is None, reason="no C compiler here")
 @pytest.mark.parametrize("wrong", ["position", "root", None])
-def test_a_tree_followed_wrongly(wrong: str | None, scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_walking_with_other_noise_or_rows_changes_texts(
+    wrong: str | None, scene: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The noise of the next position, or the distribution of the row before; or nothing is changed."""
     broken = scene(SAMPLED, "right")
     ask_with(
@@ -183,7 +185,7 @@ def test_a_tree_followed_wrongly(wrong: str | None, scene: Setup, monkeypatch: p
 # ---- verifying and committing
 
 
-def test_a_token_accepted_unseen(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepting_an_unchosen_token_changes_texts(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verifier walks one node too far: to a child that the target did not choose."""
     broken = scene(GREEDY, "deep")
     verify = broken.llm.engine.verify

@@ -91,7 +91,7 @@ def split(four: str, monkeypatch: pytest.MonkeyPatch) -> Split:
     ("layers", "outer", "parts"),
     [("aabb", "a", 2), ("abab", "a", 4), ("bbbb", "a", 1), ("aaab", "b", 2), ("bbbb", "b", 1)],
 )
-def test_split_and_unsplit(
+def test_split_models_emit_the_unsplit_text(
     layers: str,
     outer: str,
     parts: int,
@@ -266,7 +266,7 @@ def test_a_draft_in_two_parts(four: str, monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- which layers go where
 
 
-def test_place() -> None:
+def test_the_last_layers_go_to_the_gpu() -> None:
     assert place(3, CPU, None) == place(3, CPU, 0) == Placement((CPU,) * 3, CPU)
     assert place(3, GPU, None) == place(3, GPU, 4) == place(3, GPU, 99) == Placement((GPU,) * 3, GPU)
     assert place(3, GPU, 0) == Placement((CPU,) * 3, CPU)

@@ -53,10 +53,13 @@ def test_every_method_under_pressure(name: str, sampling: str, llama: str, outpu
     pages = engine.max_len // PAGE + 3
     for caching in (True, False):
         tight = LLM(
-            llama, max_num_seqs=4, max_model_len=POSITIONS, max_num_batched_tokens=CHUNK,
+            llama,
+            max_num_seqs=4,
+            max_model_len=POSITIONS,
+            max_num_batched_tokens=CHUNK,
             kv_cache_memory_bytes=pages * PAGE * slot,
             enable_prefix_caching=caching,
-        )  # fmt: skip
+        )
         use_example(tight, name)
         unpaced(tight)
         for _ in range(1 + caching):

@@ -85,7 +85,7 @@ def test_skipping_layers_leaves_the_tokens_unchanged(
 
 
 @pytest.mark.parametrize("config", ["sets", "exit", "exit with siblings"])
-def test_eight_bit_keys(config: str, deep: str) -> None:
+def test_int8_keys_keep_the_plain_text(config: str, deep: str) -> None:
     """Rounding would show at once where a key is written from another number."""
     plain, fast = (
         LLM(deep, max_num_seqs=4, kv_cache_dtype="int8", enable_prefix_caching=False) for _ in range(2)

@@ -165,10 +165,13 @@ def test_preempted_rows_keep_their_place_in_the_grammar(llama: str, expected: di
     llm = LLM(llama, max_num_seqs=4, max_model_len=112, enable_prefix_caching=False)
     slot = (llm.engine.decoder.footprint + llm.engine.drafter.footprint(llm.engine.device)).total()
     tight = LLM(
-        llama, max_num_seqs=4, max_model_len=112, kv_cache_memory_bytes=slot * 160,
+        llama,
+        max_num_seqs=4,
+        max_model_len=112,
+        kv_cache_memory_bytes=slot * 160,
         enable_prefix_caching=False,
         speculative_config={"method": "ngram"},
-    )  # fmt: skip
+    )
     unpaced(tight)
     outputs = tight.generate(token_prompts(PROMPTS), asks(0.8))
     assert tight.engine.scheduler.preemptions > 0

@@ -247,7 +247,7 @@ def test_a_processor_may_use_another_engine(shared: LLM, llama: str, texts: list
     check_idle(shared)
 
 
-def test_a_processor_aborts(shared: LLM, texts: list[list[int]]) -> None:
+def test_a_processor_may_abort_another_request(shared: LLM, texts: list[list[int]]) -> None:
     shared.use({"method": "ngram"})
     stream = shared.stream({"prompt_token_ids": PROMPTS[0]}, params_of(0, max_tokens=100))
     victim = next(stream).request_id

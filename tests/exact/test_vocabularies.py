@@ -210,7 +210,7 @@ def test_output_is_the_same_in_a_batch(
 @sampled_ways
 @mismatch_of
 @pytest.mark.parametrize("caching", [True, False])
-def test_prefix_cache(
+def test_prefix_hits_keep_text_and_drafts(
     caching: bool,
     mismatch: str,
     sampling: dict[str, Any],

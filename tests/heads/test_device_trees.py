@@ -22,7 +22,7 @@ from outrider.core.row import Row
 from outrider.core.tree import Budget, DraftTree
 from outrider.heads.choose import Chooser
 from outrider.heads.device_trees import grow_blocks, on_device
-from outrider.heads.growth import DeviceGrowth, GrowthPlan, LevelInput, grow
+from outrider.heads.growth import DeviceGrowth, Front, GrowthPlan, LevelInput, grow
 from outrider.heads.ranks import EAGLE, MEDUSA, paths, prior_paths
 from outrider.heads.trees import BlockTree, DynamicTree, LevelTree, RankTree
 from outrider.sampling.sampler import Sampler
@@ -52,9 +52,10 @@ def logits_of(seed: int, path: Sequence[int]) -> Tensor:
 def chooser(ids: Tensor | None) -> Chooser:
     backend = TorchBackend(torch.device("cpu"), torch.float32)
     target: Any = SimpleNamespace(
-        vocabulary=12 if ids is not None else V, decoder=SimpleNamespace(backend=backend),
+        vocabulary=12 if ids is not None else V,
+        decoder=SimpleNamespace(backend=backend),
         sampler=Sampler(backend),
-    )  # fmt: skip
+    )
     return Chooser(target, ids)
 
 
@@ -82,22 +83,21 @@ def grow_on_device(
     growth: DeviceGrowth, choose: Chooser, seeds: Sequence[int], look: Callable[[Any, Any], None]
 ) -> None:
     """seeds: of each tree.  look: at the forward of a level, and the token paths of its rows."""
-    at = [(seed, ()) for seed in seeds]
 
-    def logits() -> Tensor:
-        return torch.stack([logits_of(*one) for one in at])
+    def front(at: Sequence[Any]) -> Front[Sequence[Any]]:
+        """The seed of the tree, and the tokens, of each row."""
+        return Front(at, torch.stack([logits_of(*one) for one in at]))
 
-    def advance(level: int, given: LevelInput) -> Tensor:
-        nonlocal at
+    def advance(level: int, at: Sequence[Any], given: LevelInput) -> Front[Sequence[Any]]:
         step = growth.forwards[level - 1]
         step.put(given.ids, given.paths)
         before = [at[i] for i in given.sources.tolist()]
-        at = [(seed, (*path, token)) for (seed, path), token in zip(before, given.ids.tolist())]
-        look(step, at)
-        return logits()
+        below = [(seed, (*path, token)) for (seed, path), token in zip(before, given.ids.tolist())]
+        look(step, below)
+        return front(below)
 
     plan = GrowthPlan.of(growth, choose).on(torch.device("cpu"))
-    growth.set_trees(grow(plan, choose, logits(), advance))
+    growth.set_trees(grow(plan, choose, front([(seed, ()) for seed in seeds]), advance))
 
 
 @settings(max_examples=60, deadline=None)
@@ -176,14 +176,17 @@ def test_growth_reads_and_sends_nothing(kind: str) -> None:
     def top(logits: Tensor, inputs: Any, k: int) -> tuple[Tensor, Tensor]:
         return logits[:, :k].long(), logits[:, :k]
 
-    def advance(level: int, given: LevelInput) -> Tensor:
+    def front(level: int) -> Front[None]:
+        return Front(None, torch.empty(sizes[level], V, device=meta))
+
+    def advance(level: int, state: None, given: LevelInput) -> Front[None]:
         growth.forwards[level - 1].put(given.ids, given.paths)
         assert len(given.ids) == len(given.sources) == sizes[level]
-        return torch.empty(sizes[level], V, device=meta)
+        return front(level)
 
     plan, fake = GrowthPlan.of(growth, choose).on(meta), SimpleNamespace(top=top)
     assert plan.row_counts == sizes[1:]
-    assert grow(plan, fake, torch.empty(sizes[0], V, device=meta), advance).is_meta  # type: ignore[arg-type]
+    assert grow(plan, fake, front(0), advance).is_meta  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -84,12 +84,22 @@ def test_block_attends_over_its_given_input(kind: str, dtype: torch.dtype, reads
         return backend.pack(torch.randn(outputs, inputs) * inputs**-0.5)
 
     layer = SimpleNamespace(
-        qkv=weight((HEADS + 2 * KV) * D, wide), o=weight(H, HEADS * D), gate_up=weight(2 * INNER, H),
+        qkv=weight((HEADS + 2 * KV) * D, wide),
+        o=weight(H, HEADS * D),
+        gate_up=weight(2 * INNER, H),
         down=weight(H, INNER),
-        norm_in=torch.rand(H) + 0.5, norm_post=torch.rand(H) + 0.5, q_norm=torch.rand(D),
-        k_norm=torch.rand(D), window=5,
-        heads=HEADS, kv_heads=KV, head_dim=D, eps=EPS, hidden=H, inner=INNER,
-    )  # fmt: skip
+        norm_in=torch.rand(H) + 0.5,
+        norm_post=torch.rand(H) + 0.5,
+        q_norm=torch.rand(D),
+        k_norm=torch.rand(D),
+        window=5,
+        heads=HEADS,
+        kv_heads=KV,
+        head_dim=D,
+        eps=EPS,
+        hidden=H,
+        inner=INNER,
+    )
     turn = torch.randn(SLOTS, D)
     stack = backend.pack_layers(layer, [layer], turn)  # type: ignore[arg-type]
     ours, theirs = (Pool(3, KV, D, SLOTS, dtype, CPU) for _ in range(2))

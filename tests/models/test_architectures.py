@@ -64,11 +64,12 @@ def test_stablelm_under_its_first_names(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     rope = config.pop("rope_parameters")
     config |= {
-        "model_type": "stablelm_epoch", "norm_eps": config.pop("layer_norm_eps"),
+        "model_type": "stablelm_epoch",
+        "norm_eps": config.pop("layer_norm_eps"),
         "rope_pct": rope["partial_rotary_factor"],
         "rope_theta": rope["rope_theta"],
         "auto_map": {"AutoConfig": "configuration_stablelm_epoch.StableLMEpochConfig"},
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(config))
     assert text(folder) == text(tmp_path / "new")
 

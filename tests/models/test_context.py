@@ -91,7 +91,9 @@ def scaled(kind: str, **given: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_context_by_scaling(family: str, config: dict[str, Any], tokens: int, unscaled: int) -> None:
+def test_scaling_extends_the_context_as_in_vllm(
+    family: str, config: dict[str, Any], tokens: int, unscaled: int
+) -> None:
     """As vLLM derives max_model_len."""
     made = getattr(transformers, f"{family}Config")(**config)
     assert Context.of(made) == Context(tokens, unscaled)

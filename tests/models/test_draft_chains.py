@@ -35,8 +35,14 @@ DISTRIBUTIONS = (
 
 
 def made(kernels: str, folder: Path) -> Decoder:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1,
-             "vocab_size": 50, "num_hidden_layers": 1 if kernels == "triton" else 2}  # fmt: skip
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 50,
+        "num_hidden_layers": 1 if kernels == "triton" else 2,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_KERNELS", kernels)
         checkpoint = Checkpoint.open(tiny_checkpoint(folder / "llama", **sizes))

@@ -13,9 +13,9 @@ from outrider import LLM
 @pytest.fixture(scope="session")
 def server() -> Iterator[Served]:
     config = '{"method": "ngram", "num_speculative_tokens": 4}'
-    with forked("builtin", "--speculative_config", config, "--seed", "42", "-tp", "1",
-                "--gpu_memory_utilization", "0.8", "--max-model-len", "512",
-                "--log-interval", "1", "--stream-interval", "0") as running:  # fmt: skip
+    flags = ["--seed", "42", "-tp", "1", "--gpu_memory_utilization", "0.8", "--max-model-len", "512"]
+    flags += ["--log-interval", "1", "--stream-interval", "0"]
+    with forked("builtin", "--speculative_config", config, *flags) as running:
         yield running
 
 
@@ -29,8 +29,8 @@ def llm() -> LLM:
 def adaptive() -> Iterator[Served]:
     """A server with an API key and two names, whose controller chooses between two drafters."""
     config = '{"method": "auto", "model": "builtin-draft"}'
-    with forked("builtin", "--speculative-config", config, "--api-key", "secret", "--max-model-len",
-                "512", "--served-model-name", "builtin", "alias") as running:  # fmt: skip
+    flags = ["--api-key", "secret", "--max-model-len", "512", "--served-model-name", "builtin", "alias"]
+    with forked("builtin", "--speculative-config", config, *flags) as running:
         yield running
 
 

@@ -45,9 +45,13 @@ def client(server: Served) -> OpenAI:
 def test_a_required_call_is_one_of_an_allowed_tool(client: OpenAI) -> None:
     for seed in range(4):
         got = client.chat.completions.create(
-            model="builtin", messages=MESSAGES, seed=seed, tools=TOOLS,
-            tool_choice=chosen("required", "find", "now"), parallel_tool_calls=False,
-        ).choices[0]  # fmt: skip
+            model="builtin",
+            messages=MESSAGES,
+            seed=seed,
+            tools=TOOLS,
+            tool_choice=chosen("required", "find", "now"),
+            parallel_tool_calls=False,
+        ).choices[0]
         calls: Any = got.message.tool_calls
         assert len(calls) == 1 and calls[0].function.name in ("now", "find")
         assert json.loads(calls[0].function.arguments) in ({"a": 3}, {"a": 4})

@@ -17,10 +17,12 @@ LONG = "A long prompt that fills several pages of the cache, again and again. " 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": LONG, "max_tokens": 4, "temperature": 0},
     "/v1/chat/completions": {
-        "messages": [{"role": "user", "content": f"Chat. {LONG}"}], "max_tokens": 4, "temperature": 0
+        "messages": [{"role": "user", "content": f"Chat. {LONG}"}],
+        "max_tokens": 4,
+        "temperature": 0,
     },
     "/v1/responses": {"input": f"Respond. {LONG}", "max_output_tokens": 4, "temperature": 0},
-}  # fmt: skip
+}
 
 
 def cached(server: Served, path: str, salt: str | None) -> tuple[int, str]:
@@ -58,8 +60,8 @@ def test_another_value_is_no_salt(salt: Any, server: Served) -> None:
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     template: Path = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
-    with forked("builtin", "--speculative-config", "off", "--chat-template", str(template),
-                "--max-model-len", "256", "--api-key", "secret") as running:  # fmt: skip
+    flags = ["--speculative-config", "off", "--max-model-len", "256", "--api-key", "secret"]
+    with forked("builtin", "--chat-template", str(template), *flags) as running:
         yield running
 
 

@@ -141,9 +141,14 @@ def test_required_calls_keep_the_references_of_their_schemas(client: OpenAI) -> 
     }
     tools: Any = [{"type": "function", "function": {"name": n, "parameters": schema}} for n in ("f", "g")]
     got = client.chat.completions.create(
-        model="builtin", messages=MESSAGES, seed=1, tools=tools, tool_choice="required",
-        parallel_tool_calls=False, reasoning_effort="low",
-    ).choices[0]  # fmt: skip
+        model="builtin",
+        messages=MESSAGES,
+        seed=1,
+        tools=tools,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        reasoning_effort="low",
+    ).choices[0]
     calls: Any = got.message.tool_calls
     assert len(calls) == 1 and json.loads(calls[0].function.arguments) in ({"a": 3}, {"a": 4})
 

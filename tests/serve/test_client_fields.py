@@ -95,8 +95,9 @@ def test_values_with_an_effect_are_refused(field: str, value: Any, server: Serve
 def reasoning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text("<{{ reasoning_effort }} {{ enable_thinking }}>{{ messages[0].content }}")
-    with forked("builtin", "--speculative-config", "off", "--chat-template", str(template),
-                "--max-model-len", "256") as running:  # fmt: skip
+    with forked(
+        "builtin", "--speculative-config", "off", "--chat-template", str(template), "--max-model-len", "256"
+    ) as running:
         yield running
 
 

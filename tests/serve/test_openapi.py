@@ -93,9 +93,12 @@ CHOICES = (
 )
 KINDS = st.sampled_from(["text", "json_object", "json_schema"]) | VALUES
 ITEMS = MESSAGES | made_of(
-    "call_id", "output", type=st.sampled_from(["function_call", "function_call_output", "message"]),
-    name=WORDS, arguments=WORDS,
-)  # fmt: skip
+    "call_id",
+    "output",
+    type=st.sampled_from(["function_call", "function_call_output", "message"]),
+    name=WORDS,
+    arguments=WORDS,
+)
 
 
 def several(each: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -105,28 +108,41 @@ def several(each: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 FORMS = {"json": SCHEMAS, "regex": WORDS, "choice": VALUES, "grammar": WORDS}
 BODIES = {
     "/v1/chat/completions": {
-        "messages": several(MESSAGES), "tools": several(TOOLS), "tool_choice": CHOICES,
+        "messages": several(MESSAGES),
+        "tools": several(TOOLS),
+        "tool_choice": CHOICES,
         "response_format": made_of(type=KINDS, json_schema=made_of("name", schema=SCHEMAS)),
-        "structured_outputs": made_of(**FORMS), "logit_bias": VALUES, "stream": st.booleans(),
-        "chat_template_kwargs": VALUES, "prediction": made_of("content", type=st.just("content")),
-        "stop": VALUES, "continue_final_message": st.booleans(),
+        "structured_outputs": made_of(**FORMS),
+        "logit_bias": VALUES,
+        "stream": st.booleans(),
+        "chat_template_kwargs": VALUES,
+        "prediction": made_of("content", type=st.just("content")),
+        "stop": VALUES,
+        "continue_final_message": st.booleans(),
         "speculation": made_of("method", "max_tokens"),
     },
     "/v1/responses": {
-        "input": WORDS | several(ITEMS), "tools": several(TOOLS), "tool_choice": CHOICES,
+        "input": WORDS | several(ITEMS),
+        "tools": several(TOOLS),
+        "tool_choice": CHOICES,
         "stream": st.booleans(),
-        "instructions": WORDS, "text": made_of(format=made_of("name", type=KINDS, schema=SCHEMAS)),
-        "metadata": VALUES, "structured_outputs": made_of(**FORMS),
+        "instructions": WORDS,
+        "text": made_of(format=made_of("name", type=KINDS, schema=SCHEMAS)),
+        "metadata": VALUES,
+        "structured_outputs": made_of(**FORMS),
     },
     "/tokenize": {
-        "messages": several(MESSAGES), "tools": several(TOOLS), "prompt": WORDS,
+        "messages": several(MESSAGES),
+        "tools": several(TOOLS),
+        "prompt": WORDS,
         "chat_template_kwargs": VALUES,
-        "continue_final_message": st.booleans(), "return_token_strs": st.booleans(),
+        "continue_final_message": st.booleans(),
+        "return_token_strs": st.booleans(),
     },
     "/detokenize": {"tokens": st.lists(st.integers(-1, 9000), max_size=4) | VALUES},
     "/v1/load_lora_adapter": {"lora_name": WORDS, "lora_path": WORDS | st.just("/etc/passwd")},
     "/v1/unload_lora_adapter": {"lora_name": VALUES},
-}  # fmt: skip
+}
 
 
 HELLO = {"role": "user", "content": "Hello"}

@@ -77,7 +77,9 @@ def test_an_id_that_is_taken(path: str, engine: AsyncLLM) -> None:
 
 
 @routes
-def test_a_failed_step(path: str, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_before_the_stream_is_a_503(
+    path: str, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         monkeypatch.undo()
         raise ZeroDivisionError("a defect")

@@ -55,7 +55,9 @@ def test_a_request_becomes_a_span_below_that_of_its_client(collector: tuple[str,
 
 
 def test_without_the_packages_the_option_is_refused() -> None:
-    code = "import sys; sys.modules['opentelemetry.sdk'] = None\n" \
-        "from outrider.serve.traces import Traces; Traces('http://127.0.0.1:1', 'model')"  # fmt: skip
+    code = (
+        "import sys; sys.modules['opentelemetry.sdk'] = None\n"
+        "from outrider.serve.traces import Traces; Traces('http://127.0.0.1:1', 'model')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "ConfigError" in done.stderr and "outrider[otel]" in done.stderr

@@ -25,13 +25,16 @@ def official(**config: Any) -> tuple[Config, Tensors]:
     torch.manual_seed(3)
     ids = torch.randperm(V)[:VD].sort().values
     shapes = {
-        "fc.weight": (H, 3 * HIDDEN), "midlayer.self_attn.q_proj.weight": (HEADS * D, 2 * H),
+        "fc.weight": (H, 3 * HIDDEN),
+        "midlayer.self_attn.q_proj.weight": (HEADS * D, 2 * H),
         "midlayer.self_attn.k_proj.weight": (KV * D, 2 * H),
         "midlayer.self_attn.v_proj.weight": (KV * D, 2 * H),
-        "midlayer.self_attn.o_proj.weight": (H, HEADS * D), "midlayer.mlp.gate_proj.weight": (INNER, H),
-        "midlayer.mlp.up_proj.weight": (INNER, H), "midlayer.mlp.down_proj.weight": (H, INNER),
+        "midlayer.self_attn.o_proj.weight": (H, HEADS * D),
+        "midlayer.mlp.gate_proj.weight": (INNER, H),
+        "midlayer.mlp.up_proj.weight": (INNER, H),
+        "midlayer.mlp.down_proj.weight": (H, INNER),
         "lm_head.weight": (VD, H),
-    }  # fmt: skip
+    }
     tensors = {name: torch.randn(shape) * 0.15 for name, shape in shapes.items()}
     norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
     tensors |= {f"{name}.weight": 1 + torch.randn(H) * 0.2 for name in norms}

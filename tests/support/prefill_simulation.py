@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from outrider import SamplingParams
 from outrider.cache.pages import Cache
 from outrider.control.prefill import PrefillPacer
-from outrider.core.row import Row
 from outrider.core.step import Batch
 from outrider.core.tree import Budget, DraftTree
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
+from outrider.testing import make_row
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,7 @@ class Simulation:
         self.scheduler = Scheduler(cache, limits, Hooks(prefill=self.pacer.budget))
 
     def add(self, name: str, prompt: int, new: int = 1) -> None:
-        params = SamplingParams(max_tokens=new)
-        row = Row(
-            id=name, index=0, tokens=[1] * prompt, prompt=prompt, params=params,
-            distribution=params.distribution,
-            seed=0, processors=(), limit=prompt + new, ending=frozenset(),
-        )  # fmt: skip
-        self.scheduler.add(row)
+        self.scheduler.add(make_row([1] * prompt, id=name, limit=prompt + new))
 
     def step(self) -> Batch:
         batch = self.scheduler.next()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from outrider import SamplingParams
+from outrider import SamplingParams, testing
 from outrider.core.row import Row
 from outrider.core.step import Batch
 from outrider.core.tree import ROOT, DraftTree
@@ -30,11 +30,7 @@ def path_to(parents: list[int], node: int) -> list[int]:
 
 def make_row(tokens: list[int], new: int = 16, speculate: bool = True) -> Row:
     params = SamplingParams(max_tokens=new, speculate=speculate)
-    return Row(
-        id="0", index=0, tokens=list(tokens), prompt=len(tokens), params=params,
-        distribution=params.distribution, seed=0, processors=(),
-        limit=len(tokens) + new, ending=frozenset(),
-    )  # fmt: skip
+    return testing.make_row(tokens, params=params, limit=len(tokens) + new)
 
 
 def batch_of(*rows: Row, known: int = 1) -> Batch:

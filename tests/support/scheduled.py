@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider import SamplingParams
+from outrider import testing
 from outrider.core.row import Row
 
 
 class FakePool:
+    """What is in each slot."""
+
     def __init__(self) -> None:
         self.content: dict[int, Any] = {}
 
@@ -18,9 +20,4 @@ class FakePool:
 
 
 def make_row(name: str, tokens: list[int], new: int, index: int = 0, source: Row | None = None) -> Row:
-    params = SamplingParams(max_tokens=new)
-    return Row(
-        id=name, index=index, tokens=list(tokens), prompt=len(tokens), params=params,
-        distribution=params.distribution, seed=0, processors=(),
-        limit=len(tokens) + new, ending=frozenset(), source=source,
-    )  # fmt: skip
+    return testing.make_row(tokens, id=name, index=index, source=source, limit=len(tokens) + new)

@@ -40,7 +40,7 @@ def test_the_other_examples_of_testing(tmp_path: Path) -> None:
     assert llm.generate("A prompt", params)[0].outputs[0].token_ids == plain.outputs[0].token_ids
 
 
-def test_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = examples("README.md")
     exec(example, {})
     assert len(re.findall(r"\[\d\.\d\d tokens per step\]\n", capsys.readouterr().out)) == 2

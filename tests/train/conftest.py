@@ -44,10 +44,19 @@ def run_options(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
 
     def make(name: str, out: Path, **given: Any) -> TrainOptions:
         short = {
-            "data": (str(corpus),), "out": str(out), "cache": str(cache), "prompt_tokens": 4,
-            "answer_tokens": 20, "length": 24, "steps": 30, "batch": 4, "rate": 3e-3, "held_out": 4,
-            "evaluate_tokens": 16, "evaluate_every": 1000,
-        }  # fmt: skip
+            "data": (str(corpus),),
+            "out": str(out),
+            "cache": str(cache),
+            "prompt_tokens": 4,
+            "answer_tokens": 20,
+            "length": 24,
+            "steps": 30,
+            "batch": 4,
+            "rate": 3e-3,
+            "held_out": 4,
+            "evaluate_tokens": 16,
+            "evaluate_every": 1000,
+        }
         return options(method(name).Options, {**short, **given}, "training option")
 
     return make

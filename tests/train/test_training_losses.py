@@ -123,8 +123,7 @@ def test_places_outside_answers_do_not_count() -> None:
     changed = sample.logits.clone()
     changed[~sample.mask] = torch.randn(int((~sample.mask).sum()), V) * 9
     other = Sample(sample.tokens, sample.states, changed, sample.mask)
-    for network in (Eagle(SIZES, V).eval(),
-                    random_network(SIZES, V, TAPS)):  # fmt: skip
+    for network in (Eagle(SIZES, V).eval(), random_network(SIZES, V, TAPS)):
         assert torch.equal(network.loss(sample, outer), network.loss(other, outer))
 
 
@@ -147,9 +146,15 @@ def test_texts_behind_one_another_have_the_loss_of_each(counted: tuple[int, ...]
     eagle3 = random_network(SIZES, V, TAPS)
     eagle3.steps = 3
     networks = (
-        eagle3, Medusa(H, V, 3), Hydra(H, V, 2), Redrafter(H, V, 2, H), Eagle(SIZES, V).eval(),
-        Mtp(SIZES, V, 4, steps=2), Speculator(H, 24, V), Block(SIZES, V, TAPS, V - 1, layers=2, block=2),
-    )  # fmt: skip
+        eagle3,
+        Medusa(H, V, 3),
+        Hydra(H, V, 2),
+        Redrafter(H, V, 2, H),
+        Eagle(SIZES, V).eval(),
+        Mtp(SIZES, V, 4, steps=2),
+        Speculator(H, 24, V),
+        Block(SIZES, V, TAPS, V - 1, layers=2, block=2),
+    )
     for network in networks:
         for parameter in network.parameters():
             nn.init.normal_(parameter, std=0.1)
@@ -177,10 +182,15 @@ def test_losses_need_no_value_from_a_device(
     )
     outer = TargetWeights(outer.embedding.to("meta"), outer.lm_head.to("meta"))
     networks = (
-        random_network(SIZES, V, TAPS, tuple(range(0, V, 3))), Medusa(H, V, 3), Hydra(H, V, 2, prefix=None),
-        Redrafter(H, V, 2, H), Eagle(SIZES, V), Mtp(SIZES, V, 4, steps=2), Speculator(H, 24, V),
+        random_network(SIZES, V, TAPS, tuple(range(0, V, 3))),
+        Medusa(H, V, 3),
+        Hydra(H, V, 2, prefix=None),
+        Redrafter(H, V, 2, H),
+        Eagle(SIZES, V),
+        Mtp(SIZES, V, 4, steps=2),
+        Speculator(H, 24, V),
         Block(SIZES, V, TAPS, V - 1, layers=1, block=2),
-    )  # fmt: skip
+    )
     for network in networks:
         loss = network.to("meta").loss(moved, outer)
         loss.backward()

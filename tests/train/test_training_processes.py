@@ -55,12 +55,12 @@ def test_two_processes_train_the_weights_of_one(target: LLM, corpus: Path, tmp_p
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for name, launched in (("one", []), ("two", launcher)):
         for steps in ("--minutes", "0.000001"), ("--steps", "6"):
-            command = [
-                sys.executable, *launched, "-m", "outrider", "train", "medusa", "-m",
-                str(target.engine.checkpoint.folder), "--dtype", "float32", "--data", str(corpus), "--out",
-                str(tmp_path / name), "--steps", "6", *steps, "--batch", "4", "--length", "24", "--rate",
-                "0.01", "--answer-tokens", "20", "--options", json.dumps(SHORT),
-            ]  # fmt: skip
+            flags = ["--dtype", "float32", "--steps", "6", "--batch", "4", "--length", "24"]
+            flags += ["--rate", "0.01", "--answer-tokens", "20"]
+            files = ["--data", str(corpus), "--out", str(tmp_path / name)]
+            command = [sys.executable, *launched, "-m", "outrider", "train", "medusa"]
+            command += ["-m", str(target.engine.checkpoint.folder), *files, *flags, *steps]
+            command += ["--options", json.dumps(SHORT)]
             done = subprocess.run(
                 command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
             )

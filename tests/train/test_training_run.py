@@ -222,15 +222,12 @@ def test_failed_answers_are_asked_for_again(target: LLM, run_options: Any, tmp_p
     items = [Item([5, 6, 7], []), Item([10**6], [])]  # the second is no token of the target
     failed: list[int] = []
     for _ in range(2):
-        texts = run.answers.regenerated(
-            target, items, options, path, lambda *_: None, lambda i, _: failed.append(i)
-        )
+        file = answers.AnswerFile(path, items)
+        file.ask(target, options, lambda *_: None, lambda i, _: failed.append(i))
+        texts = file.texts
         assert len(texts[0].ids) > 3 and len(texts[1].ids) == texts[1].prompt
     assert failed == [1, 1] and len(path.read_text().splitlines()) == 1
-    read = run.answers.regenerated(
-        target, items, options, path, lambda *_: None, lambda i, _: failed.append(i), ask=False
-    )
-    assert read == texts and failed == [1, 1], "another process reads what the first has"
+    assert answers.AnswerFile(path, items).texts == texts, "another process reads what the first has"
 
 
 def test_processes_at_different_steps_are_refused(

@@ -85,11 +85,9 @@ def _own(llm: LLM, drafts: list[str], console: Console) -> Show:
     """The drafts, and the methods without weights; leaves out a method that does not run on this model."""
     best: dict[str, Any] = {"method": ADAPTIVE, "model": drafts[0]} if drafts else {"method": ADAPTIVE}
     asked: dict[str, Mapping[str, Any]] = {ADAPTIVE: best, **{name: {"model": name} for name in drafts}}
-    asked |= {
-        label: config
-        for label, config in demonstrations().items()
-        if config is not None and not any("builtin" in str(value) for value in config.values())
-    }
+    for label, config in demonstrations().items():
+        if config is not None and "builtin" not in str(config):
+            asked[label] = config
     configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None}
     for label, config in asked.items():
         try:

@@ -42,8 +42,8 @@ def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_se
         read = prompt if engine.drafter.footprint(engine.device).total() else 0
         lines += ["", "draft:", "", _line("prompt eval time", prefill.times.propose, read + prefill.nodes)]
         lines.append(_line("eval time", decoding.times.propose, decoding.nodes))
+    lines += ["", "target:", ""]
     lines += [
-        "", "target:", "",
         f"{'load time':>16} = {1e3 * load_seconds:9.2f} ms",
         _line("sample time", prefill.times.rest + decoding.times.rest, total.emitted),
         _line("prompt eval time", prefill.times.forward, prompt + prefill.nodes),
@@ -54,7 +54,7 @@ def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_se
             f" in {decoding.steps} runs",
         ),
         f"{'total time':>16} = {1e3 * total_seconds:9.2f} ms / {prompt + total.emitted:5d} tokens",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)
 
 

@@ -58,13 +58,14 @@ def certify(
     """Test `speculative`, a variant of `plain`.  Raises the error of a prompt that was not answered."""
     clock, rule, exact = _Clock(effort.minutes), speculative.engine.rule, plain.engine.exact
     certificate = Certificate(exact, rule.promise)
-    # With rounding, a token may enter or leave the nucleus of top_p: such a difference is not a tie.
-    seeded = SEEDED if exact else SEEDED[:1]
-    texts = TextComparison(
-        plain, speculative, (GREEDY, *seeded) if rule.keeps_tokens else (GREEDY,), effort.seed
-    )
-    compared = _compare(texts, prompts, effort, clock, 1.0 if rule.keeps_tokens else GREEDY_SHARE, tick)
-    certificate.differences = [difference for tally in texts.tallies for difference in tally.differences]
+    settings, share = [GREEDY], GREEDY_SHARE
+    if rule.keeps_tokens:
+        # With rounding, a token may enter or leave the nucleus of top_p: such a difference is not a tie.
+        settings, share = [GREEDY, *(SEEDED if exact else SEEDED[:1])], 1.0
+    texts = TextComparison(plain, speculative, settings, effort.seed)
+    compared = _compare(texts, prompts, effort, clock, share, tick)
+    for tally in texts.tallies:
+        certificate.differences += tally.differences
     _explain(plain, certificate.differences)
     certificate.checks += [text_check(tally, rule.lossless) for tally in texts.tallies]
     limit = 0.0 if exact else _logprob_tolerance(plain, compared)

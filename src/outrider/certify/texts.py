@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.certify.ties import Gap
 from outrider.core.params import SamplingParams
@@ -56,20 +56,34 @@ class Tally:
         self, prompt: list[int], params: SamplingParams, plain: CompletionOutput, fast: CompletionOutput
     ) -> None:
         self.texts += 1
-        common = 0
-        for ours, theirs in zip(plain.token_ids, fast.token_ids):
-            if ours != theirs:
-                break
-            common += 1
-        self.tokens += common
-        for token, a, b in zip(plain.token_ids[:common], plain.logprobs or (), fast.logprobs or ()):
+        shared = shared_beginning(plain.token_ids, fast.token_ids)
+        self.tokens += len(shared)
+        for token, a, b in zip(shared, plain.logprobs or (), fast.logprobs or ()):
             self.logprob_difference = max(self.logprob_difference, abs(a[token].logprob - b[token].logprob))
         if (plain.token_ids, plain.finish_reason) != (fast.token_ids, fast.finish_reason):
             self.tokens += 1  # the one that differs
-            first, second = (
-                out.token_ids[common] if common < len(out.token_ids) else None for out in (plain, fast)
-            )
-            self.differences.append(Difference(prompt, params, plain.token_ids[:common], first, second))
+            ours, theirs = token_at(plain, len(shared)), token_at(fast, len(shared))
+            self.differences.append(Difference(prompt, params, shared, ours, theirs))
+
+
+def shared_beginning(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
+    """The tokens before the first that differs."""
+    shorter = min(len(ours), len(theirs))
+    length = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+    return list(ours[:length])
+
+
+def token_at(output: CompletionOutput, place: int) -> int | None:
+    """The token of a text at a place; None where the text has ended."""
+    return output.token_ids[place] if place < len(output.token_ids) else None
+
+
+class Setting(NamedTuple):
+    """Sampling parameters, and the comparisons under them: of texts alone, and in a batch."""
+
+    sampling: Mapping[str, Any]
+    alone: Tally
+    batched: Tally
 
 
 class TextComparison:
@@ -81,14 +95,19 @@ class TextComparison:
     def __init__(
         self, plain: LLM, speculative: LLM, settings: Sequence[Mapping[str, Any]], seed: int
     ) -> None:
-        self.plain, self.speculative, self.settings = plain, speculative, settings
-        self.tallies = [Tally(sampling, batched) for sampling in settings for batched in (False, True)]
+        self.plain, self.speculative = plain, speculative
+        self.settings = [Setting(each, Tally(each, False), Tally(each, True)) for each in settings]
         self.seeds = itertools.count(1000 * seed)
         self.rounds = 0
 
+    @property
+    def tallies(self) -> list[Tally]:
+        """All comparisons."""
+        return [tally for setting in self.settings for tally in (setting.alone, setting.batched)]
+
     def round(self, prompts: Sequence[list[int]], tokens: int) -> Iterator[list[int]]:
         """Compare answers of about `tokens` tokens; yields prompt and plain answer as one list."""
-        for sampling, alone, batched in zip(self.settings, self.tallies[::2], self.tallies[1::2]):
+        for sampling, alone, batched in self.settings:
             params = [self._params(i, tokens, sampling) for i in range(len(prompts))]
             expected: list[CompletionOutput] = []
             for prompt, p in zip(prompts, params):
@@ -98,8 +117,9 @@ class TextComparison:
                 alone.add(prompt, p, expected[-1], *answers(self.speculative, [prompt], [p]))
             if self.rounds % 2 == 0:
                 self.speculative.engine.forget_prefixes()  # other rounds find the prefixes of the texts alone
-            for case in zip(prompts, params, expected, answers(self.speculative, prompts, params)):
-                batched.add(*case)
+            together = answers(self.speculative, prompts, params)
+            for i, prompt in enumerate(prompts):
+                batched.add(prompt, params[i], expected[i], together[i])
             batched.joined += max(0, len(prompts) - self.speculative.engine.options.max_num_seqs)
         self.rounds += 1
 

@@ -183,7 +183,9 @@ def show(results: Sequence[Measured], left_out: int, short: int, console: Consol
         others.sort(key=lambda other: other.speed_up(plain), reverse=True)
         ours = [plain, *(other for other in others if other.promise)]
         peers = [other for other in others if not other.promise]
-        best_of = {peer.method.split()[0]: peer for peer in sorted(peers, key=lambda peer: peer.speed)}
+        best_of: dict[str, Measured] = {}  # by engine, its fastest mode
+        for peer in sorted(peers, key=lambda peer: peer.speed):
+            best_of[peer.method.split()[0]] = peer
         if len(kinds) > 1 or peers:
             console.print(matrix(ours, [*best_of.values()]), "")
         stopped = [result for result in results if result.stopped]

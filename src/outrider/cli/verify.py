@@ -83,9 +83,9 @@ def verify(
     made = run(llm, fast, source, Effort(minutes, tokens, samples, seed), expect_lossy, console)
     console.print(panel(llm, config, made, left_out))
     if sink:
-        settings = {"minutes": minutes, "batch size": batch_size, "max tokens": max_tokens, "seed": seed,
-                    "raw": asked["raw"], "prompts": str(asked["file"]) if questions else None}  # fmt: skip
-        print_line(figures(llm, config, made, settings), sink)
+        given = {"minutes": minutes, "batch size": batch_size, "max tokens": max_tokens, "seed": seed}
+        source_given = {"raw": asked["raw"], "prompts": str(asked["file"]) if questions else None}
+        print_line(figures(llm, config, made, {**given, **source_given}), sink)
     if not made.passed:
         raise typer.Exit(1)
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -249,12 +248,13 @@ class Hydra(RankedDrafter):
 
     def _catch_up(self, rows: Sequence[Row]) -> None:
         """Pass the pending states of these rows through the prefix layer."""
-        pending = {row: cursor for row in rows if (cursor := self.catch_up.cursors[row]).count}
+        cursors = {row: self.catch_up.cursors[row] for row in rows}
+        pending = {row: cursor for row, cursor in cursors.items() if cursor.count}
         if not pending:
             return
         step_input, states = self.pending(pending)
         x = self.pooled(states.to(self.backend.activations), step_input, self.pool)
-        last = [end - 1 for end in accumulate(cursor.count for cursor in pending.values())]
+        last = [end - 1 for end in step_input.query_start[1:]]
         outputs = self.backend.rms_norm(x[last], self.norm_out, self.pooled.sizes.eps)
         for i, (row, cursor) in enumerate(pending.items()):
             cursor.mark_written()

@@ -240,11 +240,11 @@ class Medusa(RankedDrafter):
     def propose(self, batch: Batch) -> Draft:
         rows = self.ready(batch)
         shapes = {budget: self.shape(budget) for budget in {batch[r].budget for r in rows}}
-        depths = [len(path) for shape in shapes.values() for path in shape]
-        if not depths:
+        levels = max([len(path) for shape in shapes.values() for path in shape], default=0)
+        if not levels:
             return self.propose_for(batch, {})
         trees = dict[int, BlockTree]()
-        for r, logits in zip(rows, self.heads(self.states(batch, rows), max(depths))):
+        for r, logits in zip(rows, self.heads(self.states(batch, rows), levels)):
             row, shape = batch[r].row, shapes[batch[r].budget]
             trees[r] = BlockTree(row, logits, shape, self.samples(row), self.target.stream_id)
             trees[r].accuracy = self.memory.accuracy

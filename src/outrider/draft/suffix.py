@@ -206,10 +206,10 @@ class Suffix(TextDrafter):
             bound = self._bound(acceptance, group, budget)
             if bound <= best.expected + ROUNDING or self._improbable(acceptance, group):
                 continue
-            best = self._better(best, own_places(group.order), acceptance, budget)
+            best = self._better(best, own_places.of(group.order), acceptance, budget)
             if segments and bound > best.expected + ROUNDING:
                 finished_places = finished_places or own.find((), ahead, segments)
-                best = self._better(best, finished_places(group.order), acceptance, budget)
+                best = self._better(best, finished_places.of(group.order), acceptance, budget)
         state.length = best.length or state.length
         return best.tree
 

@@ -34,7 +34,7 @@ from outrider.drafting.base import DEPTHS, Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.choose import Chooser
 from outrider.heads.device_trees import on_device
-from outrider.heads.growth import DeviceGrowth, GrowthPlan, LevelInput, grow
+from outrider.heads.growth import DeviceGrowth, Front, GrowthPlan, LevelInput, grow
 from outrider.heads.layouts import HeadFormat
 from outrider.heads.outer import Ids
 from outrider.heads.reader import Reader
@@ -311,15 +311,12 @@ class StateDrafter(HeadDrafter):
 
     def _grow_on_device(self, growth: DeviceGrowth, state: State, logits: Tensor) -> None:
         """Grow trees whose first state and logits are given; the host reads the complete trees."""
-
-        def advance(level: int, given: LevelInput) -> Tensor:
-            nonlocal state
-            parents = tuple(part.index_select(0, given.sources) for part in state)
-            state, logits = self.advance(level, parents, given.ids)
-            return logits
-
         plan = GrowthPlan.of(growth, self.choose).on(self.backend.device)
-        growth.set_trees(grow(plan, self.choose, logits, advance))
+        growth.set_trees(grow(plan, self.choose, Front(state, logits), self._deepen))
+
+    def _deepen(self, level: int, state: State, given: LevelInput) -> Front[State]:
+        parents = tuple(part.index_select(0, given.sources) for part in state)
+        return Front(*self.advance(level, parents, given.ids))
 
     def observe(self, commit: Commit) -> None:
         for r, step in enumerate(commit.batch):

@@ -139,38 +139,24 @@ class BlockDrafter(HeadDrafter):
             return self.propose_for(batch, {})
         levels = [min(batch[r].budget.depth, self.layout.levels) for r in rows]
         logits, states = self.block_logits(batch, rows, levels)
-        steps, logits_of = [batch[r] for r in rows], torch.split(logits, levels)
         trees: Sequence[RankTree]
         if self.correction is None:
-            trees = self._plain_trees(steps, logits_of)
+            trees = plain = list[BlockTree]()
+            for r, own_logits in zip(rows, torch.split(logits, levels)):
+                plain.append(BlockTree(batch[r].row, own_logits, *self._shape(batch[r], len(own_logits))))
+            grow_blocks(plain, self.choose)
         else:
+            trees = corrected = list[CorrectedTree]()
             states_of = torch.split(states, [count + self.skipped for count in levels])
-            trees = self._corrected_trees(steps, logits_of, states_of, self.correction)
+            for r, own_logits, own_states in zip(rows, torch.split(logits, levels), states_of):
+                shape = self._shape(batch[r], len(own_logits))
+                corrected.append(CorrectedTree(batch[r].row, own_logits, own_states, *shape))
+            grow_corrected(corrected, self.correction, self.choose)
         return self.propose_for(batch, {r: tree.draft_tree for r, tree in zip(rows, trees)})
 
-    def _plain_trees(self, steps: Sequence[RowStep], logits_of: Sequence[Tensor]) -> list[BlockTree]:
-        """The complete trees of some rows, from the logits of their blocks."""
-        trees, stream = list[BlockTree](), self.target.stream_id
-        for step, logits in zip(steps, logits_of):
-            sampled, paths = self.samples(step.row), self._paths(step, len(logits))
-            trees.append(BlockTree(step.row, logits, paths, sampled, stream))
-        grow_blocks(trees, self.choose)
-        return trees
-
-    def _corrected_trees(
-        self,
-        steps: Sequence[RowStep],
-        logits_of: Sequence[Tensor],
-        states_of: Sequence[Tensor],
-        correction: Correction,
-    ) -> list[CorrectedTree]:
-        """`_plain_trees`, whose logits are corrected level by level.  states_of: of their blocks."""
-        trees, stream = list[CorrectedTree](), self.target.stream_id
-        for step, logits, states in zip(steps, logits_of, states_of):
-            sampled, paths = self.samples(step.row), self._paths(step, len(logits))
-            trees.append(CorrectedTree(step.row, logits, states, paths, sampled, stream))
-        grow_corrected(trees, correction, self.choose)
-        return trees
+    def _shape(self, step: RowStep, depth: int) -> tuple[list[Path], bool, int]:
+        """The paths of a row's tree, whether they are sampled, and the number of their random streams."""
+        return self._paths(step, depth), self.samples(step.row), self.target.stream_id
 
     def _paths(self, step: RowStep, depth: int) -> list[Path]:
         """The nodes of a row's tree, as paths of ranks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ from outrider.core.device import Numbers
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.heads.choose import Chooser, RankingInputs
+
+S = TypeVar("S")
 
 
 class LevelInput(NamedTuple):
@@ -126,28 +128,33 @@ class GrowthPlan(NamedTuple):
         moved = [on_device(part, device) for part in self.numbers]
         return GrowthPlan.of_numbers(self.shape, self.row_counts, self.needs_probs, moved)
 
-    def ranking_inputs(self, level: int, num_rows: int) -> RankingInputs:
-        """Of the first rows of a level."""
-        words, noise_mask = self.words[level][:num_rows], self.noise_masks[level][:num_rows]
-        return RankingInputs(words, noise_mask, self.needs_probs)
+    def best(self, choose: Chooser, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The best tokens after the first rows of a level, and their confidences, [n, k]."""
+        words, noise_mask = self.words[level][: len(logits)], self.noise_masks[level][: len(logits)]
+        return choose.top(logits, RankingInputs(words, noise_mask, self.needs_probs), self.shape.k)
+
+
+class Front(NamedTuple, Generic[S]):
+    """The last forward of growing trees: what a head keeps of its rows, and their logits float32 [n, Vd]."""
+
+    state: S
+    logits: Tensor
 
 
 def grow(
-    plan: GrowthPlan, choose: Chooser, logits: Tensor, advance: Callable[[int, LevelInput], Tensor]
+    plan: GrowthPlan, choose: Chooser, front: Front[S], advance: Callable[[int, S, LevelInput], Front[S]]
 ) -> Tensor:
     """Grow trees on the device, where the plan is.  Returns what `DeviceGrowth.set_trees` takes.
 
-    The host reads nothing.  logits: of the first level.  advance: returns the logits of a further level
+    The host reads nothing.  front: with the logits of the first level.  advance(level, state, input): the
+    forward that gives the logits of a further level
     """
-
-    def best(level: int) -> tuple[Tensor, Tensor]:
-        return choose.top(logits, plan.ranking_inputs(level, len(logits)), plan.shape.k)
-
     levels = plan.shape.begin(plan.tables)
     for level, num_rows in enumerate(plan.row_counts):
-        logits = advance(level + 1, levels.add(level, *best(level), num_rows))
+        level_input = levels.add(level, *plan.best(choose, level, front.logits), num_rows)
+        front = advance(level + 1, front.state, level_input)
     last = plan.shape.levels - 1
-    return levels.finish(last, *best(last))
+    return levels.finish(last, *plan.best(choose, last, front.logits))
 
 
 def pad_ranks(tokens: Tensor, confidences: Tensor, k: int) -> tuple[Tensor, Tensor]:

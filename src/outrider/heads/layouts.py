@@ -259,17 +259,23 @@ class HeadFormat:
                 f"{', '.join(sorted(head)[:4])} …"
             )
         ours = self.renamed(head)
-        if large := next(filter(LARGE.search, ours), None):
-            raise ModelError(f"{head.name!r} is corrupt: {ours.stored[large]!r} has too large a number.")
-        known = re.compile(self.known or ".*")
-        if strange := sorted(name for name in ours if not known.fullmatch(name)):
-            names = " ".join(strange)
-            kind = next((kind for part, kind in self.variants if re.search(part, names)), "")
-            raise ModelError(
-                f"{head.name!r} is another kind of head{kind and f' ({kind})'}, which is not supported: it "
-                f"has {', '.join(ours.stored[name] for name in strange[:4])}."
-            )
+        self._check_names(ours)
         return self.finish(ours)
+
+    def _check_names(self, ours: Head) -> None:
+        """Raise ModelError for names that the method does not know.  ours: the head under our names."""
+        if large := next(filter(LARGE.search, ours), None):
+            raise ModelError(f"{ours.name!r} is corrupt: {ours.stored[large]!r} has too large a number.")
+        known = re.compile(self.known or ".*")
+        strange = sorted(name for name in ours if not known.fullmatch(name))
+        if not strange:
+            return
+        names = " ".join(strange)
+        kinds = [f" ({kind})" for part, kind in self.variants if re.search(part, names)]
+        raise ModelError(
+            f"{ours.name!r} is another kind of head{kinds[0] if kinds else ''}, which is not supported: it "
+            f"has {', '.join(ours.stored[name] for name in strange[:4])}."
+        )
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

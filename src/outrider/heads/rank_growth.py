@@ -70,18 +70,26 @@ class _RankChooser:
         return [[(rank, 1.0) for rank in range(min(k, self.vocabulary))] for _ in paths]
 
 
+class _NewNode(NamedTuple):
+    """A node of a level: its tree and itself, by number, and its parent in that tree."""
+
+    tree: int
+    node: int
+    parent: int
+
+
 class _LevelLayout:
     """One level of all trees of ranks.
 
-    nodes:      (tree, node), by number, of each new node
-    picks:      (row of the logits, rank) of its token
+    nodes:      the new ones
+    picks:      (row of the logits, rank) of the token of each
     inputs:     (new node, row of its parent in the last logits) of each row of the next forward
     num_rows:   rows of the logits, one for each parent
     step_input: the next forward
     """
 
     def __init__(self) -> None:
-        self.nodes, self.picks = list[tuple[int, int]](), list[tuple[int, int]]()
+        self.nodes, self.picks = list[_NewNode](), list[tuple[int, int]]()
         self.inputs = list[tuple[int, int]]()
         self.num_rows, self.step_input = 0, StepInput()
 
@@ -93,52 +101,46 @@ class _LevelLayout:
         for node, source in zip(tree.frontier, tree.sources):
             self.inputs.append((len(self.nodes) + node - first, self.num_rows + source))
         for node in range(first, len(tree.tokens)):
-            self.nodes.append((i, node))
-            self.picks.append((row_of[tree.parents[node]], tree.tokens[node]))
+            parent, rank = tree.parents[node], tree.tokens[node]
+            self.nodes.append(_NewNode(i, node, parent))
+            self.picks.append((row_of[parent], rank))
         self.num_rows += len(parents)
         if tree.sources and tree.table:
             tree.add_to(self.step_input)
 
 
 class RankGrowth:
-    """`DeviceGrowth` of trees of ranks.
-
-    nodes: by level, the tree and the number of every new node
-    """
+    """`DeviceGrowth` of trees of ranks.  levels: their layouts, from the first."""
 
     def __init__(self, trees: Sequence[RankTree], choose: Chooser) -> None:
         self.trees, chooser = trees, _RankChooser(choose.vocabulary)
-        self.forwards, self.requests = list[StepInput](), list[list[Row]]()
-        self.nodes = list[list[tuple[int, int]]]()
-        picks, inputs = list[list[tuple[int, int]]](), list[list[tuple[int, int]]]()
+        self.levels, self.requests = list[_LevelLayout](), list[list[Row]]()
         growing: Sequence[int] = range(len(trees))
         while growing:
             self.requests.append([trees[i].row for i in growing for _ in trees[i].frontier])
             level = _LevelLayout()
             for i in growing:
                 level.add(i, trees[i], chooser)
-            self.nodes.append(level.nodes)
-            picks.append(level.picks)
+            self.levels.append(level)
             growing = [i for i in growing if trees[i].sources]
-            if growing:
-                self.forwards.append(level.step_input.build())
-                inputs.append(level.inputs)
-        last_rank = max((rank for level in picks for _, rank in level), default=0)
-        self.shape = RankShape(len(picks), power_of_two(1 + last_rank))
-        self.tables = [row_table(picks), row_table(inputs)]
+        before_last = self.levels[:-1]  # those that a forward follows
+        self.forwards = [level.step_input.build() for level in before_last]
+        last_rank = max((rank for level in self.levels for _, rank in level.picks), default=0)
+        self.shape = RankShape(len(self.levels), power_of_two(1 + last_rank))
+        picks = [level.picks for level in self.levels]
+        self.tables = [row_table(picks), row_table([level.inputs for level in before_last])]
 
     def set_trees(self, nodes: Tensor) -> None:
-        tokens: list[dict[int, int]] = [{} for _ in self.trees]  # of the nodes of each tree
-        confidences: list[dict[int, float]] = [{} for _ in self.trees]
-        for numbers, level in zip(self.nodes, nodes.tolist()):
-            for (i, node), (token, confidence) in zip(numbers, level):
-                parent = self.trees[i].parents[node]
-                if token >= 0 and (parent == ROOT or parent in tokens[i]):
-                    tokens[i][node], confidences[i][node] = int(token), confidence
-        for i, tree in enumerate(self.trees):
-            kept = sorted(tokens[i])
+        found: list[dict[int, tuple[int, float]]] = [{} for _ in self.trees]  # by node, of each tree
+        for level, numbers in zip(self.levels, nodes.tolist()):
+            for new, (token, confidence) in zip(level.nodes, numbers):
+                own = found[new.tree]
+                if token >= 0 and (new.parent == ROOT or new.parent in own):
+                    own[new.node] = int(token), confidence
+        for tree, own in zip(self.trees, found):
+            kept = sorted(own)
             tree.device_tree = tree.draft_tree.only(kept)._replace(
-                tokens=[tokens[i][node] for node in kept], confidence=[confidences[i][node] for node in kept]
+                tokens=[own[node][0] for node in kept], confidence=[own[node][1] for node in kept]
             )
 
 
@@ -147,18 +149,20 @@ class ChainGrowth:
 
     def __init__(self, trees: Sequence[DynamicTree]) -> None:
         self.trees, levels = trees, max(tree.budget.depth for tree in trees)
-        self.growing: list[list[int]] = []
+        self.growing, self.requests = list[list[int]](), list[list[Row]]()
         for level in range(levels):
-            self.growing.append([i for i, tree in enumerate(trees) if tree.budget.depth > level])
-        self.requests = [[trees[i].row for i in growing] for growing in self.growing]
+            growing = [i for i, tree in enumerate(trees) if tree.budget.depth > level]
+            self.growing.append(growing)
+            self.requests.append([trees[i].row for i in growing])
         self.forwards, inputs = list[StepInput](), list[list[tuple[int, int]]]()
         for level in range(1, levels):
-            row_of = {i: row for row, i in enumerate(self.growing[level - 1])}  # of the level before
+            # a chain has one new node and one row of the logits in every level
+            row_above = {i: row for row, i in enumerate(self.growing[level - 1])}
             step_input = StepInput()
             for i in self.growing[level]:
                 step_input.chain(trees[i].table, trees[i].base + level - 1, [0])
             self.forwards.append(step_input.build())
-            inputs.append([(row_of[i], row_of[i]) for i in self.growing[level]])
+            inputs.append([(row_above[i], row_above[i]) for i in self.growing[level]])
         picks = [[(row, 0) for row in range(len(growing))] for growing in self.growing]
         self.shape, self.tables = RankShape(levels, 1), [row_table(picks), row_table(inputs)]
 

@@ -13,7 +13,7 @@ from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.drafting.base import Target
 from outrider.heads.choose import Chooser
-from outrider.heads.growth import GrowthPlan, GrowthShape, LevelInput, grow
+from outrider.heads.growth import Front, GrowthPlan, GrowthShape, LevelInput, grow
 from outrider.heads.layer import Stack
 from outrider.heads.outer import lm_logits
 from outrider.heads.reader import Reader
@@ -54,9 +54,15 @@ class Net:
         return self.forward(steps[0], pool, self.from_states(states))
 
     def catch_up_and_grow(
-        self, steps: Sequence[StepInput], pool: Pool, states: Tensor, numbers: Sequence[Any], choose: Chooser,
-        shape: GrowthShape, needs_probs: bool,
-    ) -> Tensor:  # fmt: skip
+        self,
+        steps: Sequence[StepInput],
+        pool: Pool,
+        states: Tensor,
+        numbers: Sequence[Any],
+        choose: Chooser,
+        shape: GrowthShape,
+        needs_probs: bool,
+    ) -> Tensor:
         """`Launched`: `catch_up`, then trees that grow after some of its rows, by the other steps.
 
         numbers: those rows, then `GrowthPlan.numbers`
@@ -64,15 +70,15 @@ class Net:
         last_rows, *rest = numbers
         row_counts = [step.length for step in steps[1:]]
         plan = GrowthPlan.of_numbers(shape, row_counts, needs_probs, rest)
-        o = self.catch_up(steps, pool, states, ()).index_select(0, last_rows)
+        root = self.catch_up(steps, pool, states, ()).index_select(0, last_rows)
 
-        def advance(level: int, given: LevelInput) -> Tensor:
-            nonlocal o
+        def advance(level: int, o: Tensor, given: LevelInput) -> Front[Tensor]:
             steps[level].put(given.ids, given.paths)
-            o = self.forward(steps[level], pool, self.from_output(o.index_select(0, given.sources)))
-            return self.logits(o)
+            parents = self.from_output(o.index_select(0, given.sources))
+            nodes = self.forward(steps[level], pool, parents)
+            return Front(nodes, self.logits(nodes))
 
-        return grow(plan, choose, self.logits(o), advance)
+        return grow(plan, choose, Front(root, self.logits(root)), advance)
 
     def logits(self, o: Tensor) -> Tensor:
         """float32 [n, Vd]."""

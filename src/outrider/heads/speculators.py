@@ -48,15 +48,17 @@ def steps_of(head: Head, kinds: Sequence[str] = KINDS, shared: bool = False) -> 
     Raises ModelError for an incomplete file.
     """
     stored = {kind: sorted(numbers(head, f"{kind}.{{i}}.{{rest}}")) for kind in kinds}
-    count = 1 + max((number for each in stored.values() for number in each), default=-1)
-    missing = [f"{kind}.{i}" for kind in kinds for i in range(count) if i not in stored[kind]]
+    count = max(1 + max(own, default=-1) for own in stored.values())
+    missing = list[str]()
+    for kind, own in stored.items():
+        missing += [f"{kind}.{i}" for i in range(count) if i not in own]
     if not (shared or _shares_weights(head, stored)):
         if missing:
             raise ModelError(f"{head.name!r} has weights for {count} steps, but no {missing[0]}.")
         return stored
     if count < 2 or (count == 2 and missing):  # the names do not show the number of steps
         count = _announced_steps(head)
-    return {kind: [_shared_number(stored[kind], kind, step) for step in range(count)] for kind in kinds}
+    return {kind: [_shared_number(own, kind, i) for i in range(count)] for kind, own in stored.items()}
 
 
 def _shares_weights(head: Head, stored: Mapping[str, Sequence[int]]) -> bool:

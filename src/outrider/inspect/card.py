@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,22 +152,20 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, checkpoint.stored_dtype, device)
     spec, few = checkpoint.spec, bits_of(options.quantization)
-
-    fallback = needs_fallback(checkpoint)
-    together: dict[str, list[float | None]] = {}
+    fallback, widest = needs_fallback(checkpoint), _widest_bits(stored)
+    weight_bits = 0.0
     for part in stored:
-        together.setdefault(_fused(part.name), []).append(part.bits)
-
-    def bits(part: Stored) -> float:
+        bits: float = 8 * dtype.itemsize
+        if few is not None:
+            bits = _few(8 if part.name in OUTER else few, GROUP, False)
+        if (packed := widest[_fused(part.name)]) is not None:
+            bits = min(bits, packed)
         if part.vector and not fallback:
-            return 32
-        own = together[_fused(part.name)]
-        wanted = 8 * dtype.itemsize if few is None else _few(8 if part.name in OUTER else few, GROUP, False)
-        return min(wanted, max(bits for bits in own if bits)) if all(own) else wanted
-
+            bits = 32
+        weight_bits += part.weights * bits
     return {
         "dtype": str(dtype).removeprefix("torch."),
-        "weight_bytes": round(sum(part.weights * bits(part) for part in stored) / 8),
+        "weight_bytes": round(weight_bits / 8),
         "token_bytes": Pool.bytes_per_slot(
             spec.layers, spec.kv_heads, spec.head_dim, kv_dtype(options.kv_cache_dtype, dtype)
         ),
@@ -236,6 +234,16 @@ def _fused(name: str) -> str:
     return re.sub(
         r"\b(q|k|v|gate|up)_proj", lambda part: "qkv" if part.group(1) in "qkv" else "gate_up", name
     )
+
+
+def _widest_bits(stored: Sequence[Stored]) -> dict[str, float | None]:
+    """Bits of each fused linear as the file has it packed; None if a part of it is not packed."""
+    widest: dict[str, float | None] = {}
+    for part in stored:
+        name = _fused(part.name)
+        before = widest.get(name, 0.0)
+        widest[name] = None if before is None or not part.bits else max(before, part.bits)
+    return widest
 
 
 def _few(bits: int, group: int, offsets: bool) -> float:

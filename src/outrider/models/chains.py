@@ -150,12 +150,11 @@ def _judge(rule: StopRule, level: Level, depth: int) -> tuple[list[Tip], list[bo
 def _read(levels: Sequence[Level], count: int) -> Chained:
     """Tokens and features of each chain, up to its first token that could not be picked; one read."""
     rows = torch.cat([torch.cat([level.tokens[:, None].double(), level.features], 1) for level in levels])
-    numbers = iter(rows.tolist())
+    tips = [tip for level in levels for tip in level.tips]
     tokens_of: list[list[int]] = [[] for _ in range(count)]
     features_of: list[list[NodeFeatures]] = [[] for _ in range(count)]
     ended = set[int]()
-    for tip in itertools.chain.from_iterable(level.tips for level in levels):
-        token, *features = next(numbers)
+    for tip, (token, *features) in zip(tips, rows.tolist()):
         if token < 0:
             ended.add(tip.number)
         elif tip.number not in ended:

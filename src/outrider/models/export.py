@@ -153,9 +153,12 @@ def scheme(bits: int, plain: Iterable[str] = ()) -> dict[str, Any]:
     if bits != 8:
         groups = {**groups, "group_1": group([f"re:.*{name}" for name in OUTER], 8)}
     return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "config_groups": groups, "ignore": [name.removesuffix(".weight") for name in plain],
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [name.removesuffix(".weight") for name in plain],
+    }
 
 
 def _smallest_exact(scales: Tensor) -> Tensor:

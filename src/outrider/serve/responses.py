@@ -157,10 +157,12 @@ class Responses:
         of_prompt = {**usage["prompt_tokens_details"], "cache_write_tokens": 0}  # which OpenAI charges for
         of_output = usage["completion_tokens_details"]
         made["usage"] = {
-            "input_tokens": usage["prompt_tokens"], "input_tokens_details": of_prompt,
-            "output_tokens": usage["completion_tokens"], "output_tokens_details": of_output,
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": of_prompt,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": of_output,
             "total_tokens": usage["total_tokens"],
-        }  # fmt: skip
+        }
         if self.body.return_speculation:
             made["speculation"] = speculation_of([output])
         return made

@@ -171,11 +171,19 @@ class Process(uvicorn.Server):
         """path: of a Unix socket to listen on, instead of host and port."""
         self.server, options = server, server.options
         config = uvicorn.Config(
-            app, host=options.host, port=options.port, uds=path or None, ssl_certfile=options.ssl_certfile,
-            ssl_keyfile=options.ssl_keyfile, log_level="warning", access_log=False, server_header=False,
-            http=connection_within(options.body_timeout), ws="none",
+            app,
+            host=options.host,
+            port=options.port,
+            uds=path or None,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            http=connection_within(options.body_timeout),
+            ws="none",
             timeout_graceful_shutdown=int(options.shutdown_timeout + GRACE) + 1,
-        )  # fmt: skip
+        )
         super().__init__(config)
 
     def fail(self, error: Exception) -> None:

@@ -65,18 +65,19 @@ class ToolParser:
         """
         text = text if finished else self._certain(text)
         is_bare = self.bare and text.lstrip().startswith("{")
-        bare = [
-            piece
-            for piece in (self.read(text) if is_bare else [])
-            if isinstance(piece, str) or names is None or piece.name in names
-        ]
-        if any(isinstance(piece, ToolCall) for piece in bare):
-            return _joined("", bare)
+        if is_bare:
+            pieces = self.read(text)
+            if names is not None:
+                pieces = [piece for piece in pieces if isinstance(piece, str) or piece.name in names]
+            if any(isinstance(piece, ToolCall) for piece in pieces):
+                return _joined("", pieces)
         start = text.find(self.marker)
-        if start < 0:
-            return Parsed(text if finished else "" if is_bare else text.rstrip(), [])  # space before a marker
-        found = _joined(text[:start].rstrip(), self.read(text[start:]))
-        return found if found.calls or not finished else Parsed(text, [])
+        if start >= 0:
+            found = _joined(text[:start].rstrip(), self.read(text[start:]))
+            return found if found.calls or not finished else Parsed(text, [])
+        if finished:
+            return Parsed(text, [])
+        return Parsed("" if is_bare else text.rstrip(), [])  # a marker may follow the space
 
     def _certain(self, text: str) -> str:
         """The text without an end that may become a marker."""
@@ -150,12 +151,13 @@ def calls_in(text: str, at: int, separator: str, strict: bool = False) -> tuple[
 
 def listed(text: str) -> Pieces:
     """The calls of a JSON list, or of a single object."""
-    at = len(text) - len(text.lstrip())
-    is_list = text.startswith("[", at)
-    calls, end = calls_in(text, len(text) - len(text[at + 1 :].lstrip()) if is_list else at, ",")
-    closing = re.compile(r"\s*\]").match(text, end) if is_list and end >= 0 else None
-    end = closing.end() if closing else -1 if is_list else end
-    return [*calls, *([text[end:]] if calls and end >= 0 else [])]
+    opening = re.match(r"\s*(\[?)\s*", text)
+    assert opening is not None, "it matches every text"
+    calls, end = calls_in(text, opening.end(), ",")
+    if opening[1] and end >= 0:
+        closing = re.compile(r"\s*\]").match(text, end)
+        end = closing.end() if closing else -1
+    return [*calls, text[end:]] if calls and end >= 0 else [*calls]
 
 
 def _hermes(text: str) -> Pieces:
@@ -176,7 +178,7 @@ def _llama3(text: str) -> Pieces:
     """<|python_tag|>{"name": …, "parameters": {…}}; several are separated by semicolons."""
     begins = re.match(r"(<\|python_tag\|>)?\s*", text)
     calls, end = calls_in(text, begins.end() if begins else 0, ";", strict=True)
-    return [*calls, *([text[end:].lstrip("; ")] if calls and end >= 0 else [])]
+    return [*calls, text[end:].lstrip("; ")] if calls and end >= 0 else [*calls]
 
 
 def _mistral(text: str) -> Pieces:

@@ -43,9 +43,12 @@ class Traces:
         lasted = max((sample.token_times[-1] for sample in output.outputs if sample.token_times), default=0.0)
         ended = time.time_ns()
         span = self.provider.get_tracer("outrider").start_span(
-            "llm_request", above, SpanKind.SERVER, self._attributes(output, lasted),
+            "llm_request",
+            above,
+            SpanKind.SERVER,
+            self._attributes(output, lasted),
             start_time=ended - int(1e9 * lasted),
-        )  # fmt: skip
+        )
         span.end(ended)
 
     def _attributes(self, output: RequestOutput, lasted: float) -> dict[str, Any]:

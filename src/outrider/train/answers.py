@@ -41,38 +41,52 @@ def given(items: Sequence[Item]) -> list[Text]:
     return [Text(item.prompt + item.answer, len(item.prompt)) for item in items]
 
 
-def regenerated(
-    llm: LLM,
-    items: Sequence[Item],
-    options: TrainOptions,
-    path: Path,
-    tick: Callable[[int, int], None],
-    failed: Callable[[int, str], None],
-    deadline: float = math.inf,
-    ask: bool = True,
-) -> list[Text]:
-    """The target's answers, in the order of the items.  One that failed is empty, and asked for next time.
+Tick = Callable[[int, int], None]  # (texts, their answer tokens)
+Failed = Callable[[int, str], None]  # (number of an item, error)
 
-    path: JSON lines of (item, ids), which an interrupted run goes on with.  tick(texts, tokens) is called
-    for what has become known, failed(item, error) for requests that fail now.  ask: otherwise only those of
-    the file, which another process has written.  Raises OutOfTime if answers are missing at `deadline`, of
-    `perf_counter`.
+
+class AnswerFile:
+    """The target's answers to the prompts of `items`, by number.
+
+    path: JSON lines of (number, ids), which an interrupted run goes on with, and other processes read.
     """
-    answers = _read(path)
-    tick(len(answers), 0)
-    todo = [i for i in range(len(items)) if i not in answers] if ask else []
-    size = CHUNK if deadline == math.inf else TIMED_CHUNK
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for first in range(0, len(todo), size):
-        if time.perf_counter() > deadline:
-            raise OutOfTime
-        new = answered(llm, {i: items[i] for i in todo[first : first + size]}, options, failed)
-        answers.update(new)
-        with writing(path), path.open("a", encoding="utf-8") as file:
+
+    def __init__(self, path: Path, items: Sequence[Item]) -> None:
+        self.path, self.items, self.answers = path, items, _read(path)
+
+    def ask(
+        self, llm: LLM, options: TrainOptions, tick: Tick, failed: Failed, deadline: float = math.inf
+    ) -> None:
+        """Ask for the missing answers.  Those that fail are missing still, and asked for the next time.
+
+        Raises OutOfTime if answers are missing at `deadline`, of `perf_counter`.
+        """
+        missing = [i for i in range(len(self.items)) if i not in self.answers]
+        size = CHUNK if deadline == math.inf else TIMED_CHUNK
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for first in range(0, len(missing), size):
+            if time.perf_counter() > deadline:
+                raise OutOfTime
+            chunk = {i: self.items[i] for i in missing[first : first + size]}
+            new = answered(llm, chunk, options, failed)
+            self._append(new)
+            tick(len(new), sum(map(len, new.values())))
+
+    def _append(self, new: Mapping[int, list[int]]) -> None:
+        self.answers.update(new)
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps([i, ids]) + "\n" for i, ids in new.items())
             file.flush()
             os.fsync(file.fileno())
-        tick(len(new), sum(map(len, new.values())))
+
+    @property
+    def texts(self) -> list[Text]:
+        """In the order of the items; a missing answer is empty."""
+        return texts_of(self.items, self.answers)
+
+
+def texts_of(items: Sequence[Item], answers: Mapping[int, list[int]]) -> list[Text]:
+    """Prompts with their answers, by number; a missing one is empty."""
     return [Text(item.prompt + answers.get(i, []), len(item.prompt)) for i, item in enumerate(items)]
 
 
@@ -80,7 +94,7 @@ def answered(
     llm: LLM,
     items: Mapping[int, Item],
     options: TrainOptions,
-    failed: Callable[[int, str], None] = lambda item, error: None,
+    failed: Failed = lambda item, error: None,
 ) -> dict[int, list[int]]:
     """Answers by the items' numbers, in one batch, without those that failed."""
     prompts = [{"prompt_token_ids": item.prompt} for item in items.values()]

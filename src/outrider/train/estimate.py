@@ -76,8 +76,7 @@ def _answers(llm: LLM, items: Sequence[data.Item], options: TrainOptions) -> lis
     """Usable texts of the items; those of the data if the target answers none."""
     if not options.regenerate:
         return answers.given(items)
-    made = answers.answered(llm, dict(enumerate(items)), options)
-    texts = [answers.Text(item.prompt + made.get(i, []), len(item.prompt)) for i, item in enumerate(items)]
+    texts = answers.texts_of(items, answers.answered(llm, dict(enumerate(items)), options))
     return [text for text in texts if text.usable] or answers.given(items)
 
 

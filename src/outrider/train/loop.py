@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,15 @@ from outrider.train.schedule import Schedule
 
 HOST_JOINED, JOINED = 2048, 16384  # tokens of padded texts that one call of a loss takes together
 LOGIT_BYTES = 1 << 30  # of their logits in float32; a loss holds several times as much
+
+
+class _Item(NamedTuple):
+    """A text of a step: its number, its length, the tokens of its answer, and the seed of its loss."""
+
+    number: int
+    length: int
+    tokens: int
+    seed: int
 
 
 class Trainer:
@@ -76,25 +85,59 @@ class Trainer:
         """One optimizer step; returns the loss per counted place."""
         self.method.network.train()
         rate = self.method.rate * self.schedule.factor(self.step, self.done, self.options.warmup)
-        places = range(self.step * self.options.batch, (self.step + 1) * self.options.batch)
-        texts = [self._text(place) for place in places]
-        weights = [len(self.features.texts[i].ids) - self.features.texts[i].prompt for i in texts]
-        losses = list[Tensor]()
-        for several in self._groups(texts):
-            seeds = [1_000_003 * self.options.seed + places[j] for j in several]
-            torch.manual_seed(seeds[0])
-            with self._timed("features"):
-                sample = self.features.sample(*(texts[j] for j in several), seeds=seeds)
-            with self._timed("loss"):
-                with self._autocast():
-                    loss = self.method.loss(sample) * (sum(weights[j] for j in several) / sum(weights))
-                loss.backward()  # type: ignore[no-untyped-call]
-                losses.append(loss.detach())
+        first = self.step * self.options.batch
+        batch = [self._item(place) for place in range(first, first + self.options.batch)]
+        tokens = sum(item.tokens for item in batch)
+        losses = [self._backward(group, tokens) for group in self._groups(batch)]
         with self._timed("loss"):  # the only wait for a device
             total = self.processes.total(math.fsum(torch.stack(losses).tolist()) if losses else 0.0)
         self.processes.sum_gradients(self.parameters)
         if not math.isfinite(total):
             raise ConfigError(f"the loss is {total} at step {self.step + 1}: take a smaller rate.")
+        self._optimize(rate)
+        self.step += 1
+        self.tokens, self.seen = self.tokens + tokens, self.seen + tokens
+        self.losses.append(total)
+        return total
+
+    def _item(self, place: int) -> _Item:
+        number = self._text(place)
+        text, seed = self.features.texts[number], 1_000_003 * self.options.seed + place
+        return _Item(number, len(text.ids), len(text.ids) - text.prompt, seed)
+
+    def _groups(self, batch: Sequence[_Item]) -> list[list[_Item]]:
+        """This process's part of the batch, in groups that one call of the loss takes.
+
+        Texts of similar lengths are together, since attention pads them to the longest.
+        """
+        own = [batch[i] for i in self.processes.part(range(len(batch)))]
+        most_tokens = HOST_JOINED if self.device.type == "cpu" else JOINED
+        most_rows = LOGIT_BYTES // (4 * self.method.target.vocabulary)
+        groups: list[list[_Item]] = []
+        longest = 0  # text of the last group, its first
+        for item in sorted(own, key=lambda item: -item.length):
+            count = len(groups[-1]) + 1 if groups else 0
+            full = count * longest > most_tokens or count * self.method.logit_rows(longest) > most_rows
+            if not groups or full or not self.method.joins:
+                groups.append([])
+                longest = item.length
+            groups[-1].append(item)
+        return groups
+
+    def _backward(self, group: Sequence[_Item], batch_tokens: int) -> Tensor:
+        """Add the gradients of some texts.  Returns their part of the loss, which is not waited for."""
+        torch.manual_seed(group[0].seed)
+        with self._timed("features"):
+            numbers = [item.number for item in group]
+            sample = self.features.sample(*numbers, seeds=[item.seed for item in group])
+        with self._timed("loss"):
+            with self._autocast():
+                loss = self.method.loss(sample) * (sum(item.tokens for item in group) / batch_tokens)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _optimize(self, rate: float) -> None:
+        """Change the weights by their gradients, and clear these."""
         with self._timed("optimizer"):
             nn.utils.clip_grad_norm_(self.parameters, self.options.clip)
             for optimizer in self.optimizers:
@@ -102,28 +145,6 @@ class Trainer:
                     group["lr"] = rate
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        self.tokens, self.seen = self.tokens + sum(weights), self.seen + sum(weights)
-        self.losses.append(total)
-        return total
-
-    def _groups(self, texts: Sequence[int]) -> list[list[int]]:
-        """This process's part of the batch: the places of the texts that one call of the loss takes.
-
-        Texts of similar lengths are together, since attention pads them to the longest.
-        """
-        lengths = [len(self.features.texts[i].ids) for i in texts]
-        most = HOST_JOINED if self.device.type == "cpu" else JOINED
-        rows = LOGIT_BYTES // (4 * self.method.target.vocabulary)
-        groups: list[list[int]] = []
-        for j in sorted(self.processes.part(range(len(texts))), key=lambda j: -lengths[j]):
-            longest = lengths[groups[-1][0]] if groups else 0
-            count = len(groups[-1]) + 1 if groups else 0
-            full = count * longest > most or count * self.method.logit_rows(longest) > rows
-            if not groups or full or not self.method.joins:
-                groups.append([])
-            groups[-1].append(j)
-        return groups
 
     @torch.no_grad()
     def held_loss(self, texts: Sequence[int]) -> float:

@@ -113,7 +113,11 @@ def collect(llm: LLM, options: TrainOptions, report: Report, deadline: float, as
             path = cache_folder(options) / f"answers-{key}.jsonl"
             if not ask and not path.exists():
                 raise ConfigError(ONE_FOLDER)
-            texts = answers.regenerated(llm, items, options, path, tick, report.failed, deadline, ask)
+            file = answers.AnswerFile(path, items)
+            tick(len(file.answers), 0)
+            if ask:
+                file.ask(llm, options, tick, report.failed, deadline)
+            texts = file.texts
         report.empty(sum(len(text.ids) == text.prompt for text in texts), len(texts))
     else:
         texts = answers.given(items)

@@ -203,21 +203,37 @@ def fit(answers: Sequence[Answered], about: Mapping[str, str], seed: int = 0) ->
             f"{len(data.accepted)} draft tokens were judged, and a control module needs {LEAST} and further "
             f"prompts to test it, one in {HOLD_OUT}: give more --prompts, or raise -n."
         )
-    network, num_nodes = fitted(data, methods, seed), len(data.accepted)
-    num_judged, bins_loss, network_loss, gain_of = 0, 0.0, 0.0, dict[int, float]()  # gain: of each prompt
-    for answer in held_out:
-        of_bins, of_network = losses(network, tensors([answer], methods))
-        num_judged += len(of_bins)
-        bins_loss, network_loss = bins_loss + float(of_bins.sum()), network_loss + float(of_network.sum())
-        gain_of[answer.prompt] = gain_of.get(answer.prompt, 0.0) + float((of_bins - of_network).sum())
-    bins, loss = bins_loss / num_judged, network_loss / num_judged
-    gains = torch.tensor([*gain_of.values()])
-    spread = float(gains.std()) * len(gains) ** 0.5 / num_judged if len(gains) > 1 else math.inf
-    figures = {"nodes": str(num_nodes), "held_out": str(num_judged)}
-    figures |= {"log_loss": f"{loss:.4f}", "log_loss_of_bins": f"{bins:.4f}"}
-    return Fitted(
-        network_of(network, methods, {**about, **figures}), num_nodes, num_judged, bins, loss, spread
-    )
+    weights, num_nodes = fitted(data, methods, seed), len(data.accepted)
+    found = tested(weights, held_out, methods)
+    figures = {"nodes": str(num_nodes), "held_out": str(found.nodes)}
+    figures |= {"log_loss": f"{found.loss:.4f}", "log_loss_of_bins": f"{found.bins:.4f}"}
+    network = network_of(weights, methods, {**about, **figures})
+    return Fitted(network, num_nodes, found.nodes, found.bins, found.loss, found.spread)
+
+
+class Tested(NamedTuple):
+    """Number of judged nodes, and the rest as in `Fitted`."""
+
+    nodes: int
+    bins: float
+    loss: float
+    spread: float
+
+
+def tested(weights: Sequence[Any], answers: Sequence[Answered], methods: Sequence[str]) -> Tested:
+    """Test weights on held-out answers."""
+    nodes, bins_loss, network_loss = 0, 0.0, 0.0
+    gains = dict[int, float]()  # less loss than by the bins, by prompt
+    for answer in answers:
+        of_bins, of_network = losses(weights, tensors([answer], methods))
+        nodes += len(of_bins)
+        bins_loss += float(of_bins.sum())
+        network_loss += float(of_network.sum())
+        gains[answer.prompt] = gains.get(answer.prompt, 0.0) + float((of_bins - of_network).sum())
+    spread = math.inf
+    if len(gains) > 1:
+        spread = float(torch.tensor([*gains.values()]).std()) * len(gains) ** 0.5 / nodes
+    return Tested(nodes, bins_loss / nodes, network_loss / nodes, spread)
 
 
 def fitted(data: Nodes, methods: Sequence[str], seed: int) -> list[Any]:

@@ -200,20 +200,28 @@ class Search:
         for space in asked:
             study.enqueue_trial({"method": space.label, **dict.fromkeys(space.parameters)})
             self._candidate(space, {})
-        for number in itertools.count(1):
-            if number == len(asked) + 1:
-                for candidate in self._promoted(1):
-                    self._try(candidate, until, LEAST)
-            if self.clock() >= until or (number > len(asked) and not self._best()):
-                return
+
+        def propose(number: int, most: int) -> None:
             trial = study.ask()
             space = by_label[trial.suggest_categorical("method", [*by_label])]
-            parameters = space.parameters.items()
-            values = [trial.suggest_categorical(name, [None, *choices]) for name, choices in parameters]
-            candidate = self._candidate(space, dict(zip(space.tunable, values)))
+            values = dict[str, Any]()
+            for name, unique_name in zip(space.tunable, space.parameters):
+                values[name] = trial.suggest_categorical(unique_name, [None, *space.tunable[name]])
+            candidate = self._candidate(space, values)
             tick(f"{number}: {candidate.label}")
-            self._try(candidate, until, MOST if number > len(asked) else 1)
+            self._try(candidate, until, most)
             study.tell(trial, candidate.gain if candidate.pairs else 0.0)
+
+        for number in range(1, len(asked) + 1):  # the enqueued trials come first
+            if self.clock() >= until:
+                return
+            propose(number, 1)
+        for candidate in self._promoted(1):
+            self._try(candidate, until, LEAST)
+        for number in itertools.count(len(asked) + 1):
+            if self.clock() >= until or not self._best():
+                return
+            propose(number, MOST)
 
     def _candidate(self, space: Space, values: Mapping[str, Any]) -> Candidate:
         made = space.candidate(values)

@@ -36,10 +36,10 @@ TEMPLATE = (
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     template: Path = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
-    with served("builtin-draft", "--replicas", "2", "--replica-timeout", "8", "--api-key", "secret",
-                "--chat-template", str(template),
-                "--max-requests", "8", "--root-path", "/llm", "--stream-interval", "0",
-                "--speculative-config", '{"method": "ngram"}') as running:  # fmt: skip
+    flags = ["--replicas", "2", "--replica-timeout", "8", "--api-key", "secret", "--max-requests", "8"]
+    flags += ["--root-path", "/llm", "--stream-interval", "0"]
+    flags += ["--chat-template", str(template), "--speculative-config", '{"method": "ngram"}']
+    with served("builtin-draft", *flags) as running:
         yield running
 
 
@@ -86,8 +86,9 @@ def busy(server: Served) -> int | None:
 def streamed(server: Served, body: dict[str, Any], fate: int) -> tuple[str, list[int], bool]:
     """Text and tokens of a stream, and whether its replica was there to get a signal after some events."""
     found, hurt = [], False
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, headers=KEY,
-                      timeout=HANG) as answer:  # fmt: skip
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, headers=KEY, timeout=HANG
+    ) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 found.append(parsed(line)["choices"][0])

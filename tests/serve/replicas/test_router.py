@@ -232,11 +232,18 @@ def answer(
 ) -> tuple[int, bytes]:
     """Status and body of GET for a decoded path.  Clients of Python encode paths and headers differently."""
     scope = {
-        "type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "root_path": "",
-        "path": path, "raw_path": quote(path).encode(), "query_string": query,
-        "client": ("client", 1), "server": ("host", 80),
+        "type": "http",
+        "http_version": "1.1",
+        "method": "GET",
+        "scheme": "http",
+        "root_path": "",
+        "path": path,
+        "raw_path": quote(path).encode(),
+        "query_string": query,
+        "client": ("client", 1),
+        "server": ("host", 80),
         "headers": [(b"host", b"host"), (b"authorization", b"Bearer secret"), *headers],
-    }  # fmt: skip
+    }
     sent: list[Any] = []
     bodies = [{"type": "http.request", "body": b"", "more_body": False}]
 

@@ -19,9 +19,9 @@ Rows are collected into groups of the same padded size.  So a long prompt does n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from outrider.backends.launch import AttentionShape
 from outrider.core.device import to_device
 from outrider.core.step_input import StepInput
 
+T = TypeVar("T")
 BLOCK = 128  # keys a product of weights and values
 TILE = 8  # the rows of a product are a multiple
 MAX_ROWS = 128  # rows of one request that are computed together; bounds the scores that are held
@@ -90,14 +91,19 @@ def _pieces(step_input: StepInput) -> list[_Piece]:
         rows = range(*step_input.query_start[request : request + 2])
         known = [row for row in rows if not step_input.path_lens[row]]
         nodes = [row for row in rows if step_input.path_lens[row]]
-        for part in (known[at : at + MAX_ROWS] for at in range(0, len(known), MAX_ROWS)):
+        for part in _parts(known):
             seen = max(step_input.context_lens[row] for row in part)
             pieces.append(_Piece(part, table[:seen].tolist(), [[]] * len(part)))
-        for part in (nodes[at : at + MAX_ROWS] for at in range(0, len(nodes), MAX_ROWS)):
+        for part in _parts(nodes):
             shared = min(step_input.context_lens[row] for row in part) // BLOCK * BLOCK
             own = [step_input.key_slots(row, shared) for row in part]
             pieces.append(_Piece(part, table[:shared].tolist(), own))
     return pieces
+
+
+def _parts(rows: list[int]) -> list[list[int]]:
+    """The rows in parts of MAX_ROWS at most."""
+    return [rows[at : at + MAX_ROWS] for at in range(0, len(rows), MAX_ROWS)]
 
 
 def _rounded(n: int) -> int:
@@ -113,18 +119,19 @@ def _blocks(keys: int) -> int:
 def _group(step_input: StepInput, pieces: list[_Piece], sizes: _Sizes, device: torch.device) -> Group:
     """The group of pieces that are padded to the same sizes."""
     q, s, t = sizes
-    rows, positions, num_keys, shifts, tables, paths, splits = [], [], [], [], [], [], []
+    tables, paths, splits = list[list[int]](), list[list[list[int]]](), list[list[int]]()
     for piece in pieces:
-        fill = q - len(piece.rows)
-        keys = [step_input.context_lens[row] + step_input.path_lens[row] for row in piece.rows]
-        rows.append([*piece.rows, *[step_input.length] * fill])
-        positions.append([*(step_input.positions[row] for row in piece.rows), *[0] * fill])
-        num_keys.append([*keys, *[1] * fill])
-        shifts.append([*map(step_input.key_shift, piece.rows), *[0] * fill])
-        own = piece.table_slots or piece.path_slots[0]
-        tables.append(_padded(piece.table_slots, s, own[0]))
-        paths.append([_padded(slots, t, own[0]) for slots in (*piece.path_slots, *[[]] * fill)])
+        # padding repeats a slot of the request itself: values that are not finite stay within it
+        own_slot = (piece.table_slots or piece.path_slots[0])[0]
+        tables.append(_padded(piece.table_slots, s, own_slot))
+        paths.append([_padded(slots, t, own_slot) for slots in _padded(piece.path_slots, q, [])])
         splits.append([len(piece.table_slots)])
+
+    def of_rows(number: Callable[[int], int], padding: int) -> Tensor:
+        """A number of each row of the pieces, [B, Q]."""
+        columns = [_padded([number(row) for row in piece.rows], q, padding) for piece in pieces]
+        return torch.tensor(columns, device=device)
+
     path_slots = torch.tensor(paths, dtype=torch.int64).view(len(pieces), q, t).to(device)
     if step_input.device_paths is not None:
         _set_paths(path_slots, step_input.device_paths, step_input, pieces)
@@ -133,10 +140,10 @@ def _group(step_input: StepInput, pieces: list[_Piece], sizes: _Sizes, device: t
     # padding of the table part has numbers that no row sees
     of_table = of_table.masked_fill(of_table >= split, torch.iinfo(torch.int64).max // 2)
     return Group(
-        rows=torch.tensor(rows, device=device),
-        positions=torch.tensor(positions, device=device),
-        num_keys=torch.tensor(num_keys, device=device),
-        shift=torch.tensor(shifts, device=device),
+        rows=of_rows(lambda row: row, step_input.length),
+        positions=of_rows(lambda row: step_input.positions[row], 0),
+        num_keys=of_rows(lambda row: step_input.context_lens[row] + step_input.path_lens[row], 1),
+        shift=of_rows(step_input.key_shift, 0),
         table_slots=torch.tensor(tables, dtype=torch.int64, device=device),
         path_slots=path_slots,
         keys=torch.cat([of_table, of_path], dim=1).to(device),
@@ -156,9 +163,8 @@ def _set_paths(path_slots: Tensor, paths: Tensor, step_input: StepInput, pieces:
     path_slots[b[:, None], i[:, None], at] = paths[rows].long()
 
 
-def _padded(slots: Sequence[int], size: int, slot: int) -> list[int]:
-    """Padding repeats a slot of the request itself: values that are not finite stay within it."""
-    return [*slots, *[slot] * (size - len(slots))]
+def _padded(values: Sequence[T], size: int, padding: T) -> list[T]:
+    return [*values, *[padding] * (size - len(values))]
 
 
 def attend(

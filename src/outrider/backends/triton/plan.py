@@ -162,19 +162,23 @@ def columns_of(step: StepInput, sizes: Sizes, shared_tables: Tables) -> array[in
     tables = list[int]()
     for table, (first, end) in zip(step.slot_tables, pairwise(step.query_start)):
         tables += [shared_tables.places[id(table)]] * (end - first)
-    pieces = [*_pieces(step)]
-    shared = [least for _, count, least in pieces for _ in range(count)]
-    columns = zip(step.positions, step.context_lens, step.path_lens)
+    keys = [context + path for context, path in zip(step.context_lens, step.path_lens)]
+    shifts = [max(0, position + 1 - seen) for position, seen in zip(step.positions, keys)]
+    shared, pieces = list[int](), list[int]()
+    for piece in _pieces(step):
+        shared += [piece.shared] * piece.rows
+        pieces += piece
+    padding = sizes.rows - step.length
     arrays: list[Sequence[int]] = [
         step.positions,
-        [*step.slot_mapping, *[NOT_STORED] * (sizes.rows - step.length)],
+        [*step.slot_mapping, *[NOT_STORED] * padding],
         step.context_lens,
-        [context + path for context, path in zip(step.context_lens, step.path_lens)],
-        [max(0, position + 1 - context - path) for position, context, path in columns],
-        [*shared, *[ALL] * (sizes.rows - step.length)],
+        keys,
+        shifts,
+        [*shared, *[ALL] * padding],
         tables,
         _widened(step, sizes.path),
-        [number for piece in pieces for number in piece],
+        pieces,
     ]
     *lengths, _ = sizes.lengths
     flat, start = array("i", bytes(4 * sum(map(aligned, lengths)))), 0
@@ -194,11 +198,19 @@ def _widened(step: StepInput, path: int) -> Sequence[int]:
     return wide
 
 
-def _pieces(step: StepInput) -> Iterator[tuple[int, int, int]]:
+class _Piece(NamedTuple):
+    """Consecutive rows of one request.  shared: keys of its table that all of its nodes see."""
+
+    first: int
+    rows: int
+    shared: int
+
+
+def _pieces(step: StepInput) -> Iterator[_Piece]:
     for first, end in pairwise(step.query_start):
         for at in range(first, end, PIECE):
             rows = range(at, min(at + PIECE, end))
             shared = ALL
             if step.max_path_len:
                 shared = min((step.context_lens[row] for row in rows if step.path_lens[row]), default=ALL)
-            yield at, len(rows), shared
+            yield _Piece(at, len(rows), shared)

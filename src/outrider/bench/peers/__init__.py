@@ -124,13 +124,18 @@ def _installed(name: str, module: str) -> bool:
 def job_of(llm: LLM, params: SamplingParams, depth: int) -> Job:
     """What an engine is asked, beside its checkpoints."""
     return Job(
-        model="", draft=None, depth=depth,
+        model="",
+        draft=None,
+        depth=depth,
         ending=[] if params.ignore_eos else sorted(llm.engine.ending),
         sampling={name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")},
-        tokens=params.max_tokens or llm.engine.max_len, seed=params.seed or 0, context=llm.engine.max_len,
-        threads=torch.get_num_threads(), dtype=str(llm.engine.decoder.dtype).removeprefix("torch."),
+        tokens=params.max_tokens or llm.engine.max_len,
+        seed=params.seed or 0,
+        context=llm.engine.max_len,
+        threads=torch.get_num_threads(),
+        dtype=str(llm.engine.decoder.dtype).removeprefix("torch."),
         device=str(llm.engine.device),
-    )  # fmt: skip
+    )
 
 
 @contextmanager
@@ -190,10 +195,13 @@ class Worker:
         self.errors = TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
         self.process = subprocess.Popen(
             [_python(name), str(Path(worker.__file__)), _file(name)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
             env={**_environment(name), "OMP_NUM_THREADS": str(torch.get_num_threads())},
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> Worker:
         return self

@@ -82,10 +82,15 @@ def _mode(job: Job, serve: Any, kind: str | None) -> Mode:
     """Start a server with this kind of speculation."""
     server = serve(job, kind)
     asked: dict[str, Any] = {
-        **job.sampling, "top_k": max(0, job.sampling["top_k"]), "n_predict": job.tokens, "seed": job.seed,
-        "samplers": ["top_k", "top_p", "min_p", "temperature"], "ignore_eos": not job.ending,
-        "cache_prompt": False, "return_tokens": True,
-    }  # fmt: skip
+        **job.sampling,
+        "top_k": max(0, job.sampling["top_k"]),
+        "n_predict": job.tokens,
+        "seed": job.seed,
+        "samplers": ["top_k", "top_p", "min_p", "temperature"],
+        "ignore_eos": not job.ending,
+        "cache_prompt": False,
+        "return_tokens": True,
+    }
 
     def answer(ids: list[int]) -> Answer:
         body = json.dumps({**asked, "prompt": ids}).encode()

@@ -31,13 +31,22 @@ def _mode(job: Job, speculation: dict[str, Any] | None) -> Mode:
     if speculation is not None:
         speculation = {**speculation, "num_speculative_tokens": job.depth}
     engine = vllm.LLM(
-        model=job.model, dtype=job.dtype, max_model_len=job.context, max_num_seqs=1,
-        enable_prefix_caching=False, kv_cache_memory_bytes=CACHE << 30, speculative_config=speculation,
-    ).llm_engine  # fmt: skip
+        model=job.model,
+        dtype=job.dtype,
+        max_model_len=job.context,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=CACHE << 30,
+        speculative_config=speculation,
+    ).llm_engine
     asked = vllm.SamplingParams(
-        **job.sampling, max_tokens=job.tokens, seed=job.seed, detokenize=False, stop_token_ids=job.ending,
+        **job.sampling,
+        max_tokens=job.tokens,
+        seed=job.seed,
+        detokenize=False,
+        stop_token_ids=job.ending,
         ignore_eos=not job.ending,
-    )  # fmt: skip
+    )
     numbers = itertools.count()
 
     def answer(ids: list[int]) -> Answer:

@@ -157,6 +157,7 @@ class LayerSkip(Drafter):
 
     def _chains(self, steps: Sequence[RowStep]) -> list[RowDraft]:
         """Draft chains for all rows in one call of the backend."""
+        spec, backend = self.decoder.spec, self.decoder.backend
         step_input, chains = StepInput(), list[Chain]()
         for i, step in enumerate(steps):
             row, floor = step.row, self._threshold(step.row).value
@@ -164,24 +165,20 @@ class LayerSkip(Drafter):
             chains.append(Chain(i, step.budget.depth, row.distribution, row.stream, floor))
         states = None
         if self.early_exit:
-            depth = max(chain.levels for chain in chains)
-            states = torch.empty(
-                len(chains), depth, self.decoder.spec.hidden,
-                dtype=self.decoder.backend.activations, device=self.decoder.device,
-            )  # fmt: skip
+            shape = len(chains), max(chain.levels for chain in chains), spec.hidden
+            states = torch.empty(shape, dtype=backend.activations, device=backend.device)
         measured = self.target.adaptive or any(chain.floor for chain in chains)
         stop_rule = StopRule() if measured else None
         wanted = Chains(chains, self.target.vocabulary, stop_rule, states)
         tokens_of, features_of = self.decoder.draft_chain(step_input.build(), self.pool, wanted, self.blocks)
         drafts = []
         for i, tokens in enumerate(tokens_of):
-            nodes = list(range(ROOT, max(1, len(tokens)) - 1))  # no pass computed the last draft token
             confidence = [SHARED_NOISE] * len(tokens)
             if self.target.adaptive:
                 confidence = [features[0] for features in features_of[i]]
-            draft_tree = DraftTree.chain(tokens, confidence)
+            nodes = list(range(ROOT, max(1, len(tokens)) - 1))  # no pass computed the last draft token
             own_states = torch.empty(0) if states is None else states[i, : len(nodes)]
-            drafts.append(RowDraft(draft_tree, nodes, own_states))
+            drafts.append(RowDraft(DraftTree.chain(tokens, confidence), nodes, own_states))
         return drafts
 
     def _by_depth(self, steps: Sequence[RowStep]) -> list[RowDraft]:

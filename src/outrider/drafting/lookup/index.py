@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.select import compiled_library
-from outrider.drafting.lookup.index_base import FRONT, PLACES, RUNS, Index, Places, hash_bits
+from outrider.drafting.lookup.index_base import FRONT, PLACES, RUNS, Index, Place, Places, hash_bits
 from outrider.drafting.lookup.index_reference import ReferenceIndex
 
 
@@ -22,30 +22,44 @@ def index_for(capacity: int, longest: int = 1, depth: int = 0) -> Index:
     return CompiledIndex(library, capacity, longest, depth)
 
 
-class CompiledIndex:
-    """`Index` in C.
-
-    One int32 array holds everything; untouched parts of it take no physical memory:
-
-        tokens [capacity] │ previous [len(RUNS), capacity] │ heads [len(RUNS), 2^hash_bits]
-
-    The result buffer of a look-up, one for the text itself and one for other texts:
+class Found:
+    """The places that the last look-up found, in its result buffer: numbers, which C writes.
 
         number of rows [len(RUNS)] │ rows [sum(PLACES), 2 + depth]
 
     A row holds a number of equal places, how many tokens agree there, and the tokens that followed.
     """
 
+    def __init__(self, depth: int) -> None:
+        self.row_size = 2 + depth
+        self.numbers = array("i", bytes(4 * (len(RUNS) + sum(PLACES) * self.row_size)))
+
+    def of(self, order: int) -> list[Place]:
+        first = len(RUNS) + FRONT[order] * self.row_size
+        places: list[Place] = []
+        for at in range(first, first + self.numbers[order] * self.row_size, self.row_size):
+            count, length, *followed = self.numbers[at : at + self.row_size]
+            places += [(length, followed)] * count
+        return places
+
+
+class CompiledIndex:
+    """`Index` in C.
+
+    One int32 array holds everything; untouched parts of it take no physical memory:
+
+        tokens [capacity] │ previous [len(RUNS), capacity] │ heads [len(RUNS), 2^hash_bits]
+    """
+
     def __init__(self, lib: ctypes.CDLL, capacity: int, longest: int = 1, depth: int = 0) -> None:
-        self.lib, self.capacity, self.row_size = lib, capacity, 2 + depth
+        self.lib, self.capacity = lib, capacity
         bits, orders = hash_bits(capacity), len(RUNS)
         self.memory = np.zeros(capacity * (1 + orders) + (orders << bits), np.int32)
         tokens = self.memory.ctypes.data
         previous, heads = tokens + 4 * capacity, tokens + 4 * capacity * (1 + orders)
         self.text = STRUCTS["TextIndex"](32 - bits, 0, 0, 0, longest, depth, tokens, previous, heads)
         self.address = ctypes.addressof(self.text)
-        size = orders + sum(PLACES) * self.row_size
-        self.found_here, self.found_elsewhere = array("i", bytes(4 * size)), array("i", bytes(4 * size))
+        self.found_here, self.found_elsewhere = Found(depth), Found(depth)
 
     def __deepcopy__(self, memo: object) -> CompiledIndex:
         copied = CompiledIndex(self.lib, self.capacity, self.text.max_match, self.text.depth)
@@ -79,21 +93,10 @@ class CompiledIndex:
         self._check_room(tokens)
         given = array("i", [*tokens, *ahead])  # these arrays must stay alive during the call
         others = array("Q", [text.address for text in texts])
-        out, row_size = self.found_elsewhere if texts else self.found_here, self.row_size
+        found = self.found_elsewhere if texts else self.found_here
+        others_at = others.buffer_info()[0] if texts else None
+        counts = len(tokens), len(ahead)
         self.lib.runs_find(
-            self.text,
-            given.buffer_info()[0], len(tokens), len(ahead),
-            others.buffer_info()[0] if texts else None, len(texts),
-            out.buffer_info()[0],
-        )  # fmt: skip
-
-        def places(order: int) -> list[tuple[int, list[int]]]:
-            begin = len(RUNS) + FRONT[order] * row_size
-            rows = out[begin : begin + out[order] * row_size].tolist()
-            found: list[tuple[int, list[int]]] = []
-            for i in range(0, len(rows), row_size):
-                count, length, followed = rows[i], rows[i + 1], rows[i + 2 : i + row_size]
-                found += [(length, followed)] * count
-            return found
-
-        return places
+            self.text, given.buffer_info()[0], *counts, others_at, len(texts), found.numbers.buffer_info()[0]
+        )
+        return found

@@ -6,7 +6,7 @@ longest run <= n.  The order of a run is its index in RUNS.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 # These constants are also in runs.c.
@@ -16,8 +16,14 @@ PLACES = (4, 16, 16, 16)
 # The sum of PLACES of all lower orders.
 FRONT = (0, 4, 20, 36)
 
-# Order -> (number of tokens that agree, the tokens that followed) of each place, most recent first.
-Places = Callable[[int], list[tuple[int, list[int]]]]
+Place = tuple[int, list[int]]  # number of tokens that agree there, and the tokens that followed
+
+
+class Places(Protocol):
+    """The places that a look-up found."""
+
+    def of(self, order: int) -> list[Place]:
+        """Those of the runs of one order, most recent first."""
 
 
 class Index(Protocol):
@@ -48,7 +54,7 @@ class Index(Protocol):
 
         Each place gives the `depth` tokens that followed it.  The text itself repeats from that place when it
         ends, as a loop would.  Other texts give -1 from their end, or from a negative token, on.  The result
-        is valid until the next call with, or without, `texts`.
+        is overwritten by the next call with, or without, `texts`.
         """
 
 

@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from outrider.drafting.lookup.index_base import PLACES, RUNS, Places, hash_bits
+from outrider.drafting.lookup.index_base import PLACES, RUNS, Place, Places, hash_bits
 
 FIRST, NEXT, WORD = 2654435769, 2246822507, 0xFFFFFFFF  # the polynomial hash of runs.c, modulo 2^32
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The places of an index, or of other texts, where a context ended: looked up when asked for."""
+
+    index: ReferenceIndex
+    context: array[int]
+    texts: Sequence[ReferenceIndex]
+
+    def of(self, order: int) -> list[Place]:
+        longest = self.index.longest
+        cap = min(longest, RUNS[order - 1] - 1) if order else longest
+        found: list[Place] = []
+        for text in reversed(self.texts or [self.index]):
+            for length, place in text.places(self.context, order, cap):
+                found.append((length, text.after(place, self.index.depth, repeat=not self.texts)))
+        return found[: PLACES[order]]
 
 
 class ReferenceIndex:
@@ -52,21 +71,11 @@ class ReferenceIndex:
         return hashes
 
     def find(self, tokens: Sequence[int], ahead: Sequence[int], texts: Sequence[ReferenceIndex]) -> Places:
-        longest, depth = self.longest, self.depth
         self.extend(tokens)
-        context = array("i", [*self.tokens[-longest:], *ahead][-longest:])
+        context = array("i", [*self.tokens[-self.longest :], *ahead][-self.longest :])
+        return _Found(self, context, texts)
 
-        def places(order: int) -> list[tuple[int, list[int]]]:
-            cap = min(longest, RUNS[order - 1] - 1) if order else longest
-            found: list[tuple[int, list[int]]] = []
-            for text in reversed(texts or [self]):
-                for length, place in text._places(context, order, cap):
-                    found.append((length, text._after(place, depth, repeat=not texts)))
-            return found[: PLACES[order]]
-
-        return places
-
-    def _places(self, context: array[int], order: int, cap: int) -> list[tuple[int, int]]:
+    def places(self, context: array[int], order: int, cap: int) -> list[tuple[int, int]]:
         """(number of agreeing tokens, at most `cap`; place) of the most recent places."""
         run = RUNS[order]
         found: list[tuple[int, int]] = []
@@ -87,7 +96,7 @@ class ReferenceIndex:
         cap = min(len(context), place + 1, cap)
         return next((back for back in range(cap) if self.tokens[place - back] != context[-1 - back]), cap)
 
-    def _after(self, place: int, depth: int, repeat: bool) -> list[int]:
+    def after(self, place: int, depth: int, repeat: bool) -> list[int]:
         """The `depth` tokens after a place; at the end of the text the first ones again, or -1."""
         text = self.tokens[place + 1 : place + 1 + depth].tolist()
         if repeat:

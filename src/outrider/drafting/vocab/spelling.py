@@ -31,20 +31,23 @@ def pieces(tokenizer: Any, size: int) -> list[bytes]:
     """Token id -> the bytes that it adds to a text; b"" for special tokens and for ids without a token."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
-    words, special = tokenizer.get_vocab(), special_ids(tokenizer)
-    added = tokenizer.added_tokens_decoder
-    byte_level = sum(word.startswith("Ġ") for word in words) > sum(word.startswith("▁") for word in words)
-
-    def bytes_of(word: str) -> bytes:
-        if byte_level and all(letter in byte_of for letter in word):
-            return bytes(byte_of[letter] for letter in word)
-        if not byte_level and (byte := BYTE.fullmatch(word)):
-            return bytes([int(byte[1], 16)])
-        return word.replace("▁", " ").encode()
-
+    words, special, added = tokenizer.get_vocab(), special_ids(tokenizer), tokenizer.added_tokens_decoder
+    # letter -> byte of a byte-level tokenizer; None for SentencePiece
+    letters: dict[str, int] | None = None
+    if sum(word.startswith("Ġ") for word in words) > sum(word.startswith("▁") for word in words):
+        in_order = bytes_to_unicode()  # type: ignore[no-untyped-call]
+        letters = {letter: byte for byte, letter in in_order.items()}
     found = [b""] * size
     for word, i in words.items():
         if i < size and i not in special:
-            found[i] = added[i].content.encode() if i in added else bytes_of(word)
+            found[i] = added[i].content.encode() if i in added else _bytes_of(word, letters)
     return found
+
+
+def _bytes_of(word: str, letters: dict[str, int] | None) -> bytes:
+    """The bytes of a token's spelling.  letters: byte of each letter of a byte-level tokenizer."""
+    if letters is not None and all(letter in letters for letter in word):
+        return bytes(letters[letter] for letter in word)
+    if letters is None and (byte := BYTE.fullmatch(word)):
+        return bytes([int(byte[1], 16)])
+    return word.replace("▁", " ").encode()

@@ -19,15 +19,15 @@ def layers_of(body: nn.Module, count: int, attended: Sequence[nn.Module]) -> nn.
     This excludes lists of experts, norms or attentions, and the layers of a vision tower.
     """
 
-    def holds_them(found: nn.ModuleList) -> bool:
-        owners = {
-            id(inner): i for i, layer in enumerate(found) for inner in layer.modules() if inner is not layer
-        }
-        order = [owners.get(id(module), -1) for module in attended]
-        return order == sorted(order) and set(order) == set(range(count))
-
-    lists = (m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
-    return next(filter(holds_them, lists), None)
+    for modules in body.modules():
+        if isinstance(modules, nn.ModuleList) and len(modules) == count:
+            layer_of = dict[int, int]()  # id of an inner module -> number of its layer
+            for number, layer in enumerate(modules):
+                layer_of |= {id(inner): number for inner in layer.modules() if inner is not layer}
+            order = [layer_of.get(id(module), -1) for module in attended]
+            if order == sorted(order) and set(order) == set(range(count)):
+                return modules
+    return None
 
 
 @contextmanager
@@ -45,23 +45,25 @@ def tapping(layers: nn.ModuleList | None, taps: dict[int, Tensor]) -> Iterator[N
             "the modules that are the layers of this model cannot be recognized, nor the states between them."
         )
 
-    def entering(layer: int) -> Any:
-        def keep(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            taps[layer] = (given[0] if given else named["hidden_states"])[0].clone()
-
-        return keep
-
-    def leaving(_: nn.Module, __: Any, out: Any) -> None:
-        taps[len(layers)] = (out[0] if isinstance(out, tuple) else out)[0].clone()
-
-    hooks = [
-        layers[layer].register_forward_pre_hook(entering(layer), with_kwargs=True)
-        if layer < len(layers)
-        else layers[-1].register_forward_hook(leaving)
-        for layer in taps
-    ]
+    hooks = [_tap(layers, layer, taps) for layer in taps]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _tap(layers: nn.ModuleList, layer: int, taps: dict[int, Tensor]) -> Any:
+    """The handle of a hook that copies the input of one layer, or the output of the last, into `taps`."""
+
+    def entering(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        hidden_states = given[0] if given else named["hidden_states"]
+        taps[layer] = hidden_states[0].clone()
+
+    def leaving(_: nn.Module, __: Any, out: Any) -> None:
+        hidden_states = out[0] if isinstance(out, tuple) else out
+        taps[layer] = hidden_states[0].clone()
+
+    if layer == len(layers):
+        return layers[-1].register_forward_hook(leaving)
+    return layers[layer].register_forward_pre_hook(entering, with_kwargs=True)

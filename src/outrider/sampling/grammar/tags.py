@@ -24,22 +24,21 @@ def tagged(tags: Sequence[Tag], schemas: Sequence[Any], special: Mapping[str, in
 
     schemas: of the tags, in its form.  special: ids of the special tokens that a text may have, by text.
     """
-    triggers = list(dict.fromkeys(tag.trigger for tag in tags))
-    others = [token for text, token in special.items() if text not in triggers]
-    names = [*(["special"] if others else []), *(f"tag_{i}" for i in range(len(triggers)))]
-    rules = [f"start: ({' | '.join(names)})* rest", "rest: TEXT", FREE]
-    if others:
-        rules.append(f"special: TEXT <[{','.join(map(str, others))}]>")
-    for i, trigger in enumerate(triggers):
-        bodies = [
-            f"{_literals(tag.begin[len(trigger) :], special)} @json_{j} {_literals(tag.end, special)}"
-            for j, tag in enumerate(tags)
-            if tag.trigger == trigger
-        ]
+    bodies: dict[str, list[str]] = {}  # by trigger: what follows it in each of its tags
+    for i, tag in enumerate(tags):
+        rest = _literals(tag.begin[len(tag.trigger) :], special)
+        bodies.setdefault(tag.trigger, []).append(f"{rest} @json_{i} {_literals(tag.end, special)}")
+    names, rules = list[str](), ["rest: TEXT", FREE]
+    if others := [str(token) for text, token in special.items() if text not in bodies]:
+        names.append("special")
+        rules.append(f"special: TEXT <[{','.join(others)}]>")
+    for i, (trigger, alternatives) in enumerate(bodies.items()):
+        names.append(f"tag_{i}")
         token = f" | TEXT <[{special[trigger]}]>" if trigger in special else ""
         rules.append(f"trigger_{i}[lazy]: TEXT {json.dumps(trigger)}")
-        rules.append(f"tag_{i}: (trigger_{i}{token}) ({' | '.join(bodies)})")
-    parts = [{"name": f"json_{j}", "json_schema": schema} for j, schema in enumerate(schemas)]
+        rules.append(f"tag_{i}: (trigger_{i}{token}) ({' | '.join(alternatives)})")
+    rules.insert(0, f"start: ({' | '.join(names)})* rest")
+    parts = [{"name": f"json_{i}", "json_schema": schema} for i, schema in enumerate(schemas)]
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *parts]})
 
 
@@ -47,11 +46,10 @@ def _literals(text: str, special: Mapping[str, int]) -> str:
     """A text in Lark, whose special tokens may be written as such."""
     if not text:
         return ""
-    longest = sorted(map(re.escape, special), key=len, reverse=True)
-    parts = re.split(f"({'|'.join(longest)})", text) if special else [text]
-    written = (
-        f"(<[{special[part]}]> | {json.dumps(part)})" if part in special else json.dumps(part)
-        for part in parts
-        if part
-    )
+    longest_first = sorted(map(re.escape, special), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(longest_first)})", text) if special else [text]
+    written = list[str]()
+    for part in filter(None, parts):
+        literal = json.dumps(part)
+        written.append(f"(<[{special[part]}]> | {literal})" if part in special else literal)
     return " ".join(written)

@@ -112,23 +112,30 @@ class DFlash(Method):
         kinds: tuple[type[BlockDrafter], ...] = (dspark.DSpark, domino.Domino, dflash.DFlash)
         drafter = next(kind for kind in kinds if kind.is_own(head))
         check_layout(layout, ("z-lab",) if drafter is domino.Domino else ("speculators", "z-lab"))
-        ours, given = drafter.FORMAT.translate(head), head.config
+        ours, config = drafter.FORMAT.translate(head), head.config
         tensors, anchored = dense(ours), drafter.anchored(head)
-        if drafter is not domino.Domino and "speculators_model_type" not in given:
-            given = _of_z_lab(ours, tensors, anchored)
-        kept = {key: value for key, value in given.items() if key != "quantization_config"}
+        if drafter is not domino.Domino and "speculators_model_type" not in config:
+            config = _of_z_lab(ours, tensors, anchored)
+        if layout == "z-lab" and drafter is not domino.Domino:
+            return _for_z_lab(config, tensors, anchored), tensors
+        kept = {key: value for key, value in config.items() if key != "quantization_config"}
         published = drafter.FORMAT.layouts[0].published
-        if layout == "speculators" or drafter is domino.Domino:
-            return kept, {published(name): tensor for name, tensor in tensors.items()}
-        why = ["sample_from_anchor"] if anchored else []
-        refuse(layout, [*why, *(name for name in tensors if name.startswith(("d2t", "markov", "conf")))])
-        taps = [tap - 1 for tap in given[INPUT_TAPS]]
-        refuse(layout, ["a tap of the embeddings"] if min(taps) < 0 else [])
-        own = {"mask_token_id": given["mask_token_id"], OUTPUT_TAPS: taps}
-        if given.get("sliding_window_non_causal", True):
-            own["causal"] = False
-        outer = {"architectures": [ARCHITECTURE], "block_size": given["block_size"], "dflash_config": own}
-        return {**given["transformer_layer_config"], **outer}, tensors
+        return kept, {published(name): tensor for name, tensor in tensors.items()}
+
+
+def _for_z_lab(config: Mapping[str, Any], tensors: Mapping[str, Tensor], anchored: bool) -> dict[str, Any]:
+    """The config, in z-lab's format, of a head in that of speculators.  Raises ConfigError if it has none."""
+    unknown = ["sample_from_anchor"] if anchored else []
+    unknown += [name for name in tensors if name.startswith(("d2t", "markov", "conf"))]
+    taps = [tap - 1 for tap in config[INPUT_TAPS]]
+    if min(taps) < 0:
+        unknown.append("a tap of the embeddings")
+    refuse("z-lab", unknown)
+    own = {"mask_token_id": config["mask_token_id"], OUTPUT_TAPS: taps}
+    if config.get("sliding_window_non_causal", True):
+        own["causal"] = False
+    outer = {"architectures": [ARCHITECTURE], "block_size": config["block_size"], "dflash_config": own}
+    return {**config["transformer_layer_config"], **outer}
 
 
 def _of_z_lab(head: Head, tensors: Mapping[str, Tensor], anchored: bool) -> dict[str, Any]:

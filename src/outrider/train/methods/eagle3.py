@@ -56,27 +56,29 @@ class Eagle3(Method):
         tensors, listed = dense(ours), config.get(tapped.TAPS)
         if not listed or config.pop("use_aux_hidden_state", True) is False:
             raise ConfigError(f"{head.name!r} does not list its {tapped.TAPS}: add them to its config.")
-        taps, flags = tapped.taps_of(ours, 1 + max(listed)), {f: True for f in FLAGS if config.pop(f, False)}
-        config["architectures"] = ["LlamaForCausalLM"]
+        taps = tapped.taps_of(ours, 1 + max(listed))
+        flags = {flag: True for flag in FLAGS if config.pop(flag, False)}
+        config.pop("architectures", None)
         sizes = {
-            "draft_vocab_size": len(tensors["lm_head.weight"]),
-            "target_hidden_size": tensors["fc.weight"].shape[1] // len(taps),
+            "draft_vocab_size": config.pop("draft_vocab_size", len(tensors["lm_head.weight"])),
+            "target_hidden_size": config.pop(
+                "target_hidden_size", tensors["fc.weight"].shape[1] // len(taps)
+            ),
         }
-        sizes = {key: config.pop(key, size) for key, size in sizes.items()}
         layer = {key: value for key, value in config.items() if key != tapped.TAPS}
         if layout == "vllm":
-            layer.pop("architectures")
             own = {**SPECULATORS, **sizes, tapped.TAPS: list(taps), **flags}
             named = {VLLM.published(name): tensor for name, tensor in tensors.items()}
             return speculators("eagle3", "Eagle3DraftModel", 5, layer, own), named
         refuse(layout, [*flags, *(name for name in tensors if name.startswith(("fc_norm", "input_norm")))])
-        outputs = {tapped.TAPS: [tap - 1 for tap in taps], "use_aux_hidden_state": True}
         if 0 in taps:
             raise ConfigError(
                 "SGLang cannot run a head that reads the input of layer 0: it counts the outputs of layers."
             )
+        outputs = {tapped.TAPS: [tap - 1 for tap in taps], "use_aux_hidden_state": True}
         own = {"architectures": [tapped.ARCHITECTURE], "eagle_config": outputs}
-        return {**layer, **sizes, **own}, {SGLANG.published(name): tensor for name, tensor in tensors.items()}
+        named = {SGLANG.published(name): tensor for name, tensor in tensors.items()}
+        return {**layer, **sizes, **own}, named
 
 
 def tap_network(method: Method, kind: type[T], **own: Any) -> T:

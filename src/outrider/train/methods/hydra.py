@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import Count, Flag
 from outrider.draft.hydra import BLOCK, FORMAT, PREFIX, Network
@@ -39,9 +37,14 @@ class Hydra(Method):
         options, spec = self.options, self.target.decoder.spec
         self.most, self.joins = options.heads, not options.prefix and not options.dropout
         network = Network(
-            spec.hidden, spec.vocabulary, options.heads, options.layers,
-            self.sizes if options.prefix else None, options.dropout, options.own,
-        )  # fmt: skip
+            spec.hidden,
+            spec.vocabulary,
+            options.heads,
+            options.layers,
+            self.sizes if options.prefix else None,
+            options.dropout,
+            options.own,
+        )
         network.start(self.outer)
         return network
 
@@ -56,22 +59,19 @@ class Hydra(Method):
             )
         tensors, heads = dense(ours), numbers(ours, BLOCK)
         prefix = any(name.startswith(PREFIX) for name in ours)
-        named: dict[str, Tensor] = {}
+        named = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         layers = 1
         for i in heads:
-            slots = sorted(numbers(ours, f"hydra_mlp.{i}.{{slot}}.{{rest}}", field="slot"))
-            layers = len(slots)
-            if layers == 2:  # one module for all further blocks
-                layers = max(2, ours.config.get("hydra_num_layers", 2))
-            for block in range(layers):
-                ours_at = f"hydra_mlp.{i}.{slots[min(block, len(slots) - 1)]}."
-                slot = 2 * block + 1 if prefix else block
+            block_slots = _block_slots(ours, i)
+            layers = len(block_slots)
+            for block, own_slot in enumerate(block_slots):
+                own, slot = f"hydra_mlp.{i}.{own_slot}.", 2 * block + 1 if prefix else block
                 for name, tensor in tensors.items():
-                    if name.startswith(ours_at):
-                        named[f"hydra_mlp.{i}.{slot}.{name.removeprefix(ours_at)}"] = tensor
+                    if name.startswith(own):
+                        named[f"hydra_mlp.{i}.{slot}.{name.removeprefix(own)}"] = tensor
             out = f"{LM_HEAD}{i}.1" if prefix else f"{LM_HEAD}{i}"
-            named |= {f"{out}.{kind}": tensors[f"{LM_HEAD}{i}.{kind}"] for kind in ("weight", "bias")}
-        named |= {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+            for kind in ("weight", "bias"):
+                named[f"{out}.{kind}"] = tensors[f"{LM_HEAD}{i}.{kind}"]
         config = {
             **plain(head.config),
             "hydra_head_arch": "prefix-mlp" if prefix else "mlp",
@@ -80,3 +80,12 @@ class Hydra(Method):
             "grounded_heads": True,
         }
         return config, named
+
+
+def _block_slots(head: Head, i: int) -> list[int]:
+    """The slot of each block of head i, in our names."""
+    slots = sorted(numbers(head, f"hydra_mlp.{i}.{{slot}}.{{rest}}", field="slot"))
+    if len(slots) != 2:
+        return slots
+    blocks = max(2, head.config.get("hydra_num_layers", 2))  # one module for all further blocks
+    return [slots[0], *[slots[1]] * (blocks - 1)]
