@@ -11,10 +11,11 @@ were recorded.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,13 @@ from outrider.bench.conditions import conditions
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Cost):
     """A model on `devices` tensor parallel devices, by a roofline.
 
     params, draft_params: weights of target and draft.  layers, hidden, kv_bytes: of one token, all layers
     bandwidth, flops, link: of a device, in bytes, operations and bytes a second, times `efficiency`
     latency: seconds of one sum over the devices.  launch: seconds of a step on the host
-    distance: seconds to the machine that drafts and back; 0: the target's own
+    distance: seconds to the machine that drafts and schedules and back; None: the target's own
     """
 
     name: str
@@ -50,7 +51,7 @@ class Machine:
     latency: float = 10e-6
     launch: float = 1e-3
     dollars: float = 2.5  # of a device, an hour
-    distance: float = 0.0
+    distance: float | None = None
 
     def forward(self, rows: int, context: int) -> float:
         speed = self.devices * self.efficiency
@@ -62,11 +63,21 @@ class Machine:
         return max(read, computed) + sums + self.launch
 
     def draft(self, depth: int, batch: int, prompt: int = 0) -> float:
-        """Seconds of a chain on one device; a transfer if that is another machine's."""
+        """Seconds of chains on one device."""
         read = self.draft_params * self.bytes_per_weight / (self.bandwidth * self.efficiency)
         token = 2 * self.draft_params / (self.flops * self.efficiency)
-        chains = depth * (max(read, token * batch) + 30e-6)
-        return chains + token * prompt + (self.distance if depth or prompt else 0.0)
+        return depth * (max(read, token * batch) + 30e-6) + token * prompt
+
+    def step(self, rows: int, context: int, depth: int, batch: int, prompt: int = 0) -> float:
+        """As `Cost.step`.  With a draft on another machine, each of the two has half of the requests at a
+        time, as a pipeline of two stages."""
+        if self.distance is None:
+            return super().step(rows, context, depth, batch, prompt)
+        if rows < 2 + depth:
+            return super().step(rows, context, depth, batch, prompt) + self.distance
+        target = self.forward(-(-rows // 2), context // 2)
+        draft = self.draft(depth, -(-batch // 2), prompt // 2) if depth else 0.0
+        return max(2 * target, 2 * draft, target + draft + self.distance)
 
 
 MACHINES = [
@@ -122,6 +133,31 @@ def show(row: dict[str, Any]) -> None:
     print(*texts, flush=True)
 
 
+DISTANCES = (1, 2, 3, 5, 8, 12, 16, 20, 30)  # ms
+ARRIVALS = 500
+
+
+def distances(trace: Trace, machine: Machine, most: int) -> list[dict[str, Any]]:
+    """Figures with the draft on another machine, by the round trip to it, beside those without.
+
+    Of a lone request at a time, and under load.
+    """
+    gains, found = trace.emitted_by_depth(), list[dict[str, Any]]()
+    places: list[tuple[str, Machine, int | None]] = [
+        ("plain", machine, 0),
+        ("beside", machine, None),
+        *((f"{ms} ms", replace(machine, distance=ms / 1e3), None) for ms in DISTANCES),
+    ]
+    for batch, load in ((1, 0.3), (most, 0.3), (most, 1.0)):
+        requests = arrivals(trace, load * capacity(machine, batch), ARRIVALS)
+        for place, cost, depth in places:
+            figures = simulate([Replica(cost, gains, depth, batch)], copy.deepcopy(requests))
+            row = {"machine": machine.name, "rows": batch, "load": load, "draft": place, **vars(figures)}
+            found.append(row)
+            show(row)
+    return found
+
+
 def borders(trace: Trace, machine: Machine) -> dict[str, Any]:
     """The batch from which drafting stops to pay, and the largest distance of a draft that still pays."""
     gains = trace.emitted_by_depth()
@@ -134,7 +170,7 @@ def borders(trace: Trace, machine: Machine) -> dict[str, Any]:
         "machine": machine.name,
         "batch": batch,
         "depth": depth,
-        "draft_ms": 1e3 * own,
+        "draft_ms": 1e3 * own,  # a larger distance than this makes a draft beside the target faster
         "most_distance_ms": 1e3 * (gains[depth] * plain - spent),
         "gain": gains[depth] * plain / spent,
     }
@@ -163,8 +199,9 @@ def main() -> None:
     edges = [borders(trace, machine) for machine in MACHINES]
     for edge in edges:
         print(edge)
+    away = [row for machine in MACHINES for row in distances(trace, machine, given.batch)]
     rows = table(trace, MACHINES, given.batch, given.seconds)
-    write(given.json, {"conditions": conditions(), "borders": edges, "rows": rows})
+    write(given.json, {"conditions": conditions(), "borders": edges, "distances": away, "rows": rows})
 
 
 if __name__ == "__main__":

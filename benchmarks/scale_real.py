@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from simulation import Replica, Request, closed
+from simulation import Cost, Replica, Request, closed
 
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.bench.prompts import PROMPTS, TASKS, rendered
@@ -90,7 +90,7 @@ class Recorder:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Cost):
     """Mean seconds of steps: of the forward by its rows, with the host's part; of drafts of DEPTH tokens by
     the number of chains; of the draft's part of a prompt, a token."""
 

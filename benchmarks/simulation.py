@@ -25,6 +25,11 @@ class Cost(Protocol):
     def draft(self, depth: int, batch: int, prompt: int = 0) -> float:
         """Chains for `batch` rows, and `prompt` tokens that the draft computes too."""
 
+    def step(self, rows: int, context: int, depth: int, batch: int, prompt: int = 0) -> float:
+        """A forward of `rows`, of which `batch` requests with chains of `depth`, one after the other."""
+        seconds = self.forward(rows, context)
+        return seconds + self.draft(depth if batch else 0, batch, prompt) if depth else seconds
+
 
 @dataclass
 class Trace:
@@ -48,8 +53,7 @@ def best_depth(cost: Cost, gains: Sequence[float], batch: int, context: int) -> 
     """
 
     def rate(depth: int) -> float:
-        seconds = cost.forward(batch * (1 + depth), context) + cost.draft(depth, batch)
-        return gains[depth] / seconds
+        return gains[depth] / cost.step(batch * (1 + depth), context, depth, batch)
 
     return max(range(len(gains)), key=rate)
 
@@ -106,9 +110,7 @@ class Replica:
             min(depth, request.tokens - request.made - 1) for request in ready
         ]  # the last is not drafted
         prompt, drafting = CHUNK - chunk, len(ready) - depths.count(0)
-        seconds = self.cost.forward(len(ready) + sum(depths) + prompt, context)
-        if depth:
-            seconds += self.cost.draft(depth if drafting else 0, drafting, prompt)
+        seconds = self.cost.step(len(ready) + sum(depths) + prompt, context, depth, drafting, prompt)
         emitted = [(request, self._emitted(request, own)) for request, own in zip(ready, depths)]
         return seconds, emitted + [(request, 1) for request in first]
 

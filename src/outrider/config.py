@@ -102,6 +102,8 @@ class EngineOptions(Checked):
                             a GPU
     tensor_parallel_size    number of processes (on GPUs: one each) that share every layer
     pipeline_parallel_size  number of stages of consecutive layers, each of tensor_parallel_size processes
+    pipeline_layers         number of layers of every stage, such as "20,12"; with "0,32" the first one only
+                            drafts and schedules; None: nearly equal ones
     seed                    requests without a seed derive theirs from it
     logprobs_mode           raw_logprobs, processed_logprobs (after all sampling parameters), raw_logits or
                             processed_logits; those of a prompt are always raw
@@ -128,6 +130,7 @@ class EngineOptions(Checked):
     gpu_memory_utilization: Annotated[float, real("in (0, 1]", lambda value: 0 < value <= 1)] = 0.9
     tensor_parallel_size: Count = 1
     pipeline_parallel_size: Count = 1
+    pipeline_layers: Text | None = None
     seed: Annotated[int, whole()] | None = None
     logprobs_mode: Annotated[str, one_of(*MODES)] = "raw_logprobs"
     enable_lora: Flag = False
@@ -142,14 +145,15 @@ class EngineOptions(Checked):
                 f"({self.max_num_seqs}): every running request needs one token a step."
             )
         kv_dtype(self.kv_cache_dtype, torch.float32)
-        if self.gpu_layers is not None and self.layout.size > 1:
+        layout = self.layout  # with a check of pipeline_layers
+        if self.gpu_layers is not None and layout.size > 1:
             raise ConfigError(
                 "gpu_layers is for a model in one process: leave it out, or the parallel sizes."
             )
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.tensor_parallel_size, self.pipeline_parallel_size)
+        return Layout.of(self.tensor_parallel_size, self.pipeline_parallel_size, self.pipeline_layers)
 
 
 @dataclass(frozen=True)

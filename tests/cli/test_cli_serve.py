@@ -213,3 +213,18 @@ def test_help_explains_every_option(run: Run) -> None:
     for name in ("--max-requests", "--ssl-certfile", "--max-num-seqs", "--speculative-config", "-tp"):
         assert name in text
     assert "--speculative-model" not in text
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_processes_of_a_launcher_that_are_not_ranks_are_refused(
+    rank: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without -tp or -pp, rank 0 would serve alone, and the others would wait for it until they fail."""
+    for name in ("outrider.parallel.start.join", "outrider.serve.run.run"):
+        monkeypatch.setattr(name, lambda *given: None)
+    given = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    result = run("serve", "builtin")
+    assert result.status == 2 and "started 2 processes (WORLD_SIZE)" in result.err
+    assert run("serve", "builtin", "-pp", "2", "--pipeline-layers", "0,8").status == 0

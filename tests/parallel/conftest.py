@@ -36,6 +36,7 @@ def ranks(model: str) -> Ranks:
                 model,
                 tensor_parallel_size=layout.tensor,
                 pipeline_parallel_size=layout.pipeline,
+                pipeline_layers=",".join(map(str, layout.sizes)) or None,
                 max_num_seqs=4,
                 max_num_batched_tokens=16,
                 max_model_len=64,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from outrider.testing import (
 
 Ranks = Callable[[Layout], LLM]
 Plain = Callable[[str, float], list[tuple[object, ...]]]
-STARTED = ("pp2", "tp2pp2")  # by default; each starts processes
+STARTED = ("pp2", "tp2pp2", "apart")  # by default; each starts processes
 METHODS = ["draft_model", "ngram", "eagle3", "medusa", "layerskip", "union"]
 NEVER_ACCEPTED = ("ngram", "medusa", "eagle3")  # by chance, in random text or of a random head
 
@@ -119,6 +120,19 @@ def test_a_draft_divided_like_the_target_keeps_every_token(
     assert [name for _, name, *_ in llm.engine.decoder.group.dropped].count("unload") == 1
     outputs = llm.generate(token_prompts(PROMPTS), params_of(0.8))
     assert [visible_parts(output.outputs) for output in outputs] == expected
+
+
+def test_ranks_without_layers_store_no_keys(ranks: Ranks) -> None:
+    """The memory of the one that has them all is planned, on the same machine or on another one."""
+    decoder = ranks(LAYOUTS["apart"]).engine.decoder
+    whole = ranks(LAYOUTS["one"]).engine.decoder.footprint
+    assert [report.slot_bytes for report in decoder.reports] == [0, whole.total()]
+    assert not decoder.stage.blocks and decoder.footprint == whole
+    first, second = decoder.reports
+    away = replace(second, host="another", device=torch.device("cuda", 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "reports", [first, away])
+        assert decoder.footprint == whole
 
 
 def test_a_draft_divided_in_another_way_is_refused(ranks: Ranks, model: str) -> None:

@@ -123,15 +123,26 @@ def test_two_other_gpus_that_lose_each_other_end_every_call(group: Group, nccl: 
     assert own and own[0].aborted, "the GPU of rank 0 would stay busy"
 
 
-def test_gpus_that_take_long_but_get_on_are_left_alone(group: Group, nccl: Wires) -> None:
-    nccl.most = 0
-    call, began = group.call(0, "forward"), time.monotonic()
+def test_gpus_that_take_long_but_get_on_are_left_alone(
+    group: Group, nccl: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that runs only between two transfers that the watch has seen."""
+    nccl.most, began = 0, time.monotonic()
+    clock = SimpleNamespace(now=began)
+    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=time.sleep))
+
+    def wait_until(seen: Callable[[], bool]) -> None:
+        while not seen() and group.failure is None:
+            assert time.monotonic() - began < HANG
+            time.sleep(0.01)
+
+    call = group.call(0, "forward")
     while not call.done():
-        assert time.monotonic() - began < HANG
-        time.sleep(0.3)
-        nccl.most += 1
-    assert call.result()["x"] is not None and time.monotonic() - began > groups.STALL
-    time.sleep(2 * groups.STALL)  # and ranks without work are no loss
+        before, clock.now, nccl.most = group._before, clock.now + 0.6 * groups.STALL, nccl.most + 1
+        wait_until(lambda: call.done() or group._before != before)  # noqa: B023
+    assert call.result()["x"] is not None and clock.now - began > groups.STALL
+    clock.now += 2 * groups.STALL  # and ranks without work are no loss
+    wait_until(lambda: group._moved == clock.now)
     assert group.failure is None
 
 

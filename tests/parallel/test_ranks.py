@@ -251,6 +251,13 @@ def test_a_launcher_with_another_number_of_processes_is_refused(
             "does not divide 4 attention heads with 2 K/V heads: choose one of 1, 2, 4",
         ),
         ({"pipeline_parallel_size": 3}, "more than the 2 layers"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": "2,1"}, "2,1 are 3 layers, and the model has 2"),
+        (
+            {"pipeline_parallel_size": 2, "pipeline_layers": "2"},
+            "pipeline_parallel_size, 2, such as 8,8: got",
+        ),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": "-1,3"}, "such as 8,8: got '-1,3'"),
+        ({"pipeline_layers": "0,2"}, "pipeline_parallel_size, 1, such as 8: got '0,2'"),
         ({"tensor_parallel_size": 2, "gpu_layers": 1}, "gpu_layers"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
         ({"pipeline_parallel_size": "2"}, "pipeline_parallel_size"),
@@ -286,3 +293,6 @@ def test_layout_splits() -> None:
     assert [(layout.stage(r), layout.index(r)) for r in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert layout.layers(5) == [range(2), range(2, 5)]
     assert [layout.stage_of(i, 5) for i in range(6)] == [0, 0, 1, 1, 1, 1]
+    uneven = Layout.of(1, 3, "0, 3,2")
+    assert uneven.layers(5) == [range(0), range(3), range(3, 5)] and uneven.even == Layout(1, 3)
+    assert [uneven.stage_of(i, 5) for i in range(6)] == [1, 1, 1, 2, 2, 2]

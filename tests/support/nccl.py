@@ -30,8 +30,9 @@ class Wires:
     def complete(self, source: int, to: int, number: int) -> bool:
         """Whether the transfer of this number between two ranks is."""
         ends = [self.ends[end, source, to] for end in ("send", "recv")]
-        there = min(map(len, ends)) > number and len(self._done) < self.most and (source, to) not in self.cut
-        if there and all(work.is_completed() for end in ends for work in end[number].before):
+        there = min(map(len, ends)) > number and (source, to) not in self.cut
+        there = there and all(work.is_completed() for end in ends for work in end[number].before)
+        if there and len(self._done) < self.most:  # those before it count first
             self._done.add((source, to, number))
         return (source, to, number) in self._done
 

@@ -19,6 +19,7 @@ LAYOUTS = {
     "pp2": Layout(1, 2),
     "pp3": Layout(1, 3),
     "tp2pp2": Layout(2, 2),
+    "apart": Layout(1, 2, (0, 4)),  # rank 0 has no layers: it drafts
 }
 COMMON = [5 + i * i % 290 for i in range(34)]
 PROMPTS = [[*COMMON, *tail] for tail in random_prompts(4, seed=4, longest=14)]

@@ -125,6 +125,8 @@ ENGINE = (
          read=layers),
     Flag("tensor_parallel_size", int, "--tensor-parallel-size -tp", "Processes that share every layer."),
     Flag("pipeline_parallel_size", int, "--pipeline-parallel-size -pp", "Stages of consecutive layers."),
+    Flag("pipeline_layers", str, "--pipeline-layers",
+         "Layers of every stage, such as 20,12; with 0,32 the first one only drafts; default: equal ones."),
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id of the tokenizer, if the model has none."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
     Flag("threads", int, "--threads -t", "CPU threads; default: OMP_NUM_THREADS, or one per core."),
@@ -211,7 +213,8 @@ MEASURED = (
     Flag("seed", int, _names(*SEED), "Seed of every request.", 7),
     Flag("ignore_eos", bool, "--ignore-eos", "Ignore the end-of-sequence token.", False),
 )
-_PLACES = ("model", "tokenizer", "threads", "gpu_layers", "tensor_parallel_size", "pipeline_parallel_size")
+_DIVIDED = ("tensor_parallel_size", "pipeline_parallel_size", "pipeline_layers")
+_PLACES = ("model", "tokenizer", "threads", "gpu_layers", *_DIVIDED)
 FORM = tuple(flag for flag in ENGINE if flag.field not in _PLACES)  # what decides about memory
 GROUPS = {
     "engine": (ENGINE, "Model"),

@@ -88,16 +88,17 @@ def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, t
     if not all(map(find_spec, PACKAGES)):
         raise ConfigError("the server needs more packages: pip install 'outrider[serve]'.")
     from outrider.config import EngineOptions, SpeculativeOptions
-    from outrider.parallel.start import join, placed
+    from outrider.parallel.start import check_launched, join, placed
     from outrider.serve.run import Service, run
 
-    EngineOptions(**engine)
+    layout = EngineOptions(**engine).layout
     SpeculativeOptions.of(config)
     options.keys()
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, got {threads}.")
     if placed() is not None and options.replicas > 1:
         raise ConfigError("--replicas starts processes of this machine: start it without a launcher.")
+    check_launched(layout)  # without it the other processes would wait for a rank 0 that serves alone
     if placed():
         join()  # one rank serves
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING, force=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from outrider.checkpoints.spec import Spec
 from outrider.errors import ConfigError
@@ -19,10 +19,29 @@ GROUP = 32  # inputs of a linear are split at multiples of it where possible: qu
 
 @dataclass(frozen=True)
 class Layout:
-    """tensor: ranks of a stage; pipeline: stages."""
+    """tensor: ranks of a stage; pipeline: stages; sizes: their numbers of layers, by default nearly equal."""
 
     tensor: int = 1
     pipeline: int = 1
+    sizes: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(tensor: int, pipeline: int, layers: str | None) -> Layout:
+        """layers: of every stage, such as "0,32".  Raises ConfigError for another number of stages."""
+        if layers is None:
+            return Layout(tensor, pipeline)
+        found = [part.strip() for part in layers.split(",")]
+        if len(found) != pipeline or not all(part.isdecimal() for part in found):
+            raise ConfigError(
+                f"pipeline_layers must be as many numbers of layers as pipeline_parallel_size, {pipeline}, "
+                f"such as {','.join('8' * pipeline)}: got {layers!r}."
+            )
+        return Layout(tensor, pipeline, tuple(map(int, found)))
+
+    @property
+    def even(self) -> Layout:
+        """The same ranks, with nearly equal stages."""
+        return Layout(self.tensor, self.pipeline)
 
     @property
     def size(self) -> int:
@@ -47,6 +66,8 @@ class Layout:
 
     def layers(self, total: int) -> list[range]:
         """The layers of every stage."""
+        if self.sizes:
+            return [range(first, last) for first, last in pairwise(accumulate(self.sizes, initial=0))]
         return split(total, self.pipeline)
 
     def stage_of(self, layer: int, total: int) -> int:
@@ -55,7 +76,12 @@ class Layout:
 
     def check(self, spec: Spec, option: str = "tensor_parallel_size") -> None:
         """Raise ConfigError if a model cannot be divided so.  option: that asks for the ranks of a stage."""
-        if spec.layers < self.pipeline:
+        if self.sizes and sum(self.sizes) != spec.layers:
+            raise ConfigError(
+                f"pipeline_layers {','.join(map(str, self.sizes))} are {sum(self.sizes)} layers, and the "
+                f"model has {spec.layers}."
+            )
+        if not self.sizes and spec.layers < self.pipeline:
             raise ConfigError(
                 f"pipeline_parallel_size {self.pipeline} is more than the {spec.layers} layers of the model: "
                 "lower it."

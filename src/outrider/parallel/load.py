@@ -67,7 +67,7 @@ def load_beside(
     be divided so.  A rank that cannot load ends the target.
     """
     target = _several(target, ranks)
-    options = _options(checkpoint, target.layout, target.device, precision, max_len)
+    options = _options(checkpoint, target.layout.even, target.device, precision, max_len)
     return _beside(target, Setup.of(checkpoint, revision, options, torch.get_num_threads()), max_len)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -80,12 +80,16 @@ class ParallelModel(Model):
 
     @property
     def footprint(self) -> Counter[torch.device]:
-        """As `Model.footprint`, on this machine."""
-        sizes, host = Counter[torch.device](), self.reports[0].host
+        """As `Model.footprint`, on this machine; where a device of another one stores more, of that one.
+
+        All machines are taken to have the memory of this one.
+        """
+        machines = defaultdict[str, Counter[torch.device]](Counter)
         for report in self.reports:
-            if report.host == host:
-                sizes[report.device] += report.slot_bytes
-        return sizes
+            machines[report.host][report.device] += report.slot_bytes
+        own = machines[self.reports[0].host]
+        most = max(size for sizes in machines.values() for size in sizes.values())
+        return +own if most == max(own.values()) else Counter({self.device: most})
 
     def pool(self, slots: int) -> Pool:
         number = next(self._numbers)

@@ -29,7 +29,7 @@ from outrider.parallel.rank import RankProcess, Sockets
 JOIN_TIMEOUT = 60.0  # seconds for all ranks of a launcher to connect
 CONTROL = "outrider/control"  # key in the store of the address where rank 0 listens
 END_TIMEOUT = 10.0  # seconds
-LOST = 8.0  # seconds without an acknowledgement after which a network counts as lost
+LOST = 8.0  # seconds without an acknowledgement after which another rank takes its network for lost
 
 
 class Ranks(Protocol):
@@ -122,12 +122,8 @@ class Placed:
     """Ranks that a launcher has started."""
 
     def __init__(self, layout: Layout) -> None:
+        check_launched(layout)
         self.layout, size = layout, layout.size
-        if (world := int(os.environ["WORLD_SIZE"])) != size:
-            raise ConfigError(
-                f"the launcher started {world} processes (WORLD_SIZE), and tensor_parallel_size times "
-                f"pipeline_parallel_size is {size}: make them equal."
-            )
         self.store = _environment_store()
         listener = _listener()
         key = secrets.token_hex()
@@ -160,6 +156,15 @@ def placed() -> int | None:
     return int(os.environ["RANK"]) if several and "RANK" in os.environ else None
 
 
+def check_launched(layout: Layout) -> None:
+    """Raise ConfigError if a launcher has started another number of processes than a model has ranks."""
+    if placed() is not None and (world := int(os.environ["WORLD_SIZE"])) != layout.size:
+        raise ConfigError(
+            f"the launcher started {world} processes (WORLD_SIZE), and tensor_parallel_size times "
+            f"pipeline_parallel_size is {layout.size}: make them equal."
+        )
+
+
 def join() -> NoReturn:
     """Run the rank that a launcher made this process, and exit with it."""
     run_rank()
@@ -170,7 +175,10 @@ def run_rank() -> None:
     """Serve rank 0 as the rank that the environment names, until rank 0 ends."""
     store = _environment_store()
     host, port, key = store.get(CONTROL).decode().split()
-    connection = _connection(socket.create_connection((host, int(port)), JOIN_TIMEOUT))
+    sock = socket.create_connection((host, int(port)), JOIN_TIMEOUT)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux.  Not on rank 0, which watches the beats: see group.py
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * LOST))
+    connection = _connection(sock)
     answer_challenge(connection, key.encode())
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     RankProcess(
@@ -202,11 +210,9 @@ def _accept(listener: socket.socket, key: bytes, size: int) -> Connection[Any, A
 
 
 def _connection(sock: socket.socket) -> Connection[Any, Any]:
-    """For commands and beats.  An end that cannot send them for LOST seconds gives up."""
+    """For commands and beats."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * LOST))
     return Connection(sock.detach())
 
 
