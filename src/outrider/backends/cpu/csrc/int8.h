@@ -157,3 +157,38 @@ INLINE vint max_each(vint *v) {
                             SHUFFLE(v[2 * i], v[2 * i + 1], ODD_LANES));
     return v[0];
 }
+
+/* A number in half precision.  Older compilers have no type for it on x86: gcc before 12, clang before 15. */
+INLINE float half_at(const char *from) {
+#if defined __ARM_NEON
+    _Float16 half;
+    memcpy(&half, from, 2);
+    return (float)half;
+#elif defined __F16C__
+    uint16_t half;
+    memcpy(&half, from, 2);
+    return _cvtsh_ss(half);
+#else
+    uint16_t half;
+    memcpy(&half, from, 2);
+    const uint32_t magnitude = half & 0x7fff, rebias = (magnitude < 0x7c00 ? 112 : 224) << 23;
+    const uint32_t bits = (magnitude << 13) + rebias;
+    float value;
+    memcpy(&value, &bits, 4);
+    if (magnitude < 0x400) value = (float)magnitude * 0x1p-24f;
+    return half & 0x8000 ? -value : value;
+#endif
+}
+
+/* LANES numbers in half precision. */
+INLINE vfloat load_half(const char *from) {
+#ifdef __AVX512F__
+    return (vfloat)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined __F16C__
+    return (vfloat)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    vfloat v;
+    for (int i = 0; i < LANES; i++) v[i] = half_at(from + 2 * i);
+    return v;
+#endif
+}
