@@ -33,26 +33,30 @@ MINGW, CLANG = "x86_64-w64-mingw32-gcc", ["clang", "--target=x86_64-w64-mingw32"
 DRIVER = ROOT / "tests" / "backends" / "kernel_digests.c"
 STRICT = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Werror")
 SILENT = ("-Wno-unknown-warning-option", "-Wno-unused-command-line-argument")  # of clang: gcc's flags
-LINUX = "linux-gcc"
 
 
 class System(NamedTuple):
-    """A compiler for a system.  windows: what it builds is a DLL; runs: Wine can load it here."""
+    """A compiler for a system.
+
+    windows: what it builds is a DLL.
+    like: the system whose results it must have, with the same compiler; None if nothing is run.
+    """
 
     compiler: list[str]
     sets: dict[str, Target]
     windows: bool = False
-    runs: bool = False
+    like: str | None = None
 
 
 PORTABLE = {"portable": TARGETS["portable"]}
 X86, ARM = PORTABLE | X86_64, PORTABLE | ARM64
 SYSTEMS = {
-    LINUX: System(["gcc"], X86, runs=True),
-    "linux-clang": System(["clang"], X86, runs=True),
-    "windows-gcc": System([MINGW], X86, windows=True, runs=True),
-    "windows-clang": System(CLANG, X86, windows=True, runs=True),
-    "windows-zig": System([*ZIG, "x86_64-windows-gnu"], X86, windows=True, runs=True),
+    "linux-gcc": System(["gcc"], X86, like="linux-gcc"),
+    "linux-clang": System(["clang"], X86, like="linux-clang"),
+    "linux-zig": System([*ZIG, "x86_64-linux-gnu"], X86, like="linux-zig"),
+    "windows-gcc": System([MINGW], X86, windows=True, like="linux-gcc"),
+    "windows-clang": System(CLANG, X86, windows=True, like="linux-clang"),
+    "windows-zig": System([*ZIG, "x86_64-windows-gnu"], X86, windows=True, like="linux-zig"),
     "windows-arm64-zig": System([*ZIG, "aarch64-windows-gnu"], ARM, windows=True),
     "macos-zig": System([*ZIG, "x86_64-macos"], X86),
     "macos-arm64-zig": System([*ZIG, "aarch64-macos"], ARM),
@@ -66,9 +70,8 @@ def main() -> None:
     options.add_argument("--run", action="store_true", help="compare digests of results under Wine")
     options.add_argument("--out", type=Path, help="folder to keep the libraries in")
     given = options.parse_args()
-    systems = list(given.systems)
-    if given.run and LINUX not in systems:
-        systems.insert(0, LINUX)
+    likes = {SYSTEMS[name].like for name in given.systems} if given.run else set()
+    systems = [name for name in SYSTEMS if name in given.systems or name in likes]
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.out or Path(scratch)
         failed = [name for name in systems if not checked(name, given.sets, folder, given.run)]
@@ -81,12 +84,12 @@ def checked(name: str, sets: Sequence[str] | None, folder: Path, run: bool) -> b
     if missing := lacks(system.compiler):
         print(f"{name}: not compiled, {missing} is not installed")
         return True
-    if run and system.runs and system.windows and shutil.which("wine") is None:
+    if run and system.like and system.windows and shutil.which("wine") is None:
         print(f"{name}: not run, wine is not installed")
         run = False
     to = folder / name
     to.mkdir(parents=True, exist_ok=True)
-    driver = compiled_driver(system, to) if run and system.runs else None
+    driver = compiled_driver(system, to) if run and system.like else None
     for isa, target in system.sets.items():
         if sets is not None and isa not in sets:
             continue
@@ -94,7 +97,7 @@ def checked(name: str, sets: Sequence[str] | None, folder: Path, run: bool) -> b
         error = command_error([*command(system, target), *map(str, build.SOURCES), "-o", str(library), "-lm"])
         verdict = error or "compiled"
         if driver is not None and not error and isa in targets.available():
-            error, note = compare(driver, library, folder / LINUX / f"{isa}.digests")
+            error, note = compare(driver, library, folder / str(system.like) / f"{isa}.digests")
             verdict = error or f"compiled, run{note}"
         failures += bool(error)
         print(f"{name} {isa}: {verdict}", flush=True)
@@ -159,7 +162,7 @@ def compiled_driver(system: System, folder: Path) -> list[str]:
 
 
 def compare(driver: Sequence[str], library: Path, expected: Path) -> tuple[str | None, str]:
-    """Run a library, and compare its digests with those of Linux and gcc, which come first.
+    """Run a library, and compare its digests with those of Linux and the same compiler, which come first.
 
     Returns what failed, and a note on the results of kernels that call the system's log, exp and tanh.
     """
