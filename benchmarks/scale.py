@@ -1,6 +1,7 @@
 """Plans by simulation (simulation.py): replicas of models on machines of a data sheet, random arrivals.
 
     python benchmarks/scale.py [--trace benchmarks/acceptance.json] [--json OUT]
+    python benchmarks/scale.py --distances [--json OUT]                  a draft on another machine only
     python benchmarks/scale.py --record benchmarks/acceptance.json       accepted lengths of real runs
     python benchmarks/scale.py --validate PROCESSES [--json OUT]         real processes against the simulation
 
@@ -133,8 +134,7 @@ def show(row: dict[str, Any]) -> None:
     print(*texts, flush=True)
 
 
-DISTANCES = (1, 2, 3, 5, 8, 12, 16, 20, 30)  # ms
-ARRIVALS = 500
+DISTANCES = (1, 3, 8, 12, 20)  # ms
 
 
 def distances(trace: Trace, machine: Machine, most: int) -> list[dict[str, Any]]:
@@ -148,8 +148,8 @@ def distances(trace: Trace, machine: Machine, most: int) -> list[dict[str, Any]]
         ("beside", machine, None),
         *((f"{ms} ms", replace(machine, distance=ms / 1e3), None) for ms in DISTANCES),
     ]
-    for batch, load in ((1, 0.3), (most, 0.3), (most, 1.0)):
-        requests = arrivals(trace, load * capacity(machine, batch), ARRIVALS)
+    for batch, load, count in ((1, 0.3, 200), (most, 0.3, 400), (most, 1.0, 400)):
+        requests = arrivals(trace, load * capacity(machine, batch), count)
         for place, cost, depth in places:
             figures = simulate([Replica(cost, gains, depth, batch)], copy.deepcopy(requests))
             row = {"machine": machine.name, "rows": batch, "load": load, "draft": place, **vars(figures)}
@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=Path(__file__).with_name("acceptance.json"))
     parser.add_argument("--record", type=Path)
     parser.add_argument("--validate", type=int, metavar="PROCESSES")
+    parser.add_argument("--distances", action="store_true")
     parser.add_argument("--batch", type=int, default=64, help="most rows of a replica")
     parser.add_argument(
         "--seconds", type=float, default=20, help="that 1,000 replicas run; one runs ten times as long"
@@ -200,7 +201,7 @@ def main() -> None:
     for edge in edges:
         print(edge)
     away = [row for machine in MACHINES for row in distances(trace, machine, given.batch)]
-    rows = table(trace, MACHINES, given.batch, given.seconds)
+    rows = [] if given.distances else table(trace, MACHINES, given.batch, given.seconds)
     write(given.json, {"conditions": conditions(), "borders": edges, "distances": away, "rows": rows})
 
 

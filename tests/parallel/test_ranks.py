@@ -209,6 +209,21 @@ def test_no_rank_survives_rank_0(long_model: str) -> None:
     assert not alive(launcher) and not alive(child)
 
 
+ENDING = """
+import atexit, os
+from outrider.parallel import start
+atexit.register(os.abort)  # as threads of torch do, now and then, at the end of the interpreter
+start.run_rank = lambda: print("served")
+start.join()
+"""
+
+
+def test_ranks_of_a_launcher_end_with_status_0() -> None:
+    """Otherwise torchrun takes the rank for failed, and on other machines waits minutes for it."""
+    done = subprocess.run([sys.executable, "-c", ENDING], stdout=subprocess.PIPE, text=True, timeout=HANG)
+    assert (done.returncode, done.stdout) == (0, "served\n")
+
+
 def test_differences_are_named() -> None:
     own = {"torch": "2.13", "outrider": "1.0"}
     messages.check_same(1, own, own)

@@ -166,9 +166,14 @@ def check_launched(layout: Layout) -> None:
 
 
 def join() -> NoReturn:
-    """Run the rank that a launcher made this process, and exit with it."""
+    """Run the rank that a launcher made this process, and exit with it.
+
+    Without the interpreter's end: threads of torch may abort there.
+    """
     run_rank()
-    sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def run_rank() -> None:
