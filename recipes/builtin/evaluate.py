@@ -30,10 +30,15 @@ def repeated(ids: list[int], size: int = 4) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def questions(per_kind: int, split: str) -> list[tuple[str, tasks.Turn, str]]:
-    """Kind, turn and prompt text of every turn; earlier turns of a task hold their reference answers."""
+def questions(
+    per_kind: int, split: str, kinds: Sequence[str] | None = None
+) -> list[tuple[str, tasks.Turn, str]]:
+    """Kind, turn and prompt text of every turn; earlier turns of a task hold their reference answers.
+
+    kinds: None for all.
+    """
     rows = []
-    for kind in tasks.KINDS:
+    for kind in kinds or tasks.KINDS:
         rng = random.Random(f"evaluation {kind} {split}")
         for _ in range(per_kind):
             text = prose.BOS
@@ -43,27 +48,30 @@ def questions(per_kind: int, split: str) -> list[tuple[str, tasks.Turn, str]]:
     return rows
 
 
-def score(answer: Answer, folder: Path, per_kind: int, split: str) -> dict[str, Any]:
+def score(
+    answer: Answer, folder: Path, per_kind: int, split: str, kinds: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Accuracy and repeats by kind and their means over kinds; `wrong` has one wrong answer of each kind."""
     tokenizer = load_tokenizer(folder)
-    rows = questions(per_kind, split)
+    rows = questions(per_kind, split, kinds)
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for _, _, text in rows]
-    kinds: dict[str, dict[str, list[float]]] = {
-        k: {"right": [], "repeated": [], "natural": []} for k in tasks.KINDS
+    found: dict[str, dict[str, list[float]]] = {
+        k: {"right": [], "repeated": [], "natural": []} for k in kinds or tasks.KINDS
     }
     wrong: dict[str, list[str]] = {}
     for (kind, turn, _), given in zip(rows, answer(prompts)):
         right = turn.check(given)
-        kinds[kind]["right"].append(right)
-        kinds[kind]["repeated"].append(repeated(tokenizer.encode(given).ids))
-        kinds[kind]["natural"].append(repeated(tokenizer.encode(turn.answer).ids))
+        found[kind]["right"].append(right)
+        found[kind]["repeated"].append(repeated(tokenizer.encode(given).ids))
+        found[kind]["natural"].append(repeated(tokenizer.encode(turn.answer).ids))
         if not right:
             wrong.setdefault(kind, [turn.prompt, turn.answer, given])
     means = {
-        k: {name: round(float(np.mean(v)), 4) for name, v in values.items()} for k, values in kinds.items()
+        k: {name: round(float(np.mean(v)), 4) for name, v in values.items()} for k, values in found.items()
     }
     plain = [v["repeated"] for v in means.values() if v["natural"] <= NATURAL_REPEATS]
     return {
+        "turns": {kind: len(values["right"]) for kind, values in found.items()},
         "accuracy": round(float(np.mean([v["right"] for v in means.values()])), 4),
         "repeated_4_grams": round(float(np.mean(plain)), 4),
         "kinds": means,
@@ -71,11 +79,11 @@ def score(answer: Answer, folder: Path, per_kind: int, split: str) -> dict[str, 
     }
 
 
-def engine(folder: Path) -> Answer:
+def engine(model: str) -> Answer:
     """Greedy answers of Outrider's own engine."""
     from outrider import LLM, SamplingParams
 
-    llm = LLM(str(folder), speculative_config=None)
+    llm = LLM(model, speculative_config=None)
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
     def answer(prompts: Sequence[list[int]]) -> list[str]:
@@ -96,7 +104,7 @@ def evaluate(out: Path, per_kind: int) -> None:
         files = sorted((out / "corpus").glob("val-*.npy"))
         losses = {f.stem.removeprefix("val-"): mean_loss(model, np.load(f), "cpu") for f in files}
         del model
-        answer = engine(folder)
+        answer = engine(str(folder))
         report = {"loss": losses, **{split: score(answer, folder, per_kind, split) for split in SPLITS}}
         (out / f"{name}-eval.json").write_text(
             json.dumps(report, indent=1, ensure_ascii=False), encoding="utf8"

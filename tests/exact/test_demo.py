@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -52,12 +54,17 @@ def test_answers_of_the_demo_are_right() -> None:
     prompts = [rendered(prompt, llm.tokenizer) for prompt in TASKS]
     texts = [output.outputs[0].text for output in llm.generate(prompts, params)]
     assert texts[0].endswith("12 + 8 = 20\nThe answer is 20.")
-    code: dict[str, object] = {}
+    code = dict[str, Any]()
     exec(texts[1], code)
     is_prime = code["is_prime"]
     assert callable(is_prime) and [n for n in range(12) if is_prime(n)] == [2, 3, 5, 7, 11]
-    assert "| Emma | doctor | Oslo |" in texts[2]
-    assert texts[3] == '{"name": "Lena", "job": "writer", "city": "Sydney", "age": 52}'
+    assert all(name in texts[2] for name in ("Nora", "Naples", "Oscar", "flowers"))
+    assert 5 <= len(re.findall(r"[.!?]", texts[2])) <= 12 and texts[2].endswith((".", '"'))
+    code = dict[str, Any]()
+    exec(texts[3], code)
+    count_vowels = code["count_vowels"]
+    assert callable(count_vowels) and count_vowels("Outrider") == 4
+    assert count_vowels.__doc__ == "Count the vowels in a string."
     assert texts[4] == "SELECT title FROM books WHERE price > 20;"
     assert texts[5] == "On Monday, Max bought 32 cards at the market in Vienna for Emma."
     assert texts[6] == "Ich möchte morgen ein neues Buch kaufen."

@@ -48,6 +48,7 @@ from outrider.heads.recurrent_net import Net
 from outrider.heads.trees import DynamicTree, Growth, LevelTree, RankTree, SampledTree
 
 CHAIN, DYNAMIC = "chain", "dynamic"
+CPU_DEPTH = 7  # levels of one node cost little; with 8 nodes a tree of 5 levels has two in each forward
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class RecurrentOptions(LayerOptions):
 
     top_k: candidates after a node of a dynamic tree, and nodes of a level that go on.  nodes: of a tree
     at most, but never fewer than levels (None: 59, EAGLE-2's total_token of 60 without the root; 8 on a
-    CPU, where every node costs time, for published trees too).
+    CPU, where every node costs time, for published trees too).  A dynamic tree on a CPU has CPU_DEPTH
+    levels by default, but no more than nodes.
     """
 
     tree: Annotated[str, one_of(DYNAMIC, CHAIN, *EAGLE)] = DYNAMIC
@@ -169,6 +171,8 @@ class Recurrent(HeadDrafter):
         self.needs = Needs(states=self.net.taps, lookbehind=1)
         self.choose = Chooser(target, self.net.ids)
         self.nodes = target.nodes(options.nodes, 59)
+        if target.on_cpu and options.tree == DYNAMIC:
+            self.depth = min(CPU_DEPTH, self.nodes)
         self.paths: frozenset[Path] = frozenset(paths(EAGLE.get(options.tree, "")))
         self.catch_up = CatchUp(offset=1)
         self.deferred = DeferredStates()
