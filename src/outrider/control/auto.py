@@ -28,6 +28,7 @@ from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import EXPLORE, USUAL_GRACE, Grace
 from outrider.control.memory import Memory
+from outrider.control.outcomes import note_depths
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try
 from outrider.control.planner import Planner
 from outrider.control.prefill_choice import PrefillChoice
@@ -126,7 +127,8 @@ class AutoController:
         most = step.row.draft_depth if plan is not None else 0
         if plan is None or not most:
             return NO_BUDGET
-        self.tries[r] = Try(plan, late=self.planner.late(plan, step.row))
+        late = self.planner.late(plan, step.row) if plan.late else {}
+        self.tries[r] = Try(plan, late=late)
         return plan.budget if plan.budget.depth <= most else plan.budget.within(most, self.limits.size(most))
 
     # ---- rests
@@ -234,16 +236,17 @@ class AutoController:
                 self.limits.trim(batch)
             return
         self._stop_clock()
-        if len(self.arms) == 1:
-            for r, tried in self.tries.items():  # now that the scheduler has cut the budgets
-                tried.asked = {0: depth} if (depth := batch[r].budget.depth) else {}
-        if self.prefills:
-            for r, tried in self.tries.items():
-                tried.catch_up(batch[r].row, self.arms)
-        if not any(step.tree.tokens for step in batch):
-            return
-        self.limits.trim(batch)
-        keep_what_pays(batch, self.tries, self.load, self.evidence.bits)
+        if any(step.tree.tokens for step in batch):
+            self.limits.trim(batch)
+        for r, tried in self.tries.items():
+            step = batch[r]
+            if len(self.arms) == 1:  # now that the scheduler has cut the budgets
+                tried.asked = {0: step.budget.depth} if step.budget.depth else {}
+            if step.tree.tokens:
+                note_depths(tried, step, self.evidence.bits)
+            if self.prefills and (tried.late or len(tried.proposed) < len(tried.asked)):
+                tried.catch_up(step.row, self.arms)
+        keep_what_pays(batch, self.tries, self.load)
 
     # ---- after the step
 

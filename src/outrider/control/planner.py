@@ -160,13 +160,14 @@ class Planner:
 
     def interval(self, plans: Iterable[Plan]) -> int:
         """Steps until plans are made again, while losses leave room: few while drafters are new."""
-        interval = DIGEST
+        interval, most = DIGEST, DIGEST * self.load.batch  # many rows lose little by a few of them
         for plan in plans:
             if plan.exploring:
                 return 1
             asked = [plan.state.reach[option.drafter] for option in plan.options]
-            known = min([own.asked + min(own.above.asked if own.above else 0, DIGEST) for own in asked])
-            interval = min(interval, 1 + known // 4)
+            for own in asked:
+                others = own.above.asked if own.above else 0
+                interval = min(interval, 1 + (own.asked + min(others, most)) // 4)
         return interval
 
     def _plan(self, row: Row, most: int) -> Plan | None:
@@ -193,7 +194,8 @@ class Planner:
             state.ledger.grace = self.row_grace
             floors = {option.drafter: self.prices.floor(state, option, self.load) for option in chosen}
             loss = MARGIN * sum([option.cost for option in chosen])
-            return Plan(state, chosen, exploring, self._bound(chosen, floors), floors, loss)
+            late = any(self._lacks(option.drafter, row) for option in chosen)
+            return Plan(state, chosen, exploring, self._bound(chosen, floors), floors, loss, late)
         wait = max(wait, min(DIGEST, self.load.batch))  # with many rows one of them is always due
         if state is not None:
             state.asleep, state.crowd = row.steps + wait, self.load.batch

@@ -35,7 +35,7 @@ class Room:
 
         token: seconds of plain decoding that an accepted token saves.
         """
-        most = 0.0
+        most, enough = 0.0, True
         for r, tried in tries.items():
             right, plan = len(batch[r].accepted), tried.plan
             self.expected += tried.expected
@@ -43,7 +43,8 @@ class Room:
             change, most = right * token - plan.loss, most + plan.loss
             self.of_all += change
             self.of_row[r] += change
-        return self.of_all >= most and all(self.of_row[r] >= tried.plan.loss for r, tried in tries.items())
+            enough &= self.of_row[r] >= plan.loss
+        return enough and self.of_all >= most
 
     @property
     def surprising(self) -> bool:
