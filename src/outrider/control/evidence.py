@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 
 from outrider.control.acceptance import Calibration, Reach, Reliability
@@ -117,18 +117,24 @@ class Evidence:
             spent, plain = self.sums.add(record, self.states, extra, self.idle / max(1, record.load.batch))
             self._earn(spent, plain, record.load)
             self._judge(record, host)
-        self._enter_sums()
         for (k, rows), asks in asked.items():
             depths, seconds = zip(*asks)
             self.drafting.learn(k, rows, sum(depths) / len(asks), sum(seconds) / len(asks))
-        for state in self.states.values():
-            state.calibration.refresh()
-        self.calibration.refresh()
         self._remember()
 
-    def _enter_sums(self) -> None:
-        """Enter the sums of the steps into the ledgers and summaries of rows, and the summary of all."""
-        for (row, names), own in self.sums.take():
+    def refresh(self, rows: Iterable[Row] | None = None) -> None:
+        """Let ledgers, summaries and probabilities of rows count the steps that were taken in; by default
+        those of all.
+        """
+        for row in [*self.sums.sums] if rows is None else rows:
+            self._enter_sums(row)
+            if row is not None and (state := self.states.get(row)) is not None:
+                state.calibration.refresh()
+        self.calibration.refresh()
+
+    def _enter_sums(self, row: Row | None) -> None:
+        """Enter what was summed up of a row into its ledger and summary, and the summary of all."""
+        for names, own in self.sums.sums.pop(row, {}).items():
             self.total.add(names, own.spent + own.idle, own.plain, own.steps, own.drafted)
             if row is not None:
                 self.state(row).enter(names, own.spent, own.plain, own.steps, own.drafted, own.idle)
@@ -165,6 +171,7 @@ class Evidence:
 
     def close(self, row: Row, load: Load) -> None:
         """Complete the summary of a row that has ended, and enter the prefill that the ledger lacks."""
+        self._enter_sums(row)
         state, unpaid = self.states.pop(row, None), -self.decided.pop(row, 0.0)
         if state is not None:
             self.credit(row, state, load)
@@ -183,6 +190,8 @@ class Evidence:
 
     def drop_ended(self) -> None:
         """Forget rows that ended outside a step."""
+        for row in [row for row in self.sums.sums if row is not None and row.finish_reason is not None]:
+            self._enter_sums(row)
         self.states = {row: state for row, state in self.states.items() if row.finish_reason is None}
         self.decided = {row: paid for row, paid in self.decided.items() if row.finish_reason is None}
 

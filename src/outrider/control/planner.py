@@ -22,7 +22,7 @@ from outrider.control.plan import Arm, Load, Plan, RowState
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
 from outrider.control.rest import relieved
 from outrider.core.row import Row
-from outrider.core.step import Batch
+from outrider.core.step import Batch, RowStep
 from outrider.core.tree import Budget
 
 OPTIMISM = 0.2  # standard deviations of a draw of an estimate
@@ -78,19 +78,22 @@ class Planner:
         self.refused: dict[tuple[Any, ...], int] = {}
         self.prices = Prices(arms, evidence)
 
-    def plans(self, batch: Batch, load: Load) -> dict[int, Plan]:
-        """Row of the batch -> its plan, for those with a drafter that is expected to pay or due for a try."""
+    def plans(
+        self, batch: Batch, load: Load, steps: Sequence[RowStep] | None = None, aside: float = 0.0
+    ) -> dict[Row, Plan]:
+        """The plans of rows with a drafter that is expected to pay or due for a try.
+
+        steps: of the rows to plan for, by default all.  aside: seconds that the plans of others may lose.
+        """
         self._begin(load)
-        evidence, most, plans = self.evidence, self.limits.depth_for(len(batch)), dict[int, Plan]()
-        for r, step in enumerate(batch):
+        self.room -= aside
+        evidence, most, plans = self.evidence, self.limits.depth_for(len(batch)), dict[Row, Plan]()
+        for step in batch if steps is None else steps:
             row = step.row
             if step.emits and (depth := min(most, row.draft_depth)) and (plan := self._plan(row, depth)):
-                plans[r] = plan
+                plans[row] = plan
         if len(evidence.states) > len(batch):
             evidence.drop_ended()
-        if len(self.arms) > 1:
-            line = evidence.drafting.line
-            self.order = sorted(range(len(self.arms)), key=lambda k: line(k, 1)[::-1])
         return plans
 
     def _begin(self, load: Load) -> None:
@@ -103,6 +106,9 @@ class Planner:
         self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
         for of_last in (self.of_new, self.refused, self.prices):
             of_last.clear()
+        if len(self.arms) > 1:
+            line = self.evidence.drafting.line
+            self.order = sorted(range(len(self.arms)), key=lambda k: line(k, 1)[::-1])
 
     def set_grace(self, load: Load) -> None:
         """Set what each request, and all together, may lose beside such a step."""
@@ -162,8 +168,6 @@ class Planner:
         """Steps until plans are made again, while losses leave room: few while drafters are new."""
         interval, most = DIGEST, DIGEST * self.load.batch  # many rows lose little by a few of them
         for plan in plans:
-            if plan.exploring:
-                return 1
             asked = [plan.state.reach[option.drafter] for option in plan.options]
             for own in asked:
                 others = own.above.asked if own.above else 0

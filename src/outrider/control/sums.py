@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.control.plan import Arm, RowState, StepRecord, Try
@@ -32,17 +33,16 @@ class Sums:
         return Drafted(self.nodes, self.expected, self.accepted)
 
 
-# A row, None for those that no drafter was considered for, and the names of the drafters that it asked.
-Key = tuple[Row | None, str]
-
-
 class StepSums:
-    """Sums of steps by row and drafters asked, since they were last taken."""
+    """Sums of steps by row and by the names of the drafters that it asked, since they were last taken.
+
+    Row None stands for all rows that no drafter was considered for.
+    """
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         self.arms = arms
         self.names: dict[tuple[int, ...], str] = {}  # of drafters, in the order in which they were asked
-        self.sums: dict[Key, Sums] = {}
+        self.sums: defaultdict[Row | None, dict[str, Sums]] = defaultdict(dict)
 
     def add(
         self, record: StepRecord, states: Mapping[Row, RowState], extra: float, idle: float
@@ -63,10 +63,10 @@ class StepSums:
                 continue
             tried = tries.get(r)
             known = weights[r] or step.row in states
-            key = step.row if known else None, self._names(step, tried)
-            own = sums.get(key)
-            if own is None:
-                own = sums[key] = Sums()
+            of_row, names = sums[step.row if known else None], self._names(step, tried)
+            if names not in of_row:
+                of_row[names] = Sums()
+            own = of_row[names]
             spent, plain = token + share * (weights[r] or everyone), token * len(step.emitted)
             own.steps += 1
             own.spent += spent
@@ -85,8 +85,3 @@ class StepSums:
         if asked not in self.names:
             self.names[asked] = "+".join([self.arms[k].name for k in sorted(asked)])
         return self.names[asked]
-
-    def take(self) -> Iterator[tuple[Key, Sums]]:
-        """The sums so far, which begin again."""
-        sums, self.sums = self.sums, {}
-        yield from sums.items()
