@@ -128,6 +128,7 @@ class Try:
 
 FEW = 4  # nodes that may always be tried
 PREFILL_DELAY = 0.25  # of a step with prompt tokens: draft nodes may lengthen it by so much
+FIRST_COSTS = 64  # numbers of draft nodes whose costs are computed together, at least
 MOST_NODES = 1024  # that are considered for it
 
 
@@ -139,7 +140,7 @@ class Load:
     any case: what one more token of every row is worth.
     most: seconds that draft nodes may add.  Those beside prompt tokens delay the first token of the prompt.
     max_nodes: `nodes`, once it was asked for.
-    costs: of no draft node, of one, …, as far as they were asked for.
+    verified: seconds of draft nodes, as far as they were asked for.  costs: of none, one, two, …
     """
 
     forward: ForwardCost
@@ -153,6 +154,7 @@ class Load:
     base: float = 0.0  # seconds of the rows at pace 1, without context
     most: float = math.inf
     max_nodes: float = 0.0
+    verified: dict[int, float] = field(default_factory=dict)
     costs: list[float] = field(default_factory=list)
 
     @staticmethod
@@ -202,16 +204,23 @@ class Load:
 
     def verify(self, nodes: int) -> float:
         """Seconds that so many draft nodes add to the forward; infinite where that is unknown or too many."""
-        return self.costs_of(nodes)[nodes]
-
-    def costs_of(self, most: int) -> Sequence[float]:
-        """The same for every number of draft nodes from 0 to at least `most`."""
-        costs = self.costs
-        for nodes in range(len(costs), most + 1):
+        found = self.verified.get(nodes)
+        if found is None:
             unknown = nodes > max(FEW, self.rows) and self.rows + nodes > self.forward.trusted
             added = self.added(nodes)
-            costs.append(math.inf if unknown or added > self.most else added)
-        return costs
+            found = self.verified[nodes] = math.inf if unknown or added > self.most else added
+        return found
+
+    def costs_of(self, most: int) -> Sequence[float]:
+        """`verify` of every number of draft nodes from 0 to at least `most`."""
+        if len(self.costs) <= most:
+            forward, rows = self.forward, self.rows
+            each, known = forward.per_context * self.context / max(1, rows), max(FEW, forward.trusted - rows)
+            bases = forward.bases(rows, max(FIRST_COSTS, 2 * most))
+            added = [self.pace * (base + each * n - self.base) for n, base in enumerate(bases)]
+            self.costs = [cost if cost <= self.most else math.inf for cost in added[: known + 1]]
+            self.costs += [math.inf] * (len(added) - len(self.costs))
+        return self.costs
 
     def added(self, nodes: int) -> float:
         """The same, extrapolated where it cannot be told."""
