@@ -88,6 +88,9 @@ class Planner:
         self._begin(load)
         self.room -= aside
         evidence, most, plans = self.evidence, self.limits.depth_for(len(batch)), dict[Row, Plan]()
+        if load.batch and (lacks := self._lacks_room()):
+            self.wait = min(LONGEST_PAUSE, self._until(lacks))
+            return plans
         for step in batch if steps is None else steps:
             row = step.row
             if step.emits and (depth := min(most, row.draft_depth)) and (plan := self._plan(row, depth)):
@@ -141,6 +144,11 @@ class Planner:
     def need(self, k: int, load: Load, pays: bool) -> float:
         """The same for a draft of drafter k beside a load; infinite if unknown."""
         return need(self.prices.best(k, self.evidence.reach[k], 0.0, load, 1).cost, pays)
+
+    def _lacks_room(self) -> float:
+        """Seconds that the ledger lacks for the shortest draft; 0 if it has them, or none of known cost."""
+        least = min(self.need(k, self.load, True) for k in range(len(self.arms)))
+        return max(0.0, least - self.room) if math.isfinite(least) else 0.0
 
     def _courage(self, room: float) -> float:
         """Standard deviations by which a draw counts: -1 where a row has used what it may lose, up to 1."""
