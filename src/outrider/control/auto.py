@@ -287,12 +287,12 @@ class AutoController:
             self.since_plain = 0
         room = self.room.enter(batch, self.tries, self.load.token)
         self.age += 1
-        if self.room.surprising or not room or not self.tries:
+        if self.room.surprising or not room or not (self.tries or self.anchored):
             self.stale = True
         elif self.age >= self.interval:
             self.due, self.stale = self.settles, not self.settles
         tried = [batch[r].row for r, tried in self.tries.items() if tried.plan.exploring]
-        if tried or ended or self.stale:
+        if tried or ended or self.anchored or self.stale:
             self._digest()
             self._drop_plans(tried)
 
@@ -327,6 +327,7 @@ class AutoController:
         """Take in the steps so far, if they have rows of these: another controller gets them."""
         if self.log and self.shared(rows):
             self._digest()
+        self._drop_plans(rows)
         if self.rest is not None and self.shared(rows):
             self.rest.settle(self.evidence, self.load)
 
