@@ -6,9 +6,11 @@
     learn       costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
 
 Plans hold for several steps, up to `DIGEST`, where planning takes longer than `PLANNING` of a step and the
-ledgers have room for what the next step may lose; then the outcomes are taken in together.  While no row
-drafts, the controller rests (rest.py): it counts plain steps and decides nothing, whichever requests come and
-go.  Which drafters prefill new requests is decided apart (prefill_choice.py).
+ledgers have room for what the next step may lose; then the outcomes are taken in together.  Where a row begins
+or ends, or has tried a drafter, those of the others go on: a large batch changes every few steps.
+
+While no row drafts, the controller rests (rest.py): it counts plain steps and decides nothing, whichever
+requests come and go.  Which drafters prefill new requests is decided apart (prefill_choice.py).
 
 No decision changes the text under the rule "match".  Under the other rules the distribution stays, but a seed
 does not repeat the text, because budgets depend on the clock.
@@ -192,13 +194,13 @@ class AutoController:
 
     def _look_at_new(self, batch: Batch) -> None:
         """Plan for rows that were not considered yet, or have tried a drafter; the plans of others go on."""
-        began, changed = self.clock(), batch.rows != self.rows
-        if changed or batch.prefill:
-            self._take_rows(batch)
         new = [step for step in batch if step.emits and step.row not in self.considered]
+        if new and self.log:
+            self._digest()
+        began, changed = self.clock(), batch.prefill or batch.rows != self.rows
+        if changed:
+            self._take_rows(batch)
         if new:
-            if self.log:
-                self._digest()
             self.evidence.refresh(step.row for step in new)
             aside = sum([plan.loss for plan in self.plans.values()])
             plans = self.planner.plans(batch, self.load, new, aside)
@@ -315,9 +317,8 @@ class AutoController:
         began = self.clock()
         self.evidence.learn(self.log)
         self.log = []
-        seconds = self.clock() - began
-        self.digested += seconds
-        self._charge(seconds)
+        self.digested = self.clock() - began
+        self._charge(self.digested)
 
     def shared(self, rows: Collection[Row]) -> int:
         """How many of these rows were in its last step."""

@@ -89,8 +89,7 @@ class Planner:
         self.room -= aside
         evidence, most, plans = self.evidence, self.limits.depth_for(len(batch)), dict[Row, Plan]()
         if load.batch and (lacks := self._lacks_room()):
-            self.wait = min(LONGEST_PAUSE, self._until(lacks))
-            return plans
+            self.wait, steps = min(LONGEST_PAUSE, self._until(lacks)), ()
         for step in batch if steps is None else steps:
             row = step.row
             if step.emits and (depth := min(most, row.draft_depth)) and (plan := self._plan(row, depth)):
