@@ -84,6 +84,26 @@ def test_plans_hold_when_another_request_begins_or_ends(auto: AutoController) ->
     assert auto.plans == before
 
 
+def test_a_row_is_considered_again_after_the_end_of_its_prompt(auto: AutoController) -> None:
+    """Drafters that read the prompt in that step lack it when the step is planned."""
+    rows, late = rows_of(4), make_row([1] * 40, id="late", limit=200)
+    drafting(auto, rows)
+    step(auto, [*rows, make_row([1, 2, 3], id="other")])  # the first one of so many rows may be plain
+    found = planned(auto)
+    batch = Batch(
+        [RowStep(row, len(row.tokens) - 1, 1) for row in rows] + [RowStep(late, 0, 40)], prefill=True
+    )
+    auto.budget(batch)
+    auto.trim(batch)
+    for each in batch:
+        each.emitted, each.row.steps = [7], each.row.steps + 1
+        each.row.tokens.append(7)
+    auto.learn(Commit(batch), Times(0.0, PLAIN, 0.0))
+    for _ in range(3):
+        step(auto, [*rows, late])
+    assert found == [late, late]
+
+
 def test_the_summary_of_a_request_that_ends_is_complete(auto: AutoController) -> None:
     rows, short = rows_of(4), make_row([1, 2, 3], id="short", limit=60)
     drafting(auto, [*rows, short])

@@ -182,9 +182,10 @@ class AutoController:
             self._digest()
         began = self.clock()
         self._take_rows(batch)
+        self.considered.clear()
         self.evidence.refresh()
         self.plans = self.planner.plans(batch, self.load)
-        self.considered = {step.row for step in batch if step.emits}
+        self._mark_considered(batch)
         self.looked, self.stale, self.due, self.age = self.clock() - began, False, False, 0
         took = min(self.looked + self.digested, OUTLIER * self.look_seconds + LONG_PLAN)
         self.look_seconds += 0.1 * (took - self.look_seconds)
@@ -201,14 +202,20 @@ class AutoController:
         if changed:
             self._take_rows(batch)
         if new:
-            self.evidence.refresh(step.row for step in new)
+            rows = [step.row for step in new]
+            self._drop_plans(rows)
+            self.evidence.refresh(rows)
             aside = sum([plan.loss for plan in self.plans.values()])
             plans = self.planner.plans(batch, self.load, new, aside)
             self.plans.update(plans)
-            self.considered.update([step.row for step in new])
+            self._mark_considered(new)
             self.room.add(self.evidence.ledger, plans)
         if new or changed:
             self.looked = self.clock() - began
+
+    def _mark_considered(self, steps: Iterable[RowStep]) -> None:
+        """Rows are considered again after the end of their prompt, when it is known what drafters lack."""
+        self.considered.update([step.row for step in steps if step.emits and step.known == 1])
 
     def _take_rows(self, batch: Batch) -> None:
         """Take the rows of a batch, which have changed or have prompt tokens."""
