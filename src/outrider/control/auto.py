@@ -335,6 +335,7 @@ class AutoController:
         """Take in the steps so far, if they have rows of these: another controller gets them."""
         if self.log and self.shared(rows):
             self._digest()
+            self.evidence.refresh(rows)
         self._drop_plans(rows)
         if self.rest is not None and self.shared(rows):
             self.rest.settle(self.evidence, self.load)

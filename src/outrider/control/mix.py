@@ -1,4 +1,4 @@
-"""Budgets of the drafters of a mix: a further one is asked if it pays beside what the cheaper ones proposed."""
+"""Budgets of the drafters of a mix: one is asked if it pays beside what the cheaper ones proposed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of a step's drafts: how deep each drafter's went, which nodes were judged, and what was accepted."""
+"""What came of a step's drafts: how deep each drafter went, which nodes were judged, which were accepted."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ OFF, AUTOMATIC = "off", "automatic"
 
 @dataclass(slots=True)
 class Sums:
-    """Steps of a row: their number, seconds, those of plain decoding for the same tokens, and of idle drafters.
+    """Steps of a row: their number, seconds, those of plain decoding, and those of idle drafters.
 
     nodes, expected, accepted: as in `Drafted`.
     """
