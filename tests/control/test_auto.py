@@ -98,7 +98,7 @@ def test_plans_hold_while_the_ledger_has_room_for_another_step() -> None:
     auto, row = controller(), make_row([1, 2, 3], limit=1000)
     batch, _ = budget(auto, row)
     (plan,) = auto.plans.values()
-    auto.interval, auto.room = 16, Room(1.0, {0: 3.5 * plan.loss})
+    auto.interval, auto.room = 16, Room(1.0, {row: 3.5 * plan.loss})
     for steps in (1, 2, 0):
         batch[0].tree, batch[0].emitted = DraftTree.chain([7], [0.99]), [7]
         auto.trim(batch)
@@ -132,7 +132,7 @@ def test_on_a_device_outcomes_are_taken_in_while_the_next_step_is_computed() -> 
     assert after is not before and not auto.log and not auto.due and not auto.stale
     assert auto.evidence.host == auto.looked == 0
     auto.learn(Commit(batch), PLAIN)
-    assert auto.room.of_row[0] < after.state.ledger.room + auto.load.token
+    assert auto.room.of_row[row] < after.state.ledger.room + auto.load.token
 
 
 def test_without_a_device_outcomes_are_taken_in_at_once() -> None:

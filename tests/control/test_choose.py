@@ -18,13 +18,13 @@ from outrider.testing import make_row
 
 def test_nodes_are_kept_while_they_pay() -> None:
     """A node costs 0.1 s and a second is worth two tokens: 0.2 tokens is the border."""
-    assert select([[0.9, 0.15], [0.5, 0.3, 0.1]], lambda nodes: 0.1 * nodes, 2.0) == [[0], [0, 1]]
+    assert select([[0.9, 0.15], [0.5, 0.3, 0.1]], [0.1 * nodes for nodes in range(6)], 2.0) == [[0], [0, 1]]
 
 
 def test_a_step_in_the_cost_is_taken_if_all_nodes_together_pay() -> None:
     costs = [0.0, 0.5, 0.5, 0.5, 0.5]
-    assert select([[0.4, 0.39, 0.38, 0.37]], lambda nodes: costs[nodes], 2.0) == [[0, 1, 2, 3]]
-    assert select([[0.4, 0.3]], lambda nodes: costs[nodes], 2.0) == [[]]
+    assert select([[0.4, 0.39, 0.38, 0.37]], costs, 2.0) == [[0, 1, 2, 3]]
+    assert select([[0.4, 0.3]], costs, 2.0) == [[]]
 
 
 def test_a_draft_whose_cost_cannot_be_told_is_not_free() -> None:
@@ -127,7 +127,7 @@ def test_a_token_beside_a_prompt_is_worth_what_it_costs_without_the_prompt() -> 
     prefill = Load.of(Batch([RowStep(rows[0], 0, 16), *decoding], prefill=True), cost)
     assert prefill.plain == pytest.approx(20.0) and prefill.token == pytest.approx(1.0)
     assert prefill.rate == pytest.approx(Load.of(Batch(decoding), cost).rate)
-    kept = select([[0.9, 0.8]] * 4, prefill.verify, prefill.rate)
+    kept = select([[0.9, 0.8]] * 4, prefill.costs_of(8), prefill.rate)
     assert kept == [[], [], [], []], "where a row costs as much as a token is worth, no draft pays"
 
 

@@ -164,14 +164,26 @@ def test_steps_that_repeat_are_not_looked_at_while_nothing_may_be_lost() -> None
     assert auto.rest is not None and not auto.rest.fresh
 
 
-def test_requests_that_are_alike_are_considered_once() -> None:
-    auto = controller(accepted=DEPTH)
-    rows = [make_row([1, 2, 3], id=str(i)) for i in range(8)]
-    auto.evidence.ledger.loss = 1.0
+def considered(auto: AutoController, rows: Sequence[Row]) -> list[Row]:
+    """The rows whose drafters are weighed against each other in a step."""
     chosen, choose = [], auto.planner._choose
     auto.planner._choose = lambda row, *given: (chosen.append(row), choose(row, *given))[1]  # type: ignore
     step(auto, rows)
+    return chosen
+
+
+def test_requests_that_are_alike_are_considered_once() -> None:
+    auto = controller(accepted=0)
+    chosen = considered(auto, [make_row([1, 2, 3], id=str(i)) for i in range(8)])
     assert auto.rest is not None and len(chosen) == 1
+
+
+def test_no_request_is_considered_while_the_ledger_has_no_room_for_a_draft() -> None:
+    auto = controller(accepted=DEPTH)
+    auto.evidence.ledger.loss = 1.0
+    assert not considered(auto, [make_row([1, 2, 3])]) and auto.rest is not None
+    auto.evidence.ledger.loss, auto.rest = 0.0, None
+    assert considered(auto, [make_row([1, 2, 3])])
 
 
 @pytest.mark.parametrize(("look_seconds", "ends"), [(0.0, True), (20 * PLAIN, False)])

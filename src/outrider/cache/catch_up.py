@@ -66,9 +66,10 @@ class Cursor:
         written = self.states[: self.num_written]
         kept: list[Tensor] = []
         if written and keep:  # a copy: a view would keep the whole chunk alive
-            last = written[-1] if len(written[-1]) >= keep else torch.cat([part[-keep:] for part in written])
+            enough = written[-1].size(0) >= keep
+            last = written[-1] if enough else torch.cat([part[-keep:] for part in written])
             kept = [last[-keep:].clone()]
-        dropped = sum(map(len, written)) - sum(map(len, kept))
+        dropped = sum([part.size(0) for part in written]) - sum([part.size(0) for part in kept])
         self.first, self.count = self.first + dropped, self.count - dropped
         self.states[: self.num_written] = kept
         self.num_written = 0

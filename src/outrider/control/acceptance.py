@@ -15,8 +15,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple
+
+from outrider.core.tree import DraftTree
 
 BINS = 8
 FINE = 1024  # confidences that are told apart; a multiple of BINS
@@ -50,6 +54,20 @@ def key_of(source: int, depth: int, confidence: float) -> int:
     level = depth if depth < DEEP else DEEP
     cell = CELL_OF[int(min(confidence, 1.0) * FINE)] if confidence > 0 else 0
     return (source * (DEEP + 1) + level) * CELLS + cell
+
+
+def keys_of(tree: DraftTree, source: int = 1) -> list[int]:
+    """`key_of` of every node.  source: of nodes whose tree has no `proposers`."""
+    if tree.chained:
+        depths: Iterable[int] = range(1, len(tree.tokens) + 1)
+    else:
+        depths = tree.depths
+    proposers = tree.proposers or repeat(source)
+    return [
+        (proposer * (DEEP + 1) + (depth if depth < DEEP else DEEP)) * CELLS
+        + CELL_OF[int(confidence * FINE) if 0 < confidence < 1 else FINE if confidence > 0 else 0]
+        for proposer, depth, confidence in zip(proposers, depths, tree.confidence)
+    ]
 
 
 def bin_of(key: int) -> int:
@@ -146,20 +164,19 @@ class Reach:
         return self.current
 
     def _estimates(self) -> tuple[list[float], list[float]]:
-        above, unit, prior = self.above, 1 / self.weight, FIRST_REACH
+        above, unit = self.above, 1 / self.weight
         weight = FIRST_WEIGHT if above is None else min(REQUEST_PRIOR, FIRST_REQUEST + 0.2 * above.asked)
-        priors = None if above is None else above.estimates[0]
-        means: list[float] = []
-        sds: list[float] = []
-        for i in range(LEVELS):
-            if priors is not None:
-                prior = priors[i]
-            hits = unit * self.hits[i]
-            count = weight + hits + unit * self.misses[i]
-            prior = (weight * prior + hits) / count
-            means.append(prior)
-            sds.append(math.sqrt(prior * (1 - prior) / (count + 1)))
-        return means, sds
+        hits = [unit * part for part in self.hits]
+        counts = [weight + hit + unit * part for hit, part in zip(hits, self.misses)]
+        if above is None:
+            means, prior = [], FIRST_REACH
+            for hit, count in zip(hits, counts):
+                prior = (weight * prior + hit) / count
+                means.append(prior)
+        else:
+            priors = above.estimates[0]
+            means = [(weight * prior + hit) / count for prior, hit, count in zip(priors, hits, counts)]
+        return means, [math.sqrt(mean * (1 - mean) / (count + 1)) for mean, count in zip(means, counts)]
 
     def fade(self, step: int) -> None:
         """Discount what was learned before `step`, the number of steps of the request."""

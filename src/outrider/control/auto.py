@@ -1,14 +1,16 @@
 """The adaptive controller: which drafters to ask, how deep, and which of their tokens to verify.
 
     budget      which drafters to ask, and how deep (planner.py); none: a plain step
-    budgets_of  a further drafter of a mix is asked if it pays beside what the cheaper ones have proposed
+    mix         a further drafter of a mix is asked if it pays beside what the cheaper ones propose (mix.py)
     trim        the nodes of the whole batch that pay, by calibrated probability (trim.py)
     learn       costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
 
 Plans hold for several steps, up to `DIGEST`, where planning takes longer than `PLANNING` of a step and the
-ledgers have room for what the next step may lose; then the outcomes are taken in together.  While no row
-drafts, the controller rests (rest.py): it counts plain steps and decides nothing, whichever requests come and
-go.  Which drafters prefill new requests is decided apart (prefill_choice.py).
+ledgers have room for what the next step may lose; then the outcomes are taken in together.  Where a row begins
+or ends, or has tried a drafter, those of the others go on: a large batch changes every few steps.
+
+While no row drafts, the controller rests (rest.py): it counts plain steps and decides nothing, whichever
+requests come and go.  Which drafters prefill new requests is decided apart (prefill_choice.py).
 
 No decision changes the text under the rule "match".  Under the other rules the distribution stays, but a seed
 does not repeat the text, because budgets depend on the clock.
@@ -18,16 +20,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from outrider.control import choose
-from outrider.control.choose import Option
 from outrider.control.cost import OUTLIER, ForwardCost
 from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import EXPLORE, USUAL_GRACE, Grace
 from outrider.control.memory import Memory
+from outrider.control.mix import MixAsks
+from outrider.control.outcomes import note_depths
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try
 from outrider.control.planner import Planner
 from outrider.control.prefill_choice import PrefillChoice
@@ -38,7 +40,7 @@ from outrider.control.trim import keep_what_pays
 from outrider.core.clock import Times, one_time, take_one_time, working_time
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
-from outrider.core.tree import NO_BUDGET, Budget, Draft
+from outrider.core.tree import NO_BUDGET, Budget
 
 PLANNING = 0.005  # of a plain step: plans hold for several steps where making them takes more
 # The same while drafters are new, which is when plans are made again soon, and the most steps of such a plan.
@@ -73,26 +75,21 @@ class AutoController:
         self.evidence = evidence or Evidence(arms, forward or ForwardCost(), memory)
         self.planner = Planner(limits, arms, self.evidence, grace, seed)
         self.prefill_choice, self.load = PrefillChoice(self.planner, arms), self.planner.load
-        # plans of `rows`, by their place in the batch, until `stale`
-        self.rows, self.plans = list[Row](), dict[int, Plan]()
-        self.stale, self.interval = True, 1
+        # rows of the last step; plans, and rows that they were considered for, until `stale`
+        self.rows, self.plans, self.considered = list[Row](), dict[Row, Plan](), set[Row]()
+        # steps since all plans were made, and those that they hold for
+        self.stale, self.age, self.interval = True, 0, 1
         # settles: whether `settle` is called in every step.  due: it has to, for rows of the last batch
         self.settles, self.due, self.batch = False, False, Batch()
         # of this step; guided: some row gets forced text
         self.tries, self.anchored, self.guided = dict[int, Try](), False, False
         # seconds of the last plan, of taking in what led to it, and the moving average of both together
         self.looked = self.digested = self.look_seconds = 0.0
-        self.spent: dict[int, float] = {}  # seconds of each drafter of a mix
-        self.mark: tuple[int, float] | None = None  # the one that drafts now, and when it began
+        self.mix: MixAsks | None = None  # asks of this step, if there are several drafters
         # since the last digest, the last plain step, and the last plan; one-time work before this step
         self.log, self.since_plain, self.began = list[StepRecord](), 0, (0, 0.0)
         self.room = Room()  # before plans are made again
         self.rest: Rest | None = None
-
-    @property
-    def order(self) -> Sequence[int]:
-        """Drafters of a mix, cheapest first."""
-        return self.planner.order
 
     def nodes(self, rows: int) -> int:
         """The largest number of draft nodes that one of so many rows may get."""
@@ -109,24 +106,28 @@ class AutoController:
         rest = self.rest
         if rest is not None and (rest.repeats(batch) or self._rests(rest, batch)):
             return [NO_BUDGET] * len(batch)
-        self.tries, self.mark, self.spent = {}, None, {}
-        if self.stale or batch.prefill or batch.rows != self.rows:
+        self.tries, self.mix = {}, None
+        if self.stale:
             self._look(batch)
             if not self.plans and self.load.batch:
                 self._begin_rest()
                 return [NO_BUDGET] * len(batch)
+        else:
+            self._look_at_new(batch)
         self.anchored = self._anchor()
         if self.anchored:
             return [NO_BUDGET] * len(batch)
-        batch.mix_budgets = self if len(self.arms) > 1 and self.plans else None
+        if len(self.arms) > 1 and self.plans:
+            batch.mix_budgets = self.mix = MixAsks(self.planner, self.load, self.tries, self.clock)
         return [self._granted(r, step) for r, step in enumerate(batch)]
 
     def _granted(self, r: int, step: RowStep) -> Budget:
-        plan = self.plans.get(r)
+        plan = self.plans.get(step.row)
         most = step.row.draft_depth if plan is not None else 0
         if plan is None or not most:
             return NO_BUDGET
-        self.tries[r] = Try(plan, late=self.planner.late(plan, step.row))
+        late = self.planner.late(plan, step.row) if plan.late else {}
+        self.tries[r] = Try(plan, late=late)
         return plan.budget if plan.budget.depth <= most else plan.budget.within(most, self.limits.size(most))
 
     # ---- rests
@@ -180,15 +181,53 @@ class AutoController:
         if self.log:
             self._digest()
         began = self.clock()
-        self.prefill_choice.leave_out(batch)
-        self.load, self.rows = Load.of(batch, self.evidence.forward), batch.rows
+        self._take_rows(batch)
+        self.considered.clear()
+        self.evidence.refresh()
         self.plans = self.planner.plans(batch, self.load)
-        self.looked, self.stale = self.clock() - began, False
+        self._mark_considered(batch)
+        self.looked, self.stale, self.due, self.age = self.clock() - began, False, False, 0
         took = min(self.looked + self.digested, OUTLIER * self.look_seconds + LONG_PLAN)
         self.look_seconds += 0.1 * (took - self.look_seconds)
         self.digested = 0.0
         self.interval = self._steps_of_plans(took)
         self.room.set(self.evidence.ledger, self.plans)
+
+    def _look_at_new(self, batch: Batch) -> None:
+        """Plan for rows that were not considered yet, or have tried a drafter; the plans of others go on."""
+        new = [step for step in batch if step.emits and step.row not in self.considered]
+        if new and self.log:
+            self._digest()
+        began, changed = self.clock(), batch.prefill or batch.rows != self.rows
+        if changed:
+            self._take_rows(batch)
+        if new:
+            rows = [step.row for step in new]
+            self._drop_plans(rows)
+            self.evidence.refresh(rows)
+            aside = sum([plan.loss for plan in self.plans.values()])
+            plans = self.planner.plans(batch, self.load, new, aside)
+            self.plans.update(plans)
+            self._mark_considered(new)
+            self.room.add(self.evidence.ledger, plans)
+        if new or changed:
+            self.looked = self.clock() - began
+
+    def _mark_considered(self, steps: Iterable[RowStep]) -> None:
+        """Rows are considered again after the end of their prompt, when it is known what drafters lack."""
+        self.considered.update([step.row for step in steps if step.emits and step.known == 1])
+
+    def _take_rows(self, batch: Batch) -> None:
+        """Take the rows of a batch, which have changed or have prompt tokens."""
+        self.prefill_choice.leave_out(batch)
+        self.load, self.rows = Load.of(batch, self.evidence.forward), batch.rows
+
+    def _drop_plans(self, rows: Iterable[Row]) -> None:
+        """Drop what was planned for rows, which have ended or have to be considered again."""
+        for row in rows:
+            self.plans.pop(row, None)
+            self.considered.discard(row)
+        self.stale |= not self.plans
 
     def _steps_of_plans(self, took: float) -> int:
         """Steps that the plans hold for.  took: seconds of making them and of taking in what led to them."""
@@ -198,52 +237,25 @@ class AutoController:
 
     # ---- while drafting
 
-    def budgets_of(self, k: int, batch: Batch, drafts: Mapping[int, Draft]) -> list[Budget]:
-        """Budgets of drafter k of a mix, after the drafts of the cheaper ones."""
-        self._stop_clock()
-        budgets, asking = [NO_BUDGET] * len(batch), False
-        for r, tried in self.tries.items():
-            option = next((option for option in tried.plan.options if option.drafter == k), None)
-            granted = batch[r].budget
-            if option is None or not granted.nodes or not self._pays(tried.plan, option, r, drafts):
-                continue
-            tried.asked[k] = depth = min(option.depth, granted.depth)
-            nodes = min(granted.nodes, self.arms[k].size(depth))
-            budgets[r], asking = Budget(depth, nodes, tried.plan.floors[k]), True
-        self.mark = (k, self.clock()) if asking else None
-        return budgets
-
-    def _pays(self, plan: Plan, option: Option, r: int, drafts: Mapping[int, Draft]) -> bool:
-        """Whether a drafter pays beside the trees that the row has: where their first tokens are wrong."""
-        if option.drafter in plan.exploring:
-            return True
-        trees = [(1 << k, draft.trees[r]) for k, draft in drafts.items()]
-        missed = choose.missed_by(trees, plan.state.calibration)
-        return missed * option.gain > self.load.rate * option.cost
-
-    def _stop_clock(self) -> None:
-        if self.mark is not None:
-            k, began = self.mark
-            self.spent[k] = self.clock() - began
-            self.mark = None
-
     def trim(self, batch: Batch) -> None:
         """Keep the nodes of the whole batch that pay, and one of each drafter that is being tried."""
         if self.rest is not None:
             if self.guided:
                 self.limits.trim(batch)
             return
-        self._stop_clock()
-        if len(self.arms) == 1:
-            for r, tried in self.tries.items():  # now that the scheduler has cut the budgets
-                tried.asked = {0: depth} if (depth := batch[r].budget.depth) else {}
-        if self.prefills:
-            for r, tried in self.tries.items():
-                tried.catch_up(batch[r].row, self.arms)
-        if not any(step.tree.tokens for step in batch):
-            return
-        self.limits.trim(batch)
-        keep_what_pays(batch, self.tries, self.load, self.evidence.bits)
+        if self.mix is not None:
+            self.mix.stop_clock()
+        if any(step.tree.tokens for step in batch):
+            self.limits.trim(batch)
+        for r, tried in self.tries.items():
+            step = batch[r]
+            if len(self.arms) == 1:  # now that the scheduler has cut the budgets
+                tried.asked = {0: step.budget.depth} if step.budget.depth else {}
+            if step.tree.tokens:
+                note_depths(tried, step, self.evidence.bits)
+            if self.prefills and (tried.late or len(tried.proposed) < len(tried.asked)):
+                tried.catch_up(step.row, self.arms)
+        keep_what_pays(batch, self.tries, self.load)
 
     # ---- after the step
 
@@ -265,7 +277,8 @@ class AutoController:
             for row in ended:
                 self.evidence.close(row, self.load)
             self.evidence.save(time.perf_counter())
-            self.rows, self.plans, self.tries, self.stale = [], {}, {}, True
+            self._drop_plans(ended)
+            self.rows, self.tries = [], {}
             if self.rest is not None:
                 self.rest.drop_ended(self.evidence, self.load)
 
@@ -274,19 +287,23 @@ class AutoController:
         seconds = times.forward + times.rest - self.looked
         self._charge(self.looked)
         self.looked = 0.0
-        what = batch, self.load, self.tries, times.propose, seconds, self.spent, ended
+        spent = self.mix.seconds if self.mix is not None else {}
+        what = batch, self.load, self.tries, times.propose, seconds, spent, ended
         self.log.append(StepRecord(*what, once))
         if any(step.tree.tokens for step in batch):
             self.since_plain += 1
         elif self.load.batch:
             self.since_plain = 0
         room = self.room.enter(batch, self.tries, self.load.token)
-        if self.room.surprising or not room or ended or batch.prefill or not self.tries:
+        self.age += 1
+        if self.room.surprising or not room or not (self.tries or self.anchored):
+            self.stale = True
+        elif self.age >= self.interval:
+            self.due, self.stale = self.settles, not self.settles
+        tried = [batch[r].row for r, tried in self.tries.items() if tried.plan.exploring]
+        if tried or ended or self.anchored or self.stale:
             self._digest()
-        elif len(self.log) >= self.interval:
-            self.due = self.settles and not any(tried.plan.exploring for tried in self.tries.values())
-            if not self.due:
-                self._digest()
+            self._drop_plans(tried)
 
     def settle(self) -> None:
         """Take in the log if it is due, and plan, while a device computes the next step with its old plans.
@@ -294,23 +311,21 @@ class AutoController:
         That step takes longer, as a rule, and hides it: its time is no loss.
         """
         if self.due:
-            self._digest()
             tries, ledger = self.tries, self.evidence.ledger
+            going = {self.batch[r].row: tried.plan for r, tried in tries.items()}
             enter_losses(ledger, tries.values(), 1)
             self._look(self.batch)
             enter_losses(ledger, tries.values(), -1)
-            self.room.set(ledger, {**{r: tried.plan for r, tried in tries.items()}, **self.plans})
+            self.room.set(ledger, {**going, **self.plans})
             self.evidence.host = self.looked = 0.0  # what was charged before is in the ledger now
             self.stale = not self.plans  # then a rest may begin
 
     def _digest(self) -> None:
         began = self.clock()
         self.evidence.learn(self.log)
-        self.log, self.stale, self.due = [], True, False
-        self.room.expected = self.room.shortfall = 0.0
-        seconds = self.clock() - began
-        self.digested += seconds
-        self._charge(seconds)
+        self.log = []
+        self.digested = self.clock() - began
+        self._charge(self.digested)
 
     def shared(self, rows: Collection[Row]) -> int:
         """How many of these rows were in its last step."""
@@ -320,6 +335,8 @@ class AutoController:
         """Take in the steps so far, if they have rows of these: another controller gets them."""
         if self.log and self.shared(rows):
             self._digest()
+            self.evidence.refresh(rows)
+        self._drop_plans(rows)
         if self.rest is not None and self.shared(rows):
             self.rest.settle(self.evidence, self.load)
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
-from outrider.control.acceptance import Calibration, key_of
+from outrider.control.acceptance import Calibration, key_of, keys_of
 from outrider.core.tree import ROOT, DraftTree
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512, 1024)
@@ -70,14 +72,14 @@ def joint_probabilities(tree: DraftTree, calibration: Calibration, source: int =
     source: of nodes whose tree has no `proposers`.  A sampled node is judged by its rank among its siblings,
     which determines its confidence, and not by its token: rejection rules require that.
     """
-    joint: list[float] = []
-    depths: list[int] = []
-    proposers, probability = tree.proposers, calibration.probability
-    for i, (parent, confidence) in enumerate(zip(tree.parents, tree.confidence)):
-        depth, above = (1, 1.0) if parent == ROOT else (depths[parent] + 1, joint[parent])
-        key = key_of(proposers[i] if proposers else source, depth, confidence)
-        depths.append(depth)
-        joint.append(above * probability(key))
+    known = calibration.known
+    each = [known[key] if key in known else calibration.probability(key) for key in keys_of(tree, source)]
+    if tree.chained:
+        joint = [*accumulate(each, mul)]
+    else:
+        joint = []
+        for parent, probability in zip(tree.parents, each):
+            joint.append(probability if parent == ROOT else probability * joint[parent])
     if tree.probs_of:
         _keep_order(tree, joint)
     return joint
@@ -122,10 +124,10 @@ def _keep_order(tree: DraftTree, joint: list[float]) -> None:
             joint[i] = last[parent, distribution] = min(joint[i], last.get((parent, distribution), 1.0))
 
 
-def select(joints: Sequence[Sequence[float]], verify: Callable[[int], float], rate: float) -> list[list[int]]:
+def select(joints: Sequence[Sequence[float]], costs: Sequence[float], rate: float) -> list[list[int]]:
     """The nodes of a whole batch that pay, most probable first: node numbers of each row, ascending.
 
-    joints: probability of each node, by row.  verify: nodes of the batch -> seconds that they add.
+    joints: probability of each node, by row.  costs: seconds that 0, 1, … nodes of the batch add.
     The seconds need not be convex: every number of nodes is tried.
     """
     ranked = [(-p, r, i) for r, joint in enumerate(joints) for i, p in enumerate(joint)]
@@ -133,9 +135,11 @@ def select(joints: Sequence[Sequence[float]], verify: Callable[[int], float], ra
     best_value, best_count, gain = 0.0, 0, 0.0
     for count, (negated, _, _) in enumerate(ranked, start=1):
         gain -= negated
-        value = gain - rate * verify(count)
+        value = gain - rate * costs[count]
         if value > best_value:
             best_value, best_count = value, count
+    if best_count == len(ranked):
+        return [[*range(len(joint))] for joint in joints]
     kept: list[list[int]] = [[] for _ in joints]
     for _, r, i in ranked[:best_count]:
         kept[r].append(i)

@@ -77,6 +77,13 @@ class ForwardCost:
         seconds = self.table[rows] if rows <= last else self.table[last] + (rows - last) * self.slope
         return seconds + self.per_context * context
 
+    def bases(self, rows: int, count: int) -> list[float]:
+        """`base` of so many numbers of rows from this one on, without context."""
+        last = len(self.table) - 1
+        found = self.table[rows : rows + count]
+        beyond = range(max(rows, last + 1), rows + count)
+        return found + [self.table[last] + (n - last) * self.slope for n in beyond]
+
     def rate(self, batch: int) -> float:
         """Tokens per second of the last steps with so many requests; 0 before the first."""
         tokens, seconds = self.rates.get(batch, (0.0, 1.0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 
 from outrider.control.acceptance import Calibration, Reach, Reliability
@@ -16,8 +16,10 @@ from outrider.control.cost import OUTLIER, RATE, ForwardCost
 from outrider.control.ledger import EXPLORE, FIRST_TRIALS, MOST_KEPT, MOST_TRIALS, Ledger, Moment, Trials
 from outrider.control.memory import EVERY, Memory, learned
 from outrider.control.module import Corrected, Module
-from outrider.control.plan import Arm, Load, RowState, StepRecord, Try, judged, outcome_of
-from outrider.core.row import Drafted, DraftingSummary, Row
+from outrider.control.outcomes import judged, outcome_of
+from outrider.control.plan import Arm, Load, RowState, StepRecord, Try
+from outrider.control.sums import StepSums
+from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import RowStep
 
 LONGEST_PAUSE = 256  # steps
@@ -28,6 +30,7 @@ FEW_TOKENS = 16  # of a prompt: fewer tell nothing of what its prefill costs, or
 PREFILLS = 5  # of which the median counts
 HISTORY = 2000  # moments that are kept for a picture
 Asks = dict[tuple[int, int], list[tuple[float, float]]]  # (drafter, rows) -> depths and seconds
+JUDGED = 8  # rows of a step whose drafts are judged node by node
 MAX_CLIP = 1.1  # of a step's seconds over the expected ones, in the ledger; more is noise of the machine
 
 
@@ -44,6 +47,7 @@ class Evidence:
     prefill_cost: seconds that a drafter takes for a token of a prompt, the median of `prefills`.
     prefill_seconds: for all prompts so far.  worth: seconds that drafts have saved beyond them in the
     requests that a drafter read, up to what they may lose, and down to twice that.
+    sums: of the steps that are being taken in.  turn: number of steps whose drafts were judged.
     history: the last sums, some steps apart.  module: corrects the calibrated acceptance.
     memory: where acceptance and costs of drafters are kept for the next start.
     """
@@ -69,6 +73,7 @@ class Evidence:
         self.known = known = [reach.asked >= KNOWN for reach in self.reach]
         self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * forward.base(1)) for old in known]
         self.states: dict[Row, RowState] = {}
+        self.sums, self.turn = StepSums(arms), 0
         self.decided: dict[Row, float] = {}
         self.asking = [1.0] * len(arms)
         self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
@@ -108,16 +113,31 @@ class Evidence:
         if any(record.tries for record in records):
             self.overhead += (1 - (1 - RATE) ** len(records)) * (host - self.overhead)
         for record in records:
-            self._settle(record, self._costs(record, asked))
-            for r, tried in record.tries.items():
-                self._row(record, record.batch[r], tried, host)
+            extra = self._costs(record, asked)
+            spent, plain = self.sums.add(record, self.states, extra, self.idle / max(1, record.load.batch))
+            self._earn(spent, plain, record.load)
+            self._judge(record, host)
         for (k, rows), asks in asked.items():
             depths, seconds = zip(*asks)
             self.drafting.learn(k, rows, sum(depths) / len(asks), sum(seconds) / len(asks))
-        for state in self.states.values():
-            state.calibration.refresh()
-        self.calibration.refresh()
         self._remember()
+
+    def refresh(self, rows: Iterable[Row] | None = None) -> None:
+        """Let ledgers, summaries and probabilities of rows count the steps that were taken in; by default
+        those of all.
+        """
+        for row in [*self.sums.sums] if rows is None else rows:
+            self._enter_sums(row)
+            if row is not None and (state := self.states.get(row)) is not None:
+                state.calibration.refresh()
+        self.calibration.refresh()
+
+    def _enter_sums(self, row: Row | None) -> None:
+        """Enter what was summed up of a row into its ledger and summary, and the summary of all."""
+        for names, own in self.sums.sums.pop(row, {}).items():
+            self.total.add(names, own.spent + own.idle, own.plain, own.steps, own.drafted)
+            if row is not None:
+                self.state(row).enter(names, own.spent, own.plain, own.steps, own.drafted, own.idle)
 
     def _remember(self) -> None:
         total, ledger = self.total, self.ledger
@@ -151,6 +171,7 @@ class Evidence:
 
     def close(self, row: Row, load: Load) -> None:
         """Complete the summary of a row that has ended, and enter the prefill that the ledger lacks."""
+        self._enter_sums(row)
         state, unpaid = self.states.pop(row, None), -self.decided.pop(row, 0.0)
         if state is not None:
             self.credit(row, state, load)
@@ -169,6 +190,8 @@ class Evidence:
 
     def drop_ended(self) -> None:
         """Forget rows that ended outside a step."""
+        for row in [row for row in self.sums.sums if row is not None and row.finish_reason is not None]:
+            self._enter_sums(row)
         self.states = {row: state for row, state in self.states.items() if row.finish_reason is None}
         self.decided = {row: paid for row, paid in self.decided.items() if row.finish_reason is None}
 
@@ -281,43 +304,24 @@ class Evidence:
             self.idle += RATE * (propose - self.idle) if self.idle else propose
         return max(0.0, propose - self.idle)
 
-    # ---- ledgers
-
-    def _settle(self, record: StepRecord, extra: float) -> None:
-        """Enter the step into the ledgers; what drafts cost is shared by the rows that asked for them."""
-        batch, load, tries = record.batch, record.load, record.tries
-        plain, idle = load.token, self.idle / max(1, load.batch)
-        weights = {r: 1 + len(s.tree.tokens) for r, s in enumerate(batch) if s.tree.tokens or r in tries}
-        whole, spent_by_all, saved_by_all = sum(weights.values()), 0.0, 0.0
-        without = emitted_without = 0  # rows that asked for no draft, and their tokens
-        spent_without = plain + (0.0 if whole else extra / max(1, load.batch))  # by one of them
-        for r, step in enumerate(batch):
-            if not step.emits:
-                continue
-            saved = plain * len(step.emitted)
-            saved_by_all += saved
-            if r not in weights:
-                without, emitted_without = without + 1, emitted_without + len(step.emitted)
-                if (state := self.states.get(step.row)) is not None:
-                    state.enter("off", spent_without, saved, idle=idle)
-                continue
-            nodes, tried, spent = len(step.tree.tokens), tries.get(r), plain + extra * weights[r] / whole
-            spent_by_all += spent
-            names = "+".join([self.arms[k].name for k in sorted(tried.asked)]) if tried else ""
-            names = names or ("automatic" if nodes else "off")
-            drafted = Drafted(nodes, tried.expected if tried else 0.0, len(step.accepted))
-            self.total.add(names, spent + idle, saved, drafted=drafted)
-            if (state := self.state(step.row) if nodes else self.states.get(step.row)) is not None:
-                state.enter(names, spent, saved, drafted=drafted, idle=idle)
-        if without:
-            spent_by_all += without * spent_without
-            self.total.add("off", without * (spent_without + idle), plain * emitted_without, steps=without)
-        self._earn(spent_by_all, saved_by_all, load)
-
     # ---- acceptance
 
-    def _row(self, record: StepRecord, step: RowStep, tried: Try, host: float) -> None:
-        """Learn what the drafts of a row show.  host: seconds of the controller in this step."""
+    def _judge(self, record: StepRecord, host: float) -> None:
+        """Learn from the drafts of a step: of `JUDGED` rows about, in turns, and of all that try a drafter.
+
+        The drafts of so many rows tell enough, and judging all of a large batch costs more than it gains.
+        host: seconds of the controller in this step.
+        """
+        self.turn += 1
+        every = -(-len(record.tries) // JUDGED)
+        for r, tried in record.tries.items():
+            if tried.plan.exploring:
+                self._row(record, record.batch[r], tried, host, 1)
+            elif (r + self.turn) % every == 0:
+                self._row(record, record.batch[r], tried, host, every)
+
+    def _row(self, record: StepRecord, step: RowStep, tried: Try, host: float, steps: int) -> None:
+        """Learn what the drafts of a row show.  steps: that this one stands for."""
         state, row = tried.plan.state, step.row
         ended = record.last and row.finish_reason is not None  # nodes behind the end were not judged
         for key, accepted in judged(step, ended):
@@ -333,7 +337,7 @@ class Evidence:
                 (own.above or self.reach[k]).learn(outcome)
             option = tried.plan.option(k)
             cost = option.cost if proposed else option.ask_cost
-            state.earned[k] += right * record.load.token - cost
+            state.earned[k] += steps * (right * record.load.token - cost)
             if right:
                 state.retry[k] = row.steps
             elif k in tried.plan.exploring:

@@ -1,22 +1,21 @@
-"""Records of the adaptive controller, and what its decisions mean for the nodes of a tree."""
+"""Records of the adaptive controller."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import NamedTuple
 
-from outrider.control.acceptance import Calibration, Outcome, Reach, key_of
+from outrider.control.acceptance import Calibration, Reach
 from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
 from outrider.control.ledger import Ledger
 from outrider.core.row import NO_DRAFTS, Drafted, DraftingSummary, Row
-from outrider.core.step import Batch, RowStep
-from outrider.core.tree import ROOT, Budget
+from outrider.core.step import Batch
+from outrider.core.tree import Budget
 
 
 class Arm(NamedTuple):
@@ -88,6 +87,7 @@ class Plan(NamedTuple):
 
     exploring: drafters that do not seem to pay.  budget: for all options together.
     floors: drafter -> that of its budget.  loss: seconds that a step of it may lose.
+    late: some drafter lacks many tokens of the row.
     """
 
     state: RowState
@@ -96,6 +96,7 @@ class Plan(NamedTuple):
     budget: Budget
     floors: Mapping[int, float]
     loss: float
+    late: bool = False
 
     def option(self, drafter: int) -> Option:
         return next(option for option in self.options if option.drafter == drafter)
@@ -127,6 +128,7 @@ class Try:
 
 FEW = 4  # nodes that may always be tried
 PREFILL_DELAY = 0.25  # of a step with prompt tokens: draft nodes may lengthen it by so much
+FIRST_COSTS = 64  # numbers of draft nodes whose costs are computed together, at least
 MOST_NODES = 1024  # that are considered for it
 
 
@@ -138,7 +140,7 @@ class Load:
     any case: what one more token of every row is worth.
     most: seconds that draft nodes may add.  Those beside prompt tokens delay the first token of the prompt.
     max_nodes: `nodes`, once it was asked for.
-    costs: of draft nodes, as far as they were asked for.
+    verified: seconds of draft nodes, as far as they were asked for.  costs: of none, one, two, …
     """
 
     forward: ForwardCost
@@ -152,7 +154,8 @@ class Load:
     base: float = 0.0  # seconds of the rows at pace 1, without context
     most: float = math.inf
     max_nodes: float = 0.0
-    costs: dict[int, float] = field(default_factory=dict)
+    verified: dict[int, float] = field(default_factory=dict)
+    costs: list[float] = field(default_factory=list)
 
     @staticmethod
     def of(batch: Batch, forward: ForwardCost) -> Load:
@@ -201,12 +204,23 @@ class Load:
 
     def verify(self, nodes: int) -> float:
         """Seconds that so many draft nodes add to the forward; infinite where that is unknown or too many."""
-        found = self.costs.get(nodes)
+        found = self.verified.get(nodes)
         if found is None:
             unknown = nodes > max(FEW, self.rows) and self.rows + nodes > self.forward.trusted
             added = self.added(nodes)
-            found = self.costs[nodes] = math.inf if unknown or added > self.most else added
+            found = self.verified[nodes] = math.inf if unknown or added > self.most else added
         return found
+
+    def costs_of(self, most: int) -> Sequence[float]:
+        """`verify` of every number of draft nodes from 0 to at least `most`."""
+        if len(self.costs) <= most:
+            forward, rows = self.forward, self.rows
+            each, known = forward.per_context * self.context / max(1, rows), max(FEW, forward.trusted - rows)
+            bases = forward.bases(rows, max(FIRST_COSTS, 2 * most))
+            added = [self.pace * (base + each * n - self.base) for n, base in enumerate(bases)]
+            self.costs = [cost if cost <= self.most else math.inf for cost in added[: known + 1]]
+            self.costs += [math.inf] * (len(added) - len(self.costs))
+        return self.costs
 
     def added(self, nodes: int) -> float:
         """The same, extrapolated where it cannot be told."""
@@ -248,92 +262,19 @@ class StepRecord:
         asks: dict[int, list[int]] = {}
         for tried in self.tries.values():
             for k, depth in tried.asked.items():
-                asks.setdefault(k, []).append(tried.proposed[k] if k in tried.ended else depth)
+                levels = tried.proposed[k] if k in tried.ended else depth
+                if k in asks:
+                    asks[k].append(levels)
+                else:
+                    asks[k] = [levels]
         return asks
 
     @property
     def late(self) -> Counter[int]:
         """Drafter -> tokens of texts that it has caught up with."""
-        return sum((Counter(tried.late) for tried in self.tries.values() if tried.late), Counter())
-
-
-def note_depths(tried: Try, step: RowStep, bits: Sequence[int]) -> None:
-    """Depth of each drafter's own tree before it is cut, and which ones ended at the floor.
-
-    bits[k]: those of the proposers whose nodes are drafter k's.
-    """
-    tree = step.tree
-    ends: dict[int, tuple[int, float]] = {}  # drafter -> its largest depth, and its best path there
-    if len(bits) == 1 and tree.chained:
-        ends = dict.fromkeys(tried.asked, (tree.size, math.prod(tree.confidence[: tree.size])))
-    else:
-        paths = {ROOT: (0, 1.0)}
-        for i in range(tree.size):
-            depth, joint = paths[tree.parents[i]]
-            path = paths[i] = depth + 1, joint * tree.confidence[i]
-            source = tree.proposers[i] if tree.proposers else 1
-            for k in tried.asked:
-                if source & bits[k]:
-                    ends[k] = max(ends.get(k, path), path)
-    tried.proposed = {k: depth for k, (depth, _) in ends.items()}
-    tried.ended = {k for k, (_, joint) in ends.items() if joint < tried.plan.floors[k]}
-
-
-def share_of(step: RowStep, bits: int) -> tuple[int, int, int, int]:
-    """Of the drafter with these bits: depth accepted, depth judged, depth and nodes verified."""
-    tree, size = step.tree, step.tree.size
-    if not tree.proposers and tree.chained:
-        right = len(step.accepted)
-        return right, right + (right < size), size, size
-    own = [not tree.proposers or bool(tree.proposers[i] & bits) for i in range(tree.size)]
-    accepted = 0
-    for node in step.accepted:
-        if not own[node]:
-            break
-        accepted += 1
-    last = step.accepted[accepted - 1] if accepted else ROOT
-    behind = any(mine and parent == last for mine, parent in zip(own, tree.parents))
-    return accepted, accepted + behind, max(compress(tree.depths, own), default=0), sum(own)
-
-
-def outcome_of(step: RowStep, tried: Try, k: int, bits: int, ended: bool) -> Outcome:
-    """What came of asking drafter k, with these bits.  ended: the text ended."""
-    right, verified, levels, nodes = share_of(step, bits)
-    asked, proposed, stopped = tried.asked[k], tried.proposed.get(k, 0), k in tried.ended
-    # not missed, but not known either: at the end of the text, at the floor, and where trim has cut
-    missed = right < asked and (verified > right or (proposed <= right and not stopped)) and not ended
-    if stopped:
-        return Outcome(right, missed, nodes / asked, proposed / asked)
-    return Outcome(right, missed, nodes / max(1, levels))
-
-
-def keep(batch: Batch, step: RowStep, nodes: list[int]) -> None:
-    """Cut the tree of a row to these nodes, and to its probes if all that they hang from is kept."""
-    tree = step.tree
-    present = {ROOT, *nodes}
-    for i in range(tree.size, len(tree.tokens)):
-        if tree.parents[i] in present:
-            present.add(i)
-            nodes.append(i)
-    if len(nodes) < len(tree.tokens):
-        batch.cut(step, nodes)
-
-
-def judged(step: RowStep, ended: bool) -> Iterator[tuple[int, bool]]:
-    """(bin, whether it was accepted) of the children of the accepted path.
-
-    ended: the text ended, so that what hangs from the last accepted node was not judged.
-    """
-    tree, path = step.tree, step.accepted
-    if not tree.proposers and tree.chained:
-        right = len(path)
-        for i in range(right if ended else min(right + 1, tree.size)):
-            yield key_of(1, i + 1, tree.confidence[i]), i < right
-        return
-    on_path = {node: depth for depth, node in enumerate([ROOT, *path])}
-    last = path[-1] if path else ROOT
-    for i in range(tree.size):
-        parent = tree.parents[i]
-        if parent in on_path and not (ended and parent == last):
-            source, confidence = tree.proposers[i] if tree.proposers else 1, tree.confidence[i]
-            yield key_of(source, on_path[parent] + 1, confidence), i in on_path
+        late = Counter[int]()
+        for tried in self.tries.values():
+            for k, tokens in tried.late.items() if tried.late else ():
+                if tokens > 0:
+                    late[k] += tokens
+        return late

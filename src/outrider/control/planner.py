@@ -22,7 +22,7 @@ from outrider.control.plan import Arm, Load, Plan, RowState
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
 from outrider.control.rest import relieved
 from outrider.core.row import Row
-from outrider.core.step import Batch
+from outrider.core.step import Batch, RowStep
 from outrider.core.tree import Budget
 
 OPTIMISM = 0.2  # standard deviations of a draw of an estimate
@@ -78,19 +78,24 @@ class Planner:
         self.refused: dict[tuple[Any, ...], int] = {}
         self.prices = Prices(arms, evidence)
 
-    def plans(self, batch: Batch, load: Load) -> dict[int, Plan]:
-        """Row of the batch -> its plan, for those with a drafter that is expected to pay or due for a try."""
+    def plans(
+        self, batch: Batch, load: Load, steps: Sequence[RowStep] | None = None, aside: float = 0.0
+    ) -> dict[Row, Plan]:
+        """The plans of rows with a drafter that is expected to pay or due for a try.
+
+        steps: of the rows to plan for, by default all.  aside: seconds that the plans of others may lose.
+        """
         self._begin(load)
-        evidence, most, plans = self.evidence, self.limits.depth_for(len(batch)), dict[int, Plan]()
-        for r, step in enumerate(batch):
+        self.room -= aside
+        evidence, most, plans = self.evidence, self.limits.depth_for(len(batch)), dict[Row, Plan]()
+        if load.batch and (lacks := self._lacks_room()):
+            self.wait, steps = min(LONGEST_PAUSE, self._until(lacks)), ()
+        for step in batch if steps is None else steps:
             row = step.row
             if step.emits and (depth := min(most, row.draft_depth)) and (plan := self._plan(row, depth)):
-                plans[r] = plan
+                plans[row] = plan
         if len(evidence.states) > len(batch):
             evidence.drop_ended()
-        if len(self.arms) > 1:
-            line = evidence.drafting.line
-            self.order = sorted(range(len(self.arms)), key=lambda k: line(k, 1)[::-1])
         return plans
 
     def _begin(self, load: Load) -> None:
@@ -103,6 +108,9 @@ class Planner:
         self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
         for of_last in (self.of_new, self.refused, self.prices):
             of_last.clear()
+        if len(self.arms) > 1:
+            line = self.evidence.drafting.line
+            self.order = sorted(range(len(self.arms)), key=lambda k: line(k, 1)[::-1])
 
     def set_grace(self, load: Load) -> None:
         """Set what each request, and all together, may lose beside such a step."""
@@ -136,6 +144,11 @@ class Planner:
         """The same for a draft of drafter k beside a load; infinite if unknown."""
         return need(self.prices.best(k, self.evidence.reach[k], 0.0, load, 1).cost, pays)
 
+    def _lacks_room(self) -> float:
+        """Seconds that the ledger lacks for the shortest draft; 0 if it has them, or none of known cost."""
+        least = min(self.need(k, self.load, True) for k in range(len(self.arms)))
+        return max(0.0, least - self.room) if math.isfinite(least) else 0.0
+
     def _courage(self, room: float) -> float:
         """Standard deviations by which a draw counts: -1 where a row has used what it may lose, up to 1."""
         return max(-1.0, min(1.0, 2 * room / (USED * self.row_grace) - 1))
@@ -160,13 +173,12 @@ class Planner:
 
     def interval(self, plans: Iterable[Plan]) -> int:
         """Steps until plans are made again, while losses leave room: few while drafters are new."""
-        interval = DIGEST
+        interval, most = DIGEST, DIGEST * self.load.batch  # many rows lose little by a few of them
         for plan in plans:
-            if plan.exploring:
-                return 1
             asked = [plan.state.reach[option.drafter] for option in plan.options]
-            known = min([own.asked + min(own.above.asked if own.above else 0, DIGEST) for own in asked])
-            interval = min(interval, 1 + known // 4)
+            for own in asked:
+                others = own.above.asked if own.above else 0
+                interval = min(interval, 1 + (own.asked + min(others, most)) // 4)
         return interval
 
     def _plan(self, row: Row, most: int) -> Plan | None:
@@ -193,7 +205,8 @@ class Planner:
             state.ledger.grace = self.row_grace
             floors = {option.drafter: self.prices.floor(state, option, self.load) for option in chosen}
             loss = MARGIN * sum([option.cost for option in chosen])
-            return Plan(state, chosen, exploring, self._bound(chosen, floors), floors, loss)
+            late = any(self._lacks(option.drafter, row) for option in chosen)
+            return Plan(state, chosen, exploring, self._bound(chosen, floors), floors, loss, late)
         wait = max(wait, min(DIGEST, self.load.batch))  # with many rows one of them is always due
         if state is not None:
             state.asleep, state.crowd = row.steps + wait, self.load.batch

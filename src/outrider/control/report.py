@@ -18,6 +18,7 @@ def report(evidence: Evidence, planner: Planner, load: Load, resting: bool) -> d
     resting: no drafter is considered at present.
     """
     pace = load.pace
+    evidence.refresh()
     return {
         "summary": asdict(evidence.total) | {"gain": evidence.total.gain},
         "step_ms": {rows: 1e3 * pace * evidence.forward.base(rows) for rows in (1, 2, 4, 8, 16, 32)},

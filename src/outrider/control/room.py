@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from outrider.control.ledger import Ledger
 from outrider.control.plan import Plan, Try
+from outrider.core.row import Row
 from outrider.core.step import Batch
 
 SHORTFALL = 1.5  # times the root of the expected tokens: so many fewer, and steps are taken in at once
@@ -17,33 +18,41 @@ SHORTFALL = 1.5  # times the root of the expected tokens: so many fewer, and ste
 class Room:
     """Seconds that all rows, and each, may lose, as steps use them up.
 
-    expected, shortfall: accepted tokens, and how many fewer there were, of the steps not taken in yet
+    expected, shortfall: accepted tokens, and how many fewer there were, since plans were made
     """
 
     of_all: float = 0.0
-    of_row: dict[int, float] = field(default_factory=dict)
+    of_row: dict[Row, float] = field(default_factory=dict)
     expected: float = 0.0
     shortfall: float = 0.0
 
-    def set(self, ledger: Ledger, plans: Mapping[int, Plan]) -> None:
-        """Take what the ledgers have left.  plans: of rows, by their place in the batch."""
+    def set(self, ledger: Ledger, plans: Mapping[Row, Plan]) -> None:
+        """Take what the ledgers have left."""
+        self.of_row, self.expected, self.shortfall = {}, 0.0, 0.0
+        self.add(ledger, plans)
+
+    def add(self, ledger: Ledger, plans: Mapping[Row, Plan]) -> None:
+        """Take what the ledgers have left, beside the rows so far."""
         self.of_all = ledger.room
-        self.of_row = {r: plan.state.ledger.room for r, plan in plans.items()}
+        for row, plan in plans.items():
+            self.of_row[row] = plan.state.ledger.room
 
     def enter(self, batch: Batch, tries: Mapping[int, Try], token: float) -> bool:
         """Enter the drafts of a step.  Returns whether there is room for another such step.
 
         token: seconds of plain decoding that an accepted token saves.
         """
-        most = 0.0
+        most, enough = 0.0, True
         for r, tried in tries.items():
-            right, plan = len(batch[r].accepted), tried.plan
+            step, plan = batch[r], tried.plan
+            right = len(step.accepted)
             self.expected += tried.expected
             self.shortfall += tried.expected - right
             change, most = right * token - plan.loss, most + plan.loss
             self.of_all += change
-            self.of_row[r] += change
-        return self.of_all >= most and all(self.of_row[r] >= tried.plan.loss for r, tried in tries.items())
+            left = self.of_row[step.row] = self.of_row[step.row] + change
+            enough &= left >= plan.loss
+        return enough and self.of_all >= most
 
     @property
     def surprising(self) -> bool:

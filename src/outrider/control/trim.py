@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from outrider.control import choose
-from outrider.control.plan import Load, Try, keep, note_depths
+from outrider.control.plan import Load, Try
 from outrider.core.step import Batch, RowStep
+from outrider.core.tree import ROOT
 
 
-def keep_what_pays(batch: Batch, tries: Mapping[int, Try], load: Load, bits: Sequence[int]) -> None:
+def keep_what_pays(batch: Batch, tries: Mapping[int, Try], load: Load) -> None:
     """Cut trees to the nodes of the whole batch that pay, and one of each drafter that is being tried.
 
     tries: row of the batch -> its drafts, which get their expected accepted tokens.
-    bits: those of the proposers of each drafter.
     """
     trees = [(batch[r], tried) for r, tried in tries.items() if batch[r].tree.tokens]
-    for step, tried in trees:
-        note_depths(tried, step, bits)
     if len(trees) == 1 and trees[0][0].tree.chained and not trees[0][0].tree.probes:
         _trim_chain(batch, *trees[0], load)
         return
@@ -25,12 +23,16 @@ def keep_what_pays(batch: Batch, tries: Mapping[int, Try], load: Load, bits: Seq
     for step, tried in trees:
         joint = choose.joint_probabilities(step.tree, tried.plan.state.calibration)
         joints.append(joint[: step.tree.size])
-    kept = choose.select(joints, load.verify, load.rate)
+    costs = load.costs_of(sum([len(joint) for joint in joints]))
+    kept = choose.select(joints, costs, load.rate)
     for (step, tried), nodes, joint in zip(trees, kept, joints):
         if tried.plan.exploring and not nodes and joint:
             nodes = [0]
-        tried.expected = sum(joint[i] for i in nodes)
-        keep(batch, step, nodes)
+        if len(nodes) == len(joint):
+            tried.expected = sum(joint)
+        else:
+            tried.expected = sum([joint[i] for i in nodes])
+            keep(batch, step, nodes)
 
 
 def _trim_chain(batch: Batch, step: RowStep, tried: Try, load: Load) -> None:
@@ -39,4 +41,16 @@ def _trim_chain(batch: Batch, step: RowStep, tried: Try, load: Load) -> None:
     count, tried.expected = choose.prefix(step.tree, calibration, load.verify, load.rate)
     if not count and tried.plan.exploring:
         count, tried.expected = 1, choose.joint_probabilities(step.tree, calibration)[0]
-    keep(batch, step, [*range(count)])
+    if count < step.tree.size:
+        keep(batch, step, [*range(count)])
+
+
+def keep(batch: Batch, step: RowStep, nodes: list[int]) -> None:
+    """Cut the tree of a row to these nodes, and to its probes if all that they hang from is kept."""
+    tree = step.tree
+    present = {ROOT, *nodes}
+    for i in range(tree.size, len(tree.tokens)):
+        if tree.parents[i] in present:
+            present.add(i)
+            nodes.append(i)
+    batch.cut(step, nodes)

@@ -184,7 +184,7 @@ class States:
     @property
     def num_rows(self) -> int:
         """Rows of the forward; 0 without hidden states."""
-        return len(next(iter(self.kept.values()), ()))
+        return next((states.size(0) for states in self.kept.values()), 0)  # `len` takes ten times as long
 
     def all(self, wanted: Sequence[int]) -> Tensor:
         """The wanted states of all forward rows side by side, [n, len(wanted) * hidden]."""

@@ -88,7 +88,7 @@ class ForwardOutput:
 
     def states(self) -> States:
         """Hidden states of the known tokens and the accepted nodes of every row."""
-        if len(next(iter(self.kept.values()))) == len(self.batch):
+        if next(iter(self.kept.values())).size(0) == len(self.batch):
             return States(self.kept, one_each(len(self.batch)))
         places = list[Sequence[int]]()
         for span, step in zip(spans_of(self.batch), self.batch):

@@ -34,7 +34,7 @@ from outrider.control.module import (
     node_inputs,
     sources,
 )
-from outrider.control.plan import judged
+from outrider.control.outcomes import judged
 from outrider.core.clock import Times
 from outrider.core.params import SamplingParams
 from outrider.core.row import Row

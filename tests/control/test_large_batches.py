@@ -1,0 +1,136 @@
+"""Of a large batch, a step plans and judges little: what it has to, for the rows that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from outrider.control.acceptance import Outcome
+from outrider.control.auto import AutoController
+from outrider.control.cost import ForwardCost
+from outrider.control.evidence import JUDGED
+from outrider.control.fixed import FixedController, Options
+from outrider.control.plan import Arm
+from outrider.core.clock import Times
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, RowStep
+from outrider.core.tree import DraftTree
+from outrider.testing import make_row
+
+DEPTH, PLAIN, HELD = 4, 0.001, 1000
+
+
+@pytest.fixture
+def auto() -> AutoController:
+    """One drafter that is known to pay.  Its plans hold for `HELD` steps."""
+    limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
+    costs = ForwardCost({1: PLAIN, 256: 1.2 * PLAIN})
+    auto = AutoController(limits, [Arm(("drafter",), DEPTH, lambda depth: depth)], costs, clock=lambda: 0.0)
+    for i in range(100):
+        auto.evidence.reach[0].learn(Outcome(DEPTH - 1, True))
+        auto.evidence.drafting.learn(0, 1, 1 + i % DEPTH, 1e-5)
+    auto._steps_of_plans = lambda took: HELD  # type: ignore[method-assign]
+    return auto
+
+
+def rows_of(count: int, limit: int = 10_000) -> list[Row]:
+    return [make_row([1, 2, 3], id=str(i), limit=limit) for i in range(count)]
+
+
+def step(auto: AutoController, rows: Sequence[Row], right: int = DEPTH - 1) -> Batch:
+    """A step in which so many draft tokens of each row are right."""
+    batch = Batch([RowStep(row, len(row.tokens) - 1, 1) for row in rows])
+    for each, budget in zip(batch, auto.budget(batch)):
+        each.budget = budget
+        each.tree = DraftTree.chain([7] * budget.depth, [0.9] * budget.depth)
+    auto.trim(batch)
+    for each in batch:
+        each.accepted = [*range(min(right, each.tree.size))]
+        each.emitted = [7] * min(len(each.accepted) + 1, each.row.limit - len(each.row.tokens))
+        each.row.tokens += each.emitted
+        each.row.steps += 1
+        if len(each.row.tokens) >= each.row.limit:
+            each.row.finish_reason = "length"
+    auto.room.shortfall = -1.0  # nothing else ends the plans
+    auto.learn(Commit(batch), Times(1e-5, PLAIN, 0.0))
+    return batch
+
+
+def planned(auto: AutoController) -> list[Row]:
+    """Will hold the rows for which something is planned."""
+    found, plan = list[Row](), auto.planner._plan
+    auto.planner._plan = lambda row, most: (found.append(row), plan(row, most))[1]  # type: ignore
+    return found
+
+
+def drafting(auto: AutoController, rows: Sequence[Row]) -> None:
+    """Steps until all rows have plans that hold."""
+    for _ in range(12):
+        step(auto, rows)
+    assert {*rows} <= auto.plans.keys() and not auto.stale
+
+
+def test_plans_hold_when_another_request_begins_or_ends(auto: AutoController) -> None:
+    rows, late = rows_of(4), make_row([1, 2, 3], id="late", limit=20)
+    drafting(auto, rows)
+    found, before = planned(auto), {row: auto.plans[row] for row in rows}
+    step(auto, [*rows, late])  # the first one of so many rows may be plain
+    while late.finish_reason is None:
+        step(auto, [*rows, late])
+    for _ in range(4):
+        step(auto, rows)
+    assert {*found} == {late}
+    assert auto.plans == before
+
+
+def test_a_row_is_considered_again_after_the_end_of_its_prompt(auto: AutoController) -> None:
+    """Drafters that read the prompt in that step lack it when the step is planned."""
+    rows, late = rows_of(4), make_row([1] * 40, id="late", limit=200)
+    drafting(auto, rows)
+    step(auto, [*rows, make_row([1, 2, 3], id="other")])  # the first one of so many rows may be plain
+    found = planned(auto)
+    batch = Batch(
+        [RowStep(row, len(row.tokens) - 1, 1) for row in rows] + [RowStep(late, 0, 40)], prefill=True
+    )
+    auto.budget(batch)
+    auto.trim(batch)
+    for each in batch:
+        each.emitted, each.row.steps = [7], each.row.steps + 1
+        each.row.tokens.append(7)
+    auto.learn(Commit(batch), Times(0.0, PLAIN, 0.0))
+    for _ in range(3):
+        step(auto, [*rows, late])
+    assert found == [late, late]
+
+
+def test_the_summary_of_a_request_that_ends_is_complete(auto: AutoController) -> None:
+    rows, short = rows_of(4), make_row([1, 2, 3], id="short", limit=60)
+    drafting(auto, [*rows, short])
+    while short.finish_reason is None:
+        step(auto, [*rows, short])
+    summary = short.drafting
+    assert summary is not None and sum(summary.steps.values()) == short.steps
+    assert summary.accepted == len(short.tokens) - short.prompt - short.steps
+    assert summary.plain_seconds > summary.seconds > 0
+
+
+def test_a_row_that_tries_a_drafter_leaves_the_plans_of_others_alone(auto: AutoController) -> None:
+    rows = rows_of(4)
+    drafting(auto, rows)
+    found = planned(auto)
+    auto.plans[rows[1]] = auto.plans[rows[1]]._replace(exploring={0})
+    for _ in range(3):
+        step(auto, rows)
+    assert found == [rows[1]]
+
+
+def test_the_drafts_of_a_large_batch_are_judged_in_turns(auto: AutoController) -> None:
+    rows = rows_of(4 * JUDGED)
+    drafting(auto, rows)
+    auto._digest()
+    before = {row: auto.evidence.states[row].reach[0].asked for row in rows}
+    for _ in range(8):
+        step(auto, rows)
+    auto._digest()
+    assert {auto.evidence.states[row].reach[0].asked - before[row] for row in rows} == {2}
