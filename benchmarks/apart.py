@@ -26,7 +26,7 @@ from outrider import LLM, SamplingParams
 from outrider.bench.conditions import conditions
 from outrider.parallel import group
 
-TARGET, LAYERS, TOKENS, DEPTH = "builtin", 8, 96, 3
+TARGET, TOKENS, DEPTH = "builtin-100m", 96, 3
 CONFIG = {"model": "builtin-draft", "num_speculative_tokens": DEPTH}
 REQUESTS = (1, 4)
 
@@ -68,8 +68,9 @@ def rounds(trips: Sequence[float], count: int) -> list[dict[str, Any]]:
     network, options = Network(), {"max_num_seqs": max(REQUESTS), "max_model_len": 256}
     torch.set_num_threads(1)
     one = LLM(TARGET, **options)
+    layers = one.engine.decoder.spec.layers
     torch.set_num_threads(2)  # shared by the ranks
-    two = LLM(TARGET, pipeline_parallel_size=2, pipeline_layers=f"0,{LAYERS}", **options)
+    two = LLM(TARGET, pipeline_parallel_size=2, pipeline_layers=f"0,{layers}", **options)
     two.use(CONFIG)
     cases: list[tuple[str, float]] = [("plain", 0.0), ("beside", 0.0), *(("apart", trip) for trip in trips)]
     found: dict[tuple[str, float, int], list[tuple[float, float]]] = {}
