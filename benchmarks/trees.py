@@ -3,10 +3,10 @@
     python benchmarks/trees.py [--head builtin-eagle3] [--questions question.jsonl] [--json OUT]
         [--rounds 3] [--count 12] [--trees 5:8 7:8 8:8 chain:4 …]
 
-Counted are greedy answers of 128 tokens at most to a task of each kind with held-out wordings (`counts`): they
-depend on no clock.  With `--rounds`, the grown target answers `--count` of them with 64 tokens, one at a time,
-all trees and plain decoding in turns; `--questions` adds as many questions of Spec-Bench.  A time is the sum
-over the prompts of the fastest round, from the first token on.
+Counted are greedy answers of at most 128 tokens to a task of each kind with held-out wordings (`counts`):
+they depend on no clock.  With `--rounds`, the grown target answers `--count` of them with 64 tokens, one at a
+time, all trees and plain decoding in turns; `--questions` adds as many questions of Spec-Bench.  A time is
+the sum over the prompts of the fastest round, from the first token on.
 """
 
 from __future__ import annotations
