@@ -6,8 +6,8 @@
     learn       costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
 
 Plans hold for several steps, up to `DIGEST`, where planning takes longer than `PLANNING` of a step and the
-ledgers have room for what the next step may lose; then the outcomes are taken in together.  Where a row begins
-or ends, or has tried a drafter, those of the others go on: a large batch changes every few steps.
+ledgers have room for what the next step may lose; then the outcomes are taken in together.  Where a row
+begins, ends or has tried a drafter, those of the others go on: a large batch changes every few steps.
 
 While no row drafts, the controller rests (rest.py): it counts plain steps and decides nothing, whichever
 requests come and go.  Which drafters prefill new requests is decided apart (prefill_choice.py).
