@@ -70,6 +70,7 @@ NAMED = {
     ("core/structured.py", "grammar"),  # a field in vLLM's names
     ("config.py", "off"),
     ("control/evidence.py", "off"),  # what a request chose, in its summary
+    ("control/sums.py", "off"),  # the same
     ("draft/__init__.py", "draft_model"),
     ("draft/first.py", "suffix"),
     ("draft/first.py", "recycle"),
