@@ -50,13 +50,14 @@ class System(NamedTuple):
 
 PORTABLE = {"portable": TARGETS["portable"]}
 X86, ARM = PORTABLE | X86_64, PORTABLE | ARM64
+WINDOWS_X86 = {name: target for name, target in X86.items() if name != "amx"}  # see targets.py
 SYSTEMS = {
     "linux-gcc": System(["gcc"], X86, like="linux-gcc"),
     "linux-clang": System(["clang"], X86, like="linux-clang"),
     "linux-zig": System([*ZIG, "x86_64-linux-gnu"], X86, like="linux-zig"),
-    "windows-gcc": System([MINGW], X86, windows=True, like="linux-gcc"),
-    "windows-clang": System(CLANG, X86, windows=True, like="linux-clang"),
-    "windows-zig": System([*ZIG, "x86_64-windows-gnu"], X86, windows=True, like="linux-zig"),
+    "windows-gcc": System([MINGW], WINDOWS_X86, windows=True, like="linux-gcc"),
+    "windows-clang": System(CLANG, WINDOWS_X86, windows=True, like="linux-clang"),
+    "windows-zig": System([*ZIG, "x86_64-windows-gnu"], WINDOWS_X86, windows=True, like="linux-zig"),
     "windows-arm64-zig": System([*ZIG, "aarch64-windows-gnu"], ARM, windows=True),
     "macos-zig": System([*ZIG, "x86_64-macos"], X86),
     "macos-arm64-zig": System([*ZIG, "aarch64-macos"], ARM),

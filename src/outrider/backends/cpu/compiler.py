@@ -69,9 +69,7 @@ def windows_flags(command: Sequence[str]) -> list[str]:
     """
     macros = run([*command, "-dM", "-E", "-x", "c", os.devnull])
     if "_MSC_VER" in macros:
-        raise BuildError(
-            "the C kernels need a compiler of MinGW, or `pip install ziglang` and CC='python -m ziglang cc'"
-        )
+        raise BuildError("the C kernels need gcc or clang of MinGW, not a compiler for Microsoft's libraries")
     misaligned = "__x86_64__" in macros and "__clang__" not in macros
     return ["-Wa,-muse-unaligned-vector-move"] if misaligned else []
 

@@ -44,6 +44,10 @@ TARGETS = {  # the best one last; `portable` has NEON on arm64, where every proc
     "portable": Target((), frozenset()),
     **(ARM64 if platform.machine().lower() in ("aarch64", "arm64") else X86_64),
 }
+if (
+    platform.system() == "Windows"
+):  # is not asked for tiles, and gcc passes their strides as a long of 32 bits
+    TARGETS.pop("amx", None)
 CPUINFO = Path("/proc/cpuinfo")
 TORCH_NAMES = {  # of features in torch.cpu.get_capabilities, where they differ from those of Linux
     **{f"avx512{part}": f"avx512_{part}" for part in ("f", "bw", "cd", "dq", "vl")},
