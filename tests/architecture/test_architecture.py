@@ -69,8 +69,8 @@ NAMED = {
     ("core/params.py", "grammar"),  # of other programs, which is refused
     ("core/structured.py", "grammar"),  # a field in vLLM's names
     ("config.py", "off"),
-    ("control/evidence.py", "off"),  # what a request chose, in its summary
-    ("control/sums.py", "off"),  # the same
+    ("control/evidence.py", "off"),
+    ("control/sums.py", "off"),  # what a request chose, in its summary
     ("draft/__init__.py", "draft_model"),
     ("draft/first.py", "suffix"),
     ("draft/first.py", "recycle"),

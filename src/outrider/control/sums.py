@@ -10,8 +10,6 @@ from outrider.control.plan import Arm, RowState, StepRecord, Try
 from outrider.core.row import Drafted, Row
 from outrider.core.step import RowStep
 
-OFF, AUTOMATIC = "off", "automatic"
-
 
 @dataclass(slots=True)
 class Sums:
@@ -80,7 +78,7 @@ class StepSums:
 
     def _names(self, step: RowStep, tried: Try | None) -> str:
         if tried is None or not tried.asked:
-            return AUTOMATIC if step.tree.tokens else OFF
+            return "automatic" if step.tree.tokens else "off"
         asked = tuple(tried.asked)
         if asked not in self.names:
             self.names[asked] = "+".join([self.arms[k].name for k in sorted(asked)])
