@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from outrider.core import huge_pages
-from outrider.core.huge_pages import ALIGNMENT, LEAST, PAGE, HugePages, huge_zeros
+from outrider.core.huge_pages import ALIGNMENT, LEAST, PAGE, HugePages, large_zeros
 
+CPU = torch.device("cpu")
 SIZES = [(300, 256), (129, 513), (4000, 70), (100, 200_001)]
 HAS_FLAGS = Path("/proc/self/smaps").exists() and Path("/sys/kernel/mm/transparent_hugepage").exists()
 
@@ -53,7 +54,7 @@ def test_a_block_lives_as_long_as_a_tensor_in_it(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(not HAS_FLAGS, reason="needs Linux with huge pages")
 def test_memory_is_marked_for_huge_pages() -> None:
-    for tensor in (HugePages().copy(torch.ones(PAGE)), huge_zeros(2 * PAGE, torch.int8)):
+    for tensor in (HugePages().copy(torch.ones(PAGE)), large_zeros(2 * PAGE, torch.int8, CPU)):
         assert "hg" in _flags(tensor.data_ptr() + tensor.nbytes // 2)
 
 
@@ -72,10 +73,10 @@ def test_systems_without_huge_pages_keep_their_tensors(monkeypatch: pytest.Monke
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     large = torch.ones(PAGE)
     assert HugePages().copy(large) is large
-    assert huge_zeros(PAGE, torch.float32).sum() == 0
+    assert large_zeros(PAGE, torch.float32, CPU).sum() == 0
 
 
 @pytest.mark.parametrize("count", [1, PAGE + 3])
 def test_zeros_have_the_size_and_type_that_was_asked_for(count: int) -> None:
-    zeros = huge_zeros(count, torch.bfloat16)
+    zeros = large_zeros(count, torch.bfloat16, CPU)
     assert zeros.shape == (count,) and zeros.dtype == torch.bfloat16 and not zeros.any()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.core.huge_pages import huge_zeros
+from outrider.core.huge_pages import large_zeros
 from outrider.errors import ConfigError
 
 
@@ -41,13 +41,7 @@ class Pool:
         self.dtype, self.head_dim, self.width = dtype, head_dim, self.wide(head_dim)
         row = self.width + 4 * (dtype == torch.int8)
         count = layers * 2 * kv_heads * slots * row
-        on_cpu = device.type == "cpu"
-        data = (
-            huge_zeros(count + self.SLACK, dtype)
-            if on_cpu
-            else torch.zeros(count + self.SLACK, dtype=dtype, device=device)
-        )
-        planes = data[:count].view(layers, 2, kv_heads, slots, row)
+        planes = large_zeros(count + self.SLACK, dtype, device)[:count].view(layers, 2, kv_heads, slots, row)
         self.data: Tensor = planes.transpose(2, 3)
         self.address = planes.data_ptr()
         size = dtype.itemsize

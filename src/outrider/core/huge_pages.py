@@ -18,12 +18,12 @@ ALIGNMENT = 64  # a cache line
 LEAST = 64 << 10  # smaller tensors stay in the first caches
 
 
-def huge_zeros(count: int, dtype: torch.dtype) -> Tensor:
-    """Zeros [count] of their own on the CPU."""
+def large_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [count]; on the CPU they fill huge pages of their own, unless they are few."""
     size = count * dtype.itemsize
-    if size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(count, dtype=dtype)
-    return _block(size).view(dtype).zero_()  # fills them: memory that lacks is missed now and not in a step
+    if device.type != "cpu" or size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(count, dtype=dtype, device=device)
+    return _block(size).view(dtype).zero_()  # memory that the system lacks is missed now, not in a step
 
 
 class HugePages:
