@@ -27,8 +27,6 @@ class Pool:
 
     A row is one head in the pool's dtype, zero-padded to a multiple of 32.  In int8 it has four more bytes,
     the float32 scale.  In memory the slots of one head are contiguous.
-    address: of the K of the first layer; it never changes.
-    plane_bytes, head_bytes: from the K of a layer to its V, from one head to the next.
 
     Several pools may share one allocator: the pool of a draft model uses the target's slots.
     """
@@ -43,9 +41,6 @@ class Pool:
         count = layers * 2 * kv_heads * slots * row
         planes = large_zeros(count + self.SLACK, dtype, device)[:count].view(layers, 2, kv_heads, slots, row)
         self.data: Tensor = planes.transpose(2, 3)
-        self.address = planes.data_ptr()
-        size = dtype.itemsize
-        self.plane_bytes, self.head_bytes = planes.stride(1) * size, planes.stride(2) * size
 
     @staticmethod
     def wide(head_dim: int) -> int:

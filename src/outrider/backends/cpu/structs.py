@@ -33,7 +33,10 @@ class Planes(NamedTuple):
 
 
 def planes(pool: Pool, layer: int = 0) -> Planes:
-    return Planes(pool.address + 2 * layer * pool.plane_bytes, pool.plane_bytes, pool.head_bytes)
+    data = pool.data  # [layers, 2, slots, kv_heads, row]
+    _, plane, _, head, _ = data.stride()
+    size = data.element_size()
+    return Planes(data.data_ptr() + 2 * layer * plane * size, plane * size, head * size)
 
 
 def packer(name: str) -> struct.Struct:
