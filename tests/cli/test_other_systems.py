@@ -23,8 +23,12 @@ for name in ("fork", "forkserver"):
 IMPORTS = """
 import outrider
 for module in pkgutil.walk_packages(outrider.__path__, "outrider."):
-    if not module.name.endswith(("__main__", ".ray")):  # ray is an extra
-        importlib.import_module(module.name)
+    if not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("ray", "triton"):  # extras
+                raise
 """
 GENERATES = """
 from outrider.backends.cpu import build
