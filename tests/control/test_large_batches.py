@@ -11,7 +11,7 @@ from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.evidence import JUDGED
 from outrider.control.fixed import FixedController, Options
-from outrider.control.plan import Arm
+from outrider.control.plan import Arm, Load
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -134,3 +134,37 @@ def test_the_drafts_of_a_large_batch_are_judged_in_turns(auto: AutoController) -
         step(auto, rows)
     auto._digest()
     assert {auto.evidence.states[row].reach[0].asked - before[row] for row in rows} == {2}
+
+
+@pytest.mark.parametrize("rows", [1, 40, 100, 520])
+def test_costs_of_many_nodes_are_those_of_each_number(rows: int) -> None:
+    load = Load(ForwardCost({1: PLAIN, 64: 1.2 * PLAIN}), rows=rows, batch=rows, context=64)
+    assert [*load.costs_of(200)][:201] == pytest.approx([load.verify(nodes) for nodes in range(201)])
+
+
+def test_the_load_behind_a_prompt_is_that_of_decoding(auto: AutoController) -> None:
+    rows, late = rows_of(4), make_row([1] * 500, id="late", limit=900)
+    drafting(auto, rows)
+    with_prompt = Batch([RowStep(row, len(row.tokens) - 1, 1) for row in rows], prefill=True)
+    with_prompt.append(RowStep(late, 0, 500))
+    auto.budget(with_prompt)
+    assert auto.load.rows == 504 and not auto.load.decodes_only
+    auto.trim(with_prompt)
+    for each in with_prompt:
+        each.emitted = [7]
+        each.row.tokens.append(7)
+        each.row.steps += 1
+    auto.learn(Commit(with_prompt), Times(0.0, PLAIN, 0.0))
+    step(auto, [*rows, late])
+    assert auto.load.rows == 5 and auto.load.decodes_only
+
+
+def test_a_preempted_row_loses_its_plan_and_gets_no_draft_beside_its_text(auto: AutoController) -> None:
+    rows = rows_of(4)
+    drafting(auto, rows)
+    step(auto, rows[:3])
+    assert rows[3] not in auto.plans
+    drafting(auto, rows)
+    again = Batch([RowStep(row, len(row.tokens) - 1, 1) for row in rows[:3]], prefill=True)
+    again.append(RowStep(rows[3], 0, 4, False))  # a part of its text, which emits nothing
+    assert [budget.depth > 0 for budget in auto.budget(again)] == [True, True, True, False]

@@ -50,6 +50,8 @@ def test_a_block_lives_as_long_as_a_tensor_in_it(monkeypatch: pytest.MonkeyPatch
     del first
     assert blocks[0]() is None and blocks[1]() is not None
     assert bool((second == 1).all())
+    del second  # it filled its block
+    assert blocks[1]() is None
 
 
 @pytest.mark.skipif(not HAS_FLAGS, reason="needs Linux with huge pages")

@@ -32,7 +32,8 @@ FIRST_REQUEST = 4.0  # the same while nothing is known
 KEEP = 0.998  # discount of a bin over all requests, by observation
 KEEP_IN_REQUEST = 0.93
 KEEP_REACH = 0.9
-FADE = 0.995  # discount of a request's reach, by step without asking
+FADE = 0.995  # discount of a request's reach, by step without asking, from so many steps on:
+PAUSE = 16
 FIRST_REACH = 0.5  # assumed before anything is known
 FIRST_WEIGHT = 3.0  # observations that this is worth: one miss must not end the trials of a drafter
 HEAVIEST = 1e12  # weight of an observation at which all are scaled down
@@ -180,7 +181,7 @@ class Reach:
 
     def fade(self, step: int) -> None:
         """Discount what was learned before `step`, the number of steps of the request."""
-        if step > self.step + 16:
+        if step > self.step + PAUSE:
             self._discount(FADE ** (step - self.step))
             self.step = step
 

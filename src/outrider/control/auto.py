@@ -122,7 +122,7 @@ class AutoController:
         return [self._granted(r, step) for r, step in enumerate(batch)]
 
     def _granted(self, r: int, step: RowStep) -> Budget:
-        plan = self.plans.get(step.row)
+        plan = self.plans.get(step.row) if step.emits else None
         most = step.row.draft_depth if plan is not None else 0
         if plan is None or not most:
             return NO_BUDGET
@@ -198,7 +198,8 @@ class AutoController:
         new = [step for step in batch if step.emits and step.row not in self.considered]
         if new and self.log:
             self._digest()
-        began, changed = self.clock(), batch.prefill or batch.rows != self.rows
+        began = self.clock()
+        changed = batch.prefill or not self.load.decodes_only or batch.rows != self.rows
         if changed:
             self._take_rows(batch)
         if new:
@@ -211,6 +212,7 @@ class AutoController:
             self._mark_considered(new)
             self.room.add(self.evidence.ledger, plans)
         if new or changed:
+            self.stale = not self.plans
             self.looked = self.clock() - began
 
     def _mark_considered(self, steps: Iterable[RowStep]) -> None:
@@ -218,9 +220,11 @@ class AutoController:
         self.considered.update([step.row for step in steps if step.emits and step.known == 1])
 
     def _take_rows(self, batch: Batch) -> None:
-        """Take the rows of a batch, which have changed or have prompt tokens."""
+        """Take the rows of a batch, which have changed, or have or had prompt tokens."""
         self.prefill_choice.leave_out(batch)
         self.load, self.rows = Load.of(batch, self.evidence.forward), batch.rows
+        if gone := (self.considered | self.plans.keys()).difference(batch.rows):  # preempted, or aborted
+            self._drop_plans(gone)
 
     def _drop_plans(self, rows: Iterable[Row]) -> None:
         """Drop what was planned for rows, which have ended or have to be considered again."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 
-from outrider.control.acceptance import Calibration, Reach, Reliability
+from outrider.control.acceptance import PAUSE, Calibration, Reach, Reliability
 from outrider.control.cost import OUTLIER, RATE, ForwardCost
 from outrider.control.ledger import EXPLORE, FIRST_TRIALS, MOST_KEPT, MOST_TRIALS, Ledger, Moment, Trials
 from outrider.control.memory import EVERY, Memory, learned
@@ -313,7 +313,7 @@ class Evidence:
         host: seconds of the controller in this step.
         """
         self.turn += 1
-        every = -(-len(record.tries) // JUDGED)
+        every = min(PAUSE, -(-len(record.tries) // JUDGED))
         for r, tried in record.tries.items():
             if tried.plan.exploring:
                 self._row(record, record.batch[r], tried, host, 1)

@@ -215,7 +215,8 @@ class Load:
         """`verify` of every number of draft nodes from 0 to at least `most`."""
         if len(self.costs) <= most:
             forward, rows = self.forward, self.rows
-            each, known = forward.per_context * self.context / max(1, rows), max(FEW, forward.trusted - rows)
+            each = forward.per_context * self.context / max(1, rows)
+            known = max(FEW, rows, forward.trusted - rows)
             bases = forward.bases(rows, max(FIRST_COSTS, 2 * most))
             added = [self.pace * (base + each * n - self.base) for n, base in enumerate(bases)]
             self.costs = [cost if cost <= self.most else math.inf for cost in added[: known + 1]]

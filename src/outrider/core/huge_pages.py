@@ -42,8 +42,8 @@ class HugePages:
         with self._lock:
             if self._free.nbytes < size:
                 self._free = _block(max(BLOCK, size))
-            piece = self._free[:size]
-            self._free = self._free[-(-size // ALIGNMENT) * ALIGNMENT :]
+            piece, rest = self._free[:size], self._free[-(-size // ALIGNMENT) * ALIGNMENT :]
+            self._free = rest if len(rest) >= LEAST else rest.new_empty(0)  # which holds no block
         return piece
 
 

@@ -1,4 +1,4 @@
-"""The C kernels, called through ctypes (build.py compiles them for this processor on first use)."""
+"""The C kernels, called through ctypes (build.py finds or compiles those for this processor)."""
 
 from __future__ import annotations
 

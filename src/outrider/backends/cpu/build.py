@@ -22,6 +22,7 @@ import logging
 import os
 import platform
 import shlex
+import shutil
 import stat
 import tempfile
 import time
@@ -102,7 +103,8 @@ def build_all(folder: Path, environment: Mapping[str, str]) -> None:
         except BuildError as error:
             print(f"The C kernels for {name} are left out: {error}")
 
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier build
+    folder.mkdir(parents=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(build_one, targets.TARGETS))
 

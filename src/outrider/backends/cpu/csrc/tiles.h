@@ -8,7 +8,7 @@
  * Exact: a tile has up to 16 rows, and computes each by itself.  So one row has the bits that it has among
  * others.  Inputs that a row lacks count as zeros.
  *
- * Linux gives a process the tiles when it asks (build.py). */
+ * Linux gives a process the tiles when it asks (targets.py). */
 #pragma once
 #include "linear.h"
 
