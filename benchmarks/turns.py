@@ -27,7 +27,7 @@ ONCE = peers.Tools(repeats=2)
 
 
 def one_round(llm: LLM, gguf: Path) -> dict[str, Any]:
-    """Tokens per second of ours before and after llama.cpp, and of eight requests; forwards in milliseconds."""
+    """Tokens a second of ours before and after llama.cpp, and of eight requests; forwards in milliseconds."""
     before = decode_speed(llm, 1, 1)
     theirs = peers.llama_cpp(str(gguf), PROMPT, NEW, ONCE)
     return {
