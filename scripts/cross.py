@@ -39,7 +39,7 @@ class System(NamedTuple):
     """A compiler for a system.
 
     windows: what it builds is a DLL.
-    like: the system whose results it must have, with the same compiler; None if nothing is run.
+    like: the system to compare results with, for the same compiler; None if nothing is run.
     """
 
     compiler: list[str]

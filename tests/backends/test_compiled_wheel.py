@@ -54,12 +54,16 @@ def test_the_best_library_of_the_wheel_is_loaded_without_a_compiler(
     assert build.load(build.recipe(bare), bare) is None
 
 
-@needs_c
-def test_a_given_compiler_or_flag_builds_its_own_library(
-    compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def wheel(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a wheel's libraries, built for processors without any of the features."""
     have(monkeypatch)
     build.build_all(compiled, os.environ)
+    return compiled
+
+
+@needs_c
+def test_a_given_compiler_or_flag_builds_its_own_library(wheel: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     for i, given in enumerate(({"CC": "cc"}, {"OUTRIDER_CFLAGS": "-O1"})):
         environment = {**os.environ, "OUTRIDER_CACHE": str(cache), **given}
@@ -68,12 +72,8 @@ def test_a_given_compiler_or_flag_builds_its_own_library(
 
 
 @needs_c
-def test_a_damaged_library_of_the_wheel_is_not_loaded(
-    compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    have(monkeypatch)
-    build.build_all(compiled, os.environ)
-    for path in compiled.iterdir():
+def test_a_damaged_library_of_the_wheel_is_not_loaded(wheel: Path, tmp_path: Path) -> None:
+    for path in wheel.iterdir():
         path.write_bytes(b"")
     bare = {"PATH": "", "OUTRIDER_CACHE": str(tmp_path / "cache")}
     assert build.load(build.recipe(bare), bare) is None

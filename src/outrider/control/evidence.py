@@ -321,7 +321,7 @@ class Evidence:
                 self._row(record, record.batch[r], tried, host, every)
 
     def _row(self, record: StepRecord, step: RowStep, tried: Try, host: float, steps: int) -> None:
-        """Learn what the drafts of a row show.  steps: that this one stands for."""
+        """Learn what the drafts of a row show.  steps: how many of the row's it stands for."""
         state, row = tried.plan.state, step.row
         ended = record.last and row.finish_reason is not None  # nodes behind the end were not judged
         for key, accepted in judged(step, ended):

@@ -34,7 +34,7 @@ class Sums:
 class StepSums:
     """Sums of steps by row and by the names of the drafters that it asked, since they were last taken.
 
-    Row None stands for all rows that no drafter was considered for.
+    The sums of row None are those of all rows for which no drafter was considered.
     """
 
     def __init__(self, arms: Sequence[Arm]) -> None:
