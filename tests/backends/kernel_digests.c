@@ -184,7 +184,7 @@ static void check_attention(void) {
         float *q = space(ROWS * HEADS * PADDED * 4), *out = space(ROWS * HEADS * HEAD_DIM * 4);
         Attention a = {keys,     keys + KV_HEADS * head_bytes, head_bytes, HEADS, KV_HEADS, HEAD_DIM, PADDED,
                        HEAD_DIM, kind == BFLOAT16 ? 9 : 0,     norm,       norm,  rotary,   1e-5f,    0.2f,
-                       kind};
+                       kind,     kind == BFLOAT16};
         do_rope_store(&a, &rows, qkv, q);
         print("rope", kind, q, ROWS * HEADS * PADDED * 4);
         print("pool", kind, keys, 2 * KV_HEADS * head_bytes);
@@ -214,7 +214,8 @@ static void check_model(int kind) {
     const ModelShape shape = {LAYERS, HIDDEN,   INNER,
                               HEADS,  KV_HEADS, HEAD_DIM,
                               PADDED, HEAD_DIM, half ? BFLOAT16 : FLOAT32,
-                              1e-5f,  0.2f,     floats(POSITIONS * HEAD_DIM, 1)};
+                              half,   1e-5f,    0.2f,
+                              floats(POSITIONS * HEAD_DIM, 1)};
     const ModelEnds ends = {weight(VOCAB, HIDDEN, kind, 0), weight(VOCAB, HIDDEN, kind, half),
                             floats(HIDDEN, 1), VOCAB};
     const Rows rows = rows_of_step();

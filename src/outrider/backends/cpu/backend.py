@@ -57,6 +57,7 @@ class CpuBackend(Picking):
         """inputs_dtype: what the inputs of bfloat16 linears are rounded to."""
         super().__init__(lib)
         self.dtype, self.inputs_dtype = dtype, inputs_dtype
+        self._rounds_inputs = dtype == inputs_dtype == torch.bfloat16
         inputs = "bfloat16 inputs, " if inputs_dtype == torch.bfloat16 else ""
         if inputs and lib.has_bfloat16_tiles():  # other bits
             inputs = "bfloat16 inputs in AMX tiles, "
@@ -101,14 +102,23 @@ class CpuBackend(Picking):
 
     def rope_store(self, qkv: Tensor, spec: AttentionShape, rotations: Tensor, kv: LayerKV) -> Tensor:
         q = torch.empty(qkv.shape[0], spec.heads, kv.pool.width)
-        attention = _attention(spec, kv)
+        attention = self._attention(spec, kv)
         attention.rotary, attention.rotary_dim = rotations.data_ptr(), rotations.shape[1]
         self.lib.rope_store(attention, structs.view(kv.step_input).rows, qkv.data_ptr(), q.data_ptr())
         return q
 
+    def _attention(self, spec: AttentionShape, kv: LayerKV) -> Any:
+        """`Attention` of kernels.h, without the rotations, the scale and the window of a call."""
+        _, pool, layer = kv
+        keys, plane, head = structs.planes(pool, layer)
+        norms = address(spec.q_norm), address(spec.k_norm)
+        sizes = head, spec.heads, spec.kv_heads, spec.head_dim, pool.width, 0, 0
+        ends = None, spec.eps, 0.0, KINDS[pool.dtype], self._rounds_inputs
+        return STRUCTS["Attention"](keys, keys + plane, *sizes, *norms, *ends)
+
     def attend(self, q: Tensor, spec: AttentionShape, kv: LayerKV, scores: Scores) -> Tensor:
         out = torch.empty(q.shape[0], spec.heads * spec.head_dim)
-        attention, rows = _attention(spec, kv), structs.view(kv.step_input).rows
+        attention, rows = self._attention(spec, kv), structs.view(kv.step_input).rows
         attention.scale, attention.window = scores.scale, scores.window
         threads.adopt(self.lib)
         self.lib.attend(attention, rows, q.data_ptr(), _modifier(scores.modifier), out.data_ptr())
@@ -128,6 +138,7 @@ class CpuBackend(Picking):
         shape = STRUCTS["ModelShape"](
             **sizes, layers=len(layers), padded_dim=Pool.wide(spec.head_dim), scale=spec.head_dim**-0.5,
             rotary_dim=rotations.shape[1], rotary=rotations.data_ptr(),
+            rounds_inputs=self._rounds_inputs,
         )  # fmt: skip
         return Stack(packed, shape, (layers, rotations))
 
@@ -159,13 +170,3 @@ def _modifier(modifier: ScoreModifier | None) -> Any:
     if modifier is None:
         return None
     return STRUCTS["ScoreModifier"](address(modifier.slopes), address(modifier.sinks), modifier.cap)
-
-
-def _attention(spec: AttentionShape, kv: LayerKV) -> Any:
-    """`Attention` of kernels.h, without the rotations, the scale and the window of a call."""
-    _, pool, layer = kv
-    keys, plane, head = structs.planes(pool, layer)
-    norms = address(spec.q_norm), address(spec.k_norm)
-    sizes = head, spec.heads, spec.kv_heads, spec.head_dim, pool.width, 0, 0
-    ends = None, spec.eps, 0.0, KINDS[pool.dtype]
-    return STRUCTS["Attention"](keys, keys + plane, *sizes, *norms, *ends)

@@ -52,6 +52,7 @@ static Attention attention_of(const ModelShape *s, const Layer *layer, char *key
         .eps = s->eps,
         .scale = s->scale,
         .kind = (int)s->kv_kind,
+        .rounds_inputs = (int)s->rounds_inputs,
     };
 }
 

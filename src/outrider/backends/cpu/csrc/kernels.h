@@ -72,7 +72,7 @@ void silu_mul(const float *x, int64_t rows, int64_t width, float *y);
 void pair(const Weight *embedding, const int64_t *ids, int64_t rows, int64_t inputs, const float *states,
           int64_t width, const float *norm_token, const float *norm_state, float eps, float *y);
 
-/* ---- attention: attention.c, attention_int8.c */
+/* ---- attention: attention.c, attention_scores.c, attention_values.c, attention_int8.c */
 
 /* The rows of one forward.  Row r sees the first table_lengths[r] slots of its request's table and then
  * path_lengths[r] slots of its path.  These are the keys of positions 0, 1, 2 ... in this order, wherever
@@ -101,7 +101,8 @@ typedef struct {
     const float *q_norm, *k_norm;                  /* [head_dim] or null */
     const float *rotary;                           /* [positions,rotary_dim]: cosines, then sines */
     float eps, scale;
-    int kind; /* element type of the pool: FLOAT32, BFLOAT16 or INT8 */
+    int kind;          /* element type of the pool: FLOAT32, BFLOAT16 or INT8 */
+    int rounds_inputs; /* bfloat16: queries and weights are rounded to bfloat16 as well */
 } Attention;
 
 /* Changes of the scores before the softmax; by query head, null and 0 mean none. */
@@ -134,6 +135,7 @@ typedef struct {
 typedef struct {
     int64_t layers, hidden, inner, heads, kv_heads, head_dim, padded_dim, rotary_dim;
     int64_t kv_kind; /* element type of the KV pool */
+    int64_t rounds_inputs; /* of attention, see Attention */
     float eps, scale;
     const float *rotary;
 } ModelShape;

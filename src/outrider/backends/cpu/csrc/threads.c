@@ -188,6 +188,7 @@ __attribute__((destructor)) static void stop_workers(void) {
 /* ---- callers */
 
 void set_threads(int64_t count) { atomic_store(&wanted, min64(count, MAX_THREADS)); }
+int64_t most_threads(void) { return atomic_load(&wanted); }
 
 void parallel_for(int64_t count, int64_t grain, LoopBody *body, const void *loop) {
     const int64_t threads = min64(atomic_load(&wanted), divide_up(count, grain));

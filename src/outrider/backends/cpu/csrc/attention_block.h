@@ -1,0 +1,58 @@
+/* A block of rows that attention.c computes together: what attention_scores.c and attention_values.c take.
+ *
+ * form            keys and values       what a score or a sum takes at a time
+ * WIDE            float32               one product
+ * HALF            bfloat16, widened     one product
+ * PAIRS           bfloat16              a pair of products (pairs.h); queries and weights are rounded to
+ *                                       bfloat16, for one row as for many
+ *
+ * A word is what lies in one lane: a float32 number, or a pair of bfloat16 numbers, the first one low. */
+#pragma once
+#include "attention.h"
+#include "pairs.h"
+
+enum { WIDE, HALF, PAIRS };
+typedef uint32_t word __attribute__((may_alias));
+enum { MOST_BLOCK_QUERIES = 64 };
+enum { VALUE_LINES = 32 };   /* of a tile of values: keys, for PAIRS two keys each */
+
+/* Consecutive rows with the same first key of the same table, and some of the query heads of one K/V head.
+ * Query i * num_heads + g is head g of row i. */
+typedef struct {
+    KeyList keys[MOST_BLOCK_QUERIES];
+    const void *key_rows, *value_rows;
+    int64_t num_rows, num_heads, num_queries;
+    int64_t longest;                    /* row with the longest part of the table */
+    const float *q[MOST_BLOCK_QUERIES]; /* [padded_dim] each */
+    float inverse_sums[MOST_BLOCK_QUERIES];
+    word *queries; /* space for [num_queries,padded_dim]: q as the form takes it */
+    word *tile;    /* space for [VALUE_LINES,padded_dim] */
+    float *sums;   /* [num_queries,padded_dim]; bfloat16: even dimensions before odd ones */
+    float *scores; /* [num_queries,stride] */
+    int64_t most_queries, padded_dim, stride;
+    float scale;
+} Block;
+
+/* Keys of a row that are in its table. */
+INLINE int64_t table_keys(const KeyList *keys) {
+    const int64_t in_table = keys->table_length - keys->first;
+    return in_table < 0 ? 0 : min64(in_table, keys->count);
+}
+
+/* Words of a pool row. */
+INLINE int64_t row_words(const int form, int64_t padded_dim) {
+    return form == WIDE ? padded_dim : padded_dim / 2;
+}
+
+/* The pool row of key j. */
+INLINE const word *row_of_key(const void *rows, const KeyList *keys, int64_t j, int64_t words) {
+    return (const word *)rows + key_slot(keys, j) * words;
+}
+
+/* attention_scores.c: scores of all queries, times the scale.  A row gets scores for keys of the table that
+ * it does not see, too, and others past its last key, up to a multiple of LANES behind its table or its
+ * path. */
+void score_block(int form, const Block *block);
+
+/* attention_values.c: sums of all queries, for weights [num_queries,stride] in the place of the scores. */
+void add_block(int form, const Block *block);
