@@ -56,9 +56,10 @@ static void write_out(int is_bfloat16, int64_t padded_dim, const float *sums, fl
     if (head_dim % 2) out[head_dim - 1] = sums[head_dim / 2] * inverse_sum;
 }
 
-/* Queries of a block, as far as one row does not have more.  More of them share the work of loading K and V;
- * fewer make more items for threads, and keep the scores in the second cache. */
+/* Queries of a block, as far as one row does not have more.  In PAIRS more of them share the work of
+ * transposing K; fewer make more items for threads, and keep the scores in the second cache. */
 static int64_t block_queries(const Attention *a, const Rows *rows, int64_t stride) {
+    if (form_of(a) != PAIRS) return LEAST_BLOCK_QUERIES;
     const int64_t of_threads = divide_up(rows->num_rows * a->heads, 2 * most_threads());
     const int64_t most = min64(min64(of_threads, CACHED_SCORES / stride), MOST_BLOCK_QUERIES);
     return most > LEAST_BLOCK_QUERIES ? most : LEAST_BLOCK_QUERIES;

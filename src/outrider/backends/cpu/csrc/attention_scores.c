@@ -1,14 +1,18 @@
 /* Scores of a block: q k^T * scale.
  *
- * Computed: a vector has one word of LANES keys.  To that end LANES words of LANES keys are transposed in
- * registers; then every query multiplies its own words with these vectors, one after the other.
- * Order: words of a head ascending, in one accumulator a key; of a pair of bfloat16 numbers the odd one comes
- * first (PAIRS) or the even one (HALF).  Between LANES words and the next the sums wait in memory.
- * Exact: lanes are keys, so no sum crosses lanes: a score depends on one query and one key alone, whichever
- * lane the key is in. */
+ * Computed, in PAIRS: LANES words of LANES keys are transposed in registers, so that a vector has one word of
+ * all these keys; then every query multiplies its own words with these vectors, one after the other.
+ * In WIDE and HALF, where transposing costs more than it saves: the elements of a key lie in the lanes; their
+ * products with a query are added across lanes, for LANES keys at a time.
+ * Order, in PAIRS: words of a head ascending, in one accumulator a key, which waits in memory between LANES
+ * words and the next.  Otherwise one accumulator a lane for each half of a head (HALF: its even and its odd
+ * elements), added across lanes by a fixed tree.
+ * Exact: a score depends on one query and one key alone, whichever lane the key is in. */
 #include "attention_block.h"
 
 #define SHUFFLE_WORDS(a, b, ...) ((vuint)SHUFFLE((vint)(a), (vint)(b), __VA_ARGS__))
+
+/* ---- PAIRS */
 
 /* Queries that are multiplied together: LANES vectors of keys lie in registers beside their sums. */
 enum { MOST_QUERIES = LANES == 8 ? 4 : 8 };
@@ -53,29 +57,94 @@ INLINE void transpose(const word *const *rows, vuint *v) {
     gather_quarters(v);
 }
 
-/* sums + a word of LANES keys * that of a query; for HALF its even and its odd element are words. */
-INLINE vfloat multiply_word(const int form, vfloat sums, vuint k, const word *q, const word *odd_q) {
-    const vuint first = (vuint){0} + *q;
-    if (form == PAIRS) return dot_pairs(sums, k, first);
-    if (form == WIDE) return multiply_add((vfloat)k, (vfloat)first, sums);
-    const vuint second = (vuint){0} + *odd_q;
-    return multiply_add(odd_bfloat16(k), (vfloat)second, multiply_add(even_bfloat16(k), (vfloat)first, sums));
-}
-
-/* Part of the scores of LANES keys for `count` queries: words first ... first + LANES - 1. */
-INLINE void score_queries(const int form, const int count, const Block *b, const vuint *k, int64_t first,
-                          int64_t query, float *scores) {
-    const int64_t dims = b->padded_dim, words = row_words(form, dims);
-    const word *q = b->queries + query * dims + first;
+/* Part of the scores of LANES keys for `count` queries: words first ... first + LANES - 1, as k [LANES]. */
+INLINE void add_words(const int count, const Block *b, const vuint *k, int64_t first, int64_t query,
+                      float *scores) {
+    const int64_t words = b->padded_dim / 2;
+    const word *q = b->queries + query * b->padded_dim + first;
     vfloat sums[MOST_QUERIES];
     scores += query * b->stride;
     for (int i = 0; i < count; i++) sums[i] = first ? load(scores + i * b->stride) : (vfloat){0};
     for (int w = 0; w < LANES; w++)
         for (int i = 0; i < count; i++)
-            sums[i] = multiply_word(form, sums[i], k[w], q + i * dims + w, q + i * dims + words + w);
+            sums[i] = dot_pairs(sums[i], k[w], (vuint){0} + q[i * b->padded_dim + w]);
     const float factor = first + LANES < words ? 1 : b->scale;
     for (int i = 0; i < count; i++) store(scores + i * b->stride, sums[i] * factor);
 }
+
+/* Scores of LANES keys by pairs. */
+INLINE void multiply_pairs(const Block *b, const word *const *rows, int64_t query, int64_t left,
+                           float *scores) {
+    const word *at[LANES];
+    memcpy(at, rows, sizeof at);
+    for (int64_t first = 0; first < b->padded_dim / 2; first += LANES) {
+        int64_t i = query, count = left;
+        vuint k[LANES];
+        transpose(at, k);
+        for (int lane = 0; lane < LANES; lane++) at[lane] += LANES;
+        for (; count >= MOST_QUERIES; count -= MOST_QUERIES, i += MOST_QUERIES)
+            add_words(MOST_QUERIES, b, k, first, i, scores);
+        if (count & 4) add_words(4, b, k, first, i, scores), i += 4;
+        if (count & 2) add_words(2, b, k, first, i, scores), i += 2;
+        if (count & 1) add_words(1, b, k, first, i, scores);
+    }
+}
+
+/* ---- WIDE and HALF */
+
+/* Two vectors of a row: c and half + c of the order that queries have. */
+typedef struct {
+    vfloat low, high;
+} VectorPair;
+INLINE VectorPair load_pair(const int form, const word *row, int64_t c, int64_t half) {
+    if (form == WIDE) return (VectorPair){load((const float *)row + c * LANES),
+                                          load((const float *)row + (half + c) * LANES)};
+    const vuint pairs = *(const vuint *)(row + c * LANES);
+    return (VectorPair){even_bfloat16(pairs), odd_bfloat16(pairs)};
+}
+
+/* Lane i: the sum of the lanes of v[i], for LANES vectors and always by the same tree. */
+INLINE vfloat sum_each(const vfloat *v) {
+    vfloat w[4]; /* quarter k of w[c]: parts of the sum of v[4 k + c] */
+    for (int c = 0; c < 4; c++) w[c] = sum_quarters(v + c);
+    const vfloat y = SHUFFLE(w[0], w[1], LOW_PAIRS) + SHUFFLE(w[0], w[1], HIGH_PAIRS),
+                 z = SHUFFLE(w[2], w[3], LOW_PAIRS) + SHUFFLE(w[2], w[3], HIGH_PAIRS);
+    return SHUFFLE(y, z, EVEN_IN_QUARTERS) + SHUFFLE(y, z, ODD_IN_QUARTERS);
+}
+
+/* Scores of LANES keys for `count` queries. */
+INLINE void dot_group(const int form, const int64_t padded_dim, const int count, const Block *b,
+                      const word *const *rows, int64_t query, float *scores) {
+    const int64_t half = padded_dim / LANES / 2;
+    const float *q = (const float *)b->queries + query * padded_dim;
+    vfloat dots[MAX_GROUP][LANES];
+    for (int i = 0; i < LANES; i++) {
+        vfloat low[MAX_GROUP], high[MAX_GROUP];
+        for (int g = 0; g < count; g++) low[g] = high[g] = (vfloat){0};
+        for (int64_t c = 0; c < half; c++) {
+            const VectorPair k = load_pair(form, rows[i], c, half);
+            for (int g = 0; g < count; g++) {
+                low[g] += load(q + g * padded_dim + c * LANES) * k.low;
+                high[g] += load(q + g * padded_dim + (half + c) * LANES) * k.high;
+            }
+        }
+        for (int g = 0; g < count; g++) dots[g][i] = low[g] + high[g];
+    }
+    for (int g = 0; g < count; g++) store(scores + (query + g) * b->stride, sum_each(dots[g]) * b->scale);
+}
+
+/* Scores of LANES keys by products across the lanes. */
+INLINE void multiply_rows(const int form, const int64_t padded_dim, const Block *b, const word *const *rows,
+                          int64_t query, int64_t left, float *scores) {
+    for (; left >= 4; left -= 4, query += 4) dot_group(form, padded_dim, 4, b, rows, query, scores);
+    switch (left) {
+        case 3: dot_group(form, padded_dim, 3, b, rows, query, scores); break;
+        case 2: dot_group(form, padded_dim, 2, b, rows, query, scores); break;
+        case 1: dot_group(form, padded_dim, 1, b, rows, query, scores); break;
+    }
+}
+
+/* ---- */
 
 /* Prefetches K of LANES keys from j + KEYS_AHEAD on.  The hardware does not know where the next rows of a
  * request lie. */
@@ -86,27 +155,19 @@ INLINE void prefetch_keys(const Block *b, const KeyList *keys, int64_t j, int64_
             __builtin_prefetch(row_of_key(b->key_rows, keys, i, words) + w);
 }
 
-/* Scores of the keys j ... end - 1 for `queries` queries from `first_query` on.  Writes whole vectors: lanes
- * past the last key repeat it. */
-INLINE void score_keys(const int form, const Block *b, const KeyList *keys, int64_t j, int64_t end,
-                       int64_t first_query, int64_t queries) {
-    const int64_t words = row_words(form, b->padded_dim);
+/* Scores of the keys j ... end - 1 for `queries` queries from `query` on.  Writes whole vectors: lanes past
+ * the last key repeat it. */
+INLINE void score_keys(const int form, const int64_t padded_dim, const Block *b, const KeyList *keys,
+                       int64_t j, int64_t end, int64_t query, int64_t queries) {
+    const int64_t words = row_words(form, padded_dim);
     for (; j < end; j += LANES) {
         const word *rows[LANES];
         prefetch_keys(b, keys, j, words);
         for (int i = 0; i < LANES; i++) rows[i] = row_of_key(b->key_rows, keys, min64(j + i, end - 1), words);
-        for (int64_t w = 0; w < words; w += LANES) {
-            int64_t query = first_query, left = queries;
-            float *scores = b->scores + j;
-            vuint k[LANES];
-            transpose(rows, k);
-            for (int i = 0; i < LANES; i++) rows[i] += LANES;
-            for (; left >= MOST_QUERIES; left -= MOST_QUERIES, query += MOST_QUERIES)
-                score_queries(form, MOST_QUERIES, b, k, w, query, scores);
-            if (left & 4) score_queries(form, 4, b, k, w, query, scores), query += 4;
-            if (left & 2) score_queries(form, 2, b, k, w, query, scores), query += 2;
-            if (left & 1) score_queries(form, 1, b, k, w, query, scores);
-        }
+        if (form == PAIRS)
+            multiply_pairs(b, rows, query, queries, b->scores + j);
+        else
+            multiply_rows(form, padded_dim, b, rows, query, queries, b->scores + j);
     }
 }
 
@@ -129,19 +190,25 @@ static void order_queries(int form, const Block *b) {
 }
 
 /* Keys of the table for all rows at once, then the path of each row. */
-INLINE void score_rows(const int form, const Block *b) {
+INLINE void score_rows(const int form, const int64_t padded_dim, const Block *b) {
     const KeyList *table = &b->keys[b->longest];
-    score_keys(form, b, table, 0, table_keys(table), 0, b->num_queries);
+    score_keys(form, padded_dim, b, table, 0, table_keys(table), 0, b->num_queries);
     for (int64_t i = 0; i < b->num_rows; i++)
-        score_keys(form, b, &b->keys[i], table_keys(&b->keys[i]), b->keys[i].count, i * b->num_heads,
-                   b->num_heads);
+        score_keys(form, padded_dim, b, &b->keys[i], table_keys(&b->keys[i]), b->keys[i].count,
+                   i * b->num_heads, b->num_heads);
 }
 
+/* Constant sizes keep queries in registers where they are multiplied across the lanes. */
 void score_block(int form, const Block *b) {
     order_queries(form, b);
-    switch (form) {
-        case WIDE: score_rows(WIDE, b); break;
-        case HALF: score_rows(HALF, b); break;
-        case PAIRS: score_rows(PAIRS, b); break;
-    }
+    if (form == PAIRS)
+        score_rows(PAIRS, b->padded_dim, b);
+    else if (form == WIDE)
+        score_rows(WIDE, b->padded_dim, b);
+    else if (b->padded_dim == 64)
+        score_rows(HALF, 64, b);
+    else if (b->padded_dim == 128)
+        score_rows(HALF, 128, b);
+    else
+        score_rows(HALF, b->padded_dim, b);
 }

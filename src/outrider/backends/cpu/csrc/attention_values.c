@@ -41,12 +41,13 @@ INLINE void find_lines(const int form, const Block *b, const KeyList *keys, int6
     }
 }
 
-/* Puts the lines into the tile. */
-INLINE void fill_tile(const int form, const Block *b, Lines *lines) {
-    const int64_t dims = b->padded_dim, words = row_words(form, dims);
+/* Puts lines of pairs into the tile. */
+INLINE void fill_tile(const Block *b, Lines *lines) {
+    const int64_t dims = b->padded_dim;
     for (int64_t l = 0; l < lines->count; l++)
         for (int64_t c = 0; c < dims; c += LANES)
-            *(vuint *)(b->tile + l * dims + c) = line_vector(form, lines->rows[l], lines->next[l], words, c);
+            *(vuint *)(b->tile + l * dims + c) =
+                line_vector(PAIRS, lines->rows[l], lines->next[l], dims / 2, c);
     lines->tile = b->tile;
 }
 
@@ -86,24 +87,15 @@ INLINE void add_lines(const int form, const int in_tile, const int count, const 
     for (; c < b->padded_dim; c += LANES) add_slice(form, in_tile, count, 1, b, lines, weights, sums, c);
 }
 
-/* The last 1 to MOST_QUERIES queries of a group; they are the only ones if there is no tile. */
-INLINE void add_last(const int form, int64_t count, const Block *b, const Lines *lines, int64_t query,
-                     int64_t first_line) {
-    const int in_tile = lines->tile != 0;
-    if (in_tile)
-        switch (count) {
-            case 4: add_lines(form, 1, 4, b, lines, query, first_line); break;
-            case 3: add_lines(form, 1, 3, b, lines, query, first_line); break;
-            case 2: add_lines(form, 1, 2, b, lines, query, first_line); break;
-            case 1: add_lines(form, 1, 1, b, lines, query, first_line); break;
-        }
-    else
-        switch (count) {
-            case 4: add_lines(form, 0, 4, b, lines, query, first_line); break;
-            case 3: add_lines(form, 0, 3, b, lines, query, first_line); break;
-            case 2: add_lines(form, 0, 2, b, lines, query, first_line); break;
-            case 1: add_lines(form, 0, 1, b, lines, query, first_line); break;
-        }
+/* The last 1 to MOST_QUERIES queries of a group. */
+INLINE void add_last(const int form, const int in_tile, int64_t count, const Block *b, const Lines *lines,
+                     int64_t query, int64_t first_line) {
+    switch (count) {
+        case 4: add_lines(form, in_tile, 4, b, lines, query, first_line); break;
+        case 3: add_lines(form, in_tile, 3, b, lines, query, first_line); break;
+        case 2: add_lines(form, in_tile, 2, b, lines, query, first_line); break;
+        case 1: add_lines(form, in_tile, 1, b, lines, query, first_line); break;
+    }
 }
 
 /* Adds weight * v of the keys j ... end - 1 to the sums of `queries` queries from `query` on.  PAIRS: j is
@@ -115,11 +107,14 @@ INLINE void add_keys(const int form, const Block *b, const KeyList *keys, int64_
         Lines lines;
         const int64_t at = j / line_keys, last = query + queries;
         find_lines(form, b, keys, j, min64(j + most, end), &lines);
-        if (queries > MOST_QUERIES) fill_tile(form, b, &lines);
+        if (form == PAIRS && queries > MOST_QUERIES) fill_tile(b, &lines);
         int64_t next = query;
         for (; next + MOST_QUERIES < last; next += MOST_QUERIES)
-            add_lines(form, 1, MOST_QUERIES, b, &lines, next, at);
-        add_last(form, last - next, b, &lines, next, at);
+            add_lines(form, form == PAIRS, MOST_QUERIES, b, &lines, next, at);
+        if (lines.tile)
+            add_last(form, 1, last - next, b, &lines, next, at);
+        else
+            add_last(form, 0, last - next, b, &lines, next, at);
     }
 }
 
