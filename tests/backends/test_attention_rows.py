@@ -23,13 +23,15 @@ FORMS = {  # element type of the pool, and whether queries and weights are round
     "float32": (torch.float32, False),
     "bfloat16": (torch.bfloat16, False),
     "rounded": (torch.bfloat16, True),
+    "int8": (torch.int8, False),
 }
 pytestmark = needs_c
 
 
 def backend_of(form: str) -> CpuBackend:
     dtype, rounds = FORMS[form]
-    return CpuBackend(c_backend().lib, dtype, torch.bfloat16 if rounds else torch.float32)
+    weights = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    return CpuBackend(c_backend().lib, weights, torch.bfloat16 if rounds else torch.float32)
 
 
 def pool_of(spec: Any, dtype: torch.dtype, heads: Tensor) -> Pool:

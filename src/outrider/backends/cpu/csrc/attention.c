@@ -15,7 +15,7 @@
 enum { LEAST_BLOCK_QUERIES = 16, CACHED_SCORES = 1 << 17 };
 
 static int form_of(const Attention *a) {
-    if (a->kind == FLOAT32) return WIDE;
+    if (a->kind != BFLOAT16) return a->kind == FLOAT32 ? WIDE : BYTES;
     return a->rounds_inputs ? PAIRS : HALF;
 }
 
@@ -56,10 +56,10 @@ static void write_out(int is_bfloat16, int64_t padded_dim, const float *sums, fl
     if (head_dim % 2) out[head_dim - 1] = sums[head_dim / 2] * inverse_sum;
 }
 
-/* Queries of a block, as far as one row does not have more.  In PAIRS more of them share the work of
+/* Queries of a block, as far as one row does not have more.  In PAIRS and BYTES more of them share the work of
  * transposing K; fewer make more items for threads, and keep the scores in the second cache. */
 static int64_t block_queries(const Attention *a, const Rows *rows, int64_t stride) {
-    if (form_of(a) != PAIRS) return LEAST_BLOCK_QUERIES;
+    if (form_of(a) < PAIRS) return LEAST_BLOCK_QUERIES;
     const int64_t of_threads = divide_up(rows->num_rows * a->heads, 2 * most_threads());
     const int64_t most = min64(min64(of_threads, CACHED_SCORES / stride), MOST_BLOCK_QUERIES);
     return most > LEAST_BLOCK_QUERIES ? most : LEAST_BLOCK_QUERIES;
@@ -123,13 +123,14 @@ static void attend_items(const void *loop, int64_t first, int64_t end) {
     const AttendLoop *l = loop;
     const Attention *a = l->attention;
     const int64_t query_floats = l->queries * a->padded_dim, tile_words = VALUE_LINES * a->padded_dim;
-    const int64_t floats = 2 * query_floats + tile_words + l->queries * l->stride;
+    const int64_t floats = 2 * query_floats + tile_words + (l->queries + 1) * l->stride;
     float *space = scratch_acquire(SCRATCH_ATTENTION, floats * 4);
     Block b = {
         .tile = (word *)space,
         .queries = (word *)(space + tile_words),
         .sums = space + tile_words + query_floats,
         .scores = space + tile_words + 2 * query_floats,
+        .steps = space + floats - l->stride,
         .most_queries = l->queries,
         .padded_dim = a->padded_dim,
         .stride = l->stride,
@@ -137,10 +138,7 @@ static void attend_items(const void *loop, int64_t first, int64_t end) {
     };
     for (int64_t i = first; i < end; i++) {
         const int64_t *r = l->first_rows + i / a->kv_heads, h = i % a->kv_heads;
-        if (a->kind == INT8)
-            attend_row_int8(a, l->rows, *r, h, l->q, l->modifier, b.scores, l->stride, l->out);
-        else
-            attend_block(a, l->rows, *r, r[1] - r[0], h, l->q, l->modifier, &b, l->out);
+        attend_block(a, l->rows, *r, r[1] - r[0], h, l->q, l->modifier, &b, l->out);
     }
     scratch_release(SCRATCH_ATTENTION);
 }
@@ -151,7 +149,7 @@ void attend(const Attention *a, const Rows *rows, const float *q, const ScoreMod
     int64_t *first_rows = allocate((rows->num_rows + 1) * (int64_t)sizeof *first_rows), num_blocks = 0;
     for (int64_t r = 0; r < rows->num_rows; num_blocks++) {
         first_rows[num_blocks] = r;
-        r += a->kind == INT8 ? 1 : block_rows(a, rows, r, queries / per_kv_head);
+        r += block_rows(a, rows, r, queries / per_kv_head);
     }
     first_rows[num_blocks] = rows->num_rows;
     parallel_for(num_blocks * a->kv_heads, 1, attend_items,

@@ -1,11 +1,8 @@
-/* What attention.c and attention_int8.c share: the keys of a row, the softmax, and one task of the attention
- * kernels. */
+/* The keys of a row, the score modifier and the softmax. */
 #pragma once
 #include "simd.h"
 
-enum { MAX_GROUP = 4 };   /* query heads that are computed together */
 enum { KEYS_AHEAD = 64 }; /* how many keys ahead K and V are fetched */
-_Static_assert(MAX_HEAD_DIM % 32 == 0 && MAX_HEAD_DIM >= 256, "the sums of a group fill MAX_HEAD_DIM floats");
 
 /* The keys of a row: entries first ... first + count - 1 of its table followed by its path.
  * Behind the first `pinned` entries, entry i has position i + shift. */
@@ -57,9 +54,3 @@ INLINE float softmax(float *scores, int64_t count) {
 
 /* Keys of row r behind a window, see Attention. */
 KeyList keys_of_row(const Rows *rows, int64_t r, int64_t window);
-
-/* attention_int8.c: a head in the pool's int8 form; the query heads of row r that share K/V head h of an int8
- * pool.  scores: space for [MAX_GROUP,stride]. */
-void store_head_int8(const float *x, int64_t head_dim, int64_t padded_dim, int8_t *to);
-void attend_row_int8(const Attention *a, const Rows *rows, int64_t r, int64_t h, const float *q,
-                     const ScoreModifier *modifier, float *scores, int64_t stride, float *out);

@@ -1,18 +1,19 @@
 /* Scores of a block: q k^T * scale.
  *
- * Computed, in PAIRS: LANES words of LANES keys are transposed in registers, so that a vector has one word of
+ * Computed, in PAIRS and BYTES: LANES words of LANES keys are transposed in registers, so that a vector has one word of
  * all these keys; then every query multiplies its own words with these vectors, one after the other.
  * In WIDE and HALF, where transposing costs more than it saves: the elements of a key lie in the lanes; their
  * products with a query are added across lanes, for LANES keys at a time.
- * Order, in PAIRS: words of a head ascending, in one accumulator a key, which waits in memory between LANES
- * words and the next.  Otherwise one accumulator a lane for each half of a head (HALF: its even and its odd
+ * Order, in PAIRS and BYTES: words of a head ascending, in one accumulator a key, which waits in memory between
+ * LANES words and the next; integers in BYTES, where order does not matter.  Otherwise one accumulator a lane for each half of a head (HALF: its even and its odd
  * elements), added across lanes by a fixed tree.
  * Exact: a score depends on one query and one key alone, whichever lane the key is in. */
 #include "attention_block.h"
+#include "attention_bytes.h"
 
 #define SHUFFLE_WORDS(a, b, ...) ((vuint)SHUFFLE((vint)(a), (vint)(b), __VA_ARGS__))
 
-/* ---- PAIRS */
+/* ---- PAIRS and BYTES */
 
 /* Queries that are multiplied together: LANES vectors of keys lie in registers beside their sums. */
 enum { MOST_QUERIES = LANES == 8 ? 4 : 8 };
@@ -57,40 +58,66 @@ INLINE void transpose(const word *const *rows, vuint *v) {
     gather_quarters(v);
 }
 
-/* Part of the scores of LANES keys for `count` queries: words first ... first + LANES - 1, as k [LANES]. */
-INLINE void add_words(const int count, const Block *b, const vuint *k, int64_t first, int64_t query,
+/* LANES keys: LANES words of them, from `first` on, and in BYTES their steps. */
+typedef struct {
+    vuint words[LANES];
+    float steps[LANES];
+    int64_t first;
+} Keys;
+
+/* Part of the scores for `count` queries: what the words add to them. */
+INLINE void add_words(const int form, const int count, const Block *b, const Keys *keys, int64_t query,
                       float *scores) {
-    const int64_t words = b->padded_dim / 2;
-    const word *q = b->queries + query * b->padded_dim + first;
-    vfloat sums[MOST_QUERIES];
+    const int64_t dims = b->padded_dim, words = row_words(form, dims);
+    const int is_last = keys->first + LANES >= words;
+    const word *q = b->queries + query * dims + keys->first;
+    vfloat sums[MOST_QUERIES]; /* integers in BYTES */
     scores += query * b->stride;
-    for (int i = 0; i < count; i++) sums[i] = first ? load(scores + i * b->stride) : (vfloat){0};
+    for (int i = 0; i < count; i++) sums[i] = keys->first ? load(scores + i * b->stride) : (vfloat){0};
     for (int w = 0; w < LANES; w++)
-        for (int i = 0; i < count; i++)
-            sums[i] = dot_pairs(sums[i], k[w], (vuint){0} + q[i * b->padded_dim + w]);
-    const float factor = first + LANES < words ? 1 : b->scale;
-    for (int i = 0; i < count; i++) store(scores + i * b->stride, sums[i] * factor);
+        for (int i = 0; i < count; i++) {
+            const vuint of_query = (vuint){0} + q[i * dims + w];
+            sums[i] = form == PAIRS ? dot_pairs(sums[i], keys->words[w], of_query)
+                                    : (vfloat)dot_bytes((vint)sums[i], keys->words[w], (vint)of_query);
+        }
+    for (int i = 0; i < count; i++) {
+        const RoundedQuery *rounded = b->rounded + query + i;
+        if (is_last && form == PAIRS) sums[i] *= b->scale;
+        if (is_last && form == BYTES)
+            sums[i] = __builtin_convertvector((vint)sums[i] + rounded->start, vfloat) *
+                      (load(keys->steps) * rounded->step);
+        store(scores + i * b->stride, sums[i]);
+    }
 }
 
-/* Scores of LANES keys by pairs. */
-INLINE void multiply_pairs(const Block *b, const word *const *rows, int64_t query, int64_t left,
-                           float *scores) {
+/* Scores of LANES keys for `left` queries from `query` on.  In BYTES what lies behind a row meets zeros of the
+ * queries: the pool has slack at its end. */
+INLINE void multiply_words(const int form, const Block *b, const word *const *rows, int64_t query,
+                           int64_t left, float *scores) {
+    const int64_t words = row_words(form, b->padded_dim);
     const word *at[LANES];
+    Keys keys;
     memcpy(at, rows, sizeof at);
-    for (int64_t first = 0; first < b->padded_dim / 2; first += LANES) {
+    if (form == BYTES)
+        for (int i = 0; i < LANES; i++) memcpy(keys.steps + i, rows[i] + words, 4);
+    for (keys.first = 0; keys.first < words; keys.first += LANES) {
         int64_t i = query, count = left;
-        vuint k[LANES];
-        transpose(at, k);
-        for (int lane = 0; lane < LANES; lane++) at[lane] += LANES;
+        transpose(at, keys.words);
+        for (int lane = 0; lane < LANES; lane++) {
+            at[lane] += LANES;
+            if (form == BYTES) keys.words[lane] ^= 0x80808080u; /* as dot_bytes takes them */
+        }
         for (; count >= MOST_QUERIES; count -= MOST_QUERIES, i += MOST_QUERIES)
-            add_words(MOST_QUERIES, b, k, first, i, scores);
-        if (count & 4) add_words(4, b, k, first, i, scores), i += 4;
-        if (count & 2) add_words(2, b, k, first, i, scores), i += 2;
-        if (count & 1) add_words(1, b, k, first, i, scores);
+            add_words(form, MOST_QUERIES, b, &keys, i, scores);
+        if (count & 4) add_words(form, 4, b, &keys, i, scores), i += 4;
+        if (count & 2) add_words(form, 2, b, &keys, i, scores), i += 2;
+        if (count & 1) add_words(form, 1, b, &keys, i, scores);
     }
 }
 
 /* ---- WIDE and HALF */
+
+enum { GROUP = 4 }; /* queries that are multiplied together */
 
 /* Two vectors of a row: c and half + c of the order that queries have. */
 typedef struct {
@@ -104,7 +131,7 @@ INLINE VectorPair load_pair(const int form, const word *row, int64_t c, int64_t 
 }
 
 /* Lane i: the sum of the lanes of v[i], for LANES vectors and always by the same tree. */
-INLINE vfloat sum_each(const vfloat *v) {
+INLINE vfloat sum_floats(const vfloat *v) {
     vfloat w[4]; /* quarter k of w[c]: parts of the sum of v[4 k + c] */
     for (int c = 0; c < 4; c++) w[c] = sum_quarters(v + c);
     const vfloat y = SHUFFLE(w[0], w[1], LOW_PAIRS) + SHUFFLE(w[0], w[1], HIGH_PAIRS),
@@ -117,9 +144,9 @@ INLINE void dot_group(const int form, const int64_t padded_dim, const int count,
                       const word *const *rows, int64_t query, float *scores) {
     const int64_t half = padded_dim / LANES / 2;
     const float *q = (const float *)b->queries + query * padded_dim;
-    vfloat dots[MAX_GROUP][LANES];
+    vfloat dots[GROUP][LANES];
     for (int i = 0; i < LANES; i++) {
-        vfloat low[MAX_GROUP], high[MAX_GROUP];
+        vfloat low[GROUP], high[GROUP];
         for (int g = 0; g < count; g++) low[g] = high[g] = (vfloat){0};
         for (int64_t c = 0; c < half; c++) {
             const VectorPair k = load_pair(form, rows[i], c, half);
@@ -130,7 +157,7 @@ INLINE void dot_group(const int form, const int64_t padded_dim, const int count,
         }
         for (int g = 0; g < count; g++) dots[g][i] = low[g] + high[g];
     }
-    for (int g = 0; g < count; g++) store(scores + (query + g) * b->stride, sum_each(dots[g]) * b->scale);
+    for (int g = 0; g < count; g++) store(scores + (query + g) * b->stride, sum_floats(dots[g]) * b->scale);
 }
 
 /* Scores of LANES keys by products across the lanes. */
@@ -146,13 +173,23 @@ INLINE void multiply_rows(const int form, const int64_t padded_dim, const Block 
 
 /* ---- */
 
-/* Prefetches K of LANES keys from j + KEYS_AHEAD on.  The hardware does not know where the next rows of a
- * request lie. */
-INLINE void prefetch_keys(const Block *b, const KeyList *keys, int64_t j, int64_t words) {
-    const int64_t end = min64(j + KEYS_AHEAD + LANES, keys->count);
-    for (int64_t i = j + KEYS_AHEAD; i < end; i++)
-        for (int64_t w = 0; w < words; w += 16) /* a cache line */
-            __builtin_prefetch(row_of_key(b->key_rows, keys, i, words) + w);
+/* Prefetches K of LANES keys from j + KEYS_AHEAD on, as if they were neighbours, which they are as a rule. */
+INLINE void prefetch_keys(const int form, const Block *b, const KeyList *keys, int64_t j, int64_t words) {
+    if (j + KEYS_AHEAD >= keys->count) return;
+    const word *at = row_of_key(form, b->key_rows, keys, j + KEYS_AHEAD, words);
+    const int64_t row = words + (form == BYTES);
+    for (int64_t w = 0; w < LANES * row; w += 16) __builtin_prefetch(at + w); /* a cache line */
+}
+
+/* rows [LANES] of the keys j ...; those past `end` repeat the last one before it. */
+INLINE void find_rows(const int form, const Block *b, const KeyList *keys, int64_t j, int64_t end,
+                      int64_t words, const word **rows) {
+    const int64_t entry = keys->first + j, row = words + (form == BYTES);
+    if (j + LANES <= end && entry + LANES <= keys->table_length)
+        for (int i = 0; i < LANES; i++) rows[i] = (const word *)b->key_rows + keys->table[entry + i] * row;
+    else
+        for (int i = 0; i < LANES; i++)
+            rows[i] = row_of_key(form, b->key_rows, keys, min64(j + i, end - 1), words);
 }
 
 /* Scores of the keys j ... end - 1 for `queries` queries from `query` on.  Writes whole vectors: lanes past
@@ -162,18 +199,27 @@ INLINE void score_keys(const int form, const int64_t padded_dim, const Block *b,
     const int64_t words = row_words(form, padded_dim);
     for (; j < end; j += LANES) {
         const word *rows[LANES];
-        prefetch_keys(b, keys, j, words);
-        for (int i = 0; i < LANES; i++) rows[i] = row_of_key(b->key_rows, keys, min64(j + i, end - 1), words);
-        if (form == PAIRS)
-            multiply_pairs(b, rows, query, queries, b->scores + j);
+        prefetch_keys(form, b, keys, j, words);
+        find_rows(form, b, keys, j, end, words, rows);
+        if (form == PAIRS || form == BYTES)
+            multiply_words(form, b, rows, query, queries, b->scores + j);
         else
             multiply_rows(form, padded_dim, b, rows, query, queries, b->scores + j);
     }
 }
 
-/* The queries as rows of words: [padded_dim]; even dimensions, then odd ones [padded_dim]; or pairs
- * [padded_dim/2]. */
-static void order_queries(int form, const Block *b) {
+/* A query in 8 bits, padded with zeros to LANES words. */
+static void round_query(const float *q, int64_t dims, float scale, int8_t *to, RoundedQuery *rounded) {
+    const float magnitude = max_magnitude(q, dims);
+    const uint32_t sum = (uint32_t)quantize(q, dims, magnitude, to);
+    const int64_t bytes = divide_up(dims, 4 * LANES) * 4 * LANES;
+    memset(to + dims, 0, (size_t)(bytes - dims));
+    *rounded = (RoundedQuery){(int32_t)(sum * (uint32_t)BYTE_START), magnitude / 127.0f * scale};
+}
+
+/* The queries as rows of words: [padded_dim]; even dimensions, then odd ones [padded_dim]; pairs
+ * [padded_dim/2]; or bytes [padded_dim/4]. */
+static void order_queries(int form, Block *b) {
     const int64_t dims = b->padded_dim;
     for (int64_t i = 0; i < b->num_queries; i++) {
         float *to = (float *)(b->queries + i * dims);
@@ -181,6 +227,8 @@ static void order_queries(int form, const Block *b) {
             memcpy(to, b->q[i], (size_t)dims * 4);
         else if (form == PAIRS)
             round_pairs(b->q[i], dims, (bfloat16 *)to);
+        else if (form == BYTES)
+            round_query(b->q[i], dims, b->scale, (int8_t *)to, b->rounded + i);
         else
             for (int64_t d = 0; d < dims / 2; d++) {
                 to[d] = b->q[i][2 * d];
@@ -199,10 +247,12 @@ INLINE void score_rows(const int form, const int64_t padded_dim, const Block *b)
 }
 
 /* Constant sizes keep queries in registers where they are multiplied across the lanes. */
-void score_block(int form, const Block *b) {
+void score_block(int form, Block *b) {
     order_queries(form, b);
     if (form == PAIRS)
         score_rows(PAIRS, b->padded_dim, b);
+    else if (form == BYTES)
+        score_rows(BYTES, b->padded_dim, b);
     else if (form == WIDE)
         score_rows(WIDE, b->padded_dim, b);
     else if (b->padded_dim == 64)

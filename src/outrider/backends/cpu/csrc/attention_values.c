@@ -6,6 +6,7 @@
  * Exact: lanes are dimensions, and pairs are counted from the first key of the row, so that the rows of a
  * block have the same ones. */
 #include "attention_block.h"
+#include "int8.h"
 
 enum { MOST_QUERIES = 4 };                        /* that are added to together */
 enum { SUM_VECTORS = LANES == 8 ? 2 : 4 };        /* vectors of a query's sums in registers */
@@ -14,6 +15,7 @@ enum { SUM_VECTORS = LANES == 8 ? 2 : 4 };        /* vectors of a query's sums i
  * line is that of two keys, `next` being null if there is no second one. */
 INLINE vuint line_vector(const int form, const word *row, const word *next, int64_t words, int64_t c) {
     if (form == WIDE) return *(const vuint *)(row + c);
+    if (form == BYTES) return (vuint)widen_bytes((const int8_t *)row + c);
     const int odd = c >= words;
     const vuint a = *(const vuint *)(row + c - odd * words);
     if (form == HALF) return odd ? (vuint)odd_bfloat16(a) : (vuint)even_bfloat16(a);
@@ -34,20 +36,19 @@ INLINE void find_lines(const int form, const Block *b, const KeyList *keys, int6
     const int64_t words = row_words(form, b->padded_dim);
     lines->tile = 0;
     for (lines->count = 0; j < end; lines->count++) {
-        lines->rows[lines->count] = row_of_key(b->value_rows, keys, j++, words);
+        lines->rows[lines->count] = row_of_key(form, b->value_rows, keys, j++, words);
         lines->next[lines->count] = 0;
         if (form == PAIRS && j < end)
-            lines->next[lines->count] = row_of_key(b->value_rows, keys, j++, words);
+            lines->next[lines->count] = row_of_key(form, b->value_rows, keys, j++, words);
     }
 }
 
-/* Puts lines of pairs into the tile. */
-INLINE void fill_tile(const Block *b, Lines *lines) {
-    const int64_t dims = b->padded_dim;
+/* Puts the lines into the tile. */
+INLINE void fill_tile(const int form, const Block *b, Lines *lines) {
+    const int64_t dims = b->padded_dim, words = row_words(form, dims);
     for (int64_t l = 0; l < lines->count; l++)
         for (int64_t c = 0; c < dims; c += LANES)
-            *(vuint *)(b->tile + l * dims + c) =
-                line_vector(PAIRS, lines->rows[l], lines->next[l], dims / 2, c);
+            *(vuint *)(b->tile + l * dims + c) = line_vector(form, lines->rows[l], lines->next[l], words, c);
     lines->tile = b->tile;
 }
 
@@ -102,19 +103,43 @@ INLINE void add_last(const int form, const int in_tile, int64_t count, const Blo
  * even. */
 INLINE void add_keys(const int form, const Block *b, const KeyList *keys, int64_t j, int64_t end,
                      int64_t query, int64_t queries) {
+    const int tiles = form == PAIRS || form == BYTES; /* widening float32 and bfloat16 costs less than a tile */
     const int64_t line_keys = form == PAIRS ? 2 : 1, most = VALUE_LINES * line_keys;
     for (; j < end; j += most) {
         Lines lines;
         const int64_t at = j / line_keys, last = query + queries;
         find_lines(form, b, keys, j, min64(j + most, end), &lines);
-        if (form == PAIRS && queries > MOST_QUERIES) fill_tile(b, &lines);
+        if (tiles && queries > MOST_QUERIES) fill_tile(form, b, &lines);
         int64_t next = query;
         for (; next + MOST_QUERIES < last; next += MOST_QUERIES)
-            add_lines(form, form == PAIRS, MOST_QUERIES, b, &lines, next, at);
+            add_lines(form, tiles, MOST_QUERIES, b, &lines, next, at);
         if (lines.tile)
             add_last(form, 1, last - next, b, &lines, next, at);
         else
             add_last(form, 0, last - next, b, &lines, next, at);
+    }
+}
+
+/* BYTES: the step of the value of key j. */
+INLINE float value_step(const Block *b, const KeyList *keys, int64_t j) {
+    const int64_t words = row_words(BYTES, b->padded_dim);
+    float step;
+    memcpy(&step, row_of_key(BYTES, b->value_rows, keys, j, words) + words, 4);
+    return step;
+}
+
+/* BYTES: weights *= the steps of the values.  The longest table is read once for all rows. */
+static void weigh_steps(const Block *b) {
+    const KeyList *longest = &b->keys[b->longest];
+    const int64_t most = table_keys(longest);
+    for (int64_t j = 0; j < most; j++) b->steps[j] = value_step(b, longest, j);
+    for (int64_t query = 0; query < b->num_queries; query++) {
+        const KeyList *keys = &b->keys[query / b->num_heads];
+        const int64_t in_table = table_keys(keys), whole = in_table / LANES * LANES;
+        float *weights = b->scores + query * b->stride;
+        for (int64_t j = 0; j < whole; j += LANES) store(weights + j, load(weights + j) * load(b->steps + j));
+        for (int64_t j = whole; j < in_table; j++) weights[j] *= b->steps[j];
+        for (int64_t j = in_table; j < keys->count; j++) weights[j] *= value_step(b, keys, j);
     }
 }
 
@@ -134,5 +159,9 @@ void add_block(int form, const Block *b) {
         case WIDE: add_rows(WIDE, b); break;
         case HALF: add_rows(HALF, b); break;
         case PAIRS: add_rows(PAIRS, b); break;
+        case BYTES:
+            weigh_steps(b);
+            add_rows(BYTES, b);
+            break;
     }
 }

@@ -1,4 +1,4 @@
-/* 8-bit arithmetic of linear_int.c and attention_int8.c. */
+/* 8-bit arithmetic of linear_int.c and of attention. */
 #pragma once
 #include "simd.h"
 

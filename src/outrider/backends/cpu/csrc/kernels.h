@@ -72,7 +72,7 @@ void silu_mul(const float *x, int64_t rows, int64_t width, float *y);
 void pair(const Weight *embedding, const int64_t *ids, int64_t rows, int64_t inputs, const float *states,
           int64_t width, const float *norm_token, const float *norm_state, float eps, float *y);
 
-/* ---- attention: attention.c, attention_scores.c, attention_values.c, attention_int8.c */
+/* ---- attention: attention.c, attention_scores.c, attention_values.c */
 
 /* The rows of one forward.  Row r sees the first table_lengths[r] slots of its request's table and then
  * path_lengths[r] slots of its path.  These are the keys of positions 0, 1, 2 ... in this order, wherever

@@ -4,7 +4,7 @@
  * to the pool's element type.
  * Order: within a head, as `rms_norm_row` and `rotate` say.
  * Exact: a row's q, k and v depend on that row alone.  Threads share rows. */
-#include "attention.h"
+#include "attention_bytes.h"
 #include "elementwise.h"
 #include "threads.h"
 
@@ -31,6 +31,14 @@ static void store_head_float32(const float *x, int64_t head_dim, int64_t padded_
 static void store_head_bfloat16(const float *x, int64_t head_dim, int64_t padded_dim, bfloat16 *to) {
     for (int64_t i = 0; i < head_dim; i++) to[i] = round_bfloat16(x[i]);
     memset(to + head_dim, 0, (size_t)(padded_dim - head_dim) * 2);
+}
+
+static void store_head_int8(const float *x, int64_t head_dim, int64_t padded_dim, int8_t *to) {
+    float padded[MAX_HEAD_DIM + LANES] = {0};
+    memcpy(padded, x, (size_t)head_dim * 4);
+    const float magnitude = max_magnitude(padded, padded_dim), step = magnitude / 127.0f;
+    quantize(padded, padded_dim, magnitude, to);
+    memcpy(to + padded_dim, &step, 4);
 }
 
 static void store_head(const Attention *a, const float *x, void *plane, int64_t kv_head, int64_t slot) {
