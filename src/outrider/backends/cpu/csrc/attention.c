@@ -56,8 +56,8 @@ static void write_out(int is_bfloat16, int64_t padded_dim, const float *sums, fl
     if (head_dim % 2) out[head_dim - 1] = sums[head_dim / 2] * inverse_sum;
 }
 
-/* Queries of a block, as far as one row does not have more.  In PAIRS and BYTES more of them share the work of
- * transposing K; fewer make more items for threads, and keep the scores in the second cache. */
+/* Queries of a block, as far as one row does not have more.  In PAIRS and BYTES more of them share the work
+ * of transposing K; fewer make more items for threads, and keep the scores in the second cache. */
 static int64_t block_queries(const Attention *a, const Rows *rows, int64_t stride) {
     if (form_of(a) < PAIRS) return LEAST_BLOCK_QUERIES;
     const int64_t of_threads = divide_up(rows->num_rows * a->heads, 2 * most_threads());
@@ -144,7 +144,7 @@ static void attend_items(const void *loop, int64_t first, int64_t end) {
 }
 
 void attend(const Attention *a, const Rows *rows, const float *q, const ScoreModifier *modifier, float *out) {
-    const int64_t stride = (divide_up(rows->longest, 2 * LANES) + 1) * 2 * LANES; /* with a sink and padding */
+    const int64_t stride = (divide_up(rows->longest, 2 * LANES) + 1) * 2 * LANES; /* with sink and padding */
     const int64_t queries = block_queries(a, rows, stride), per_kv_head = a->heads / a->kv_heads;
     int64_t *first_rows = allocate((rows->num_rows + 1) * (int64_t)sizeof *first_rows), num_blocks = 0;
     for (int64_t r = 0; r < rows->num_rows; num_blocks++) {

@@ -1,12 +1,14 @@
 /* Scores of a block: q k^T * scale.
  *
- * Computed, in PAIRS and BYTES: LANES words of LANES keys are transposed in registers, so that a vector has one word of
- * all these keys; then every query multiplies its own words with these vectors, one after the other.
- * In WIDE and HALF, where transposing costs more than it saves: the elements of a key lie in the lanes; their
- * products with a query are added across lanes, for LANES keys at a time.
- * Order, in PAIRS and BYTES: words of a head ascending, in one accumulator a key, which waits in memory between
- * LANES words and the next; integers in BYTES, where order does not matter.  Otherwise one accumulator a lane for each half of a head (HALF: its even and its odd
- * elements), added across lanes by a fixed tree.
+ * PAIRS and BYTES
+ *   Computed: LANES words of LANES keys are transposed in registers, so that a vector has one word of all
+ *   these keys; then every query multiplies its own words with these vectors, one after the other.
+ *   Order: words of a head ascending, in one accumulator a key, which waits in memory between LANES words and
+ *   the next.  In BYTES it is an integer, whose order does not matter.
+ * WIDE and HALF, where transposing costs more than it saves
+ *   Computed: products of a key with a query, one dimension a lane, and their sums, for LANES keys at a time.
+ *   Order: one accumulator a lane for each half of a head (HALF: its even and its odd elements), then across
+ *   lanes by a fixed tree.
  * Exact: a score depends on one query and one key alone, whichever lane the key is in. */
 #include "attention_block.h"
 #include "attention_bytes.h"
@@ -90,8 +92,8 @@ INLINE void add_words(const int form, const int count, const Block *b, const Key
     }
 }
 
-/* Scores of LANES keys for `left` queries from `query` on.  In BYTES what lies behind a row meets zeros of the
- * queries: the pool has slack at its end. */
+/* Scores of LANES keys for `left` queries from `query` on.  In BYTES what lies behind a row meets zeros of
+ * the queries: the pool has slack at its end. */
 INLINE void multiply_words(const int form, const Block *b, const word *const *rows, int64_t query,
                            int64_t left, float *scores) {
     const int64_t words = row_words(form, b->padded_dim);

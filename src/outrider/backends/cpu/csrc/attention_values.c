@@ -52,8 +52,8 @@ INLINE void fill_tile(const int form, const Block *b, Lines *lines) {
     lines->tile = b->tile;
 }
 
-/* Adds the lines to the dimensions c ... c + vectors * LANES - 1 of the sums of `count` queries.  weights: word
- * of the first query for the first line. */
+/* Adds the lines to the dimensions c ... c + vectors * LANES - 1 of the sums of `count` queries.  weights:
+ * word of the first query for the first line. */
 INLINE void add_slice(const int form, const int in_tile, const int count, const int vectors, const Block *b,
                       const Lines *lines, const word *weights, float *sums_of_queries, int64_t c) {
     const int64_t dims = b->padded_dim, words = row_words(form, dims);
@@ -103,7 +103,7 @@ INLINE void add_last(const int form, const int in_tile, int64_t count, const Blo
  * even. */
 INLINE void add_keys(const int form, const Block *b, const KeyList *keys, int64_t j, int64_t end,
                      int64_t query, int64_t queries) {
-    const int tiles = form == PAIRS || form == BYTES; /* widening float32 and bfloat16 costs less than a tile */
+    const int tiles = form == PAIRS || form == BYTES; /* the others cost less than a tile */
     const int64_t line_keys = form == PAIRS ? 2 : 1, most = VALUE_LINES * line_keys;
     for (; j < end; j += most) {
         Lines lines;
