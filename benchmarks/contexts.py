@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from command_line import parser_of, write
-from core import checkpoint, conditions, greedy, prompt, seconds, verification_ms
+from core import checkpoint, greedy, prompt, seconds, verification_ms
 from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM
+from outrider.bench.conditions import conditions
 
 ROOM = 17_000
 ROWS, CONTEXTS, PROMPTS = (1, 16, 64), (128, 4000, 8000), (512, 4096, 8192)

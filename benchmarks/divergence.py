@@ -46,7 +46,7 @@ def compare(before: Tensor, after: Tensor) -> Tensor:
 
 def divergence(model: str) -> dict[str, dict[str, float]]:
     """Every form against the model with all its bits, over all positions of the texts."""
-    whole = LLM(model, speculative_config=None)
+    whole = LLM(model, speculative_config=None, activations="float32")
     outputs = whole.generate(
         [rendered(prompt, whole.tokenizer) for prompt in PROMPTS],
         SamplingParams(temperature=0.8, seed=1, max_tokens=160),
@@ -54,7 +54,7 @@ def divergence(model: str) -> dict[str, dict[str, float]]:
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
     before, made = [distributions(whole, text) for text in texts], {}
     for name, form in FORMS.items():
-        llm = LLM(model, speculative_config=None, **form)
+        llm = LLM(model, speculative_config=None, **{"activations": "float32", **form})
         pairs = zip(before, texts)
         found = torch.cat([compare(known, distributions(llm, text)) for known, text in pairs], dim=1)
         kl, same, overlap = found.mean(1).tolist()
