@@ -23,6 +23,10 @@ from outrider.testing import bare_checkpoint
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Triton reads it when something first imports it, which may be before the tests of its kernels do.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 leave_out_amx()  # before a test uses oneDNN for anything else
 
 # Tests compare with plain decoding, so here a target decodes plainly unless a test says otherwise.

@@ -1,4 +1,4 @@
-"""Triton's interpreter for tests: chosen before triton is imported, and without its repeated patching."""
+"""Triton's interpreter for tests, which conftest.py chooses, without its repeated patching."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
