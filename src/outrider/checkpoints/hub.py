@@ -25,8 +25,9 @@ from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.plain_config import plain_config
 from outrider.checkpoints.plain_tokenizer import plain_tokenizer
 from outrider.checkpoints.spec import SAME_DECODER, Facts, Spec, lean
+from outrider.checkpoints.text_part import has_text_part, text_part
 from outrider.checkpoints.validate import read_json
-from outrider.checkpoints.weights import GivenWeights, Source, open_weights
+from outrider.checkpoints.weights import GivenWeights, Source, Weights, open_weights
 from outrider.errors import ConfigError, ModelError, first_line, nearest
 
 SHIPPED = Path(__file__).parent.parent / "builtin"
@@ -160,7 +161,7 @@ class Checkpoint:
             return gguf_tokenizer.read_end_tokens(self.gguf)
         path = self.folder / "generation_config.json"
         ids = read_json(path, GENERATION).get("eos_token_id") if path.is_file() else None
-        ids = self.config.eos_token_id if ids is None else ids
+        ids = getattr(self.config, "eos_token_id", None) if ids is None else ids
         return frozenset(() if ids is None else ids if isinstance(ids, list) else [ids])
 
     @property
@@ -214,7 +215,8 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     if (like := SAME_DECODER.get(str(settings.get("model_type")))) is None:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return text_part(config, settings, Weights(folder).where) if has_text_part(config) else config
     model_type, renamed = like
     for key in ("model_type", "auto_map"):
         settings.pop(key, None)
