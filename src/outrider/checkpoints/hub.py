@@ -36,6 +36,7 @@ GROWN = "builtin-100m"  # the built-in target at the cost of 101 M weights (grow
 BUILTIN = {"builtin": "target", "builtin-draft": "draft", GROWN: "target"}
 DOWNLOADED = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.model", "*.txt"]
 NOT_DOWNLOADED = ["*optimizer*", "*scheduler.pt", "rng_state*", "training_args*"]  # written by trainers
+PROCESSOR_TEMPLATE = "chat_template.json"  # of older checkpoints that also read images
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -237,7 +238,10 @@ def read_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
 
         source = folder if folder.exists() else name
         with _reading(name):
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            if getattr(tokenizer, "chat_template", None) is None and (folder / PROCESSOR_TEMPLATE).is_file():
+                tokenizer.chat_template = read_json(folder / PROCESSOR_TEMPLATE).get("chat_template")
+            return tokenizer
 
     with _reading(name):
         plain = plain_tokenizer(folder, load)

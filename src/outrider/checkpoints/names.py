@@ -1,12 +1,12 @@
 """Names of the tensors of a language model: those of `LlamaForCausalLM`, and others that files have.
 
-    the language model of a checkpoint that also reads images or sound
-        language_model.model.layers.0…, model.language_model.layers.0…  ->  model.layers.0…
-        language_model.lm_head.weight                                   ->  lm_head.weight
-    a body that was saved without its head
-        layers.0…                                                       ->  model.layers.0…
-    EXAONE 3, a Llama with the names of GPT-2
-        transformer.h.0.attn.attention.q_proj.weight                    ->  model.layers.0.self_attn.q_proj…
+the language model of a checkpoint that also reads images or sound
+    language_model.model.layers.0…, model.language_model.layers.0…  ->  model.layers.0…
+    language_model.lm_head.weight                                   ->  lm_head.weight
+a body that was saved without its head
+    layers.0…                                                       ->  model.layers.0…
+EXAONE 3, a Llama with the names of GPT-2
+    transformer.h.0.attn.attention.q_proj.weight                    ->  model.layers.0.self_attn.q_proj…
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.grown import LAYER
 from outrider.checkpoints.heads import builtin
-from outrider.checkpoints.hub import BUILTIN, Checkpoint, locate
+from outrider.checkpoints.hub import BUILTIN, PROCESSOR_TEMPLATE, Checkpoint, locate
 from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.quantize import GROUP, bits_of
 from outrider.checkpoints.spec import Spec, largest
@@ -279,6 +279,7 @@ def count(shape: tuple[int, ...]) -> int:
 
 def _has_template(folder: Path) -> bool:
     settings = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (
+    files = ("chat_template.jinja", PROCESSOR_TEMPLATE)
+    return any((folder / file).is_file() for file in files) or (
         settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
     )
