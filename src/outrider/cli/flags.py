@@ -294,7 +294,7 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
         return LLM(**engine, speculative_config=speculative_config)
 
 
-def opened(engine: Given) -> Checkpoint:
+def checkpoint_of(engine: Given) -> Checkpoint:
     """The checkpoint of a command's model, without its weights."""
     from outrider.checkpoints.hub import Checkpoint
 
@@ -309,7 +309,7 @@ def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Map
     """
     engine, wanted = dict(engine), engine.get("max_model_len")
     if wanted is not None and wanted > 0:
-        context = opened(engine).spec.context
+        context = checkpoint_of(engine).spec.context
         if wanted > context:
             note(
                 f"-c {wanted} is more than the {context} tokens that {engine['model']} was made for: it "

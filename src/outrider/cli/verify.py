@@ -10,7 +10,7 @@ from typer import Option
 
 from outrider.cli.arguments import bar_over
 from outrider.cli.bench import Out, opened, print_line
-from outrider.cli.flags import MAX_TOKENS, SEED, Given, load, opened, shared
+from outrider.cli.flags import MAX_TOKENS, SEED, Given, checkpoint_of, load, shared
 from outrider.cli.speculation import config_of
 from outrider.errors import ConfigError
 
@@ -70,7 +70,7 @@ def verify(
     config = _config(speculation, expect_lossy)
     questions = read(asked["file"], raw=asked["raw"]) if "file" in asked else None
     sink = opened(out)
-    engine.setdefault("max_model_len", min(CONTEXT, opened(engine).spec.unscaled))
+    engine.setdefault("max_model_len", min(CONTEXT, checkpoint_of(engine).spec.unscaled))
     llm = load(engine, max_num_seqs=batch_size)
     fast = llm.variant(config)
     tokens = max(1, min(max_tokens, llm.engine.max_len // 2))
