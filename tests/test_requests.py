@@ -193,15 +193,6 @@ def test_lists_of_ids_are_prompts(llm: LLM) -> None:
     assert last.outputs[0].token_ids == expected
 
 
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_an_array_is_refused_with_the_cure(kind: str, several: bool, llm: LLM) -> None:
-    """Its numbers are not taken for prompts that fail one by one."""
-    prompt: Any = np.array([5, 6, 7]) if kind == "numpy" else torch.tensor([5, 6, 7])
-    with pytest.raises(RequestError, match=r"pass \.tolist\(\)"):
-        llm.generate([prompt] if several else prompt)
-
-
 def test_whole_numbers_of_numpy_are_token_ids(llm: LLM) -> None:
     llm.use(None)
     first = llm.generate(GOOD, GREEDY)[0].outputs[0].token_ids[0]
