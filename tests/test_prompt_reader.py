@@ -1,4 +1,4 @@
-"""Reading of prompts: priorities, arrays, endless texts, words that cannot be forbidden, and forked processes."""
+"""Reading of prompts: priorities, arrays, endless texts, words that none can forbid, and forked processes."""
 
 from __future__ import annotations
 
