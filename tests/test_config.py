@@ -173,6 +173,20 @@ def test_the_shortest_ngram_is_never_longer_than_the_longest(longest: int, short
 
 
 @pytest.mark.parametrize(
+    ("wrong", "cure"),
+    [
+        ("enforce_eager", "no effect here"),
+        ("limit_mm_per_prompt", "no effect here"),
+        ("download_dir", "HF_HOME"),
+        ("cpu_offload_gb", "gpu_layers"),
+    ],
+)
+def test_an_engine_option_of_vllm_is_refused_with_what_serves_here(wrong: str, cure: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown engine option {wrong!r}. .*{cure}"):
+        options(EngineOptions, {"model": "builtin", wrong: 1}, "engine option")
+
+
+@pytest.mark.parametrize(
     ("wrong", "right"),
     [
         ("max_model_length", "max_model_len"),

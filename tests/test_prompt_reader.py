@@ -1,4 +1,4 @@
-"""Reading of prompts: priorities, endless texts, words that cannot be forbidden, and forked processes."""
+"""Reading of prompts: priorities, arrays, endless texts, words that none can forbid, and forked processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from outrider import LLM, AsyncLLM, EngineError, RequestError, SamplingParams
 
@@ -63,6 +65,15 @@ def test_a_salt_is_a_text(speaking: LLM, salt: Any) -> None:
     with pytest.raises(RequestError, match="cache_salt must be a string that is not empty") as error:
         speaking.generate({"prompt_token_ids": PREFIX, "cache_salt": salt})
     assert error.value.param == "cache_salt"
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_an_array_is_refused_with_the_cure(kind: str, several: bool, speaking: LLM) -> None:
+    """Its numbers are not taken for prompts that fail one by one."""
+    prompt: Any = np.array([5, 6, 7]) if kind == "numpy" else torch.tensor([5, 6, 7])
+    with pytest.raises(RequestError, match=r"pass \.tolist\(\)"):
+        speaking.generate([prompt] if several else prompt)
 
 
 def test_of_an_endless_prompt_only_the_beginning_is_tokenized(

@@ -67,8 +67,13 @@ ELSEWHERE = {  # engine options of vLLM, transformers and llama-cpp-python -> hi
     "assistant_model": "Did you mean speculative_config={'model': …}?",
     **dict.fromkeys(("speculative_model", "num_speculative_tokens", "draft_tensor_parallel_size"),
                     "It is a key of speculative_config."),
+    "hf_overrides": "Change config.json in a copy of the model's folder.",
+    "download_dir": "Set the environment variable HF_HOME.",
+    "cpu_offload_gb": "Set gpu_layers, which keeps the other layers on the CPU.",
     **dict.fromkeys(("enforce_eager", "swap_space", "block_size", "disable_log_stats", "load_format",
-                     "enable_chunked_prefill", "distributed_executor_backend", "compilation_config"), _IDLE),
+                     "enable_chunked_prefill", "distributed_executor_backend", "compilation_config",
+                     "task", "runner", "tokenizer_mode", "config_format", "limit_mm_per_prompt",
+                     "language_model_only", "disable_custom_all_reduce"), _IDLE),
 }  # fmt: skip
 
 OTHERS = ("method", "verification", "lossless", "adaptive", "online", "control_module")

@@ -220,6 +220,7 @@ class LLM:
         one = (
             isinstance(prompts, (str, bytes, Mapping))
             or not isinstance(prompts, Iterable)
+            or hasattr(prompts, "tolist")  # an array is no prompt, nor are its numbers
             or _is_ids(prompts)
         )
         several: list[Any] = [prompts] if one else list(prompts)

@@ -150,9 +150,10 @@ class Reader:
         if isinstance(prompt, (list, tuple)):
             ids = prompt
         if text is None and ids is None:
+            cure = ": pass .tolist()" if hasattr(prompt, "tolist") else ""
             raise RequestError(
                 'a prompt must be a string, a list of token ids, {"prompt": …} or '
-                f'{{"prompt_token_ids": […]}}, got {shortened(prompt)}.'
+                f'{{"prompt_token_ids": […]}}, got {shortened(prompt)}{cure}.'
             )
         if ids is None:
             if not isinstance(text, str):

@@ -321,7 +321,6 @@ def config_only(folder: Path, name: str, **given: Any) -> Path:
         ("RecurrentGemma", "RecurrentGemmaForCausalLM", "state"),
         ("Qwen3Next", "Qwen3NextForCausalLM", "linear_attention.*recurrent state"),
         ("OlmoHybrid", "OlmoHybridForCausalLM", "recurrent state"),
-        ("Gemma3", "Gemma3ForConditionalGeneration", "images"),
         ("Bert", "BertForMaskedLM", "not supported"),
         ("Llama", "LlamaForSequenceClassification", "not supported"),
         ("GPT2", "GPT2LMHeadModel", "no file named"),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -158,6 +159,38 @@ def test_a_flag_has_the_same_names_in_every_command(command: str) -> None:
         names = set(parameter.opts)
         for spelling in SPELLINGS.values():
             assert not names & set(spelling) or names >= set(spelling), f"{command}: {names}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_context_has_the_names_of_llama_cpp_and_vllm(command: str) -> None:
+    names = [{*parameter.opts} for parameter in COMMANDS[command].params]
+    both = {"--ctx-size", "-c", "--max-model-len"}
+    assert all(both <= found or not both & found for found in names)
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_the_checkpoint_runs_if_it_is_trusted(run: Run, tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(tiny, folder)
+    (folder / "own.py").write_text(OWN_CODE)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    line = ("generate", "-m", folder, "--tokenizer", "builtin", "-p", "1", "-n", 2)
+    refused = run(*line)
+    assert refused.status == 2 and "trust_remote_code" in refused.err
+    assert run(*line, "--trust-remote-code").status == 0
 
 
 def test_every_command_takes_its_files_and_models_by_flag() -> None:

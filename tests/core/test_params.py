@@ -72,6 +72,8 @@ def test_an_unknown_parameter_is_refused_with_the_nearest(wrong: str, right: str
         ("suffix", "not filled in"),
         ("guided_json", "structured_outputs"),
         ("use_beam_search", "Beam search"),
+        ("priority", "argument of LLM.generate"),
+        ("spaces_between_special_tokens", "leave it out"),
     ],
 )
 def test_a_parameter_of_another_program_is_refused_with_what_serves_here(wrong: str, cure: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from outrider import LLM, RequestError, SamplingParams
+from outrider.config import EngineOptions
 from outrider.engine.chat_template import render
+from outrider.inspect.card import card_of
 from outrider.testing import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -89,6 +92,36 @@ def test_template_options_and_tools_are_applied(llm: LLM) -> None:
     assert "one\ntwo" in text_of(llm, parts)
     call = {"type": "function", "function": {"name": "look", "arguments": '{"x": 42}'}}
     assert "42" in text_of(llm, [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}])
+
+
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %} {{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_template_that_reads_lists_of_parts_gets_them(llm: LLM) -> None:
+    """As those of models that read images: it would find no text in a string, and say nothing."""
+    expected = "[system] be kind[user] hello there"
+    assert text_of(llm, ASKED, chat_template=PARTS) == expected
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in ASKED]
+    assert text_of(llm, parts, chat_template=PARTS) == expected
+    turns = [*ASKED, {"role": "assistant", "content": ""}, {"role": "user", "content": "and?"}]
+    assert text_of(llm, turns, chat_template=PARTS) == f"{expected}[assistant] [user] and?"
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ messages[-1].content | upper }}"])
+def test_a_template_that_leaves_a_message_out_still_gets_strings(template: str, llm: LLM) -> None:
+    assert text_of(llm, ASKED, chat_template=template) in ("be kind", "HELLO THERE")
+
+
+def test_the_template_of_a_processor_is_the_tokenizers(tmp_path: Path) -> None:
+    """Older checkpoints of models that read images have it in a file of its own."""
+    folder = tiny_checkpoint(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (output,) = LLM(folder, seed=0).chat(ASKED, GREEDY)
+    assert output.prompt == "<|bos|>[system] be kind<|end|>[user] hello there<|end|>[assistant]"
+    assert card_of(EngineOptions(folder)).chat_template
 
 
 def test_a_refusal_of_an_earlier_turn_is_text(llm: LLM) -> None:

@@ -25,8 +25,9 @@ from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.plain_config import plain_config
 from outrider.checkpoints.plain_tokenizer import plain_tokenizer
 from outrider.checkpoints.spec import SAME_DECODER, Facts, Spec, lean
+from outrider.checkpoints.text_part import has_text_part, text_part
 from outrider.checkpoints.validate import read_json
-from outrider.checkpoints.weights import GivenWeights, Source, open_weights
+from outrider.checkpoints.weights import GivenWeights, Source, Weights, open_weights
 from outrider.errors import ConfigError, ModelError, first_line, nearest
 
 SHIPPED = Path(__file__).parent.parent / "builtin"
@@ -35,6 +36,7 @@ GROWN = "builtin-100m"  # the built-in target at the cost of 101 M weights (grow
 BUILTIN = {"builtin": "target", "builtin-draft": "draft", GROWN: "target"}
 DOWNLOADED = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.model", "*.txt"]
 NOT_DOWNLOADED = ["*optimizer*", "*scheduler.pt", "rng_state*", "training_args*"]  # written by trainers
+PROCESSOR_TEMPLATE = "chat_template.json"  # of older checkpoints that also read images
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -160,7 +162,7 @@ class Checkpoint:
             return gguf_tokenizer.read_end_tokens(self.gguf)
         path = self.folder / "generation_config.json"
         ids = read_json(path, GENERATION).get("eos_token_id") if path.is_file() else None
-        ids = self.config.eos_token_id if ids is None else ids
+        ids = getattr(self.config, "eos_token_id", None) if ids is None else ids
         return frozenset(() if ids is None else ids if isinstance(ids, list) else [ids])
 
     @property
@@ -214,7 +216,8 @@ def read_config(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     if (like := SAME_DECODER.get(str(settings.get("model_type")))) is None:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return text_part(config, settings, Weights(folder).where) if has_text_part(config) else config
     model_type, renamed = like
     for key in ("model_type", "auto_map"):
         settings.pop(key, None)
@@ -235,7 +238,10 @@ def read_tokenizer(name: str, trust_remote_code: bool = False) -> Any:
 
         source = folder if folder.exists() else name
         with _reading(name):
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            if getattr(tokenizer, "chat_template", None) is None and (folder / PROCESSOR_TEMPLATE).is_file():
+                tokenizer.chat_template = read_json(folder / PROCESSOR_TEMPLATE).get("chat_template")
+            return tokenizer
 
     with _reading(name):
         plain = plain_tokenizer(folder, load)

@@ -15,7 +15,7 @@ CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # those without code
 TEMPLATE = "chat_template.jinja"
 OTHER_FILES = (
     "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "tekken.json",
-    "additional_chat_templates",
+    "additional_chat_templates", "chat_template.json",
 )  # fmt: skip
 MODEL_TYPES = {"llama", "mistral", "qwen3"}  # others may have a tokenizer of their own, as qwen2 has
 MOST_TOKENS = 100_000  # transformers edits larger ones

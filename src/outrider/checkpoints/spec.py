@@ -109,9 +109,19 @@ class Spec(Facts):
         )
 
 
+def largest(config: Any, key: str) -> Any:
+    """The value of a key, None without it; the largest one of a config whose layers differ in it."""
+    if getattr(config, "is_heterogeneous", False):
+        values = [getattr(layer, key, None) for layer in config.per_layer_config]
+    else:
+        found = getattr(config, key, None)
+        values = found if isinstance(found, list) else [found]
+    return max((value for value in values if value is not None), default=None)
+
+
 def _size(config: Any, key: str, kind: Kind) -> Any:
     """A size that every config has.  Raises ModelError if it is missing or not of this kind."""
-    value = getattr(config, key, None)
+    value = largest(config, key)
     kind.check(value, f"{key} of {architecture(config)}", ModelError)
     return value
 
@@ -119,14 +129,10 @@ def _size(config: Any, key: str, kind: Kind) -> Any:
 def _heads(config: Any) -> tuple[int, int]:
     """(K/V heads, dimensions of a head)."""
     heads = _size(config, "num_attention_heads", HEAD_COUNT)
-    width = (
-        getattr(config, "qk_head_dim", None)
-        or getattr(config, "head_dim", None)
-        or config.hidden_size // heads
-    )
+    width = largest(config, "qk_head_dim") or largest(config, "head_dim") or config.hidden_size // heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1, width
-    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    kv_heads = largest(config, "num_key_value_heads") or largest(config, "num_kv_heads") or heads
     HEAD_COUNT.check(kv_heads, f"num_key_value_heads of {architecture(config)}", ModelError)
     return kv_heads, width
 
@@ -151,7 +157,7 @@ def architecture(config: Any) -> str:
 def lean(config: Any) -> bool:
     """Whether the lean decoder supports this model; otherwise the fallback runs transformers' own code."""
     heads = _size(config, "num_attention_heads", HEAD_COUNT)
-    width = getattr(config, "head_dim", None) or _size(config, "hidden_size", WIDTH) // heads
+    width = largest(config, "head_dim") or _size(config, "hidden_size", WIDTH) // heads
     return (
         architecture(config) in FAMILIES
         and getattr(config, "hidden_act", "silu") == "silu"
@@ -164,10 +170,6 @@ def refuse(config: Any) -> None:
     name, kind = architecture(config), getattr(config, "model_type", "?")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; Outrider runs decoder-only language models.")
-    if config.get_text_config() is not config:
-        raise ModelError(
-            f"{name} reads more than text (images or sound); Outrider runs text-only language models."
-        )
     if kind.startswith(STATEFUL):
         raise ModelError(
             f"{name} keeps a recurrent state instead of K/V (a state-space model), "

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from outrider.checkpoints.names import own_names
 from outrider.checkpoints.validate import read_json
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError, first_line, writing
 
 SAFE = ".safetensors"  # all other weight files are pickles
-BODY_PREFIX = "model."  # of the tensors of a body inside the model with its head
 MAX_NUMBER_DIGITS = re.compile(r"(^|\.)\d{5,}(\.|$)")  # a larger number in a name belongs to no layer or head
 
 
@@ -34,12 +34,16 @@ class Source(Protocol):
 
 
 class Weights:
-    """The tensors of a checkpoint folder; `where` maps their names to files."""
+    """The tensors of a checkpoint folder; `where` maps their names to files.
+
+    stored: names in the files, of the tensors that have another one there.
+    """
 
     def __init__(
         self, folder: Path, stems: Sequence[str] = ("model.safetensors", "pytorch_model.bin")
     ) -> None:
         self.folder = folder
+        self.stored: Mapping[str, str] = {}
         self.loaded: dict[Path, dict[str, Tensor]] = {}  # contents of the .bin files that were opened
         self.where: dict[str, Path] = dict(self._list(folder, stems))
         for name in filter(MAX_NUMBER_DIGITS.search, self.where):
@@ -87,6 +91,14 @@ class Weights:
             self.loaded[path] = loaded
         return self.loaded[path]
 
+    def rename(self, stored: Mapping[str, str]) -> None:
+        """Keep the tensors of this table alone, name -> name in the files."""
+        self.where = {name: self.where[in_file] for name, in_file in stored.items()}
+        self.stored = stored
+
+    def name_in_file(self, name: str) -> str:
+        return self.stored.get(name, name)
+
     def __contains__(self, name: str) -> bool:
         return name in self.where
 
@@ -95,11 +107,11 @@ class Weights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; a safetensors file is not read for it."""
-        path = self.where[name]
+        path, key = self.where[name], self.name_in_file(name)
         if path.suffix != SAFE:
-            return tuple(self._load_bin(path)[name].shape)
-        with _open_safetensors(path) as file, _naming(path, name):
-            return tuple(file.get_slice(name).get_shape())
+            return tuple(self._load_bin(path)[key].shape)
+        with _open_safetensors(path) as file, _naming(path, key):
+            return tuple(file.get_slice(key).get_shape())
 
     def get(self, name: str, *shape: int) -> Tensor:
         tensor = self.raw(name)
@@ -122,33 +134,20 @@ class Weights:
                 f"{self.folder} has no tensor {name!r}, which its config.json asks for; it has "
                 f"{len(self.where)}, e.g. {next(iter(self.where))!r}."
             )
-        path = self.where[name]
-        with _naming(path, name):
+        path, key = self.where[name], self.name_in_file(name)
+        with _naming(path, key):
             if path.suffix != SAFE:
-                return self._load_bin(path)[name]
+                return self._load_bin(path)[key]
             with _open_safetensors(path) as file:
-                tensor: Tensor = file.get_tensor(name)
+                tensor: Tensor = file.get_tensor(key)
                 return tensor
-
-
-class BodyWeights(Weights):
-    """The tensors of a body saved without its head, under their names in the whole model."""
-
-    def __contains__(self, name: str) -> bool:
-        return super().__contains__(name.removeprefix(BODY_PREFIX))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return super().shape(name.removeprefix(BODY_PREFIX))
-
-    def raw(self, name: str) -> Tensor:
-        return super().raw(name.removeprefix(BODY_PREFIX))
 
 
 class GivenWeights(Weights):
     """Tensors that are already loaded."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.folder, self.tensors = Path("memory"), tensors
+        self.folder, self.tensors, self.stored = Path("memory"), tensors, {}
         self.where = dict.fromkeys(tensors, self.folder)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -159,10 +158,11 @@ class GivenWeights(Weights):
 
 
 def open_weights(folder: Path) -> Weights:
-    """The weights of a language model, whether it was saved with its head or without."""
+    """The weights of a language model under the usual names (names.py)."""
     weights = Weights(folder)
-    without_head = f"{BODY_PREFIX}embed_tokens.weight" not in weights and "embed_tokens.weight" in weights
-    return BodyWeights(folder) if without_head else weights
+    if stored := own_names(weights.where):
+        weights.rename(stored)
+    return weights
 
 
 def _read_index(folder: Path, index: Path) -> Iterator[tuple[str, Path]]:

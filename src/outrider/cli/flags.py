@@ -20,6 +20,7 @@ import typer
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
+    from outrider.checkpoints.hub import Checkpoint
     from outrider.llm import LLM
 
 CONTEXT = {
@@ -110,7 +111,7 @@ def _names(*names: str) -> str:
 
 ENGINE = (
     Flag("model", str, _names(*MODEL), MODEL_HELP, "builtin"),
-    Flag("max_model_len", int, "--ctx-size -c",
+    Flag("max_model_len", int, "--ctx-size -c --max-model-len",
          "Maximum tokens of prompt and answer; 0: the context of the model.",
          read=lambda n: n or None),
     Flag("dtype", str, "--dtype", "auto, float32, bfloat16 or float16."),
@@ -129,6 +130,7 @@ ENGINE = (
          "Layers of every stage, such as 20,12; with 0,32 the first one only drafts; default: equal ones."),
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id of the tokenizer, if the model has none."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
+    Flag("trust_remote_code", bool, "--trust-remote-code", "Run the code that the checkpoint brings.", False),
     Flag("threads", int, "--threads -t", "CPU threads; default: OMP_NUM_THREADS, or one per core."),
 )  # fmt: skip
 DEPTH = "num_speculative_tokens"
@@ -292,16 +294,22 @@ def load(engine: Given, speculative_config: Mapping[str, Any] | None = None, **m
         return LLM(**engine, speculative_config=speculative_config)
 
 
+def checkpoint_of(engine: Given) -> Checkpoint:
+    """The checkpoint of a command's model, without its weights."""
+    from outrider.checkpoints.hub import Checkpoint
+
+    trusted = engine.get("trust_remote_code", False)
+    return Checkpoint.open(engine["model"], engine.get("revision"), trusted)
+
+
 def clipped(engine: Given, config: Mapping[str, Any] | None) -> tuple[Given, Mapping[str, Any] | None]:
     """The given options without those that model and machine do not support: a longer context, GPU layers.
 
     Prints a note for each change.
     """
-    from outrider.checkpoints.hub import Checkpoint
-
     engine, wanted = dict(engine), engine.get("max_model_len")
     if wanted is not None and wanted > 0:
-        context = Checkpoint.open(engine["model"], engine.get("revision")).spec.context
+        context = checkpoint_of(engine).spec.context
         if wanted > context:
             note(
                 f"-c {wanted} is more than the {context} tokens that {engine['model']} was made for: it "

@@ -12,7 +12,7 @@ from outrider.cli.flags import MODEL, OUT
 
 
 def quantize(
-    model: Annotated[str, Option(*MODEL, help="Folder, hub id, builtin or builtin-draft.")],
+    model: Annotated[str, Option(*MODEL, help="Folder or hub id; the built-in ones are in 8 bits already.")],
     out: Annotated[Path, Option(*OUT, help="Folder to write; new or empty.")],
     bits: Annotated[int, Option("--bits", help="8 or 4; 16 or 32 turn a quantized checkpoint back.")] = 8,
     revision: Annotated[str | None, Option("--revision", help="Branch, tag or commit on the hub.")] = None,

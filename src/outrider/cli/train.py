@@ -10,7 +10,7 @@ from rich.console import Console
 from typer import Option
 
 from outrider.cli.arguments import check_folder, named
-from outrider.cli.flags import GROUPS, OUT, SEED, Flag, Given, load, shared
+from outrider.cli.flags import GROUPS, OUT, SEED, Flag, Given, checkpoint_of, load, shared
 from outrider.cli.speculation import parsed
 
 GROUPS["training"] = (
@@ -52,7 +52,6 @@ def train(
     estimate: Annotated[bool, Option("--estimate", help="Tell time and size, and end.")] = False,
 ) -> None:
     """Train a draft head, or a small draft model, on the target's own answers."""
-    from outrider.checkpoints.hub import Checkpoint
     from outrider.config import options as checked
     from outrider.train import estimate as estimates
     from outrider.train import methods, run
@@ -69,7 +68,7 @@ def train(
     processes = Processes.joined()  # chooses the device, so before the model is there
     console = Console(quiet=not processes.first)
     engine = named(engine, target)
-    context = Checkpoint.open(engine["model"], engine.get("revision")).spec.context
+    context = checkpoint_of(engine).spec.context
     room = engine.get("max_model_len") or min(settings.length, context)  # K/V memory for texts of a run only
     given = {**settings.engine, **engine, "max_model_len": room}
     report = Report(console)

@@ -10,7 +10,7 @@ from typer import Option
 
 from outrider.cli.arguments import bar_over
 from outrider.cli.bench import Out, opened, print_line
-from outrider.cli.flags import MAX_TOKENS, SEED, Given, load, shared
+from outrider.cli.flags import MAX_TOKENS, SEED, Given, checkpoint_of, load, shared
 from outrider.cli.speculation import config_of
 from outrider.errors import ConfigError
 
@@ -66,14 +66,11 @@ def verify(
     from outrider.certify.prompts import PromptSource
     from outrider.certify.report import figures, panel
     from outrider.certify.run import Effort
-    from outrider.checkpoints.hub import Checkpoint
 
     config = _config(speculation, expect_lossy)
     questions = read(asked["file"], raw=asked["raw"]) if "file" in asked else None
     sink = opened(out)
-    engine.setdefault(
-        "max_model_len", min(CONTEXT, Checkpoint.open(engine["model"], engine.get("revision")).spec.unscaled)
-    )
+    engine.setdefault("max_model_len", min(CONTEXT, checkpoint_of(engine).spec.unscaled))
     llm = load(engine, max_num_seqs=batch_size)
     fast = llm.variant(config)
     tokens = max(1, min(max_tokens, llm.engine.max_len // 2))

@@ -44,6 +44,12 @@ ELSEWHERE = {  # parameter names of other programs or of earlier versions of vLL
     "num_return_sequences": "Did you mean 'n'?",
     "repeat_penalty": "Did you mean 'repetition_penalty'?",
     "stop_strings": "Did you mean 'stop'?",
+    "priority": "It is an argument of LLM.generate, with a number for each prompt.",
+    "output_kind": "LLM.generate returns final outputs, LLM.stream partial ones.",
+    "cache_salt": "It is a key of a prompt: {'prompt': …, 'cache_salt': …}.",
+    "skip_reading_prefix_cache": "Set enable_prefix_caching=False of LLM.",
+    **dict.fromkeys(("spaces_between_special_tokens", "flat_logprobs"),
+                    "It has no effect here: leave it out."),
     "max_length": "It counted the prompt, too: use max_tokens, which counts new tokens.",
     **dict.fromkeys(
         ("use_beam_search", "num_beams", "beam_width", "length_penalty", "early_stopping"), _BEAMS,

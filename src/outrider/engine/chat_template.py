@@ -50,6 +50,40 @@ def render(
     names = [f.name for f in fields(Conversation)]
     refuse_unknown(prompt, names, "key of a conversation", error=RequestError)
     given = Conversation(**prompt)
+    _check(tokenizer, given)
+    variables = _variables(given, [*names, *SET])
+    conversation = [_message(given.messages, i) for i in range(_count(given.messages))]
+
+    def apply(messages: Messages) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                tools=given.tools,
+                documents=given.documents,
+                chat_template=given.chat_template,
+                add_generation_prompt=given.add_generation_prompt,
+                continue_final_message=given.continue_final_message,
+                tokenize=False,
+                **variables,
+            )
+        )
+
+    try:
+        rendered = _rendered(apply, conversation)
+        if check is not None:
+            check(rendered)
+        return {
+            "prompt": rendered,
+            "prompt_token_ids": tokenizer.encode(rendered, add_special_tokens=False, verbose=False),
+        }
+    except RequestError:
+        raise
+    except Exception as error:  # a template is a program and raises any type
+        raise RequestError(f"the chat template cannot take these messages: {error}") from error
+
+
+def _check(tokenizer: Any, given: Conversation) -> None:
+    """Raise RequestError for a tokenizer that cannot render messages, and options that exclude each other."""
     if tokenizer is None:
         raise RequestError("messages need a tokenizer, and the checkpoint has none: pass LLM(tokenizer=…).")
     if given.chat_template is None and not getattr(tokenizer, "chat_template", None):
@@ -63,29 +97,29 @@ def render(
             "continue_final_message goes on with the last message: set add_generation_prompt=False with it.",
             "continue_final_message",
         )
-    variables = _variables(given, [*names, *SET])
-    conversation = [_message(given.messages, i) for i in range(_count(given.messages))]
+
+
+def _rendered(apply: Callable[[Messages], str], conversation: list[dict[str, Any]]) -> str:
+    """The text of a conversation, with contents as strings.
+
+    Templates of models that read images may read lists of parts only, and find no text in a string.  Contents
+    become such lists where only these bring the last text into the prompt.
+    """
+    rendered = apply(conversation)
+    texts = [message["content"].strip() for message in conversation if message["content"]]
+    if not texts or texts[-1] in rendered:
+        return rendered
     try:
-        rendered: str = tokenizer.apply_chat_template(
-            conversation,
-            tools=given.tools,
-            documents=given.documents,
-            chat_template=given.chat_template,
-            add_generation_prompt=given.add_generation_prompt,
-            continue_final_message=given.continue_final_message,
-            tokenize=False,
-            **variables,
-        )
-        if check is not None:
-            check(rendered)
-        return {
-            "prompt": rendered,
-            "prompt_token_ids": tokenizer.encode(rendered, add_special_tokens=False, verbose=False),
-        }
-    except RequestError:
-        raise
-    except Exception as error:  # a template is a program and raises any type
-        raise RequestError(f"the chat template cannot take these messages: {error}") from error
+        of_parts = apply([_of_parts(message) for message in conversation])
+    except Exception:  # a template is a program and raises any type
+        return rendered
+    return of_parts if texts[-1] in of_parts else rendered
+
+
+def _of_parts(message: dict[str, Any]) -> dict[str, Any]:
+    if message["content"] is None:
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _variables(given: Conversation, reserved: Sequence[str]) -> Mapping[str, Any]:

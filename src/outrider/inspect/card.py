@@ -18,11 +18,11 @@ from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.grown import LAYER
 from outrider.checkpoints.heads import builtin
-from outrider.checkpoints.hub import BUILTIN, Checkpoint, locate
+from outrider.checkpoints.hub import BUILTIN, PROCESSOR_TEMPLATE, Checkpoint, locate
 from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.quantize import GROUP, bits_of
-from outrider.checkpoints.spec import Spec
-from outrider.checkpoints.weights import SAFE, Weights
+from outrider.checkpoints.spec import Spec, largest
+from outrider.checkpoints.weights import SAFE, Weights, open_weights
 from outrider.config import EngineOptions
 from outrider.core.block_table import PAGE
 from outrider.core.quantized import QuantizedWeight
@@ -95,7 +95,7 @@ class Header(NamedTuple):
 def card_of(options: EngineOptions) -> Card:
     """Card of options.model, as `LLM(**options)` runs it.  Raises ModelError for a missing checkpoint."""
     checkpoint, config, refused = _opened(options)
-    heads = getattr(config, "num_attention_heads", 0)
+    heads = largest(config, "num_attention_heads") or 0
     copy = "lm_head.weight" if config.tie_word_embeddings else None
     parts = _parts(options, checkpoint)
     if checkpoint is not None and checkpoint.small is not None:
@@ -111,7 +111,7 @@ def card_of(options: EngineOptions) -> Card:
         "layers": getattr(config, "num_hidden_layers", 0),
         "hidden": getattr(config, "hidden_size", 0),
         "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "kv_heads": largest(config, "num_key_value_heads") or heads,
         "vocabulary": getattr(config, "vocab_size", 0),
         "context": getattr(config, "max_position_embeddings", 0),
         "parameters": sum(kinds.values()),
@@ -202,7 +202,7 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None) -> Iterator[St
                 few = _few(sample.bits, sample.group, sample.offsets is not None)
             yield Stored(name, count(entry.shape), entry.ggml_type, len(entry.shape) == 1, few)
         return
-    weights = Weights(locate(options.model, options.revision))
+    weights = open_weights(locate(options.model, options.revision))
     if checkpoint is None or checkpoint.scheme is None:
         for name, shape, kind in headers(weights):
             yield Stored(name, count(shape), kind, len(shape) == 1)
@@ -268,7 +268,7 @@ def headers(weights: Weights) -> Iterator[Header]:
             continue
         with safe_open(path, framework="pt") as file:
             for name in names:
-                part = file.get_slice(name)
+                part = file.get_slice(weights.name_in_file(name))
                 kind = NAMES.get(part.get_dtype(), part.get_dtype())
                 yield Header(name, tuple(part.get_shape()), kind)
 
@@ -279,6 +279,7 @@ def count(shape: tuple[int, ...]) -> int:
 
 def _has_template(folder: Path) -> bool:
     settings = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (
+    files = ("chat_template.jinja", PROCESSOR_TEMPLATE)
+    return any((folder / file).is_file() for file in files) or (
         settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
     )

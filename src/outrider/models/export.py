@@ -23,7 +23,7 @@ from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.packed import MIDPOINT, PackedWeights
 from outrider.checkpoints.quantize import GROUP, quantize
 from outrider.checkpoints.validate import read_json
-from outrider.checkpoints.weights import SAFE, Weights, write_tensors
+from outrider.checkpoints.weights import SAFE, Weights, open_weights, write_tensors
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ConfigError, ModelError, writing
 from outrider.models.load import needs_fallback
@@ -31,6 +31,7 @@ from outrider.models.load import needs_fallback
 OUTER = ("embed_tokens", "lm_head")
 PLAIN = {16: torch.bfloat16, 32: torch.float32}  # bits: not quantized
 CHOICES = (8, 4, *PLAIN)
+PARTS = {"text_config", "vision_config", "audio_config"}  # keys of models that read more than text
 
 
 def write(source: str, folder: Path, bits: int, revision: str | None = None) -> int:
@@ -47,8 +48,8 @@ def write(source: str, folder: Path, bits: int, revision: str | None = None) -> 
     checkpoint = Checkpoint.open(source, revision)
     _check(checkpoint, bits)
     folder.mkdir(parents=True, exist_ok=True)
-    config = read_json(checkpoint.folder / "config.json")
-    weights = Weights(checkpoint.folder)
+    config = _config(checkpoint)
+    weights = open_weights(checkpoint.folder)
     if bits in PLAIN:
         config.pop("quantization_config", None)
         config["dtype"] = str(PLAIN[bits]).removeprefix("torch.")
@@ -58,6 +59,15 @@ def write(source: str, folder: Path, bits: int, revision: str | None = None) -> 
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _copy_rest(checkpoint, folder)
     return _write_weights(weights, checkpoint, folder, bits)
+
+
+def _config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The settings of config.json; of a model that also reads images or sound, those of its text part."""
+    config = read_json(checkpoint.folder / "config.json")
+    if not PARTS & config.keys():
+        return config
+    text: dict[str, Any] = json.loads(checkpoint.config.to_json_string(use_diff=False))
+    return text | {"architectures": [checkpoint.spec.architecture]}
 
 
 def _check(checkpoint: Checkpoint, bits: int) -> None:

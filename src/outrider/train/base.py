@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import GROUP, bits_of
+from outrider.checkpoints.spec import largest
 from outrider.checkpoints.weights import write_tensors
 from outrider.core.row import LoRARequest
 from outrider.core.step import FINAL
@@ -126,9 +127,9 @@ class Method:
     def sizes(self) -> Sizes:
         """Sizes of a block: the target's own, with the option `inner` if there is one."""
         spec, config = self.target.decoder.spec, self.target.checkpoint.config
-        heads = getattr(config, "num_attention_heads", None) or max(1, spec.hidden // spec.head_dim)
+        heads = largest(config, "num_attention_heads") or max(1, spec.hidden // spec.head_dim)
         asked = getattr(self.options, "inner", None)
-        inner = asked or getattr(config, "intermediate_size", None) or 2 * spec.hidden
+        inner = asked or largest(config, "intermediate_size") or 2 * spec.hidden
         eps = getattr(config, "rms_norm_eps", None) or 1e-6
         return Sizes(spec.hidden, inner, heads, spec.kv_heads, spec.head_dim, eps)
 

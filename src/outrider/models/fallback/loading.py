@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.names import BODY, Prefixes
 from outrider.checkpoints.weights import Weights
 from outrider.errors import ModelError, first_line
 
@@ -37,6 +38,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
                 trust_remote_code=checkpoint.trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                key_mapping=_renaming(checkpoint),
             )
         except Exception as error:
             raise ModelError(
@@ -50,6 +52,18 @@ def load_model(checkpoint: Checkpoint) -> Any:
     if getattr(model, "_is_stateful", False):
         raise ModelError(f"{name} keeps a recurrent state, which cannot be verified as a tree.")
     return model.eval()
+
+
+def _renaming(checkpoint: Checkpoint) -> dict[str, str] | None:
+    """Regular expressions for the names of a text part; transformers knows a body without its head."""
+    if not _has_files(checkpoint):
+        return None
+    prefixes = Prefixes.of(Weights(checkpoint.folder).where)
+    return None if prefixes.body in ("", BODY) else prefixes.patterns()
+
+
+def _has_files(checkpoint: Checkpoint) -> bool:
+    return any(path.suffix in (".safetensors", ".bin") for path in checkpoint.folder.iterdir())
 
 
 @contextmanager
@@ -73,7 +87,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
     transformers allocates the sizes of the config before it compares them with the files.  The model is
     counted on the meta device, which allocates nothing.
     """
-    if not any(path.suffix in (".safetensors", ".bin") for path in checkpoint.folder.iterdir()):
+    if not _has_files(checkpoint):
         return  # transformers raises an error that lists the files it looks for
     where = Weights(checkpoint.folder).where
     if checkpoint.spec.layers > len(where):

@@ -59,6 +59,7 @@ class BodyOutput(MoeModelOutputWithPast):
     """Output of the body of any family, as far as heads read it."""
 
     cross_attentions = None
+    shared_kv_states = None  # of Gemma 4, for its draft model
 
 
 class BodyStub(nn.Module):

@@ -1,0 +1,85 @@
+"""Names of the tensors of a language model: those of `LlamaForCausalLM`, and others that files have.
+
+the language model of a checkpoint that also reads images or sound
+    language_model.model.layers.0…, model.language_model.layers.0…  ->  model.layers.0…
+    language_model.lm_head.weight                                   ->  lm_head.weight
+a body that was saved without its head
+    layers.0…                                                       ->  model.layers.0…
+EXAONE 3, a Llama with the names of GPT-2
+    transformer.h.0.attn.attention.q_proj.weight                    ->  model.layers.0.self_attn.q_proj…
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from outrider.errors import ModelError
+
+BODY, HEAD = "model.", "lm_head."
+EMBEDDING = re.compile(r"(|.*\.)embed_tokens\.weight(_packed)?")
+ANY_HEAD = re.compile(r"(|.*\.)lm_head\.(weight|weight_packed|qweight)")
+GPT = re.compile(r"transformer\.h\.0\.mlp\.c_fc_0\.")  # of a gated MLP, which GPT-2 has not
+LIKE_GPT = (
+    (r"^transformer\.wte\.", "model.embed_tokens."),
+    (r"^transformer\.h\.", "model.layers."),
+    (r"^transformer\.ln_f\.", "model.norm."),
+    (r"\.attn\.attention\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.attn\.attention\.", ".self_attn."),
+    (r"\.ln_1\.", ".input_layernorm."),
+    (r"\.ln_2\.", ".post_attention_layernorm."),
+    (r"\.mlp\.c_fc_0\.", ".mlp.gate_proj."),
+    (r"\.mlp\.c_fc_1\.", ".mlp.up_proj."),
+    (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
+)
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What stands in front of the body's tensors in a file instead of "model.", and of "lm_head."."""
+
+    body: str = BODY
+    head: str = ""
+
+    @staticmethod
+    def of(names: Collection[str]) -> Prefixes:
+        """Raises ModelError for the files of two language models; those of another kind are as usual."""
+        found = {match[1] for name in names if (match := EMBEDDING.fullmatch(name))}
+        bodies = sorted(body for body in found if f"{body}norm.weight" in names)
+        if not bodies or BODY in bodies:
+            return Prefixes()
+        if len(bodies) > 1:
+            raise ModelError(f"the files hold several language models: {', '.join(bodies)}.")
+        heads = (match[1] for name in names if (match := ANY_HEAD.fullmatch(name)))
+        head = max((head for head in heads if bodies[0].startswith(head)), key=len, default="")
+        return Prefixes(bodies[0], head)
+
+    def own(self, name: str) -> str | None:
+        """The usual name of a stored tensor; None for one of another part of the model."""
+        if name.startswith(self.body):
+            return BODY + name.removeprefix(self.body)
+        return name.removeprefix(self.head) if name.startswith(self.head + HEAD) else None
+
+    def patterns(self) -> dict[str, str]:
+        """The renaming as regular expressions, as transformers takes them."""
+        return {f"^{re.escape(self.head + HEAD)}": HEAD, f"^{re.escape(self.body)}": BODY}
+
+
+def own_names(names: Collection[str]) -> dict[str, str]:
+    """Usual name -> stored name, of the tensors of the language model; empty where all are usual.
+
+    Raises ModelError for the files of two language models.
+    """
+    if any(map(GPT.match, names)):
+        return {_like_gpt(name): name for name in names}
+    prefixes = Prefixes.of(names)
+    if prefixes == Prefixes():
+        return {}
+    return {own: name for name in names if (own := prefixes.own(name)) is not None}
+
+
+def _like_gpt(name: str) -> str:
+    for pattern, ours in LIKE_GPT:
+        name = re.sub(pattern, ours, name)
+    return name
