@@ -213,7 +213,7 @@ def test_a_row_whose_grammar_is_too_complex_holds_no_memory(builtin: LLM) -> Non
     gc.collect()
     gc.disable()
     try:
-        other, output = builtin.generate(["x", "aaaa"], [SamplingParams(max_tokens=1), params])
+        _, output = builtin.generate(["x", "aaaa"], [SamplingParams(max_tokens=1), params])
         assert "too complex to follow" in str(output.error)
         assert not [each for each in gc.get_objects() if type(each) is GrammarState]
     finally:
