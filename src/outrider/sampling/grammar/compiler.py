@@ -60,7 +60,7 @@ class GrammarCompiler:
             special = {token for token in stops if self.library.is_special_token(token)}
             matcher, seconds = self._matcher(form)
             copied = matcher.deep_copy()
-        source = Source(partial(self._again, form), partial(self._forget, form, matcher), seconds)
+        source = Source(partial(self._again, form), partial(self._forget, form), seconds)
         return GrammarState(copied, prompt, self.ending | special, self.library.vocab_size, source)
 
     @cached_property
@@ -104,10 +104,8 @@ class GrammarCompiler:
     def _again(self, form: StructuredOutputs) -> Any:
         return on_large_stack(lambda: self._compile(form))
 
-    def _forget(self, form: StructuredOutputs, matcher: Any) -> None:
-        key = _key(form)
-        if self.compiled.get(key, (None,))[0] is matcher:
-            self.compiled.pop(key, None)
+    def _forget(self, form: StructuredOutputs) -> None:
+        self.compiled.pop(_key(form), None)
 
     def _compile(self, form: StructuredOutputs) -> Any:
         library = self.library  # raises RequestError without llguidance

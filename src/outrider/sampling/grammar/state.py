@@ -83,6 +83,7 @@ class GrammarState:
         if self.matcher.is_error():
             fault = self._fault()
             if not ids.path or not self._begin_again():
+                self.lost, self.matcher = ([], fault), None  # what it holds is large, and the row goes later
                 raise fault
             self.lost = ids.since(self.prompt), fault
             mask = torch.zeros(self.vocabulary, dtype=torch.bool)
@@ -112,12 +113,14 @@ class GrammarState:
             if node >= tree.size or tree.distribution(node) is not None or self.move(Ids(ids.tokens, path)):
                 paths[node] = path
                 allowed.add(node)
-            elif self.matcher.is_error() and not self._begin_again():
+            elif (self.matcher is None or self.matcher.is_error()) and not self._begin_again():
                 break
         return range(len(tree.tokens)) if len(allowed) == len(tree.tokens) else sorted(allowed)
 
     def move(self, ids: Ids) -> bool:
-        """Move to the position after `ids`.  Returns False if the grammar forbids them."""
+        """Move to the position after `ids`.  Returns False if the grammar forbids them, or is given up."""
+        if self.matcher is None:
+            return False
         output = len(ids.tokens) - self.prompt
         if output != self.emitted:
             self.masks.clear()
@@ -175,7 +178,7 @@ class GrammarState:
         Returns False if that takes too long for a step.
         """
         self.source.forget()
-        if self.spent + self.source.seconds > MOST_SECONDS:
+        if self.matcher is None or self.spent + self.source.seconds > MOST_SECONDS:
             return False
         self.spent += self.source.seconds
         self.matcher = self.source.compile()
