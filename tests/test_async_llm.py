@@ -123,7 +123,7 @@ def test_closing_an_ended_request_does_not_end_another_one_of_its_id(engine: Asy
         while engine.llm.loop.tickets:
             await asyncio.sleep(0)
         second = asyncio.create_task(engine.complete(PROMPTS[1], params_of(1, max_tokens=60), "same"))
-        while "same" not in engine.llm.loop.tickets:
+        while "same" not in engine.llm.loop.tickets and not second.done():
             await asyncio.sleep(0)
         await first.aclose()
         assert len((await second).outputs[0].token_ids) == 60

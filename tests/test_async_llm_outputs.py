@@ -87,7 +87,7 @@ def test_a_crowd_makes_the_interval_longer() -> None:
     reader.states, woken = [SimpleNamespace(finish_reason=None)], list[float]()  # type: ignore[list-item]
     for moment, crowd in [(0.0, 1), (0.25, 1), (0.5, 1), (1.0, 3), (1.25, 3), (1.5, 3), (2.75, 3), (3.0, 3)]:
         now[0] = moment
-        reader.wake(crowd)
+        async_llm._wake([reader], crowd)
         if inbox.news:
             woken.append(moment)
             inbox.news.clear()

@@ -75,29 +75,26 @@ class _Reader:
         self.states: Sequence[RowState] = ()
         self.last: RequestOutput | None = None
         self.waking = self.ended = False  # a call of `wake` is scheduled; there was one for the end
-        self.timer: asyncio.TimerHandle | None = None
 
-    def wake(self, crowd: int) -> None:
-        """Wake the task now, or when it is due.  crowd: factor of the interval."""
+    def wake(self, now: float, crowd: int) -> bool:
+        """Wake the task, unless it is not due yet: then False is returned.  crowd: factor of the interval."""
         if self.ended:
-            return
-        self.cancel()
-        self.ended = all(state.finish_reason for state in self.states)
-        now, interval = self.inbox.loop.time(), crowd * self.interval
+            return True
+        self.ended = None not in [state.finish_reason for state in self.states]
         if not self.ended and now < self.due:
-            self.timer = self.inbox.loop.call_at(self.due, self.wake, crowd)
-            return
+            return False
+        interval = crowd * self.interval
         self.waking, self.due = False, (now // interval + 1) * interval if interval else 0.0
         if self.on_end is not None and self.ended:
             # before the task reads it
             self.inbox.loop.call_soon(self.on_end, self.index, self.output(), context=self.inbox.context)
         self.inbox.news[self.index] = self
         self.inbox.event.set()
+        return True
 
-    def cancel(self) -> None:
-        """Stop the timer."""
-        if self.timer is not None:
-            self.timer.cancel()
+    def close(self) -> None:
+        """Wake the task no more."""
+        self.on_end, self.ended = None, True
 
     def output(self) -> RequestOutput:
         """The output so far: always the same object."""
@@ -238,8 +235,7 @@ class AsyncLLM:
             for timer in timers:
                 timer.cancel()
             for reader in readers:
-                reader.on_end = None
-                reader.cancel()
+                reader.close()
                 self._abort(reader)
 
     def _abort(self, reader: _Reader) -> None:
@@ -318,5 +314,11 @@ class AsyncLLM:
 
 
 def _wake(readers: Sequence[_Reader], crowd: int) -> None:
+    """Wake the tasks of readers in one event loop now, or together when they are due."""
+    loop = readers[0].inbox.loop
+    now, early = loop.time(), dict[float, list[_Reader]]()
     for reader in readers:
-        reader.wake(crowd)
+        if not reader.wake(now, crowd):
+            early.setdefault(reader.due, []).append(reader)
+    for due, group in early.items():
+        loop.call_at(due, _wake, group, crowd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from dataclasses import replace
@@ -17,6 +18,7 @@ from scene import outcome
 from scipy.stats import chi2_contingency
 
 from outrider import LLM, RequestError, SamplingParams, verify
+from outrider.sampling.grammar.state import GrammarState
 from outrider.testing import KnownTexts, check_idle, check_statistics, random_prompts
 
 SCHEMAS = [
@@ -203,3 +205,21 @@ def test_rules_judge_by_the_masked_distribution(llama: str, random_draft: str, p
     assert sum(sample.speculation.drafted for sample in output.outputs) > 160
     if config["lossless"]:
         assert chi2_contingency(counts).pvalue > 1e-3, counts
+
+
+def test_a_row_whose_grammar_is_too_complex_holds_no_memory(builtin: LLM) -> None:
+    """What its matcher had computed stayed until a collection of all generations: 200 MB."""
+    params = SamplingParams(max_tokens=8, structured_outputs={"regex": "a{1000000}"})
+
+    def states() -> list[GrammarState]:
+        return [each for each in gc.get_objects() if type(each) is GrammarState]
+
+    gc.collect()
+    before = states()
+    gc.disable()
+    try:
+        _, output = builtin.generate(["x", "aaaa"], [SamplingParams(max_tokens=1), params])
+        assert "too complex to follow" in str(output.error)
+        assert [each for each in states() if each not in before] == []
+    finally:
+        gc.enable()

@@ -153,6 +153,23 @@ def test_required_calls_keep_the_references_of_their_schemas(client: OpenAI) -> 
     assert len(calls) == 1 and json.loads(calls[0].function.arguments) in ({"a": 3}, {"a": 4})
 
 
+def test_tools_of_one_name_allow_the_arguments_of_each(client: OpenAI) -> None:
+    """Those of the last one alone were allowed."""
+    schemas = [{**SCHEMA, "properties": {"a": {"const": value}}} for value in (5, 6)]
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": each}} for each in schemas]
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        given: Any = {
+            "model": "builtin",
+            "messages": MESSAGES,
+            "tools": tools,
+            "tool_choice": choice,
+            "n": 32,
+        }
+        got = client.chat.completions.create(**given, seed=1, temperature=2.0, parallel_tool_calls=False)
+        calls: Any = [each.message.tool_calls for each in got.choices]
+        assert {call[0].function.arguments for call in calls} == {'{"a": 5}', '{"a": 6}'}
+
+
 def test_forced_tool_calls_are_constrained_to_their_schemas(client: OpenAI) -> None:
     note = {"type": "string", "minLength": 100, "maxLength": 200}
     schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "note": note}, "required": ["a", "note"]}

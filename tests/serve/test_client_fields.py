@@ -11,7 +11,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from served import Served, forked
 
-from outrider.serve.protocol import UNSUPPORTED, ChatBody, CompletionBody, ResponsesBody
+from outrider.serve.protocol import CURES, UNSUPPORTED, ChatBody, CompletionBody, ResponsesBody
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -79,6 +79,7 @@ def test_a_refusal_has_its_cure(name: str, server: Served) -> None:
     [
         ("length_penalty", 0.5),
         ("early_stopping", True),
+        ("use_beam_search", True),
         ("truncation_side", "right"),
         ("modalities", ["audio"]),
     ],
@@ -86,6 +87,7 @@ def test_a_refusal_has_its_cure(name: str, server: Served) -> None:
 def test_values_with_an_effect_are_refused(field: str, value: Any, server: Served) -> None:
     answer = server.post(CHAT, {**BODIES[CHAT], field: value})
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(field)
+    assert CURES.get(field, "") in answer.json()["error"]["message"]
 
 
 # ---- a server whose template shows its variables

@@ -129,6 +129,25 @@ def test_the_echo_of_a_truncated_prompt_is_what_the_model_got(
     assert found["token_logprobs"][0] is None and None not in found["token_logprobs"][1:]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_one_character_begin_where_it_does(stream: bool, server: Served) -> None:
+    """Each counted as a character of its own."""
+    more = {"guided_choice": ["a😀b"], "speculation": {"enabled": False}}
+    body = {"prompt": "é日", "echo": True, "logprobs": 0, "max_tokens": 20, "stream": stream, **more}
+    answer = server.post("/v1/completions", body)
+    lines = [line[6:] for line in answer.text.split("\n\n")[:-2]] if stream else [answer.text]
+    parts = [json.loads(line)["choices"][0] for line in lines]
+    text = "".join(part["text"] for part in parts)
+    assert text == "é日a😀b"
+    names = [name for part in parts if part["logprobs"] for name in part["logprobs"]["tokens"]]
+    offsets = [place for part in parts if part["logprobs"] for place in part["logprobs"]["text_offset"]]
+    assert sum("\ufffd" in name for name in names) > 4, "these characters have several tokens"
+    begun = {place: name for name, place in zip(reversed(names), reversed(offsets)) if place < len(text)}
+    assert sorted(begun) == [*range(len(text))]
+    for place, name in begun.items():
+        assert name in (text[place], "\ufffd") or text[place:].startswith(name)
+
+
 def test_usage_of_a_stream_comes_last_when_asked_for(client: OpenAI) -> None:
     given: Any = {"model": "builtin", "prompt": PROMPT, "max_tokens": 8, "stream": True, "temperature": 0}
     chunks = list(client.completions.create(**given, stream_options={"include_usage": True}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import pytest
@@ -9,6 +10,7 @@ from starlette.testclient import TestClient
 
 from outrider.errors import ConfigError
 from outrider.serve.app import make_app
+from outrider.serve.guard import Guard
 from outrider.serve.options import ServerOptions
 
 
@@ -65,3 +67,26 @@ def test_the_page_cannot_be_framed_and_answers_head() -> None:
     assert answer.status_code == 200 and not answer.content
     policy = answer.headers["Content-Security-Policy"]
     assert all(part in policy for part in ("default-src 'self'", "frame-ancestors 'none'", "base-uri 'none'"))
+
+
+def test_a_part_for_a_closed_connection_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Its traceback was logged, at any client's wish."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    def asked(text: str) -> None:
+        async def send(message: Any) -> None:
+            raise RuntimeError(text)
+
+        guard = Guard(app, cast(Any, Loading(ServerOptions())))
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+        asyncio.run(guard(scope, receive, send))
+
+    asked("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+    assert not caplog.records
+    asked("another one")
+    assert "a request failed" in caplog.text

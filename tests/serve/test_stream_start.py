@@ -119,9 +119,9 @@ def test_a_later_error_names_the_field_in_its_event(
 ) -> None:
     mask, calls = GrammarState._mask, itertools.count()
 
-    def fail(self: GrammarState) -> Tensor:
+    def fail(self: GrammarState, allowed: bytes) -> Tensor:
         if next(calls) < 8:
-            return mask(self)
+            return mask(self, allowed)
         raise RequestError("structured_outputs: too complex.", "structured_outputs")
 
     async def task(client: httpx.AsyncClient) -> None:

@@ -245,7 +245,7 @@ def _bias(given: Any) -> dict[int, float]:
         raise RequestError(f"logit_bias must be a dict {{token id: bias}}, got {shortened(given)}.")
     bias = {}
     for token, value in given.items():
-        digits = isinstance(token, str) and token.isdecimal() and len(token) < 20
+        digits = isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) < 20
         number = int(token) if digits else to_int(token)
         if number is None:
             raise RequestError(f"logit_bias must have token ids as keys, got {shortened(token)}.")

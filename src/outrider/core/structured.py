@@ -92,7 +92,9 @@ def _schema(given: Any) -> Any:
     """A JSON schema, from text if it is one."""
     try:
         if isinstance(given, str):
-            return jsonlib.loads(given)
+            if (schema := jsonlib.loads(given)) is None:
+                raise ValueError("null is no schema")
+            return schema
         jsonlib.dumps(given)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{WHERE}: json is no JSON: {error}.") from error

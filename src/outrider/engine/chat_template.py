@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from outrider.errors import RequestError, refuse_unknown
+from outrider.errors import RequestError, refuse_unknown, shortened
 
 TEXTS = ("text", "refusal")  # types of parts, and their keys
 SET = ("self", "conversation", "conversations", "tokenize", "return_assistant_tokens_mask")  # by the renderer
@@ -158,6 +158,9 @@ def _message(messages: Messages, i: int) -> dict[str, Any]:
         made["content"] = ""
     made["content"] = _content(made.get("content"), i, optional=bool(made.get("tool_calls")))
     if made.get("tool_calls"):
+        if not isinstance(made["tool_calls"], (list, tuple)):
+            text = f"tool_calls of message {i} must be a list, got {shortened(made['tool_calls'])}."
+            raise RequestError(text, f"messages.{i}.tool_calls")
         made["tool_calls"] = [_call(call, i) for call in made["tool_calls"]]
     return made
 

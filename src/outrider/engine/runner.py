@@ -106,7 +106,7 @@ class ForwardOutput:
             try:
                 self._record(r, step, row.logprobs)
             except OutriderError as error:  # a logits processor that fails in its second call
-                row.error = error
+                row.error = error.with_traceback(None)  # its frames hold the row, which holds it
 
     def _record(self, r: int, step: RowStep, logprobs: Logprobs) -> None:
         for i, (node, token) in enumerate(zip([ROOT, *step.accepted], step.emitted)):

@@ -20,7 +20,7 @@ from outrider.serve.protocol import Classic, Sampling, StreamOptions
 from outrider.serve.sampling import naming
 from outrider.serve.state import Server
 from outrider.serve.usage import origins_of, speculation_of, usage_of, usage_so_far
-from outrider.serve.wire import DONE, event
+from outrider.serve.wire import DONE, dumps, event
 
 
 def now() -> int:
@@ -96,7 +96,7 @@ class Job:
             with naming(self.body):
                 async with aclosing(self._chunks(room)) as chunks:
                     async for chunk in chunks:
-                        yield event(chunk)
+                        yield chunk
                         began = True
         except Exception as error:
             if not began:
@@ -104,10 +104,12 @@ class Job:
             yield event(api_error(error).body())
         yield DONE
 
-    async def _chunks(self, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
+    async def _chunks(self, room: ExitStack) -> AsyncGenerator[str]:
+        """The events, those of one output together."""
         options, samples = self.body.stream_options or StreamOptions(), self.body.n
         ended: dict[int, RequestOutput] = {}
         head = self.head(self.chunk_kind)
+        opened = f"data: {dumps(head)[:-1]},"  # of most events; the rest is what changes
         usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
         started: dict[int, int] = {}  # choice -> tokens whose ids and origins have been sent
         complete = set[int]()  # choices; the other ones of a request may go on
@@ -116,6 +118,7 @@ class Job:
             async for i, output in outputs:
                 if self.body.max_tokens == 0:
                     without_text(output)
+                made: list[str] = []
                 for sample in output.outputs:
                     index = i * samples + sample.index
                     if index in complete:
@@ -126,14 +129,17 @@ class Job:
                     if usage and options.continuous_usage_stats:
                         counts = {"usage": usage_so_far(output, sample)}
                     for outer, part in self._parts(i, sample, started, index):
-                        yield {**head, **outer, "choices": [{"index": index, **part}], **counts}
+                        changing = {**outer, "choices": [{"index": index, **part}], **counts}
+                        made.append(f"{opened}{dumps(changing)[1:]}\n\n")
+                if made:
+                    yield "".join(made)
                 if output.finished:
                     ended[i] = output
         total = list(ended.values())
         if usage:
-            yield {**head, "choices": [], "usage": usage_of(total)}
+            yield event({**head, "choices": [], "usage": usage_of(total)})
         if self.body.return_speculation:
-            yield {**head, "choices": [], "speculation": speculation_of(total), **usage}
+            yield event({**head, "choices": [], "speculation": speculation_of(total), **usage})
 
     def _parts(
         self, i: int, sample: CompletionOutput, started: dict[int, int], index: int
@@ -141,6 +147,11 @@ class Job:
         """New parts of a choice, each after its fields outside of `choices`."""
         new, begins = self.choices.delta(i, sample), index not in started
         parts = [*self.choices.first(i, sample), *new] if begins else new
+        if not (self.body.return_token_ids or self.body.return_origins):
+            started[index] = 0
+            for part in parts:
+                yield {}, part
+            return
         for part in parts:
             outer, inner = self._prompt_ids(i, chat=True), self._prompt_ids(i, chat=False)
             if not begins:

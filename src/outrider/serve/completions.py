@@ -13,7 +13,7 @@ from outrider.progress import Request
 from outrider.requests import Prompt
 from outrider.serve.answers import Job, name_of
 from outrider.serve.errors import ApiError
-from outrider.serve.logprobs import best_tokens, bounded, prompt_logprobs, token_name
+from outrider.serve.logprobs import TextOffsets, best_tokens, bounded, prompt_logprobs, token_name
 from outrider.serve.protocol import CompletionBody
 from outrider.serve.sampling import check_logprobs, params_of
 from outrider.serve.state import Server
@@ -77,11 +77,11 @@ def _encoded(server: Server, body: CompletionBody) -> list[Prompt]:
 
 @dataclass
 class Sent:
-    """What has been sent of one choice: characters, tokens, and the offset of the next token."""
+    """What has been sent of one choice: characters, and tokens."""
 
+    offsets: TextOffsets  # of the next tokens
     characters: int = 0
     tokens: int = 0
-    offset: int = 0
 
 
 @dataclass
@@ -98,7 +98,8 @@ class Completion:
         logprobs = None
         if self.body.logprobs is not None:
             ids, entries = self._echoed(request)
-            logprobs = self._logprobs([*ids, *sample.token_ids], [*entries, *(sample.logprobs or ())], 0)
+            ids, entries = [*ids, *sample.token_ids], [*entries, *(sample.logprobs or ())]
+            logprobs = self._logprobs(ids, entries, self._offsets())
         return {
             "text": self._echo(request) + sample.text,
             "logprobs": logprobs,
@@ -112,19 +113,22 @@ class Completion:
         request = self.requests[i]
         if not self.body.echo:
             return []
-        logprobs = None if self.body.logprobs is None else self._logprobs(*self._echoed(request), 0)
+        logprobs = (
+            None if self.body.logprobs is None else self._logprobs(*self._echoed(request), self._offsets())
+        )
         return [{"text": self._echo(request), "logprobs": logprobs, "finish_reason": None}]
 
     def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
-        prompt, _ = self._echoed(self.requests[i])
-        sent = self.sent.get((i, sample.index)) or Sent(offset=self._length(prompt))
+        sent = self.sent.get((i, sample.index))
+        if sent is None:
+            sent = Sent(self._offsets())
+            sent.offsets.of(self._echoed(self.requests[i])[0])
         text, ids = sample.text[sent.characters :], sample.token_ids[sent.tokens :]
         if not (text or sample.finish_reason):
             return []
         logprobs = None
         if sample.logprobs is not None:
-            logprobs = self._logprobs(ids, sample.logprobs[sent.tokens :], sent.offset)
-            sent.offset += self._length(ids)
+            logprobs = self._logprobs(ids, sample.logprobs[sent.tokens :], sent.offsets)
         sent.characters, sent.tokens = len(sample.text), len(sample.token_ids)
         self.sent[i, sample.index] = sent
         part = {"text": text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
@@ -135,9 +139,8 @@ class Completion:
         asked = request.rows[0].logprobs
         return (request.ids, asked.prompt) if self.body.echo and asked is not None else ((), ())
 
-    def _length(self, ids: Sequence[int]) -> int:
-        """Characters of tokens, as `text_offset` counts them."""
-        return sum(len(self.server.reader.piece(token)) for token in ids)
+    def _offsets(self) -> TextOffsets:
+        return TextOffsets(self.server.reader)
 
     def _echo(self, request: Request) -> str:
         if not self.body.echo:
@@ -145,17 +148,18 @@ class Completion:
         text = None if request.truncated else request.prompt
         return self.server.decode(request.ids) if text is None else text
 
-    def _logprobs(self, ids: Sequence[int], entries: Sequence[Entry | None], offset: int) -> dict[str, Any]:
+    def _logprobs(
+        self, ids: Sequence[int], entries: Sequence[Entry | None], offsets: TextOffsets
+    ) -> dict[str, Any]:
         """OpenAI's lists, one entry a token."""
         piece = self.server.reader.piece
         made: dict[str, list[Any]] = {name: [] for name in FIELDS}
+        made["text_offset"] = offsets.of(ids)
         for token, entry in zip(ids, entries):
             text = piece(token)
             made["tokens"].append(token_name(token, text, self.body.return_tokens_as_token_ids))
-            made["text_offset"].append(offset)
             made["token_logprobs"].append(None if entry is None else bounded(entry[token].logprob))
             made["top_logprobs"].append(None if entry is None else self._best(token, entry))
-            offset += len(text)
         return made
 
     def _best(self, token: int, entry: Entry) -> dict[str, float]:

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from outrider.errors import ContextError, EngineError, RequestError, shortened
-from outrider.serve.protocol import UNSUPPORTED
+from outrider.serve.protocol import CURES, UNSUPPORTED
 from outrider.serve.wire import Json
 
 TYPES = {
@@ -94,6 +94,8 @@ def of_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, text, param, "unknown_parameter")
     several = len(first["loc"]) > len(place) + (first["loc"][:1] == ("body",))  # a type of a union follows
     message = (several and UNIONS.get(param)) or first["msg"].removeprefix("Value error, ")
+    if param in CURES:
+        message = CURES[param]
     if not param and first["type"] in ("missing", "model_attributes_type"):
         message = "it must be a JSON object, sent with the header Content-Type: application/json"
     elif first["type"] != "missing":

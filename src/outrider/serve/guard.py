@@ -53,7 +53,12 @@ class Guard:
         async def noted(message: Message) -> None:
             nonlocal started
             started = started or message["type"] == "http.response.start"
-            await send(message)
+            try:
+                await send(message)
+            except RuntimeError as error:  # uvloop's, before uvicorn knows that the connection is lost
+                if "the handler is closed" in str(error):
+                    raise Left from error
+                raise
 
         try:
             path = self._routed(scope)

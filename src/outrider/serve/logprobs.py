@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
 from itertools import takewhile
 from operator import eq
 from typing import Any
@@ -54,6 +56,25 @@ def _ranked(entry: Entry) -> dict[str, Any]:
         str(token): {"logprob": bounded(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
         for token, one in entry.items()
     }
+
+
+class TextOffsets:
+    """Where tokens begin in a text, in characters.
+
+    A token that goes on with a character begins where the character does.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader, self.offset = reader, 0
+        self.decoder = getincrementaldecoder("utf-8")("replace")
+
+    def of(self, ids: Sequence[int]) -> list[int]:
+        """Those of the next tokens."""
+        found = []
+        for token in ids:
+            found.append(self.offset)
+            self.offset += len(self.decoder.decode(self.reader.bytes_of(token)))
+        return found
 
 
 class MessageLogprobs:

@@ -5,13 +5,16 @@ What the engine counts is read when the metrics are asked for, so a step pays no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from outrider.async_llm import AsyncLLM
 from outrider.core.block_table import PAGE
@@ -58,7 +61,8 @@ class Metrics:
         self.failures = count("request_failure", "Requests that ended with an error.", "error")
         self.refused = count("request_refused", "Requests refused with status 429.")
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.")
-        self.inter_token = histogram("inter_token_latency_seconds", "Between two tokens; 0 within one step.")
+        self.inter_token = TokenGaps()
+        self.registry.register(self.inter_token)
         mean = "Mean time between tokens of a request."
         self.per_token = histogram("request_time_per_output_token_seconds", mean)
         self.latency = histogram("e2e_request_latency_seconds", "Arrival to last token.")
@@ -101,12 +105,33 @@ class Metrics:
         self.decode.observe(times[-1] - times[0])
         if len(times) > 1:
             self.per_token.observe((times[-1] - times[0]) / (len(times) - 1))
-        for before, after in pairwise(times):
-            self.inter_token.observe(after - before)
+        self.inter_token.observe(times)
 
     def failed(self, error: BaseException) -> None:
         kind = "engine" if isinstance(error, EngineError) else "abort"
         self.failures.labels(kind).inc()
+
+
+class TokenGaps(Collector):
+    """Histogram of the times between tokens.  A request has many: they are observed at once."""
+
+    def __init__(self) -> None:
+        self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
+
+    def observe(self, times: Sequence[float]) -> None:
+        """Add the gaps between these times."""
+        for before, after in pairwise(times):
+            self.counts[bisect_left(SECONDS, after - before)] += 1
+            self.sum += after - before
+
+    def collect(self) -> Iterator[Metric]:
+        buckets = list(zip(map(floatToGoString, (*SECONDS, math.inf)), accumulate(self.counts)))
+        yield HistogramMetricFamily(
+            f"{PREFIX}inter_token_latency_seconds",
+            "Between two tokens; 0 within one step.",
+            buckets=buckets,
+            sum_value=self.sum,
+        )
 
 
 class EngineMetrics(Collector):

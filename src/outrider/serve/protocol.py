@@ -16,6 +16,9 @@ T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # one error, however many items are wrong
 
 
+BEAMS = "there is no beam search: use best_of of completions, or n"
+CUT = "use temperature, min_p, top_k or top_p"
+REPEATS = "use repetition_penalty, presence_penalty or frequency_penalty"
 UNSUPPORTED = {  # fields of OpenAI's, vLLM's and llama.cpp's servers that are refused -> what to do instead
     "functions": "use tools",
     "function_call": "use tool_choice",
@@ -32,10 +35,22 @@ UNSUPPORTED = {  # fields of OpenAI's, vLLM's and llama.cpp's servers that are r
     "n_predict": "use max_tokens",
     "n_probs": "use logprobs",
     "repeat_penalty": "use repetition_penalty",
+    "beam_width": BEAMS,
+    **dict.fromkeys(("typical_p", "tfs_z", "top_a", "top_n_sigma", "eta_cutoff", "epsilon_cutoff"), CUT),
+    **dict.fromkeys(("mirostat", "mirostat_mode", "mirostat_tau", "mirostat_eta"), CUT),
+    **dict.fromkeys(("xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent"), CUT),
+    **dict.fromkeys(("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"), REPEATS),
+    **dict.fromkeys(("dry_sequence_breakers", "no_repeat_ngram_size", "repeat_last_n"), REPEATS),
+    "samplers": "leave it out, their order is fixed",
+    "min_keep": "leave it out",
+    "cache_prompt": "prompts are always cached: use cache_salt to keep one apart",
+    "id_slot": "leave it out: rows have no fixed places",
     "grammar": "use structured_outputs",
     "json_schema": "use response_format",
     "kv_transfer_params": "prompts are computed by the server itself",
 }
+# fields of which one value is accepted, that which changes nothing -> what to do instead of another one
+CURES = {"use_beam_search": BEAMS, "length_penalty": BEAMS, "early_stopping": BEAMS}
 
 
 class Body(BaseModel):

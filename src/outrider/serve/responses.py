@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from outrider.errors import shortened
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.answers import name_of, now
@@ -55,7 +56,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     prompt = server.conversation(
         messages_of(body.input, body.instructions),
         tools=use.tools or None,
-        chat_template_kwargs=of_effort((body.reasoning or {}).get("effort")),
+        chat_template_kwargs=of_effort(_effort(body)),
     )
     id = name_of(body, "resp_")
     (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
@@ -66,6 +67,13 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
             server.reader, body.top_logprobs or 0, request.params.skip_special_tokens
         )
     return made
+
+
+def _effort(body: ResponsesBody) -> str | None:
+    effort = (body.reasoning or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise ApiError(400, f"reasoning.effort must be a text, got {shortened(effort)}.", "reasoning.effort")
+    return effort
 
 
 def _format(body: ResponsesBody) -> dict[str, Any] | None:

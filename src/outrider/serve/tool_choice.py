@@ -59,12 +59,13 @@ class ToolUse:
         A named function constrains the output to its arguments, `required` to a list of calls (as in vLLM).
         The JSON has no line breaks, in which small models get lost.
         """
-        functions = {
-            tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"}
+        functions = [
+            (tool["function"]["name"], tool["function"].get("parameters") or {"type": "object"})
             for tool in self.tools
-        }
+        ]
         if self.name is not None:
-            return {"json": functions[self.name], "disable_any_whitespace": True}
+            schemas = [schema for name, schema in functions if name == self.name]
+            return {"json": _any_of(schemas), "disable_any_whitespace": True}
         if not self.required:
             return None
         calls = [
@@ -74,11 +75,19 @@ class ToolUse:
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
-            for i, name in enumerate(functions)
+            for i, (name, _) in enumerate(functions)
         ]
-        parts = {str(i): moved(schema, f"#/$defs/{i}") for i, schema in enumerate(functions.values())}
+        parts = {str(i): moved(schema, f"#/$defs/{i}") for i, (_, schema) in enumerate(functions)}
         schema = {"$defs": parts, "type": "array", "minItems": 1, "items": {"anyOf": calls}}
         return {"json": schema, "disable_any_whitespace": True}
+
+
+def _any_of(schemas: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The schema of what one of these allows: several tools may have one name."""
+    if len(schemas) == 1:
+        return schemas[0]
+    parts = {str(i): moved(schema, f"#/$defs/{i}") for i, schema in enumerate(schemas)}
+    return {"$defs": parts, "anyOf": [{"$ref": f"#/$defs/{i}"} for i in parts]}
 
 
 def _checked(tool: Mapping[str, Any], i: int) -> Mapping[str, Any]:

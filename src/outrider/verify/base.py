@@ -99,7 +99,7 @@ class Rule:
                 try:
                     step.accepted, step.emitted = self.walk(step.tree, RowPicker(picker, r))
                 except OutriderError as error:
-                    step.row.error = error
+                    step.row.error = error.with_traceback(None)  # its frames hold the row, which holds it
 
     def walk(self, tree: DraftTree, target: RowPicker) -> tuple[list[int], list[int]]:
         """The accepted nodes from the root down, and the tokens to emit: theirs and one more."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import astuple
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from outrider.core.structural_tag import tags_of
 from outrider.core.structured import FORMS, WHERE, StructuredOutputs
 from outrider.errors import RequestError, shortened
 from outrider.sampling.grammar.faults import place_of, readable
-from outrider.sampling.grammar.state import GrammarState
+from outrider.sampling.grammar.state import GrammarState, Source
 from outrider.sampling.grammar.tags import tagged
 
 CACHED = 64  # compiled grammars
@@ -46,7 +47,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocabulary: int, ending: Iterable[int]) -> None:
         self.tokenizer, self.vocabulary, self.ending = tokenizer, vocabulary, frozenset(ending)
-        self.compiled: dict[str, Any] = {}  # least recently used first
+        self.compiled: dict[str, tuple[Any, float]] = {}  # least recently used first
         self.lock = Lock()
 
     def state(self, form: StructuredOutputs, prompt: int, stops: Iterable[int] = ()) -> GrammarState:
@@ -57,8 +58,10 @@ class GrammarCompiler:
         """
         with self.lock:
             special = {token for token in stops if self.library.is_special_token(token)}
-            matcher = self._matcher(form).deep_copy()
-        return GrammarState(matcher, prompt, self.ending | special, self.library.vocab_size)
+            matcher, seconds = self._matcher(form)
+            copied = matcher.deep_copy()
+        source = Source(partial(self._again, form), partial(self._forget, form), seconds)
+        return GrammarState(copied, prompt, self.ending | special, self.library.vocab_size, source)
 
     @cached_property
     def library(self) -> Any:
@@ -84,13 +87,25 @@ class GrammarCompiler:
         known = {i: str(token) for i, token in added.items() if i not in self.ending}
         return {text: i for i, text in known.items() if text and self.library.is_special_token(i)}
 
-    def _matcher(self, form: StructuredOutputs) -> Any:
-        key = json.dumps(astuple(form))
-        matcher = self.compiled.pop(key, None) or on_large_stack(lambda: self._compile(form))
-        self.compiled[key] = matcher
+    def _matcher(self, form: StructuredOutputs) -> tuple[Any, float]:
+        """The matcher of a form, and the seconds that its compilation took."""
+        key = _key(form)
+        if (found := self.compiled.pop(key, None)) is None:
+            began = time.perf_counter()
+            matcher = on_large_stack(lambda: self._compile(form))
+            found = matcher, time.perf_counter() - began
+        self.compiled[key] = found
         if len(self.compiled) > CACHED:
             del self.compiled[next(iter(self.compiled))]
-        return matcher
+        return found
+
+    # These two do not take the lock, for which a step would have to wait.
+
+    def _again(self, form: StructuredOutputs) -> Any:
+        return on_large_stack(lambda: self._compile(form))
+
+    def _forget(self, form: StructuredOutputs) -> None:
+        self.compiled.pop(_key(form), None)
 
     def _compile(self, form: StructuredOutputs) -> Any:
         library = self.library  # raises RequestError without llguidance
@@ -162,6 +177,10 @@ class GrammarCompiler:
 
     def _place(self, form: StructuredOutputs, schema: Mapping[str, Any], fault: str) -> str:
         return place_of(schema, fault, lambda part: self._refusal(self._schema(form, part)))
+
+
+def _key(form: StructuredOutputs) -> str:
+    return json.dumps(astuple(form))
 
 
 def _kind(form: StructuredOutputs) -> str:

@@ -9,7 +9,8 @@ One matcher serves the whole draft tree.  It moves from node to node by rolling 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
 from typing import Any
@@ -22,6 +23,21 @@ from outrider.core.processor import Ids
 from outrider.core.tree import ROOT, DraftTree
 from outrider.errors import RequestError
 
+MOST_SECONDS = 0.2  # of a row for compiling its grammar again, while all others wait
+
+
+@dataclass(frozen=True)
+class Source:
+    """A grammar that can be compiled again.
+
+    compile: makes a matcher at its beginning.  seconds: that this takes.
+    forget: makes later requests compile it again, too, and frees what its matchers share, up to 200 MB.
+    """
+
+    compile: Callable[[], Any]
+    forget: Callable[[], None]
+    seconds: float
+
 
 class GrammarState:
     """Matcher of one row, with the tokens that it has consumed.
@@ -29,35 +45,57 @@ class GrammarState:
     matcher: an LLMatcher at the beginning of the grammar.  prompt: number of prompt tokens.
     ending: tokens that are allowed exactly where the grammar may end.  The matcher never sees them: `tokens`
     may end with some that `consumed` does not count.  vocabulary: number of ids that the matcher knows.
+    source: of further matchers.
 
-    Raises RequestError if the library gives up (a grammar that is too ambiguous).
+    The library gives up where a grammar is too complex to follow, and then on all copies of its matcher,
+    those of other rows too: the grammar is compiled again.  Draft tokens, which the target may reject, are no
+    reason to fail: the row does once they are part of its output, as it would without drafts.
     """
 
-    def __init__(self, matcher: Any, prompt: int, ending: Iterable[int], vocabulary: int) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        prompt: int,
+        ending: Iterable[int],
+        vocabulary: int,
+        source: Source,
+    ) -> None:
         self.matcher, self.prompt, self.ending = matcher, prompt, frozenset(ending)
-        self.vocabulary = vocabulary
+        self.vocabulary, self.source = vocabulary, source
+        self.spent = 0.0  # seconds of compilations
         self.ending_ids = torch.tensor(sorted(self.ending))
         self.tokens: list[int] = []  # output tokens and draft path that lead to the matcher's position
         self.consumed = 0  # those that the matcher has consumed
         self.emitted = 0  # those that are output tokens
         self.masks: dict[tuple[int, ...], Tensor] = {}  # by path from the root; of this root only
+        self.lost: tuple[list[int], RequestError] | None = None  # output and path that cannot be followed
 
     def forbidden(self, ids: Ids) -> Tensor | None:
-        """Mask of the tokens that may not follow, bool [vocabulary]; None if the grammar forbids `ids`."""
-        if not self.move(ids):
-            self._check()
-            return None
-        path = tuple(self.tokens[self.emitted :])
-        if path not in self.masks:
-            self.masks[path] = self._mask()
-        return self.masks[path]
+        """Mask of the tokens that may not follow, bool [vocabulary]; None if the grammar forbids `ids`.
+
+        Where the library gives up on a draft path, only the end is forbidden.
+        Raises RequestError if it gives up on the output.
+        """
+        self._refuse_lost(ids)
+        mask = self._masked(ids)
+        if self.matcher.is_error() and self._begin_again():
+            mask = self._masked(ids)  # other rows and earlier drafts count for the limits of the library, too
+        if self.matcher.is_error():
+            fault = self._fault()
+            if not ids.path or not self._begin_again():
+                self.lost, self.matcher = ([], fault), None  # what it holds is large, and the row goes later
+                raise fault
+            self.lost = ids.since(self.prompt), fault
+            mask = torch.zeros(self.vocabulary, dtype=torch.bool)
+            mask[self.ending_ids] = True
+        return mask
 
     def forced(self, ids: Ids) -> list[int]:
         """Tokens of the only text that can follow `ids`, without a last one that later text could change."""
         if not self.move(ids) or self.consumed < len(self.tokens):
             return []
         tokens: list[int] = self.matcher.compute_ff_tokens()
-        return tokens
+        return [] if self.matcher.is_error() else tokens
 
     def allowed(self, ids: Ids, tree: DraftTree) -> Sequence[int]:
         """Nodes of a tree that the grammar allows, ascending and closed under parents.
@@ -75,10 +113,14 @@ class GrammarState:
             if node >= tree.size or tree.distribution(node) is not None or self.move(Ids(ids.tokens, path)):
                 paths[node] = path
                 allowed.add(node)
+            elif (self.matcher is None or self.matcher.is_error()) and not self._begin_again():
+                break
         return range(len(tree.tokens)) if len(allowed) == len(tree.tokens) else sorted(allowed)
 
     def move(self, ids: Ids) -> bool:
-        """Move to the position after `ids`.  Returns False if the grammar forbids them."""
+        """Move to the position after `ids`.  Returns False if the grammar forbids them, or is given up."""
+        if self.matcher is None:
+            return False
         output = len(ids.tokens) - self.prompt
         if output != self.emitted:
             self.masks.clear()
@@ -108,21 +150,53 @@ class GrammarState:
             self.tokens.append(token)
         return good
 
-    def _mask(self) -> Tensor:
+    def _masked(self, ids: Ids) -> Tensor | None:
+        """The mask behind `ids`; None if they are forbidden, or the matcher gives up."""
+        if not self.move(ids):
+            self.matcher.compute_bitmask()  # it tells whether the library has given up in another row
+            return None
+        path = tuple(self.tokens[self.emitted :])
+        if path not in self.masks:
+            bits = self.matcher.compute_bitmask()
+            if self.matcher.is_error():
+                return None
+            self.masks[path] = self._mask(bits)
+        return self.masks[path]
+
+    def _mask(self, allowed: bytes) -> Tensor:
         ended = self.consumed < len(self.tokens)
-        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        self._check()
+        bits = np.frombuffer(allowed, np.uint8)
         forbidden = torch.from_numpy(np.unpackbits(bits, bitorder="little") == 0)
         if ended:
             forbidden.fill_(True)
         forbidden[self.ending_ids] = not (ended or self.matcher.is_accepting())
         return forbidden
 
-    def _check(self) -> None:
-        if self.matcher.is_error():
-            fault = self.matcher.get_error().splitlines()[0]
-            text = f"structured_outputs: the grammar is too complex to follow: {fault}."
-            raise RequestError(text, "structured_outputs")
+    def _begin_again(self) -> bool:
+        """Replace a matcher that has given up by one at the beginning, from which `move` goes on.
+
+        Returns False if that takes too long for a step.
+        """
+        self.source.forget()
+        if self.matcher is None or self.spent + self.source.seconds > MOST_SECONDS:
+            return False
+        self.spent += self.source.seconds
+        self.matcher = self.source.compile()
+        self.tokens, self.consumed, self.emitted = [], 0, 0
+        self.masks.clear()
+        return True
+
+    def _refuse_lost(self, ids: Ids) -> None:
+        """Raise RequestError if the output begins with tokens that cannot be followed."""
+        if self.lost is not None:
+            tokens, fault = self.lost
+            if ids.tokens[self.prompt : self.prompt + len(tokens)] == tokens:
+                raise fault
+
+    def _fault(self) -> RequestError:
+        fault = self.matcher.get_error().splitlines()[0]
+        text = f"structured_outputs: the grammar is too complex to follow: {fault}."
+        return RequestError(text, "structured_outputs")
 
 
 def depth_first(parents: Sequence[int]) -> list[int]:
