@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import interpreted  # noqa: F401 - before anything imports triton
 import modelled_time
 import pytest
 import torch
