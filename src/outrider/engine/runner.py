@@ -141,8 +141,8 @@ class Runner:
                 step_input.adapt(first, row.adapter)
             if step.emits:
                 roots[r] = len(step_input.logits_rows)
-                if queries is not None:
-                    self.sampler.add_query(queries, r, row, step.tree, roots[r])
+                if queries is not None and not row.processors:
+                    queries.add(r, row, step.tree, roots[r])
                 step_input.logits_rows += range(first + step.known - 1, step_input.length)
         kept = dict.fromkeys(needs.states, UNSET)
         if scored:
