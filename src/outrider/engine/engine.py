@@ -255,13 +255,16 @@ class Engine:
 
     def _finish(self, batch: Batch) -> list[Row]:
         """The rows that emitted or failed; those that ended leave the engine."""
+        changed: list[Row] = []
         for step in batch:
             row = step.row
             if row.finish_reason is not None:
                 if row.error is None:
                     self.scheduler.share(row)  # the drafter may have filled more pages since the last commit
                 self.scheduler.retire(row)
-        return [step.row for step in batch if step.emitted or step.row.error]
+            if step.emitted or row.error:
+                changed.append(row)
+        return changed
 
     def add(self, row: Row) -> None:
         """Queue a row."""

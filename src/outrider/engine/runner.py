@@ -218,7 +218,7 @@ class Runner:
 
 def add_row(step_input: StepInput, step: RowStep) -> None:
     """Add the known tokens of a row and its tree; draft node i takes slot `step.end` + i of the row."""
-    row, tree, end = step.row, step.tree, step.end
+    row, tree, end = step.row, step.tree, step.start + step.known
     assert row.table is not None
     slots, known = row.table.slots, row.tokens[step.start : end]
     if not tree.tokens or tree.chained:  # the slots of a chain are in position order

@@ -155,11 +155,16 @@ class Scheduler:
 
         Draft nodes take free pages and never preempt a row: the budget shrinks instead.
         """
-        drafting = [(step, budget) for step, budget in zip(batch, budgets) if budget.nodes]
+        known = drafting = 0
+        for step, budget in zip(batch, budgets):
+            known += step.known
+            drafting += budget.nodes > 0
         if not drafting:
             return
-        fair = (self.limits.max_num_batched_tokens - sum([step.known for step in batch])) // len(drafting)
-        for step, budget in drafting:
+        fair = (self.limits.max_num_batched_tokens - known) // drafting
+        for step, budget in zip(batch, budgets):
+            if not budget.nodes:
+                continue
             table, nodes, end = step.row.table, min(budget.nodes, fair), step.start + step.known
             assert table is not None
             if end + nodes > table.room and not self.cache.reserve(table, end + nodes):

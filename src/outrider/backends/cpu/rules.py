@@ -22,7 +22,8 @@ QUERY = packer("TreeQuery")
 class TreeQueries:
     """Trees for `verify_trees` of rules.c.
 
-    `numbers` are those of all trees, and `data` the same for C, which writes its answers there.  For a tree of n nodes, from its `at` on:
+    `numbers` are those of all trees, and `data` the same for C, which writes its answers there.  For a tree
+    of n nodes, from its `at` on:
 
         tokens [n] | parents [n] | index of the distribution of each, -1 without [n] |
         accepted nodes [n] | tokens to emit [n + 1] | their number, -1 without an answer
