@@ -37,7 +37,8 @@ def on_device(trees: Sequence[LevelTree], choose: Chooser) -> DeviceGrowth | Non
             ranked.append(tree)
         else:
             return None
-    if (dynamic and ranked) or not trees or not choose.stays_on_device([tree.row for tree in trees]):
+    rows = [*(tree.row for tree in ranked), *(tree.row for tree in dynamic)]
+    if (dynamic and ranked) or not rows or not choose.stays_on_device(rows):
         return None
     if ranked:
         return RankGrowth(ranked, choose)
