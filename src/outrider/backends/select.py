@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from importlib.util import find_spec
@@ -86,7 +85,7 @@ def fast_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" and (hardware or _library(device) is not None)
 
 
-def _library(device: torch.device = CPU) -> ctypes.CDLL | None:
+def _library(device: torch.device = CPU) -> cpu.Library | None:
     """The C kernels for a device; None if there are none, or if OUTRIDER_KERNELS=torch leaves them out."""
     if device.type != "cpu" or os.environ.get("OUTRIDER_KERNELS") == "torch":
         return None

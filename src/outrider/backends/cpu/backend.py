@@ -34,9 +34,11 @@ from outrider.core.lora import Adapted, LayerSizes, Runs
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 
+Library = ctypes.CDLL  # of the kernels
+
 
 @lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
+def library() -> Library | None:
     """The compiled kernels.  None, with one warning, if there are none and they cannot be built."""
     loaded = build.load(build.recipe(os.environ), os.environ)
     if loaded is not None:
