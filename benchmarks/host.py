@@ -1,4 +1,5 @@
-"""Host time of propose and observe, for every method without weights: batch 1, context 64 and 4,000 tokens.
+"""Host time of propose and observe, for every method without weights: batch 1, context 64 and 4,000 tokens;
+and the calls of a step, plain and with a draft model, which do not depend on the machine's load.
 
     python benchmarks/host.py --folder DIR [--json OUT]
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from outrider.bench.conditions import conditions
 from outrider.draft.datastore.corpus import build
 
 VOCABULARY, CONTEXTS, NEW = 16384, (64, 4000), 128
+BATCHES = (1, 8, 32)
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
@@ -93,6 +96,34 @@ def host_ms(llm: LLM, config: dict[str, Any], context: int) -> dict[str, float]:
     }
 
 
+def calls_a_step(llm: LLM, config: dict[str, Any] | None, rows: int) -> dict[str, float]:
+    """Calls of Python functions and of builtins in a decode step of so many rows."""
+    llm.use(config)
+    engine, counts, steps = llm.engine, {"call": 0, "c_call": 0}, 0
+    step = type(engine).step
+
+    def count(frame: Any, event: str, what: Any) -> None:
+        if event in counts:
+            counts[event] += 1
+
+    def counted() -> Any:
+        nonlocal steps
+        if engine.decode.steps < 16:  # the first ones
+            return step(engine)
+        steps += 1
+        sys.setprofile(count)
+        try:
+            return step(engine)
+        finally:
+            sys.setprofile(None)
+
+    engine.step = counted  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    llm.generate([prompt(64)] * rows, params)
+    del engine.step
+    return {"python": round(counts["call"] / steps, 1), "builtins": round(counts["c_call"] / steps, 1)}
+
+
 if __name__ == "__main__":
     parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
@@ -116,4 +147,15 @@ if __name__ == "__main__":
             method, *(f"{figures[method][str(context)]['ms a step']:.3f}" for context in CONTEXTS), f"{bar}"
         )
     Console().print(table)
-    write(given.json, {"conditions": conditions(), "bars, ms": BARS, "host": figures})
+    folder = str(given.folder / "host")
+    llm = LLM(model=folder, max_num_seqs=max(BATCHES), speculative_config=None)
+    table = Table(
+        "step", *(f"{rows} rows" for rows in BATCHES), title="calls of Python functions + of builtins"
+    )
+    calls: dict[str, Any] = {}
+    draft = {"method": "draft_model", "model": folder, "num_speculative_tokens": 4}
+    for label, config in {"plain": None, "draft model": draft}.items():
+        calls[label] = {str(rows): calls_a_step(llm, config, rows) for rows in BATCHES}
+        table.add_row(label, *(f"{each['python']} + {each['builtins']}" for each in calls[label].values()))
+    Console().print(table)
+    write(given.json, {"conditions": conditions(), "bars, ms": BARS, "host": figures, "calls": calls})

@@ -76,7 +76,7 @@ def test_following_a_tree_is_picking_node_by_node(
     assert verifier is not None
     trees = verifier.queries("match")
     for key in (4, 0, 9):
-        sampler.add_query(trees, key, row, tree, 1)
+        trees.add(key, row, tree, 1)
     verifier.verify(logits, trees)
     found = dict(trees.read())
     try:
@@ -100,7 +100,7 @@ def test_fused_forward_equals_its_parts(
     decoder = Decoder(
         Checkpoint.open(str(folder)), Precision(torch.float32, quantization), torch.device("cpu"), 64
     )
-    table, sampler = array("i", range(40)), Sampler(decoder.backend)
+    table = array("i", range(40))
     tree = DraftTree([5, 9, 5, 150], [-1, -1, 0, 2], [0.5] * 4)
 
     def run(one_call: bool, known: list[int], distribution: DistributionParams) -> tuple[Any, ...]:
@@ -110,7 +110,7 @@ def test_fused_forward_equals_its_parts(
         step_input.chain(table, 0, known)
         at = len(known)
         step_input.nodes(table, at, [[at], [at + 1], [at, at + 2], [at, at + 2, at + 3]], tree.tokens)
-        sampler.add_query(trees, 7, sampled_row(known, distribution), tree, 0)
+        trees.add(7, sampled_row(known, distribution), tree, 0)
         step_input.logits_rows = [*range(at - 1, at + 4)]
         forward = decoder.forward_step if one_call else super(Decoder, decoder).forward_step
         logits = forward(step_input.build(), decoder.pool(64), states, trees).clone()

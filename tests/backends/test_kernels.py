@@ -182,15 +182,17 @@ def test_attend_with_modified_scores(which: int, window: int, dtype: torch.dtype
         )
 
 
-@pytest.mark.parametrize("which", range(4))
-def test_modified_scores_equal_the_definition(which: int) -> None:
-    spec, window, modifier = heads_of(4, 2, 16), 6, modifiers()[which]
+@pytest.mark.parametrize("which", range(5))
+def test_the_reference_attention_is_the_definition(which: int) -> None:
+    """Row by row, keys in the order of their positions; without a modifier of scores, and with each."""
+    spec, window, given = heads_of(4, 2, 16), 6, [None, *modifiers()][which]
+    modifier = given or ScoreModifier()
     pool, _ = pools(spec, torch.float32)
     step_input = random_plan(random.Random(5))
     q = torch.randn(step_input.length, 4, 16)
     got = (
         TorchBackend(CPU, torch.float32)
-        .attend(q, spec, LayerKV(step_input, pool, 0), Scores(0.25, window, modifier))
+        .attend(q, spec, LayerKV(step_input, pool, 0), Scores(0.25, window, given))
         .view(step_input.length, 4, 16)
     )
     for table, first, count in requests_of(step_input):
@@ -205,25 +207,6 @@ def test_modified_scores_equal_the_definition(which: int) -> None:
                     scores = scores - modifier.slopes[head] * torch.arange(len(keys) - 1, -1, -1)
                 weight, extra = scores.exp(), 0.0 if modifier.sinks is None else modifier.sinks[head].exp()
                 near(got[row, head], weight @ v / (weight.sum() + extra))
-
-
-def test_the_reference_attention_is_the_definition() -> None:
-    """Row by row with a plain softmax, keys gathered in the order of their positions."""
-    spec, window, scale = heads_of(4, 2, 16), 6, 0.25
-    pool, _ = pools(spec, torch.float32)
-    step_input = random_plan(random.Random(5))
-    q = torch.randn(step_input.length, 4, 16)
-    got = (
-        TorchBackend(CPU, torch.float32)
-        .attend(q, spec, LayerKV(step_input, pool, 0), Scores(scale, window))
-        .view(step_input.length, 4, 16)
-    )
-    for table, first, count in requests_of(step_input):
-        for row in range(first, first + count):
-            keys = attended_slots(step_input, table, row)[-window:]
-            for head in range(4):
-                k, v = pool.data[0, 0, keys, head // 2, :16], pool.data[0, 1, keys, head // 2, :16]
-                near(got[row, head], ((k @ q[row, head]) * scale).softmax(0) @ v)
 
 
 # ---- bit for bit: a row alone, and in any company, with one thread and with two

@@ -173,7 +173,7 @@ def both(name: str, row: Row, logits: torch.Tensor, root: int, tree: DraftTree) 
     verifier = c_backend().verifier
     assert verifier is not None
     queries = verifier.queries(name)
-    Sampler(c_backend()).add_query(queries, 5, row, tree, root)
+    queries.add(5, row, tree, root)
     verifier.verify(logits, queries)
     try:
         expected = verify.rule(name)().walk(tree, RowPicker(Asked(row, logits, root), 0))

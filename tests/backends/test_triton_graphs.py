@@ -27,7 +27,6 @@ from outrider.core.step_input import StepInput
 from outrider.core.tree import DraftTree
 from outrider.models.decoder import Decoder
 from outrider.models.placement import Precision
-from outrider.sampling.sampler import Sampler
 from outrider.testing import tiny_checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -161,9 +160,7 @@ def answered(decoder: Decoder, step: StepInput, tree: DraftTree, pool: Pool) -> 
     verifier, states = decoder.backend.verifier, {0: Tensor(), 1: Tensor(), FINAL: Tensor()}
     assert verifier is not None
     queries = verifier.queries("match")
-    Sampler(decoder.backend).add_query(
-        queries, 7, sampled_row([1], DistributionParams(0.8, top_k=30)), tree, 0
-    )
+    queries.add(7, sampled_row([1], DistributionParams(0.8, top_k=30)), tree, 0)
     logits = decoder.forward_step(step, pool, states, queries).clone()
     return [logits, *states.values()], dict(queries.read())
 

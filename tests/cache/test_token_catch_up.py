@@ -51,7 +51,7 @@ class Rows(RuleBasedStateMachine):
         if reads:
             for position in range(min(cursor.filled, row.computed), end):
                 self.pool[row.table.slots[position]] = tuple(row.tokens[: position + 1])
-            cursor.reach(end)
+            cursor.filled = end
         row.computed = end
         self.cache.register(row.table, row.tokens, self.catch_up.share(row))
 
@@ -116,7 +116,7 @@ def test_a_page_that_was_filled_later_is_shared_as_filled() -> None:
     cache.register(first.table, first.tokens, catch_up.share(first))
     second = admit("b")
     assert second.computed == 2 * PAGE and catch_up.cursor(second, second.computed).filled == 0
-    cursor.reach(2 * PAGE)
+    cursor.filled = 2 * PAGE
     catch_up.share(first)
     third = admit("c")
     assert catch_up.cursor(third, third.computed).filled == 2 * PAGE

@@ -42,8 +42,8 @@ def drafted(tiny: Path, late: set[int]) -> list[dict[int, tuple[int, int]]]:
         steps.append({number(row): (len(tree.tokens), drafter.behind(row)) for row, tree in rows})
         return draft
 
-    def counted(batch: Any, active: Any) -> Any:
-        first = catch_up(batch, active)
+    def counted(parts: Any) -> Any:
+        first = catch_up(parts)
         lengths.append(first.step_input.length)
         return first
 

@@ -13,7 +13,7 @@ from outrider import ConfigError
 from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft import suffix
 from outrider.draft.suffix import Suffix
-from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, continuation_tree
+from outrider.drafting.matches import MatchAcceptance, TreeLimits, continuation_tree
 from outrider.testing import check_tree, make_drafter, make_row, propose_tree, replay
 
 # ---- the tree

@@ -14,7 +14,7 @@ from outrider.control.cost import ForwardCost
 from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm
-from outrider.core.clock import NO_TIMES, Times
+from outrider.core.clock import Times
 from outrider.core.device import DeviceEvent
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -70,7 +70,7 @@ def test_a_controller_has_one_step_in_flight() -> None:
     first, second = controllers()
     row = make_row([1, 2, 3], limit=1000)
     draft(first, row)
-    flight = Flight(Batch(), first, lambda: NotImplemented, NO_TIMES)
+    flight = Flight(Batch(), first, lambda: NotImplemented)
     assert controller_of(batch_of(row), [first, second], [flight]) is second
 
 
@@ -88,8 +88,9 @@ def test_waiting_for_what_drafters_asked_of_a_device_is_drafting(monkeypatch: py
     """It is computed before the forward, which the controller would otherwise take for slower."""
     moments = iter([10.0, 14.0, 20.0])
     monkeypatch.setattr(flights, "working_time", moments.__next__)
-    flight = Flight(Batch(), controllers()[0], lambda: NotImplemented, Times(1.0, 2.0, 3.0), DeviceEvent())
-    assert flight.result()[1] == Times(5.0, 8.0, 3.0)
+    flight = Flight(Batch(), controllers()[0], lambda: NotImplemented, 1.0, 2.0, 3.0, DeviceEvent())
+    flight.result()
+    assert (flight.propose, flight.forward, flight.rest) == (5.0, 8.0, 3.0)
 
 
 def test_what_a_drafter_does_after_a_step_is_drafting_on_a_device(

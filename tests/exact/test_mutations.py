@@ -7,6 +7,7 @@ must not matter.
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +19,12 @@ from scene import DEPTH, GREEDY, PROMPTS, SAMPLED, Setup, outcome
 from outrider import LLM, SamplingParams
 from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu.rules import TreeQueries
-from outrider.backends.rules import TreeQuery
 from outrider.cache.pool import Pool
 from outrider.core.block_table import PAGE, BlockTable
+from outrider.core.row import Row
 from outrider.core.step import Batch
 from outrider.core.step_input import StepInput
-from outrider.core.tree import ROOT, Draft
+from outrider.core.tree import ROOT, Draft, DraftTree
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.verify.base import Picker
@@ -109,11 +110,12 @@ def ask_with(monkeypatch: pytest.MonkeyPatch, edit: Callable[[int, int], tuple[i
     """The kernel that follows a tree gets another root, or another position."""
     add = TreeQueries.add
 
-    def edited(self: TreeQueries, query: TreeQuery) -> None:
-        root, position = query.root, query.position
-        if query.tree.tokens:
-            root, position = edit(root, position)
-        add(self, query._replace(root=root, position=position))
+    def edited(self: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
+        if tree.tokens:
+            root, position = edit(root, len(row.tokens))
+            row = copy.copy(row)
+            row.tokens = [0] * position
+        add(self, key, row, tree, root)
 
     monkeypatch.setattr(TreeQueries, "add", edited)
 

@@ -142,7 +142,7 @@ def test_a_row_without_a_finite_logit_fails_alone(llm: LLM, monkeypatch: pytest.
         )
 
     monkeypatch.setattr(llm.engine.sampler, "pick", broken)
-    monkeypatch.setattr(llm.engine.sampler, "add_query", lambda *asked: None)
+    monkeypatch.setattr(llm.engine.runner, "verifier", None)
     fine, bad = llm.generate([PROMPT, {"prompt_token_ids": [7] * 20}], PARAMS)
     assert fine.outputs[0].token_ids == good and fine.error is None
     assert (

@@ -22,7 +22,6 @@ from outrider.backends.triton.features import features_of
 from outrider.cache.pool import Pool
 from outrider.core.params import DistributionParams
 from outrider.core.tree import DraftTree
-from outrider.sampling.sampler import Sampler
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 DONE: set[str] = set()
@@ -71,7 +70,7 @@ def main() -> None:
     assert backend.top_next is not None
     words = backend.top_next.asked(asked, [5, 6, 7], 9000).on(CPU)
     backend.top_next(logits, words, 3, None, True)
-    Sampler(backend).add_query(queries, 0, sampled_row([1], DistributionParams(0.8, 0.1, 5, 0.9)), tree, 0)
+    queries.add(0, sampled_row([1], DistributionParams(0.8, 0.1, 5, 0.9)), tree, 0)
     backend.verifier.verify(logits, queries)
 
 

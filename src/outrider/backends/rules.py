@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.core.noise import key_in
 from outrider.core.params import DistributionParams
+from outrider.core.row import Row
 from outrider.core.tree import DraftTree
 
 Answer = tuple[list[int], list[int]]  # accepted nodes of a tree, and the tokens to emit
@@ -29,6 +30,11 @@ class TreeQuery(NamedTuple):
     position: int
     tree: DraftTree
 
+    @staticmethod
+    def of(key: int, row: Row, tree: DraftTree, root: int) -> TreeQuery:
+        """The tree of a row."""
+        return TreeQuery(key, root, row.distribution, row.stream, len(row.tokens), tree)
+
     @property
     def keys(self) -> list[int]:
         """Of the noise after the root and each node."""
@@ -43,7 +49,9 @@ class TreeQuery(NamedTuple):
 class TreeQueries(Protocol):
     """Trees to verify by one rule, and buffers for the results."""
 
-    def add(self, query: TreeQuery) -> None: ...
+    def add(self, key: int, row: Row, tree: DraftTree, root: int) -> None:
+        """Add the tree of a row without processors.  root: row of the logits after its root."""
+
     def read(self) -> Iterable[tuple[int, Answer | None]]:
         """For each key: accepted nodes and emitted tokens.
 

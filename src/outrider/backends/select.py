@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from importlib.util import find_spec
@@ -12,6 +11,8 @@ import torch
 from outrider.backends.base import Backend
 from outrider.backends.cpu import backend as cpu
 from outrider.backends.cpu import threads
+from outrider.backends.cpu.run_index import CompiledIndex
+from outrider.backends.run_index import Index, ReferenceIndex
 from outrider.backends.torch import backend as reference
 from outrider.errors import ConfigError
 
@@ -33,7 +34,7 @@ def backend_for(device: torch.device, dtype: torch.dtype, activations: str = "au
     if device.type == "cpu":
         threads.limit()
         reference.leave_out_amx()
-    library = None if uses_triton(device) else compiled_library(device)
+    library = None if uses_triton(device) else _library(device)
     if library is not None and dtype in (torch.float32, torch.bfloat16):
         if activations == "auto":
             fast = dtype == torch.bfloat16 and library.has_bfloat16_products()
@@ -81,11 +82,18 @@ def fast_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())  # type: ignore[no-untyped-call]
     hardware = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # type: ignore[no-untyped-call]
-    return device.type == "cpu" and (hardware or compiled_library(device) is not None)
+    return device.type == "cpu" and (hardware or _library(device) is not None)
 
 
-def compiled_library(device: torch.device = CPU) -> ctypes.CDLL | None:
+def _library(device: torch.device = CPU) -> cpu.Library | None:
     """The C kernels for a device; None if there are none, or if OUTRIDER_KERNELS=torch leaves them out."""
     if device.type != "cpu" or os.environ.get("OUTRIDER_KERNELS") == "torch":
         return None
     return cpu.library()
+
+
+def run_index(capacity: int, longest: int = 1, depth: int = 0) -> Index:
+    """An index of a text of at most `capacity` tokens: in C if the library is built."""
+    if (library := _library()) is None:
+        return ReferenceIndex(capacity, longest, depth)
+    return CompiledIndex(library, capacity, longest, depth)

@@ -203,10 +203,6 @@ class TokenCursor:
     filled: int
     marked: int
 
-    def reach(self, end: int) -> None:
-        """Record that K/V below `end` is in the pool."""
-        self.filled = end
-
 
 class TokenCatchUp:
     """Progress of all requests of a drafter that reads tokens, and so may catch up whenever it is asked.

@@ -49,9 +49,9 @@ class Cache:
 
     def reserve(self, table: BlockTable, length: int) -> bool:
         """Grow `table` to `length` positions.  Returns False, without effect, if there are too few pages."""
-        need = -(-length // PAGE) - len(table.pages)
-        if need <= 0:
+        if length <= table.room:
             return True
+        need = -(-(length - table.room) // PAGE)
         if need > self.available:
             return False
         for _ in range(need):
@@ -60,16 +60,17 @@ class Cache:
 
     def shrink(self, table: BlockTable, length: int) -> None:
         """Free the pages past `length` positions."""
-        keep = -(-length // PAGE)
-        while len(table.pages) > keep:
+        while table.room - length >= PAGE:
             self._drop(table.pages.pop())
-        assert len(table.nodes) <= keep, "an indexed page was cut off"
+            table.room -= PAGE
+        assert len(table.nodes) <= len(table.pages), "an indexed page was cut off"
 
     def close(self, table: BlockTable) -> None:
         """Free all pages, the last ones first, so that a prefix is evicted after its continuation."""
         for page in reversed(table.pages):
             self._drop(page)
         table.pages.clear()
+        table.room = 0
         self.tables.discard(table)
 
     def match(self, table: BlockTable, tokens: Sequence[int], limit: int) -> int:
@@ -123,6 +124,7 @@ class Cache:
         for table in self.tables:
             table.pages.clear()
             table.nodes.clear()
+            table.room = 0
         self.tables.clear()
         self.idle.clear()
         self.index.clear()
@@ -134,6 +136,7 @@ class Cache:
         """Assert that every page is either free, or idle, or owned as often as tables hold it."""
         held = [0] * self.pages
         for table in self.tables:
+            assert table.room == len(table.pages) * PAGE, "the room is not that of the pages"
             for i, page in enumerate(table.pages):
                 held[page] += 1
                 assert table.slots[i * PAGE : (i + 1) * PAGE] == _slots(page), (
@@ -156,15 +159,15 @@ class Cache:
         if self.free:
             return self.free.pop()
         page, _ = self.idle.popitem(last=False)
-        del self.index[
-            self.entry.pop(page)
-        ]  # entries after it cannot be reached now, and are evicted in LRU order
+        # entries after it cannot be reached now, and are evicted in LRU order
+        del self.index[self.entry.pop(page)]
         return page
 
     def _append(self, table: BlockTable, page: int) -> None:
         at = table.room
         table.slots[at : at + PAGE] = _slots(page)
         table.pages.append(page)
+        table.room += PAGE
         self.owners[page] += 1
 
     def _share(self, table: BlockTable, page: int) -> None:

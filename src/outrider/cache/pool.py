@@ -28,6 +28,8 @@ class Pool:
     A row is one head in the pool's dtype, zero-padded to a multiple of 32.  In int8 it has four more bytes,
     the float32 scale.  In memory the slots of one head are contiguous.
 
+    head_bytes: from one K/V head to the next.  plane_bytes: from K of a layer to its V, and on to the next K.
+
     Several pools may share one allocator: the pool of a draft model uses the target's slots.
     """
 
@@ -41,6 +43,8 @@ class Pool:
         count = layers * 2 * kv_heads * slots * row
         planes = large_zeros(count + self.SLACK, dtype, device)[:count].view(layers, 2, kv_heads, slots, row)
         self.data: Tensor = planes.transpose(2, 3)
+        self.head_bytes = slots * row * dtype.itemsize
+        self.plane_bytes = kv_heads * self.head_bytes
 
     @staticmethod
     def wide(head_dim: int) -> int:

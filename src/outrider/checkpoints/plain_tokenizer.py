@@ -12,7 +12,7 @@ from outrider.checkpoints.validate import read_json
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 KNOWN = {*SPECIAL, "tokenizer_class", "backend", "model_max_length", "is_local", "local_files_only"}
 CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # those without code of a model's own
-TEMPLATE = "chat_template.jinja"
+FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 OTHER_FILES = (
     "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "tekken.json",
     "additional_chat_templates", "chat_template.json",
@@ -100,21 +100,33 @@ def plain_tokenizer(folder: Path, load: Callable[[], Any]) -> PlainTokenizer | N
     """The tokenizer of a folder; None if transformers would change its tokenizer.json."""
     from tokenizers import Tokenizer
 
-    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    if not (file.is_file() and config.is_file()) or any((folder / name).exists() for name in OTHER_FILES):
+    if not _stands_alone(folder):
         return None
-    model = folder / "config.json"
-    if model.is_file() and read_json(model).get("model_type") not in MODEL_TYPES:
-        return None
-    settings = read_json(config)
-    special = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
+    settings = read_json(folder / CONFIG)
     if not settings.keys() <= KNOWN or settings.get("tokenizer_class") not in CLASSES:
         return None
-    core: Any = Tokenizer.from_file(str(file))
-    known = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
-    as_written = core.truncation is None and core.padding is None and core.get_vocab_size() <= MOST_TOKENS
-    if not as_written or not all(isinstance(token, str) and token in known for token in special.values()):
+    core: Any = Tokenizer.from_file(str(folder / FILE))
+    special = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
+    if not _used_as_written(core, special):
         return None
     path = folder / TEMPLATE
     template = path.read_text(encoding="utf-8") if path.is_file() else None
     return PlainTokenizer(core, special, template, load)
+
+
+def _stands_alone(folder: Path) -> bool:
+    """Whether a folder has a tokenizer.json that neither other files nor the type of the model change."""
+    if not ((folder / FILE).is_file() and (folder / CONFIG).is_file()):
+        return False
+    if any((folder / name).exists() for name in OTHER_FILES):
+        return False
+    model = folder / "config.json"
+    return not model.is_file() or read_json(model).get("model_type") in MODEL_TYPES
+
+
+def _used_as_written(core: Any, special: Mapping[str, Any]) -> bool:
+    """Whether transformers takes a tokenizer as it is, with these special tokens."""
+    if core.truncation is not None or core.padding is not None or core.get_vocab_size() > MOST_TOKENS:
+        return False
+    known = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
+    return all(isinstance(token, str) and token in known for token in special.values())

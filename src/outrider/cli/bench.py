@@ -176,23 +176,10 @@ def run(
 
 
 def show(results: Sequence[Measured], left_out: int, short: int, console: Console) -> None:
-    from outrider.bench.report import latencies, matrix, remarks, table
-
-    kinds, (plain, *others) = results[0].kinds, ran(results)
+    """Tables of the results, and what was left out of them."""
+    kinds = results[0].kinds
     if kinds:
-        others.sort(key=lambda other: other.speed_up(plain), reverse=True)
-        ours = [plain, *(other for other in others if other.promise)]
-        peers = [other for other in others if not other.promise]
-        best_of: dict[str, Measured] = {}  # by engine, its fastest mode
-        for peer in sorted(peers, key=lambda peer: peer.speed):
-            best_of[peer.method.split()[0]] = peer
-        if len(kinds) > 1 or peers:
-            console.print(matrix(ours, [*best_of.values()]), "")
-        stopped = [result for result in results if result.stopped]
-        console.print(table(f"all {len(plain.answers)} prompts", [plain, *others, *stopped]), "")
-        console.print(latencies([plain, *others]))
-        for remark in remarks([plain, *others]):
-            console.print(remark)
+        _show_tables(results, console)
     if short:
         what = "Every answer has" if not kinds else f"Left out: {short} whose answers have"
         console.print(
@@ -201,6 +188,26 @@ def show(results: Sequence[Measured], left_out: int, short: int, console: Consol
         )
     if left_out:
         console.print(f"Left out, as prompt and answer exceed the context: {left_out}.")
+
+
+def _show_tables(results: Sequence[Measured], console: Console) -> None:
+    """Speed-ups by category, all results from the fastest on, their latencies, and remarks."""
+    from outrider.bench.report import latencies, matrix, remarks, table
+
+    plain, *others = ran(results)
+    others.sort(key=lambda other: other.speed_up(plain), reverse=True)
+    ours = [plain, *(other for other in others if other.promise)]
+    peers = [other for other in others if not other.promise]
+    best_of: dict[str, Measured] = {}  # by engine, its fastest mode
+    for peer in sorted(peers, key=lambda peer: peer.speed):
+        best_of[peer.method.split()[0]] = peer
+    if len(results[0].kinds) > 1 or peers:
+        console.print(matrix(ours, [*best_of.values()]), "")
+    stopped = [result for result in results if result.stopped]
+    console.print(table(f"all {len(plain.answers)} prompts", [plain, *others, *stopped]), "")
+    console.print(latencies([plain, *others]))
+    for remark in remarks([plain, *others]):
+        console.print(remark)
 
 
 def ran(results: Sequence[Measured]) -> list[Measured]:

@@ -16,13 +16,9 @@ class BlockTable:
 
     slots: array[int]  # 32-bit [capacity]
     pages: list[int] = field(default_factory=list)
+    room: int = 0  # positions that have a slot: those of `pages`
     nodes: list[int] = field(default_factory=list)  # index node of each indexed page, from the first
     root: Hashable = ROOT
-
-    @property
-    def room(self) -> int:
-        """Number of positions that have a slot."""
-        return len(self.pages) * PAGE
 
     def key(self, tokens: Sequence[int]) -> tuple[Hashable, tuple[int, ...]]:
         """Key of the next page to be indexed."""

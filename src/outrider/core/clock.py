@@ -21,13 +21,6 @@ class Times(NamedTuple):
     forward: float = 0.0
     rest: float = 0.0
 
-    def plus(self, propose: float = 0.0, forward: float = 0.0, rest: float = 0.0) -> Times:
-        """The sums with these seconds."""
-        return Times(self.propose + propose, self.forward + forward, self.rest + rest)
-
-
-NO_TIMES = Times()
-
 
 class _OneTime(threading.local):
     """taken: seconds up to which `take_one_time` has returned them.  recordings: still allowed.
@@ -116,7 +109,7 @@ def working_time() -> float:
 @dataclass(slots=True)
 class Work:
     """Sums over steps: rows, known tokens, those of prompts, draft nodes with probes, emitted tokens, and
-    seconds by phase.
+    seconds by phase, as in `Times`.
 
     drafts: trees with draft tokens.  drafted, accepted: their tokens, without probes.
     accepted_lengths: accepted tokens of a draft -> drafts.
@@ -128,11 +121,18 @@ class Work:
     prompt: int = 0
     nodes: int = 0
     emitted: int = 0
-    times: Times = NO_TIMES
+    propose: float = 0.0
+    forward: float = 0.0
+    rest: float = 0.0
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_lengths: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def times(self) -> Times:
+        """The seconds by phase."""
+        return Times(self.propose, self.forward, self.rest)
 
     def add(self, batch: Batch, times: Times) -> None:
         """Add a completed step."""
@@ -148,7 +148,9 @@ class Work:
         self.emitted += emitted
         if batch.prefill:
             self.prompt += sum(max(0, min(step.end, step.row.prompt) - step.start) for step in batch)
-        self.times = self.times.plus(*times)
+        self.propose += times.propose
+        self.forward += times.forward
+        self.rest += times.rest
 
     def _add_draft(self, step: RowStep) -> None:
         tree = step.tree

@@ -186,7 +186,7 @@ class Row:
     steps: int = 0  # target forwards that emitted tokens
     drafted: int = 0
     accepted: int = 0
-    accepted_lengths: list[int] = field(default_factory=list)  # entry k: drafts of which k were accepted
+    accepted_lengths: Counter[int] = field(default_factory=Counter)  # accepted tokens of a draft -> drafts
     lossless: bool = True  # False if the verification rule changes the output distribution
     drafting: DraftingSummary | None = None  # None unless the controller is adaptive
     left_out: frozenset[str] = frozenset()  # methods that will not draft for it, and need not read its prompt
@@ -244,15 +244,9 @@ class Row:
 
     @property
     def stats(self) -> Speculation:
-        emitted, lengths = len(self.tokens) - self.prompt, tuple(self.accepted_lengths)
+        emitted, longest = len(self.tokens) - self.prompt, max(self.accepted_lengths, default=-1)
+        lengths = tuple(self.accepted_lengths[length] for length in range(longest + 1))
         return Speculation(self.steps, self.drafted, self.accepted, emitted, self.lossless, lengths)
-
-    def count_draft(self, accepted: int) -> None:
-        """Record a draft of which so many tokens were accepted."""
-        lengths = self.accepted_lengths
-        if accepted >= len(lengths):
-            lengths.extend([0] * (accepted + 1 - len(lengths)))
-        lengths[accepted] += 1
 
     @property
     def reusable(self) -> int:

@@ -71,11 +71,11 @@ class RowStep:
 
     def _count_draft(self, sources: Sequence[str]) -> None:
         row, tree, accepted = self.row, self.tree, len(self.accepted)
-        if not (size := tree.size):
+        if not (size := len(tree.tokens) - tree.probes):
             return
         row.drafted += size
         row.accepted += accepted
-        row.count_draft(accepted)
+        row.accepted_lengths[accepted] += 1
         if tree.source:
             row.sources += [sources[tree.source[node]] for node in (*self.accepted, *self.closing)]
             row.drafted_by.update([sources[source] for source in tree.source[:size]])

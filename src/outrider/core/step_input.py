@@ -91,7 +91,7 @@ class StepInput:
     columns: array[int] = field(init=False, repr=False)  # this and the next are made by `build`
     path_slots: array[int] = field(init=False, repr=False)
     slot_tables: list[array[int]] = field(default_factory=list)
-    query_start: list[int] = field(default_factory=lambda: [0])
+    query_start: list[int] = field(default_factory=[0].copy)
     adapters: list[AdapterRows] = field(default_factory=list)
     logits_rows: list[int] = field(default_factory=list)
     _paths: list[Sequence[int]] = field(default_factory=list)

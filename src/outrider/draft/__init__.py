@@ -71,13 +71,8 @@ def detect(model: str, revision: str | None = None) -> str:
     folder = Path(expanduser(model))
     if model in (SELF, *BUILTIN) or folder.suffix == ".gguf" or _only_gguf(folder):
         return PLAIN_MODEL
-    known = [*BUILTIN, *builtin()]
-    if model not in known and not isdir(folder) and not on_hub(model):
-        accepted = ", ".join(["a folder", "a .gguf file", "a hub id (owner/name)", *known])
-        cure = nearest(model, known)
-        if (meant := model.strip("[]")) in methods():
-            cure = f" {meant!r} is a method: give it as 'method'."
-        raise ModelError(f"there is no draft model or head {model!r}.{cure} Give {accepted}.")
+    if model not in builtin() and not isdir(folder) and not on_hub(model):
+        raise _unknown(model)
     head = Head.open(model, revision)
     claims = {name: method.claims(head) for name, method in head_methods().items()}
     strongest = max(claims.values())
@@ -88,6 +83,16 @@ def detect(model: str, revision: str | None = None) -> str:
     if len(found) > 1:
         raise ModelError(f"{model!r} could be for {' or '.join(found)}: say which as 'method'.")
     return found[0]
+
+
+def _unknown(model: str) -> ModelError:
+    """Error for a draft that does not exist."""
+    known = [*BUILTIN, *builtin()]
+    accepted = ", ".join(["a folder", "a .gguf file", "a hub id (owner/name)", *known])
+    cure = nearest(model, known)
+    if (meant := model.strip("[]")) in methods():
+        cure = f" {meant!r} is a method: give it as 'method'."
+    return ModelError(f"there is no draft model or head {model!r}.{cure} Give {accepted}.")
 
 
 def _refuse(head: Head) -> None:

@@ -30,7 +30,7 @@ from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, Draft, DraftTree
 from outrider.core.validate import Checked, Flag, whole
 from outrider.drafting.base import Drafter, Target
-from outrider.drafting.lookup.matches import MatchAcceptance
+from outrider.drafting.matches import MatchAcceptance
 from outrider.drafting.salts import SaltedMemory, share
 from outrider.drafting.trees.builder import TreeBuilder
 

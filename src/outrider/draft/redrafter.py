@@ -39,8 +39,8 @@ from outrider.core.step import FINAL, RowStep
 from outrider.core.tree import Budget, DraftTree
 from outrider.core.validate import whole
 from outrider.drafting.base import DEPTHS, Drafter, Target
-from outrider.drafting.trees.builder import NO_VIEW
 from outrider.drafting.trees.sampled import Tree
+from outrider.drafting.view import NO_VIEW
 from outrider.heads.base import HeadOptions, State, StateDrafter, random_head
 from outrider.heads.choose import Chooser
 from outrider.heads.layer import residual

@@ -1,7 +1,7 @@
 """Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): propose what followed the last tokens earlier, here
 or in finished requests.
 
-Every text has an index of the places where its runs of 1, 2, 4 and 8 tokens ended (drafting/lookup/index.py).
+Every text has an index of the places where its runs of 1, 2, 4 and 8 tokens ended (backends/run_index.py).
 A match of n tokens is looked up in the list of the longest run <= n.  The most recent places give the
 frequencies of what follows.  Longer matches earn more draft tokens.  The match with the highest expected
 number of accepted tokens is used.
@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
+from outrider.backends.run_index import RUNS, Index
+from outrider.backends.select import run_index
 from outrider.core.row import Row
 from outrider.core.step import Commit
 from outrider.core.tree import EMPTY_TREE, Budget, DraftTree
 from outrider.core.validate import Checked, Flag, Share, real, whole
 from outrider.drafting.base import Target, TextDrafter
-from outrider.drafting.lookup.index import index_for
-from outrider.drafting.lookup.index_base import RUNS, Index
-from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, continuation_tree
+from outrider.drafting.matches import MatchAcceptance, TreeLimits, continuation_tree
 from outrider.drafting.salts import SaltedMemory, share
 
 SEGMENT = 1 << 18  # tokens of finished requests in one index
@@ -57,7 +57,7 @@ class FinishedTexts:
             del self.outputs[next(iter(self.outputs))]
         length = len(tokens) + 1
         if not self.segments or self.segments[-1].length + length > self.segments[-1].capacity:
-            self.segments.append(index_for(max(SEGMENT, length)))
+            self.segments.append(run_index(max(SEGMENT, length)))
         last = self.segments[-1]
         last.extend([*tokens, SEPARATOR])
         self.ends.append((last, last.length))
@@ -108,7 +108,7 @@ class Proposal(NamedTuple):
 class MatchGroup(NamedTuple):
     """Matches of `shortest` … `longest` tokens, which are found in the list of one run.
 
-    order: of that run (drafting/lookup/index_base.py)
+    order: of that run (backends/run_index.py)
     """
 
     order: int
@@ -216,7 +216,7 @@ class Suffix(TextDrafter):
     def _state(self, row: Row) -> RowState:
         state = self.rows.get(row)
         if state is None:
-            index = index_for(row.limit, self.longest, self.depth)
+            index = run_index(row.limit, self.longest, self.depth)
             state = self.rows[row] = RowState(index, MatchAcceptance(RUNS[0]))
         return state
 

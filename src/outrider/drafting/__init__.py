@@ -1,1 +1,1 @@
-"""Building blocks of drafters: the base class, trees, lookup indexes, vocabulary maps, stop rules."""
+"""Building blocks of drafters: the base class, trees, vocabulary maps, stop rules."""

@@ -55,6 +55,9 @@ class View(NamedTuple):
             step_input.adapt(first, self.adapter)
 
 
+NO_VIEW = View(array("i"))  # of a drafter whose nodes have no K/V
+
+
 @dataclass(frozen=True)
 class Window:
     """The first `sink` tokens and the last `recent` ones, the row's own among them."""

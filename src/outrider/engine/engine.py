@@ -184,8 +184,7 @@ class Engine:
         if self.adaptive and self.flights:
             began = working_time()
             self.adaptive[0].settle()
-            flight = self.flights[-1]
-            self.flights[-1] = flight._replace(times=flight.times.plus(forward=working_time() - began))
+            self.flights[-1].forward += working_time() - began
 
     def abort(self, row: Row) -> None:
         """End a row between two steps.
@@ -212,8 +211,8 @@ class Engine:
         drafting = forward - propose
         if self.learner is not None:
             drafting -= self.learner.taken()
-        times = Times(drafting, working_time() - forward, propose - began)
-        return Flight(batch, controller, complete, times, drafted)
+        beginning = working_time() - forward
+        return Flight(batch, controller, complete, drafting, beginning, propose - began, drafted)
 
     def _event(self) -> DeviceEvent:
         """The present moment in the work of the device: controllers have to know what took how long."""
@@ -223,7 +222,7 @@ class Engine:
         """Wait for the forward of a step, and verify and commit its drafts."""
         if self.prompts_read is not None:
             self.prompts_read.wait()
-        batch, (output, times, began) = flight.batch, flight.result()
+        batch, (output, began) = flight.batch, flight.result()
         self.verify(batch, output)
         output.record_logprobs()
         self.scheduler.clip(batch)
@@ -236,7 +235,8 @@ class Engine:
             observed = working_time() - before
         self.prompts_read = self._event() if batch.prefill and self.times_device else None
         finished = self._finish(batch)
-        times = times.plus(propose=observed, rest=working_time() - began - observed)
+        rest = working_time() - began - observed
+        times = Times(flight.propose + observed, flight.forward, flight.rest + rest)
         if self.learner is not None:
             times = self.learner.charged(times)
         flight.controller.learn(commit, times)
@@ -255,13 +255,16 @@ class Engine:
 
     def _finish(self, batch: Batch) -> list[Row]:
         """The rows that emitted or failed; those that ended leave the engine."""
+        changed: list[Row] = []
         for step in batch:
             row = step.row
             if row.finish_reason is not None:
                 if row.error is None:
                     self.scheduler.share(row)  # the drafter may have filled more pages since the last commit
                 self.scheduler.retire(row)
-        return [step.row for step in batch if step.emitted or step.row.error]
+            if step.emitted or row.error:
+                changed.append(row)
+        return changed
 
     def add(self, row: Row) -> None:
         """Queue a row."""
@@ -283,7 +286,7 @@ class Engine:
     @property
     def times(self) -> Times:
         """Seconds of all steps since `reset`, by phase."""
-        return self.prefill.times.plus(*self.decode.times)
+        return Times(*map(sum, zip(self.prefill.times, self.decode.times)))
 
     @property
     def steps(self) -> int:

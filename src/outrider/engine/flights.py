@@ -3,41 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from outrider.control import Controller
 from outrider.control.auto import AutoController
-from outrider.core.clock import Times, working_time
+from outrider.core.clock import working_time
 from outrider.core.device import DeviceEvent
 from outrider.core.step import Batch
 from outrider.engine.runner import ForwardOutput
 
 
-class Flight(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Flight:
     """A step whose forward has begun.
 
-    complete: waits for the forward.  times: those of drafting and of beginning the forward.
+    complete: waits for the forward.  propose, forward, rest: its seconds so far, as in `Times`.
     drafted: reached when a device has drafted; None if its time is not asked for.
     """
 
     batch: Batch
     controller: Controller
     complete: Callable[[], ForwardOutput]
-    times: Times
+    propose: float = 0.0
+    forward: float = 0.0
+    rest: float = 0.0
     drafted: DeviceEvent | None = None
 
-    def result(self) -> tuple[ForwardOutput, Times, float]:
-        """Wait for the drafters and the forward.
-
-        Returns its output, the times with those of waiting, and the `working_time` at its end.
-        """
-        began = drafted = working_time()
+    def result(self) -> tuple[ForwardOutput, float]:
+        """Wait for the drafters and the forward.  Returns its output, and the `working_time` at its end."""
+        began = working_time()
         if self.drafted is not None:
             self.drafted.wait()
             drafted = working_time()
+            self.propose += drafted - began
+            began = drafted
         output = self.complete()
         ended = working_time()
-        return output, self.times.plus(drafted - began, ended - drafted), ended
+        self.forward += ended - began
+        return output, ended
 
 
 def controller_of(

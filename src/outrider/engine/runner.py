@@ -141,8 +141,8 @@ class Runner:
                 step_input.adapt(first, row.adapter)
             if step.emits:
                 roots[r] = len(step_input.logits_rows)
-                if queries is not None:
-                    self.sampler.add_query(queries, r, row, step.tree, roots[r])
+                if queries is not None and not row.processors:
+                    queries.add(r, row, step.tree, roots[r])
                 step_input.logits_rows += range(first + step.known - 1, step_input.length)
         kept = dict.fromkeys(needs.states, UNSET)
         if scored:
@@ -218,7 +218,7 @@ class Runner:
 
 def add_row(step_input: StepInput, step: RowStep) -> None:
     """Add the known tokens of a row and its tree; draft node i takes slot `step.end` + i of the row."""
-    row, tree, end = step.row, step.tree, step.end
+    row, tree, end = step.row, step.tree, step.start + step.known
     assert row.table is not None
     slots, known = row.table.slots, row.tokens[step.start : end]
     if not tree.tokens or tree.chained:  # the slots of a chain are in position order

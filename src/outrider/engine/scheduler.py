@@ -155,15 +155,20 @@ class Scheduler:
 
         Draft nodes take free pages and never preempt a row: the budget shrinks instead.
         """
-        drafting = [(step, budget) for step, budget in zip(batch, budgets) if budget.nodes]
+        known = drafting = 0
+        for step, budget in zip(batch, budgets):
+            known += step.known
+            drafting += budget.nodes > 0
         if not drafting:
             return
-        fair = (self.limits.max_num_batched_tokens - sum([step.known for step in batch])) // len(drafting)
-        for step, budget in drafting:
-            table, nodes = step.row.table, min(budget.nodes, fair)
+        fair = (self.limits.max_num_batched_tokens - known) // drafting
+        for step, budget in zip(batch, budgets):
+            if not budget.nodes:
+                continue
+            table, nodes, end = step.row.table, min(budget.nodes, fair), step.start + step.known
             assert table is not None
-            if not self.cache.reserve(table, step.end + nodes):
-                nodes = min(nodes, table.room - step.end)
+            if end + nodes > table.room and not self.cache.reserve(table, end + nodes):
+                nodes = min(nodes, table.room - end)
             step.budget = budget if nodes == budget.nodes else budget.within(nodes=nodes)
 
     def clip(self, batch: Batch) -> None:
@@ -178,7 +183,8 @@ class Scheduler:
                 step.emitted, step.accepted = [], []
             for count, token in enumerate(step.emitted, start=1):
                 row.tokens.append(token)
-                if self._ends(row, token):
+                may_end = token in row.ending or row.text is not None or len(row.tokens) >= row.limit
+                if may_end and self._ends(row, token):
                     step.emitted = step.emitted[:count]
                     step.accepted, step.closing = step.accepted[: count - 1], step.accepted[count - 1 : count]
                     break
@@ -190,9 +196,10 @@ class Scheduler:
             row, table = step.row, step.row.table
             assert table is not None
             # only now: a step that was interrupted before, even in the middle of `move`, is computed again
-            row.computed = step.end + len(step.accepted)
-            if step.budget.nodes:
-                self.cache.shrink(table, max(len(row.tokens), row.computed))
+            row.computed = step.start + step.known + len(step.accepted)
+            length = max(len(row.tokens), row.computed)
+            if table.room - length >= PAGE:
+                self.cache.shrink(table, length)
             # drafters read a prompt after its step, and tokens some steps later; idle ones fill no page
             behind = row.computed % PAGE - len(step.accepted)
             fills = behind <= MOST_BEHIND or step.known > 1 or step.start == row.prompt

@@ -29,12 +29,16 @@ from outrider.heads.trees import BlockTree, DynamicTree, LevelTree, RankTree
 
 def on_device(trees: Sequence[LevelTree], choose: Chooser) -> DeviceGrowth | None:
     """The growth of these empty trees on the device; None if the host has to see every level."""
-    dynamic = [tree for tree in trees if isinstance(tree, DynamicTree)]
-    ranked = [
-        tree for tree in trees if type(tree) is RankTree and not tree.sampled and tree.acceptance is None
-    ]
-    rows = [*(tree.row for tree in dynamic), *(tree.row for tree in ranked)]
-    if len(trees) not in (len(dynamic), len(ranked)) or not trees or not choose.stays_on_device(rows):
+    ranked, dynamic = list[RankTree](), list[DynamicTree]()
+    for tree in trees:
+        if isinstance(tree, DynamicTree):
+            dynamic.append(tree)
+        elif type(tree) is RankTree and not tree.sampled and tree.acceptance is None:
+            ranked.append(tree)
+        else:
+            return None
+    rows = [*(tree.row for tree in ranked), *(tree.row for tree in dynamic)]
+    if (dynamic and ranked) or not rows or not choose.stays_on_device(rows):
         return None
     if ranked:
         return RankGrowth(ranked, choose)

@@ -22,9 +22,9 @@ from outrider.backends.candidates import Candidates
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Budget, DraftTree
-from outrider.drafting.trees.builder import NO_VIEW, SAMPLE_CONFIDENCE, LevelBuilder
+from outrider.drafting.trees.builder import SAMPLE_CONFIDENCE, LevelBuilder
 from outrider.drafting.trees.sampled import Tree
-from outrider.drafting.view import View
+from outrider.drafting.view import NO_VIEW, View
 from outrider.heads.choose import Chooser
 from outrider.heads.ranks import Path
 

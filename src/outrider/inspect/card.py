@@ -95,7 +95,6 @@ class Header(NamedTuple):
 def card_of(options: EngineOptions) -> Card:
     """Card of options.model, as `LLM(**options)` runs it.  Raises ModelError for a missing checkpoint."""
     checkpoint, config, refused = _opened(options)
-    heads = largest(config, "num_attention_heads") or 0
     copy = "lm_head.weight" if config.tie_word_embeddings else None
     parts = _parts(options, checkpoint)
     if checkpoint is not None and checkpoint.small is not None:
@@ -105,18 +104,7 @@ def card_of(options: EngineOptions) -> Card:
     kinds: Counter[str] = Counter()
     for part in stored:
         kinds[part.kind] += part.weights
-    about: dict[str, Any] = {
-        "name": options.model,
-        "architecture": (getattr(config, "architectures", None) or [f"model_type {config.model_type!r}"])[0],
-        "layers": getattr(config, "num_hidden_layers", 0),
-        "hidden": getattr(config, "hidden_size", 0),
-        "heads": heads,
-        "kv_heads": largest(config, "num_key_value_heads") or heads,
-        "vocabulary": getattr(config, "vocab_size", 0),
-        "context": getattr(config, "max_position_embeddings", 0),
-        "parameters": sum(kinds.values()),
-        "stored_as": dict(kinds),
-    }
+    about = {"name": options.model, **_sizes(config), "parameters": kinds.total(), "stored_as": dict(kinds)}
     if checkpoint is None:
         templated = _has_template(locate(options.model, options.revision))
         return Card(**about, runs_on="nothing", refused=refused, chat_template=templated)
@@ -127,6 +115,20 @@ def card_of(options: EngineOptions) -> Card:
     templated = bool(in_gguf) if gguf else _has_template(checkpoint.tokenizer_folder)
     memory = _memory(options, checkpoint, stored)
     return Card(**about, runs_on=runs_on, refused=None, chat_template=templated, **memory)
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """Architecture and sizes that a config names; 0 for those that it leaves out."""
+    heads = largest(config, "num_attention_heads") or 0
+    return {
+        "architecture": (getattr(config, "architectures", None) or [f"model_type {config.model_type!r}"])[0],
+        "layers": getattr(config, "num_hidden_layers", 0),
+        "hidden": getattr(config, "hidden_size", 0),
+        "heads": heads,
+        "kv_heads": largest(config, "num_key_value_heads") or heads,
+        "vocabulary": getattr(config, "vocab_size", 0),
+        "context": getattr(config, "max_position_embeddings", 0),
+    }
 
 
 def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]:

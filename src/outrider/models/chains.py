@@ -65,30 +65,39 @@ def draft_chain(
     model: Model, step_input: StepInput, pool: Pool, chains: Chains, blocks: Any = None
 ) -> Chained:
     """`Model.draft_chain`."""
-    rule = chains.stop_rule
-    judges = rule is not None and (rule.judges or any(c.floor or c.joint_floor for c in chains.chains))
+    judge = _judge_of(chains)
     levels, samples, tips = list[Level](), list[Sample](), _tips(step_input, chains.chains)
     x = take(model.forward(step_input, pool, blocks), [chain.at for chain in chains.chains])
     for depth in itertools.count():
         if chains.states is not None:
-            numbers = to_device(torch.tensor([tip.number for tip in tips]), model.backend.device)
-            chains.states[:, depth].index_copy_(0, numbers, x)
+            _store(chains.states[:, depth], tips, x)
         logits = model.head_logits(model.final(x))[:, : chains.vocabulary]
         tokens = _pick(model, logits, tips)
         samples += _sample(logits, tips, tokens, depth)
-        levels.append(Level(tips, tokens, _features(rule, logits, tips, tokens)))
-        going_on = [i for i, tip in enumerate(tips) if depth + 1 < tip.chain.levels]
-        if judges and rule is not None:
-            tips, ends = _judge(rule, levels[-1], depth)
-            going_on = [i for i in going_on if not ends[i]]
-        if not going_on:
+        levels.append(Level(tips, tokens, _features(chains.stop_rule, logits, tips, tokens)))
+        growing = _growing(levels[-1], judge, depth)
+        if not growing:
             break
         level_input = StepInput(step_input.pinned)
-        tips = [tips[i].add_to(level_input) for i in going_on]
-        level_input.device_ids = take(tokens, going_on).clamp_min(0)
+        tips = [tip.add_to(level_input) for tip in growing.values()]
+        level_input.device_ids = take(tokens, [*growing]).clamp_min(0)
         x = model.forward(level_input.build(), pool, blocks)
     _keep(samples)
     return _read(levels, len(chains.chains))
+
+
+def _judge_of(chains: Chains) -> StopRule | None:
+    """The stop rule if it may end one of the chains.  Otherwise it only measures their tokens."""
+    rule = chains.stop_rule
+    if rule is None or rule.judges:
+        return rule
+    return rule if any(chain.floor or chain.joint_floor for chain in chains.chains) else None
+
+
+def _store(states: Tensor, tips: Sequence[Tip], x: Tensor) -> None:
+    """Copy the states [n, h] after the chains to their rows of states [chains, h]."""
+    numbers = to_device(torch.tensor([tip.number for tip in tips]), x.device)
+    states.index_copy_(0, numbers, x)
 
 
 def _tips(step_input: StepInput, chains: Sequence[Chain]) -> list[Tip]:
@@ -136,15 +145,19 @@ def _features(rule: StopRule | None, logits: Tensor, tips: Sequence[Tip], tokens
     return features_of(logits, to_device(temperatures, logits.device), tokens.clamp_min(0))
 
 
-def _judge(rule: StopRule, level: Level, depth: int) -> tuple[list[Tip], list[bool]]:
-    """The chains with their joint probabilities after this level, and whether each ends here."""
-    tips, ends = list[Tip](), list[bool]()
-    for tip, features in zip(level.tips, level.features.tolist()):
-        joint, chain = tip.joint * features[0], tip.chain
-        tips.append(tip._replace(joint=joint))
-        low = features[0] < chain.floor or joint < chain.joint_floor
-        ends.append(low or should_stop(rule, features, depth))
-    return tips, ends
+def _growing(level: Level, judge: StopRule | None, depth: int) -> dict[int, Tip]:
+    """Place in the level -> end of the chain, of those that go on behind it."""
+    growing = {i: tip for i, tip in enumerate(level.tips) if depth + 1 < tip.chain.levels}
+    if judge is None or not growing:
+        return growing
+    features_of = level.features.tolist()  # one read
+    judged = dict[int, Tip]()
+    for i, tip in growing.items():
+        features, joint = features_of[i], tip.joint * features_of[i][0]
+        low = features[0] < tip.chain.floor or joint < tip.chain.joint_floor
+        if not low and not should_stop(judge, features, depth):
+            judged[i] = tip._replace(joint=joint)
+    return judged
 
 
 def _read(levels: Sequence[Level], count: int) -> Chained:

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from outrider.backends.base import Backend
-from outrider.backends.rules import TreeQueries, TreeQuery
 from outrider.backends.torch.sampling import filtered, probabilities
 from outrider.core.noise import key_in
 from outrider.core.params import DistributionParams
 from outrider.core.processor import Ids
 from outrider.core.row import Row
 from outrider.core.stop_rule import NUM_FEATURES, NodeFeatures, StopRule
-from outrider.core.tree import DraftTree
 from outrider.errors import ModelError, OutriderError, RequestError
 from outrider.sampling import random_streams
 
@@ -37,11 +35,6 @@ class Sampler:
         if tokens:
             return tokens[0]
         raise self._no_token(row, logits, at)
-
-    def add_query(self, queries: TreeQueries, key: int, row: Row, tree: DraftTree, root: int) -> None:
-        """Queue a tree for the kernels, unless the row has processors.  root: its row of the logits."""
-        if not row.processors:
-            queries.add(TreeQuery(key, root, row.distribution, row.stream, len(row.tokens), tree))
 
     def distribution(self, row: Row, path: Sequence[int], logits: Tensor, at: int = 0) -> Tensor:
         """The distribution that `pick` samples from, float64 [V] on the CPU.  Raises as `pick` does."""

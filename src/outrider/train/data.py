@@ -122,21 +122,27 @@ def example_of(raw: bytes, suffix: str) -> Example:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"no JSON ({error})") from error
-    if isinstance(given, dict):
-        listed = given.get("messages") or given.get("conversations")
-        if isinstance(listed, list):
-            return _conversation(listed)
-        turns = given.get("turns")
-        if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
-            return Example(({"role": "user", "content": turns[0]},))
-        for asked, answered in PAIRS:
-            if isinstance(given.get(asked), str):
-                more = f"\n{given['input']}" if asked == "instruction" and given.get("input") else ""
-                message = {"role": "user", "content": given[asked] + more}
-                return Example((message,), str(given.get(answered) or ""))
-        if isinstance(given.get("text"), str) and given["text"].strip():
-            return Example(text=given["text"])
-    raise RequestError(f"neither messages nor turns, prompt or text: {shortened(given)}")
+    example = _example_of_object(given) if isinstance(given, dict) else None
+    if example is None:
+        raise RequestError(f"neither messages nor turns, prompt or text: {shortened(given)}")
+    return example
+
+
+def _example_of_object(given: Mapping[str, Any]) -> Example | None:
+    """A conversation, the first of several turns, a prompt with its answer, or a text; None if it is none."""
+    listed = given.get("messages") or given.get("conversations")
+    if isinstance(listed, list):
+        return _conversation(listed)
+    turns = given.get("turns")
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
+        return Example(({"role": "user", "content": turns[0]},))
+    for asked, answered in PAIRS:
+        if isinstance(given.get(asked), str):
+            more = f"\n{given['input']}" if asked == "instruction" and given.get("input") else ""
+            message = {"role": "user", "content": given[asked] + more}
+            return Example((message,), str(given.get(answered) or ""))
+    text = given.get("text")
+    return Example(text=text) if isinstance(text, str) and text.strip() else None
 
 
 def _conversation(listed: list[Any]) -> Example:

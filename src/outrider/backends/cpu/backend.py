@@ -34,9 +34,11 @@ from outrider.core.lora import Adapted, LayerSizes, Runs
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.step_input import StepInput
 
+Library = ctypes.CDLL  # of the kernels
+
 
 @lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
+def library() -> Library | None:
     """The compiled kernels.  None, with one warning, if there are none and they cannot be built."""
     loaded = build.load(build.recipe(os.environ), os.environ)
     if loaded is not None:
@@ -110,11 +112,11 @@ class CpuBackend(Picking):
     def _attention(self, spec: AttentionShape, kv: LayerKV) -> Any:
         """`Attention` of kernels.h, without the rotations, the scale and the window of a call."""
         _, pool, layer = kv
-        keys, plane, head = structs.planes(pool, layer)
+        keys = structs.keys_of(pool, layer)
         norms = address(spec.q_norm), address(spec.k_norm)
-        sizes = head, spec.heads, spec.kv_heads, spec.head_dim, pool.width, 0, 0
+        sizes = pool.head_bytes, spec.heads, spec.kv_heads, spec.head_dim, pool.width, 0, 0
         ends = None, spec.eps, 0.0, KINDS[pool.dtype], self._rounds_inputs
-        return STRUCTS["Attention"](keys, keys + plane, *sizes, *norms, *ends)
+        return STRUCTS["Attention"](keys, keys + pool.plane_bytes, *sizes, *norms, *ends)
 
     def attend(self, q: Tensor, spec: AttentionShape, kv: LayerKV, scores: Scores) -> Tensor:
         out = torch.empty(q.shape[0], spec.heads * spec.head_dim)
@@ -156,10 +158,10 @@ class CpuBackend(Picking):
     ) -> Tensor:
         threads.adopt(self.lib)
         (step_input, pool, layer), adapters = kv, lora.rows(runs)
-        stack.shape.kv_kind, (keys, plane, _) = KINDS[pool.dtype], structs.planes(pool, layer)
+        stack.shape.kv_kind, keys = KINDS[pool.dtype], structs.keys_of(pool, layer)
         rows, width = structs.view(step_input).with_adapters(adapters), 0 if u is None else u.shape[1]
         given = x.data_ptr(), address(u), width, None
-        self.lib.stack(stack.shape, stack.layers, rows, keys, plane, *given)
+        self.lib.stack(stack.shape, stack.layers, rows, keys, pool.plane_bytes, *given)
         return x
 
     def candidates(self, k: int, wide: int, levels: int) -> candidates.Compiled:

@@ -102,8 +102,8 @@ def _model(
     """A model and a step, as the functions of fused.c take them first."""
     step_input, pool, _ = kv
     stack.shape.kv_kind, view = KINDS[pool.dtype], structs.view(step_input)
-    rows, (keys, plane, _) = view.with_adapters(adapters), structs.planes(pool)
-    return stack.shape, stack.layers, ends.c, rows, view.input_ids, keys, plane
+    rows, keys = view.with_adapters(adapters), structs.keys_of(pool)
+    return stack.shape, stack.layers, ends.c, rows, view.input_ids, keys, pool.plane_bytes
 
 
 def _chains(chains: Sequence[Chain]) -> bytes:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from outrider.backends.cpu.structs import packer
-from outrider.backends.rules import Answer, TreeQuery
+from outrider.backends.rules import Answer
 from outrider.core.params import DistributionParams
+from outrider.core.row import Row
+from outrider.core.tree import DraftTree
 
 RULES = {"match": 0, "rejection": 1, "block": 2, "traversal": 3}  # their numbers in kernels.h
 QUERY = packer("TreeQuery")
@@ -20,24 +22,26 @@ QUERY = packer("TreeQuery")
 class TreeQueries:
     """Trees for `verify_trees` of rules.c.
 
-    `data` holds the numbers of all trees.  For a tree of n nodes, from its `at` on:
+    `numbers` are those of all trees, and `data` the same for C, which writes its answers there.  For a tree
+    of n nodes, from its `at` on:
 
         tokens [n] | parents [n] | index of the distribution of each, -1 without [n] |
         accepted nodes [n] | tokens to emit [n + 1] | their number, -1 without an answer
     """
 
-    __slots__ = ("data", "distributions", "probs", "queries", "rule", "sizes")
+    __slots__ = ("data", "distributions", "numbers", "probs", "queries", "rule", "sizes")
 
     def __init__(self, rule: str = "match") -> None:
         self.rule = RULES[rule]
         self.queries = b""
+        self.numbers: list[int] = []
         self.data = array("i")
         self.sizes: dict[int, int] = {}  # key -> nodes
         self.distributions: list[Tensor] = []  # of sampled draft tokens; C reads them by address
         self.probs: list[array[int]] = []  # addresses of the distributions of each tree
 
-    def add(self, query: TreeQuery) -> None:
-        key, root, (temperature, min_p, top_k, top_p), stream, position, tree = query
+    def add(self, key: int, row: Row, tree: DraftTree, root: int) -> None:
+        temperature, min_p, top_k, top_p = row.distribution
         n = self.sizes[key] = len(tree.tokens) - tree.probes
         probs = 0
         if tree.distributions:
@@ -45,17 +49,19 @@ class TreeQueries:
             self.distributions += own
             self.probs.append(array("Q", [q.data_ptr() for q in own]))
             probs = self.probs[-1].buffer_info()[0]
-        at, data, repeats = len(self.data), self.data, tree.repeats
-        self.queries += QUERY.pack(
-            at, root, n, top_k, self.rule, repeats, min_p, top_p, stream, position, probs, temperature
-        )
+        at, numbers, position = len(self.numbers), self.numbers, len(row.tokens)
+        where, sampling = (at, root, n, top_k, self.rule, tree.repeats), (min_p, top_p, row.stream, position)
+        self.queries += QUERY.pack(*where, *sampling, probs, temperature)
         if n:
-            data.extend([*tree.tokens[:n], *tree.parents[:n], *(tree.probs_of[:n] or [-1] * n)])
-        data.frombytes(bytes(8 * n + 8))
+            numbers += tree.tokens[:n]
+            numbers += tree.parents[:n]
+            numbers += tree.probs_of[:n] or [-1] * n
+        numbers += [0] * (2 * n + 2)
 
     @property
     def given(self) -> tuple[bytes, int, int]:
-        """The trees, as rules.c and fused.c take them."""
+        """The trees, as rules.c and fused.c take them.  To be called once, after the last tree."""
+        self.data = array("i", self.numbers)
         return self.queries, len(self.sizes), self.data.buffer_info()[0]
 
     def read(self) -> list[tuple[int, Answer | None]]:

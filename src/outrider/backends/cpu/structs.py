@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import struct
 from array import array
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -21,22 +20,9 @@ SIZES = ("hidden", "inner", "heads", "kv_heads", "head_dim", "eps")
 VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
 
 
-class Planes(NamedTuple):
-    """K of layer i of a pool is plane 2i, V plane 2i + 1.  keys: address of a layer's K.  In bytes.
-
-    plane: from one plane to the next.  head: from one K/V head to the next.
-    """
-
-    keys: int
-    plane: int
-    head: int
-
-
-def planes(pool: Pool, layer: int = 0) -> Planes:
-    data = pool.data  # [layers, 2, slots, kv_heads, row]
-    _, plane, _, head, _ = data.stride()
-    size = data.element_size()
-    return Planes(data.data_ptr() + 2 * layer * plane * size, plane * size, head * size)
+def keys_of(pool: Pool, layer: int = 0) -> int:
+    """Address of a layer's K in a pool; its V is `plane_bytes` further on."""
+    return pool.data.data_ptr() + 2 * layer * pool.plane_bytes
 
 
 def packer(name: str) -> struct.Struct:
@@ -56,10 +42,10 @@ class StepView:
     """Addresses of a built step's arrays.  The step owns it, as it points into its arrays and slot tables."""
 
     def __init__(self, step_input: StepInput) -> None:
-        step, tables = step_input, [table.buffer_info()[0] for table in step_input.slot_tables]
-        if len(tables) < step.length:
-            rows = itertools.pairwise(step.query_start)
-            tables = [at for at, (first, end) in zip(tables, rows) for _ in range(first, end)]
+        step, tables, first = step_input, list[int](), 0
+        for table, end in zip(step.slot_tables, step.query_start[1:]):
+            tables += [table.buffer_info()[0]] * (end - first)
+            first = end
         self.tables = array("q", tables)  # the address of every row's slot table
         self.input_ids = at = step.columns.buffer_info()[0]
         n, size = step.length, 8 * step.length

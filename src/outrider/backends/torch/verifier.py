@@ -10,7 +10,8 @@ from torch import Tensor
 from outrider.backends.rules import Answer, TreeQuery
 from outrider.backends.torch import sampling
 from outrider.core.device import HostCopy
-from outrider.core.tree import ROOT
+from outrider.core.row import Row
+from outrider.core.tree import ROOT, DraftTree
 
 NO_TOKENS = HostCopy(torch.empty(0, dtype=torch.int64))
 
@@ -25,8 +26,8 @@ class TreeQueries:
         self.trees: list[TreeQuery] = []
         self.picked = NO_TOKENS
 
-    def add(self, query: TreeQuery) -> None:
-        self.trees.append(query)
+    def add(self, key: int, row: Row, tree: DraftTree, root: int) -> None:
+        self.trees.append(TreeQuery.of(key, row, tree, root))
 
     def read(self) -> Iterator[tuple[int, Answer | None]]:
         picked = self.picked.tolist()

@@ -18,6 +18,8 @@ from outrider.backends.triton.sampling import LATEST, PARAMS, Rows, best_of_part
 from outrider.core.device import HostCopy, to_device
 from outrider.core.noise import MASK
 from outrider.core.params import DistributionParams
+from outrider.core.row import Row
+from outrider.core.tree import DraftTree
 
 WORDS = 2 + PARAMS + 2 + 3  # of 8 bytes for each row of logits: owner, parameters, node, tree
 NO_OWNER, NO_TREE = (MASK, 0), (-1, 0, 0)  # MASK is -1 as int64
@@ -36,20 +38,20 @@ class TreeQueries:
         self.trees, self.nodes = list[int](), list[int]()  # root, first node, nodes | token, parent
         self.answers: HostCopy | None = None
 
-    def add(self, query: TreeQuery) -> None:
+    def add(self, key: int, row: Row, tree: DraftTree, root: int) -> None:
         """Add a tree behind those that were added, in the order of rows."""
-        tree, root, owners, number = query.tree, query.root, self.owners, len(self.sizes)
+        query, owners, number = TreeQuery.of(key, row, tree, root), self.owners, len(self.sizes)
         n, between = tree.size, root - len(owners) // 2
         assert between >= 0, "trees are added in the order of their rows"
         owners += NO_OWNER * between
         greedy = query.distribution.temperature == 0  # without noise
-        for key in [0] * (n + 1) if greedy else query.keys:
-            owners += number, key
+        for noise in [0] * (n + 1) if greedy else query.keys:
+            owners += number, noise
         self.trees += root, len(self.nodes) // 2, n
         for node in zip(tree.tokens[:n], tree.parents):
             self.nodes += node
         self.distributions.append(query.distribution)
-        self.sizes[query.key] = n
+        self.sizes[key] = n
 
     @property
     def most(self) -> int:

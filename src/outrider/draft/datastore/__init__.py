@@ -22,7 +22,7 @@ from outrider.core.validate import Checked, Kind, Share, whole
 from outrider.draft.datastore.corpus import build
 from outrider.draft.datastore.store import SPAN, Store, fingerprint
 from outrider.drafting.base import Drafter, Target, TextDrafter
-from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, continuation_tree
+from outrider.drafting.matches import MatchAcceptance, TreeLimits, continuation_tree
 from outrider.errors import ConfigError
 
 # Places of a match that are looked at, evenly spaced.  REST looks at 5000, but a continuation with a share of

@@ -5,8 +5,9 @@ trees.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +22,8 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
-from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Draft, DraftTree
-from outrider.draft.draft_model.first import FirstForward, Lag, Start
+from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
+from outrider.draft.draft_model.first import FirstForward, Part
 from outrider.draft.draft_model.intersect import TranslatedModel, shared_tokens
 from outrider.draft.draft_model.loading import load_draft
 from outrider.draft.draft_model.options import DraftModelOptions
@@ -31,7 +32,7 @@ from outrider.drafting import stop
 from outrider.drafting.base import Drafter, Storage, Target
 from outrider.drafting.trees.builder import RANK_CONFIDENCE, chain_tree
 from outrider.drafting.trees.sampled import Tree
-from outrider.drafting.view import SELF, View, Window
+from outrider.drafting.view import SELF, Window
 from outrider.drafting.vocab.mismatch import fits
 from outrider.models.base import Model
 from outrider.sampling.sampler import Sampler
@@ -109,67 +110,67 @@ class ModelDrafter(Drafter):
         return depth * siblings
 
     def propose(self, batch: Batch) -> Draft:
-        if not (active := self._active(batch)):
-            return Draft([EMPTY_TREE] * len(batch))
-        first = self._catch_up(batch, active)
-        trees = self._draft(batch, first) if first.step_input.length else {}
-        for cursor, end in first.reached:  # only now: a step that raises has to catch up again
-            cursor.reach(end)
-        return Draft([trees.get(r, EMPTY_TREE) for r in range(len(batch))])
+        trees = [EMPTY_TREE] * len(batch)
+        if parts := self._parts(batch):
+            first = self._catch_up(parts)
+            for r, tree in self._draft(first).items():
+                trees[r] = tree
+            for cursor, end in first.reached:  # only now: a step that raises has to catch up again
+                cursor.filled = end
+        return Draft(trees)
 
-    def _active(self, batch: Batch) -> list[tuple[int, RowStep]]:
-        """The rows, with their numbers, that draft, compute their prompt, or are new."""
-        cursors = self.catch_up.cursors
-        return [(r, s) for r, s in enumerate(batch) if s.known > 1 or s.budget.nodes or s.row not in cursors]
-
-    def _catch_up(self, batch: Batch, active: Sequence[tuple[int, RowStep]]) -> FirstForward:
+    def _catch_up(self, parts: list[Part]) -> FirstForward:
         """Collect the tokens that were committed since the last forward, of the rows that take part.
 
         All rows compute at most `max_num_batched_tokens`, those first that lack few.  What is left follows in
         the next steps, and a row is drafted for when it has caught up.
         """
-        first = FirstForward(StepInput(self.window.sink), [], [])
+        first = FirstForward(StepInput(self.window.sink))
         tokens_left = self.target.max_num_batched_tokens
         self.waiting.clear()
-        for lag in sorted(self._lags(active)):
-            row, count = batch[lag.r].row, min(lag.missing, tokens_left)
+        parts.sort(key=attrgetter("missing"))
+        for part in parts:
+            row, count = part.row, min(part.missing, tokens_left)
             tokens_left -= count
-            if count < lag.missing:
+            if count < part.missing:
                 self.waiting.add(row)
             if not count:
                 continue
-            reached = lag.done + count
-            tokens = self.in_vocabulary(row.tokens[lag.done : reached])
+            reached = part.done + count
+            tokens = self.in_vocabulary(row.tokens[part.done : reached])
             adapter = row.adapter if self.itself else None
-            view = self.window.read(first.step_input, row.slots, lag.done, tokens, lag.budget.nodes, adapter)
-            if lag.cursor is not None:
-                first.reached.append((lag.cursor, reached))
-            if lag.budget.nodes and row not in self.waiting:
-                first.starts.append(Start(lag.r, lag.budget, first.step_input.length - 1, view))
+            nodes = part.budget.nodes
+            view = self.window.read(first.step_input, row.slots, part.done, tokens, nodes, adapter)
+            if part.cursor is not None:
+                first.reached.append((part.cursor, reached))
+            if nodes and count == part.missing:
+                part.at, part.view = first.step_input.length - 1, view
+                first.starts.append(part)
         return first
 
-    def _lags(self, active: Sequence[tuple[int, RowStep]]) -> Iterator[Lag]:
-        """What each row lacks that takes part.
+    def _parts(self, batch: Batch) -> list[Part]:
+        """What each row lacks that takes part: if it is drafted for, or computes a chunk of its prompt.
 
         A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches
         up later.
         """
-        for r, step in active:
-            row, start, end, budget = step.row, step.start, step.end, self.stop.limit(step)
-            cursor = None if self.itself else self.catch_up.cursor(row, start)
-            done = start if cursor is None else min(cursor.filled, start)
-            depth = min(budget.depth, self.context - end) if budget.nodes else 0
-            if end <= self.context and self._takes_part(row, depth, step.known):
-                yield Lag(end - done, r, done, budget.within(depth=depth) if depth > 0 else NO_BUDGET, cursor)
+        parts = []
+        for r, step in enumerate(batch):
+            row, start, end = step.row, step.start, step.start + step.known
+            budget = self.stop.limit(step) if self.stop.active else step.budget
+            if end + budget.depth > self.context:
+                budget = budget.within(depth=self.context - end)
+            if self.itself:  # it has nothing to catch up with, so it skips prompts
+                cursor, done, reads = None, start, step.known == 1 and budget.nodes > 0
+            else:
+                cursor = self.catch_up.cursor(row, start)
+                done, reads = min(cursor.filled, start), budget.nodes > 0 or self._reads_prompt(step)
+            if reads and end <= self.context:
+                parts.append(Part(row, r, done, end - done, budget, cursor))
+        return parts
 
-    def _takes_part(self, row: Row, depth: int, known: int) -> bool:
-        """Whether a row is in the first forward: if it is drafted for, or computes a chunk of its prompt.
-
-        The target as its own draft has nothing to catch up with, so it skips prompts.
-        """
-        if self.itself:
-            return known == 1 and depth > 0
-        return depth > 0 or (known > 1 and not row.left_out.issuperset(self.sources))
+    def _reads_prompt(self, step: RowStep) -> bool:
+        return step.known > 1 and not step.row.left_out.issuperset(self.sources)
 
     def in_vocabulary(self, tokens: list[int]) -> list[int]:
         """The tokens with id 0 for those that only the target has."""
@@ -177,29 +178,30 @@ class ModelDrafter(Drafter):
             return tokens
         return [token if token < self.vocabulary else 0 for token in tokens]
 
-    def _draft(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
+    def _draft(self, first: FirstForward) -> Mapping[int, DraftTree]:
         """Run the first forward and all that follow.  Returns batch row -> its tree."""
         if self.stop.active:
             for start in first.starts:
-                self.stop.begin(batch[start.r].row, start.budget.depth)
+                self.stop.begin(start.row, start.budget.depth)
         if not first.starts:
             self.decoder.forward(first.step_input.build(), self.pool)
             return {}
         chained = self.staged is None and self.options.siblings == 1
-        if chained and self._fuses([(batch[start.r].row, start.view) for start in first.starts]):
-            return self._chains(batch, first)
-        return self._trees(batch, first)
+        if chained and self._fuses(first.starts):
+            return self._chains(first)
+        return self._trees(first)
 
-    def _fuses(self, chains: Sequence[tuple[Row, View]]) -> bool:
-        """Whether the backend drafts chains for these rows: nothing has to be applied between forwards."""
-        for row, view in chains:
-            if view.adapter or row.processors or (self.stop.active and self.samples(row)):
+    def _fuses(self, chains: Sequence[Part | Tree]) -> bool:
+        """Whether the backend drafts these chains: nothing has to be applied between forwards."""
+        for chain in chains:
+            row = chain.row
+            if chain.view.adapter or row.processors or (self.stop.active and self.samples(row)):
                 return False
         return self.decoder.fuses_chains
 
-    def _chains(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
+    def _chains(self, first: FirstForward) -> Mapping[int, DraftTree]:
         """Draft all chains in one call of the backend."""
-        chains = [self._chain(batch[start.r].row, start) for start in first.starts]
+        chains = [self._chain(start) for start in first.starts]
         stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
         wanted = Chains(chains, self.vocabulary, stop_rule)
         tokens_of, features_of = self.decoder.draft_chain(first.step_input.build(), self.pool, wanted)
@@ -207,13 +209,13 @@ class ModelDrafter(Drafter):
         for i, start in enumerate(first.starts):
             features = features_of[i] if features_of else []
             if self.stop.active and features_of:
-                self.stop.note(batch[start.r].row, features)
+                self.stop.note(start.row, features)
             trees[start.r] = chain_tree(tokens_of[i], features, chains[i].probs)
         return trees
 
-    def _chain(self, row: Row, start: Start) -> Chain:
+    def _chain(self, start: Part) -> Chain:
         """The chain of a row, for the backend."""
-        budget, first_node, probs = start.budget, self.target.stream_id, None
+        row, budget, first_node, probs = start.row, start.budget, self.target.stream_id, None
         if self.samples(row):
             probs = torch.empty(budget.depth, self.target.vocabulary, dtype=torch.float64)
         where = start.at, budget.depth, row.distribution, row.stream
@@ -225,7 +227,7 @@ class ModelDrafter(Drafter):
         tips: each chain, and the row of the forward that it continues from.
         """
         sampled = any(self.samples(tree.row) for tree, _ in tips)
-        if sampled or self.stop.active or not self._fuses([(tree.row, tree.view) for tree, _ in tips]):
+        if sampled or self.stop.active or not self._fuses([tree for tree, _ in tips]):
             return False
         chains = []
         for tree, at in tips:
@@ -237,12 +239,12 @@ class ModelDrafter(Drafter):
                 tree.choose([(tree.frontier[0], token, RANK_CONFIDENCE[0])])
         return True
 
-    def _trees(self, batch: Batch, first: FirstForward) -> Mapping[int, DraftTree]:
+    def _trees(self, first: FirstForward) -> Mapping[int, DraftTree]:
         """Draft with one forward for each depth, or with those of the staged drafter."""
         siblings, repeats = self.options.siblings, self.options.sibling_draws == "independent"
         trees: dict[int, Tree] = {}
         for start in first.starts:
-            row, end = batch[start.r].row, batch[start.r].end
+            row, end = start.row, start.done + start.missing
             level = {"view": start.view, "repeats": repeats, "stream_id": self.target.stream_id}
             trees[start.r] = Tree(row, end, start.budget, siblings, **level)
         tips = [(tree, start.at) for tree, start in zip(trees.values(), first.starts)]

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from outrider.cache.catch_up import TokenCursor
+from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.tree import Budget
-from outrider.drafting.view import View
+from outrider.drafting.view import NO_VIEW, View
 
 
-class Start(NamedTuple):
-    """Start of the draft of batch row r: after row `at` of the first forward."""
+@dataclass(slots=True, eq=False)
+class Part:
+    """Part of a row in the first forward: it has K/V of `done` tokens and lacks that of the next `missing`.
 
-    r: int
-    budget: Budget
-    at: int
-    view: View
-
-
-class Lag(NamedTuple):
-    """Batch row r has K/V of `done` tokens and lacks that of the next `missing`.
-
-    budget: of its draft.  cursor: its progress; None if the target is its own draft.
+    r: its number in the batch.  budget: of its draft.  cursor: its progress; None if the target is its own
+    draft.
+    at: row of the forward after which the draft starts.  view: the slots that it attends to.  Both are set
+    for rows that are drafted for.
     """
 
-    missing: int
+    row: Row
     r: int
     done: int
+    missing: int
     budget: Budget
     cursor: TokenCursor | None
+    at: int = -1
+    view: View = NO_VIEW
 
 
-class FirstForward(NamedTuple):
+@dataclass(slots=True, eq=False)
+class FirstForward:
     """The forward that catches up with committed tokens.
 
     starts: the rows to draft for.  reached: the cursors of all rows, and the number of their positions with
@@ -40,5 +40,5 @@ class FirstForward(NamedTuple):
     """
 
     step_input: StepInput
-    starts: list[Start]
-    reached: list[tuple[TokenCursor, int]]
+    starts: list[Part] = field(default_factory=list)
+    reached: list[tuple[TokenCursor, int]] = field(default_factory=list)

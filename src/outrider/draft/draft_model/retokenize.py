@@ -104,7 +104,7 @@ class Retokenized(ModelDrafter):
             done = min(self.catch_up.cursor(own, own.computed).filled, unchanged)
         # The last token is always computed, for its logits.
         own.computed = max(0, min(done, len(text.ids) - 1))
-        self.catch_up.cursor(own, own.computed).reach(own.computed)
+        self.catch_up.cursor(own, own.computed).filled = own.computed
         known = min(len(text.ids) - own.computed, CHUNK)
         reach = own.computed + known
         fits = reach <= self.context and self.cache.reserve(own.table, min(reach + depth, self.context))

@@ -76,8 +76,10 @@ class Joined:
 
     def budgets(self, batch: Batch, controller: Controller) -> list[Budget]:
         """The controller's budgets, raised to what the automatic drafters propose for each row."""
-        budgets, self.chains = controller.budget(batch), {}
-        self.guided = True in [step.row.guided for step in batch]
+        budgets, self.chains, self.guided = controller.budget(batch), {}, False
+        for step in batch:
+            if step.row.guided:
+                self.guided = True
         if not self.guided or not controller.nodes(len(batch)):
             return budgets
         for r, step in enumerate(batch):
@@ -85,14 +87,14 @@ class Joined:
             if not row.guided or not step.emits or most < 1:
                 continue
             chain = self._chain(row, most)
-            shortest = SHORTEST if budgets[r].nodes and self.text_drafter is None else 1
-            if chain.tree.size < shortest:
+            length = chain.tree.size
+            if length < (SHORTEST if budgets[r].nodes and self.text_drafter is None else 1):
                 continue
             if not controller.forced(r):
                 return budgets
             self.chains[row] = chain
             more = budgets[r] if self._continues(chain) else NO_BUDGET
-            budgets[r] = Budget(min(most, chain.tree.size + more.depth), chain.tree.size + more.nodes)
+            budgets[r] = Budget(min(most, length + more.depth), length + more.nodes)
         return budgets
 
     def _chain(self, row: Row, most: int) -> AutomaticChain:

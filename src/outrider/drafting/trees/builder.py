@@ -11,7 +11,7 @@ from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import NodeFeatures
 from outrider.core.tree import ROOT, Budget, DraftTree
-from outrider.drafting.view import View
+from outrider.drafting.view import NO_VIEW, View
 from outrider.sampling import random_streams
 
 # Estimated probability that the first, second … token by draft logit with noise is the target's pick.  The
@@ -85,9 +85,6 @@ class TreeBuilder:
         if not self.distributions:
             return tree
         return tree._replace(distributions=self.distributions, probs_of=self.probs_of, repeats=self.repeats)
-
-
-NO_VIEW = View(array("i"))  # of a drafter whose nodes have no K/V
 
 
 class LevelBuilder(TreeBuilder):
@@ -183,7 +180,7 @@ class LevelBuilder(TreeBuilder):
 def chain_tree(tokens: list[int], features: Sequence[NodeFeatures], probs: Tensor | None) -> DraftTree:
     """A chain of chosen tokens, with their features if measured, or of samples from the rows of probs."""
     if probs is None:
-        measured = [own[0] for own in features]
-        return DraftTree.chain(tokens, measured or RANK_CONFIDENCE[:1] * len(tokens))
+        best = [own[0] for own in features] if features else RANK_CONFIDENCE[:1] * len(tokens)
+        return DraftTree.chain(tokens, best)
     tree = DraftTree.chain(tokens, SAMPLE_CONFIDENCE[:1] * len(tokens))
     return tree._replace(distributions=[*probs], probs_of=range(len(tokens)))

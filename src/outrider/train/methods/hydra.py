@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import Count, Flag
@@ -62,16 +65,9 @@ class Hydra(Method):
         named = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         layers = 1
         for i in heads:
-            block_slots = _block_slots(ours, i)
-            layers = len(block_slots)
-            for block, own_slot in enumerate(block_slots):
-                own, slot = f"hydra_mlp.{i}.{own_slot}.", 2 * block + 1 if prefix else block
-                for name, tensor in tensors.items():
-                    if name.startswith(own):
-                        named[f"hydra_mlp.{i}.{slot}.{name.removeprefix(own)}"] = tensor
-            out = f"{LM_HEAD}{i}.1" if prefix else f"{LM_HEAD}{i}"
-            for kind in ("weight", "bias"):
-                named[f"{out}.{kind}"] = tensors[f"{LM_HEAD}{i}.{kind}"]
+            slots = _block_slots(ours, i)
+            layers = len(slots)
+            named |= _published_head(tensors, i, slots, prefix)
         config = {
             **plain(head.config),
             "hydra_head_arch": "prefix-mlp" if prefix else "mlp",
@@ -80,6 +76,22 @@ class Hydra(Method):
             "grounded_heads": True,
         }
         return config, named
+
+
+def _published_head(
+    tensors: Mapping[str, Tensor], i: int, slots: Sequence[int], prefix: bool
+) -> dict[str, Tensor]:
+    """Head i under the reference's names.  slots: of its blocks, in our names."""
+    named = {}
+    for block, own_slot in enumerate(slots):
+        own, slot = f"hydra_mlp.{i}.{own_slot}.", 2 * block + 1 if prefix else block
+        for name, tensor in tensors.items():
+            if name.startswith(own):
+                named[f"hydra_mlp.{i}.{slot}.{name.removeprefix(own)}"] = tensor
+    out = f"{LM_HEAD}{i}.1" if prefix else f"{LM_HEAD}{i}"
+    for kind in ("weight", "bias"):
+        named[f"{out}.{kind}"] = tensors[f"{LM_HEAD}{i}.{kind}"]
+    return named
 
 
 def _block_slots(head: Head, i: int) -> list[int]:

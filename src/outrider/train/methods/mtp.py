@@ -50,13 +50,7 @@ class Mtp(Method):
         """
         check_layout(layout, ("deepseek", "mimo", "speculators"))
         ours, wanted = FORMAT.translate(head), LAYOUTS[layout]
-        prenorm = bool(ours.config["prenorm"])
-        if dict(wanted.defaults)["prenorm"] != prenorm:
-            trained, given = ("before", "after") if prenorm else ("after", "before")
-            raise ConfigError(
-                f"layers trained on states {trained} the target's last norm cannot be written as {layout!r}, "
-                f"whose readers give those {given} it."
-            )
+        _check_states(bool(ours.config["prenorm"]), dict(wanted.defaults)["prenorm"], layout)
         tensors = {name: tensor for name, tensor in dense(ours).items() if name.startswith("layers.")}
         tensors = _with_biases(tensors) if layout == "mimo" else _without_biases(tensors, layout)
         first = int(ours.config.get("num_hidden_layers", 1))
@@ -81,6 +75,16 @@ class Mtp(Method):
             "transformer_layer_config": {**config, "model_type": "qwen3"},
             "num_nextn_predict_layers": config["num_nextn_predict_layers"],
         }, out
+
+
+def _check_states(prenorm: bool, wanted: bool, layout: str) -> None:
+    """Raise ConfigError if readers of a layout give other states to layers than those of their training."""
+    if wanted != prenorm:
+        trained, given = ("before", "after") if prenorm else ("after", "before")
+        raise ConfigError(
+            f"layers trained on states {trained} the target's last norm cannot be written as {layout!r}, "
+            f"whose readers give those {given} it."
+        )
 
 
 def _with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
 /* Index of the n-grams of 8, 4, 2 and 1 tokens of a text: where each ended, latest first, and which tokens
- * followed. drafting/lookup/index.py holds its memory; index_reference.py is the reference.
+ * followed. run_index.py holds its memory; backends/run_index.py is the reference.
  *
  * Computed: a hash table for each n-gram size leads to the latest place with a hash; `previous` links a
  * place to the one before it.

@@ -1,4 +1,4 @@
-"""The run index of suffix decoding: where the runs of a text ended, and what followed them.  In C: runs.c."""
+"""The run index by runs.c."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.backends.cpu.bindings import STRUCTS
-from outrider.backends.select import compiled_library
-from outrider.drafting.lookup.index_base import FRONT, PLACES, RUNS, Index, Place, Places, hash_bits
-from outrider.drafting.lookup.index_reference import ReferenceIndex
-
-
-def index_for(capacity: int, longest: int = 1, depth: int = 0) -> Index:
-    """An index of a text of at most `capacity` tokens: in C if the library is built."""
-    library = compiled_library()
-    if library is None:
-        return ReferenceIndex(capacity, longest, depth)
-    return CompiledIndex(library, capacity, longest, depth)
+from outrider.backends.run_index import FRONT, PLACES, RUNS, Place, Places, hash_bits
 
 
 class Found:

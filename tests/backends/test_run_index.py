@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.backends.cpu import backend as cpu
-from outrider.drafting.lookup.index import CompiledIndex, index_for
-from outrider.drafting.lookup.index_base import PLACES, RUNS, Index, Places
-from outrider.drafting.lookup.index_reference import ReferenceIndex
+from outrider.backends.cpu.run_index import CompiledIndex
+from outrider.backends.run_index import PLACES, RUNS, Index, Places, ReferenceIndex
+from outrider.backends.select import run_index
 
 Make = Callable[..., Index]
 
@@ -185,6 +185,6 @@ def test_a_copy_is_of_its_own(make: Make) -> None:
 
 def test_environment_variable_selects_the_reference_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
-    assert isinstance(index_for(10), ReferenceIndex)
+    assert isinstance(run_index(10), ReferenceIndex)
     monkeypatch.delenv("OUTRIDER_KERNELS")
-    assert isinstance(index_for(10), ReferenceIndex if LIBRARY is None else CompiledIndex)
+    assert isinstance(run_index(10), ReferenceIndex if LIBRARY is None else CompiledIndex)

@@ -1,1 +1,0 @@
-"""Text look-up: the run index, and the tree of what followed a match."""
