@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,10 +17,11 @@ from outrider.control.acceptance import Reach
 from outrider.control.choose import Option
 from outrider.control.evidence import FEW_TOKENS, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import KNOWN_GRACE, MOST_GRACE, SHARE, USED, Grace, Trials
-from outrider.control.plan import Arm, Load, Plan, RowState
+from outrider.control.ledger import KNOWN_GRACE, MOST_GRACE, USED, USUAL_GRACE, Grace, Trials
+from outrider.control.plan import Load, Plan, RowState
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
 from outrider.control.rest import relieved
+from outrider.core.clock import working_time
 from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import Budget
@@ -28,6 +29,20 @@ from outrider.core.tree import Budget
 OPTIMISM = 0.2  # standard deviations of a draw of an estimate
 DIGEST = 16  # steps that are taken in together, once the drafters are known
 SPARE = 0.1  # part of what drafts have saved that one request may lose again
+
+
+class Settings(NamedTuple):
+    """Settings of an adaptive controller.
+
+    grace: what requests may lose.  clock: returns seconds.  seed: of the draws of estimates.
+    """
+
+    grace: Grace = USUAL_GRACE
+    clock: Callable[[], float] = working_time
+    seed: int = 0
+
+
+USUAL = Settings()
 
 
 class Candidate(NamedTuple):
@@ -56,18 +71,12 @@ class Planner:
     prices: of the drafters beside that load.
     """
 
-    def __init__(
-        self,
-        limits: FixedController,
-        arms: Sequence[Arm],
-        evidence: Evidence,
-        grace: Grace,
-        seed: int = 0,
-    ) -> None:
-        self.limits, self.arms, self.evidence, self.grace = limits, arms, evidence, grace
+    def __init__(self, limits: FixedController, evidence: Evidence, settings: Settings = USUAL) -> None:
+        arms = evidence.arms
+        self.limits, self.arms, self.evidence, self.grace = limits, arms, evidence, settings.grace
         if all(evidence.known):
-            self.grace = grace._replace(total=min(grace.total, KNOWN_GRACE))
-        self.random = random.Random(seed)
+            self.grace = self.grace._replace(total=min(self.grace.total, KNOWN_GRACE))
+        self.random = random.Random(settings.seed)
         self.load = Load(evidence.forward)
         self.order: Sequence[int] = range(len(arms))
         self.room = self.row_grace = 0.0
@@ -116,9 +125,9 @@ class Planner:
         """Set what each request, and all together, may lose beside such a step."""
         ledger, alone = self.evidence.ledger, load.pace * load.forward.base(1)
         plain = max(load.decode or alone, self.grace.least)  # a chunk of a prompt emits nothing
-        self.row_grace = self.grace.each * plain + SPARE * max(0.0, -ledger.loss)
+        self.row_grace = load.allowance * self.grace.each * plain + SPARE * max(0.0, -ledger.loss)
         most = max(MOST_GRACE, KNOWN_GRACE * max(alone, self.grace.least))
-        ledger.grace = min(self.grace.total * plain, most)
+        ledger.grace = min(load.allowance * self.grace.total * plain, most)
 
     def closed(self) -> int:
         """Steps after the last plans until a new row may get one."""
@@ -131,7 +140,7 @@ class Planner:
                 if math.isinf(best.cost):
                     waits.append(1)
                     continue
-                pause = 0 if (pays := pays_off(best, self.load)) else trials.wait(best.cost, self.load.decode)
+                pause = 0 if (pays := pays_off(best, self.load)) else self._wait(trials, best.cost)
                 waits.append(max(pause, self._until(need(best.cost, pays) - self.room)))
         return min(waits)
 
@@ -156,7 +165,11 @@ class Planner:
     def _until(self, lacks: float) -> int:
         """Plain steps until the ledgers have room for so many more seconds."""
         load = self.load
-        return max(0, math.ceil(lacks * load.batch / (SHARE * load.decode)))
+        return max(0, math.ceil(lacks * load.batch / (load.share * load.decode)))
+
+    def _wait(self, trials: Trials, cost: float) -> int:
+        """Plain steps until a trial may cost so much."""
+        return trials.wait(cost, self.load.decode, self.load.allowance)
 
     def outlook(self, k: int) -> dict[str, Any]:
         """What a drafter is expected to do for a new request beside those of the last plans."""
@@ -267,7 +280,7 @@ class Planner:
         if not pays:
             if not self.prices.hopeful(k, load, most):
                 return LONGEST_PAUSE
-            pause = max(retry, self.trials[k].wait(option.cost + late, load.decode))
+            pause = max(retry, self._wait(self.trials[k], option.cost + late))
             if pause > 0:
                 return pause
         lacks = need(option.cost, pays) - min(room, self.room - late)

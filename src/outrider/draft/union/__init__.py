@@ -26,7 +26,7 @@ from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Draft, DraftTree
 from outrider.core.validate import Checked, Count, Kind, made_of, optional, whole
 from outrider.draft.union.merge import Merged, merge
-from outrider.drafting.base import Drafter, Storage, Target
+from outrider.drafting.base import Drafter, Storage, Target, TextDrafter
 from outrider.errors import ConfigError
 
 DEPTH = "num_speculative_tokens"
@@ -152,7 +152,8 @@ class Union(Drafter):
     def propose(self, batch: Batch) -> Draft:
         if not sum([step.budget.nodes for step in batch]):
             for drafter in self.drafters:
-                drafter.propose(batch)  # some compute what was committed
+                if not isinstance(drafter, TextDrafter):
+                    drafter.propose(batch)  # it may compute what was committed
             return Draft([EMPTY_TREE] * len(batch))
         mix_budgets, drafts = batch.mix_budgets, dict[int, Draft]()
         for i in range(len(self.drafters)) if mix_budgets is None else mix_budgets.order:
