@@ -28,6 +28,7 @@ from outrider.core.tree import Budget
 
 OPTIMISM = 0.2  # standard deviations of a draw of an estimate
 DIGEST = 16  # steps that are taken in together, once the drafters are known
+LATE = 64  # tokens that drafters lack: rows are alike up to so many
 SPARE = 0.1  # part of what drafts have saved that one request may lose again
 
 
@@ -228,14 +229,13 @@ class Planner:
         self.wait = min(self.wait, wait)
         return None
 
-    def _kind(self, row: Row, most: int) -> tuple[Any, ...] | None:
-        """What the plan of a row without a state depends on; None if on its tokens, too.
+    def _kind(self, row: Row, most: int) -> tuple[Any, ...]:
+        """What the plan of a row without a state depends on, roughly.
 
         Nothing speaks for drafts for such a row: its grades are 0.
         """
-        if any(self._lacks(k, row) for k in range(len(self.arms))):
-            return None
-        return most, row.steps > 0, row.left_out, row.params.draft_method
+        late = [self._lacks(k, row) // LATE for k, arm in enumerate(self.arms) if arm.prefills]
+        return most, row.steps > 0, row.left_out, row.params.draft_method, *late
 
     def _choose(
         self, row: Row, state: RowState | None, most: int, room: float

@@ -1,7 +1,7 @@
 """Choice of the drafters that compute the prompts of new requests.
 
 One with a model of its own cannot draft before that, and the cost comes before anything is known of the
-request.
+request.  In a large batch none computes a prompt before it is asked for a draft of the request.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from outrider.control.evidence import KNOWN, MOST_LOST
+from outrider.control.ledger import CROWD
 from outrider.control.plan import Arm, Load
 from outrider.control.planner import Planner
 from outrider.control.prices import saved
@@ -70,7 +71,11 @@ class PrefillChoice:
             return
         evidence.drop_ended()
         evidence.decided.update(dict.fromkeys(rows, 0.0))
-        load = Load.plain_step(evidence.forward, len(batch) + batch.waiting)
+        if (count := len(batch) + batch.waiting) > CROWD:
+            for k in self.drafters:
+                _leave(rows, self.arms[k])
+            return
+        load = Load.plain_step(evidence.forward, count)
         self.planner.set_grace(load)
         for k in self.drafters:
             outlook = self._outlook(k, load, most)
