@@ -109,11 +109,11 @@ class AutoController:
     # ---- before drafting
 
     def budget(self, batch: Batch) -> list[Budget]:
-        self.guided, self.began, self.batch = False, one_time(), batch
-        rest = self.rest
+        self.batch, rest = batch, self.rest
         if rest is not None and (rest.repeats(batch) or self._rests(rest, batch)):
             return [NO_BUDGET] * len(batch)
-        self.tries, self.mix = {}, None
+        self.guided, self.tries, self.mix = False, {}, None
+        self.began = one_time()
         if self.stale:
             self._look(batch)
             if not self.plans and self.load.batch:
@@ -174,6 +174,8 @@ class AutoController:
 
     def forced(self, r: int) -> bool:
         """Whether row r may get forced text: not in a plain step.  Its drafters are not asked then."""
+        if self.rest is not None and not self.guided:
+            self.began = one_time()
         self.guided = True
         self.tries.pop(r, None)
         return not self.anchored
@@ -291,6 +293,7 @@ class AutoController:
         # at once: forced drafts of a row that ends, and what a first prefill costs
         at_once = self.guided or self.prefill_choice.tells_cost(batch)
         rest.add_record(StepRecord(*what, take_one_time(self.began)), at_once)
+        self.guided = False
 
     def _note(self, batch: Batch, times: Times, ended: bool, once: float) -> None:
         """Log a step, and take in the log if it is due."""

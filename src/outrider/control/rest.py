@@ -29,7 +29,7 @@ class Rest:
     longest: steps until drafters are considered again; closed: until they are for a new row.
     need: seconds that have to be left for the shortest draft.
     crowd: emitting rows when it began.  depth: largest draft that was allowed then.
-    rows: of the last step.  taken: steps so far.
+    rows: of the last step.  taken: steps so far.  quiet: steps until one has to be looked at.
     promising: rows for which more speaks for a draft than when the rest began.
     Since costs were last taken in:
     decoded: the last step that only decoded; seconds: of each of them; propose: of idle drafters in them.
@@ -45,6 +45,7 @@ class Rest:
     rows: int
     crowd: int = 0
     taken: int = 0
+    quiet: int = 0
     promising: int = 0
     decoded: Batch | None = None
     seconds: list[float] = field(default_factory=list)
@@ -57,10 +58,9 @@ class Rest:
 
     def repeats(self, batch: Batch) -> bool:
         """Count a step, if nothing has to be looked at in it: as many rows decode as in the step before."""
-        taken = self.taken + 1
-        if batch.prefill or not taken % LISTEN or len(batch) != self.rows or taken > self.longest:
+        if self.taken >= self.quiet or batch.prefill or len(batch) != self.rows:
             return False
-        self.taken = taken
+        self.taken += 1
         return True
 
     def goes_on(self, batch: Batch, limits: FixedController, look_seconds: float) -> bool:
@@ -75,6 +75,7 @@ class Rest:
         if new:
             self.longest = min(self.longest, self.closed)
         self.taken += 1
+        self.quiet = min(self.longest, self.taken - self.taken % LISTEN + LISTEN - 1)
         if self.taken > self.longest:
             return False
         listens = self.depth > 0 and (new or not self.taken % LISTEN)

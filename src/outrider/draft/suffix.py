@@ -144,6 +144,7 @@ def match_groups(longest: int) -> list[MatchGroup]:
 
 
 class Suffix(TextDrafter):
+    sees_plain = False
     demo: ClassVar = {"suffix decoding": {}}
     tunable: ClassVar = {
         "suffix_decoding_max_spec_factor": (0.5, 2.0, 4.0),

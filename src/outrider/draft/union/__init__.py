@@ -191,8 +191,11 @@ class Union(Drafter):
         proposed: list[RowDrafts | None] = [None] * len(commit.batch)
         if self.proposed:
             proposed = [self.proposed.pop(step.row, None) for step in commit.batch]
+        plain = not any(proposed)
         for k, drafter in enumerate(self.drafters):
-            if not any(proposed) and drafter.needs.topk == self.needs.topk:
+            if plain and not drafter.sees_plain:
+                continue
+            if plain and drafter.needs.topk == self.needs.topk:
                 drafter.observe(commit)  # of no drafts every drafter sees the same
                 continue
             steps = [self._part(k, step, drafts) for step, drafts in zip(commit.batch, proposed)]
