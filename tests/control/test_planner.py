@@ -13,7 +13,7 @@ from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController, Options
-from outrider.control.ledger import Grace
+from outrider.control.ledger import CROWD, Grace
 from outrider.control.plan import Arm, Load
 from outrider.control.planner import Settings
 from outrider.core.clock import Times
@@ -137,6 +137,14 @@ def test_a_request_that_left_the_drafter_out_tells_nothing_of_its_worth() -> Non
     row = make_row([1] * PROMPT, limit=PROMPT + 50, left_out=frozenset({"draft_model"}))
     auto.evidence.close(row, Load.plain_step(auto.evidence.forward, 1))
     assert auto.evidence.worth == [0.0]
+
+
+def test_in_a_large_batch_no_prompt_is_computed_before_a_draft_is_asked_for() -> None:
+    """However well it is expected to pay: it catches up when it is asked."""
+    auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
+    rows = [make_row([1] * PROMPT, id=str(i), limit=2 * PROMPT) for i in range(CROWD + 1)]
+    auto.budget(Batch([RowStep(row, 0, PROMPT) for row in rows], prefill=True))
+    assert all(row.left_out for row in rows)
 
 
 def test_a_drafter_of_which_nothing_is_known_reads() -> None:

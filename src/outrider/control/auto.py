@@ -54,8 +54,7 @@ class AutoController:
     evidence: shared with the controllers of other rows, where several steps are in flight.  It has the arms:
     the drafters of a mix, or the only one.
 
-    settles: whether `settle` is called in every step.
-    rest: the present one, if no drafter is considered.
+    settles: whether `settle` is called in every step.  rest: the present one, if no drafter is considered.
 
     Of the plans:
     plans, considered: of rows; those for which the drafters were considered, until `stale`.
@@ -81,7 +80,6 @@ class AutoController:
         self.prefill_choice = PrefillChoice(self.planner)
         self.settles = False
         self.rest: Rest | None = None
-
         self.plans: dict[Row, Plan] = {}
         self.considered: set[Row] = set()
         self.load, self.rows = self.planner.load, list[Row]()
@@ -89,7 +87,6 @@ class AutoController:
         self.age, self.interval = 0, 1
         self.room = Room()
         self.looked = self.digested = self.look_seconds = 0.0
-
         self.batch, self.tries = Batch(), dict[int, Try]()
         self.anchored = self.guided = False
         self.mix: MixAsks | None = None
@@ -273,7 +270,10 @@ class AutoController:
         if rest is None:
             self._note(batch, times, bool(ended), take_one_time(self.began))
         elif self.guided or (batch.prefill and self.prefill_choice.computes(batch)):
-            self._note_in_rest(rest, batch, times, bool(ended))
+            # at once: forced drafts of a row that ends, and what a first prefill costs
+            at_once = self.guided or self.prefill_choice.tells_cost(batch)
+            rest.add_record(batch, times, take_one_time(self.began), at_once)
+            self.guided = False
         else:
             rest.add(batch, times)
         if ended:
@@ -285,15 +285,6 @@ class AutoController:
             self.evidence.save(time.perf_counter())
             self._drop_plans(ended)
             self.rows, self.tries = [], {}
-
-    def _note_in_rest(self, rest: Rest, batch: Batch, times: Times, ended: bool) -> None:
-        """Note a step with forced text, or whose prompts drafters compute."""
-        load, seconds = Load.of(batch, self.evidence.forward), times.forward + times.rest
-        what = batch, load, dict[int, Try](), times.propose, seconds, dict[int, float](), ended
-        # at once: forced drafts of a row that ends, and what a first prefill costs
-        at_once = self.guided or self.prefill_choice.tells_cost(batch)
-        rest.add_record(StepRecord(*what, take_one_time(self.began)), at_once)
-        self.guided = False
 
     def _note(self, batch: Batch, times: Times, ended: bool, once: float) -> None:
         """Log a step, and take in the log if it is due."""

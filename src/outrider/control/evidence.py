@@ -141,24 +141,20 @@ class Evidence:
                 self.state(row).enter(names, own.spent, own.plain, own.steps, own.drafted, own.idle)
 
     def _remember(self) -> None:
-        total, ledger = self.total, self.ledger
-        moment = Moment({**total.steps}, total.seconds, total.plain_seconds, ledger.loss, ledger.room)
-        self.history.append(moment)
+        sums = self.total.seconds, self.total.plain_seconds
+        self.history.append(Moment({**self.total.steps}, *sums, self.ledger.loss, self.ledger.room))
 
     def rested(self, load: Load, seconds: Sequence[float], propose: float, beside: int = 0) -> None:
-        """Take in plain steps during which nothing was decided: seconds of each that only decoded.
-
-        propose: seconds of their idle drafters.  beside: tokens that others emitted beside prompts.
-        """
+        """Take in steps of a rest: seconds of plain ones and their idle drafters, tokens of those with prompts."""
+        batch = load.batch
         if count := len(seconds):
-            typical, batch = median_low(seconds), load.batch
+            typical = median_low(seconds)
             self.forward.learn_plain(batch, load.rows, load.context, typical, count)
             self.forward.learn_rate(batch, batch, typical + propose / count, count)
             self.surprises = 0
             self.idle += (1 - (1 - RATE) ** count) * (propose / count - self.idle)
-        tokens, host, self.host = count * load.batch + beside, self.host, 0.0
-        plain = tokens * load.token
-        self._earn(plain + host, plain, load)
+        tokens, host, self.host = count * batch + beside, self.host, 0.0
+        self._earn((plain := tokens * load.token) + host, plain, load)
         self.total.add("off", plain + host + propose, plain, steps=tokens)
         self._remember()
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SHARE = 0.01  # of the time of plain decoding
-# Requests up to which a batch may lose all of what is allowed; one of n more, `CROWD` / n of it: a draft gains
-# less there, and a trial takes as much as one beside few requests.
+# Requests up to which a batch may lose all that is allowed; one of n > CROWD, CROWD / n of it: drafts gain
+# less there.
 CROWD = 8
 KNOWN_GRACE = 4.0  # `Grace.total`, where every drafter is known from an earlier start
 # Seconds for all together, or KNOWN_GRACE plain steps of one request, if these take longer: in a large batch

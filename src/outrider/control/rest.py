@@ -113,11 +113,14 @@ class Rest:
             self.evidence.rested(self.load, self.seconds, self.propose, self.beside)
             self.decoded, self.seconds, self.propose, self.beside = None, [], 0.0, 0
 
-    def add_record(self, record: StepRecord, at_once: bool) -> None:
-        """Add a step with forced text, or whose prompts drafters compute.  Hand over the steps at once, or if
-        they are many.
+    def add_record(self, batch: Batch, times: Times, once: float, at_once: bool) -> None:
+        """Add a step with forced text, or whose prompts drafters compute.
+
+        once: seconds of one-time work in it.  at_once: hand over the steps, even if they are few.
         """
-        self.records.append(record)
+        load, seconds = Load.of(batch, self.evidence.forward), times.forward + times.rest
+        ended = any(step.row.finish_reason is not None for step in batch)
+        self.records.append(StepRecord(batch, load, {}, times.propose, seconds, {}, ended, once))
         if at_once or len(self.records) >= MOST_RECORDS:
             self.settle()
 

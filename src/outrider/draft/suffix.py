@@ -28,8 +28,8 @@ from outrider.drafting.lookup.index_base import RUNS, Index
 from outrider.drafting.lookup.matches import MatchAcceptance, TreeLimits, continuation_tree
 from outrider.drafting.salts import SaltedMemory, share
 
-# Tokens of finished requests in one index.  The first one is small: its memory is written at random, and stays in
-# the caches of a processor.
+# Tokens of finished requests in one index.  The first one is small: it is written at random, and stays in the
+# caches of a processor.
 SEGMENT, FIRST_SEGMENT = 1 << 18, 1 << 14
 TOGETHER = 16  # texts that are indexed together, unless a look-up needs them: in a row they take a quarter
 SEPARATOR = -1  # token id between two requests
