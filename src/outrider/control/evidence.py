@@ -145,7 +145,7 @@ class Evidence:
         self.history.append(Moment({**self.total.steps}, *sums, self.ledger.loss, self.ledger.room))
 
     def rested(self, load: Load, seconds: Sequence[float], propose: float, beside: int = 0) -> None:
-        """Take in steps of a rest: seconds of plain ones and their idle drafters, tokens of those with prompts."""
+        """Take in a rest: seconds of plain steps and their idle drafters, tokens emitted beside prompts."""
         batch = load.batch
         if count := len(seconds):
             typical = median_low(seconds)

@@ -76,8 +76,8 @@ class Drafter:
     `computes_prompts`: it computes prompts with a model of its own, and may skip those of rows that leave it
     out.  `sees_plain`: `observe` does something in steps in which it has drafted nothing.
     `heeds_floors`: it ends a draft at the floor of its budget.  `memory` holds what outlives a request: a
-    benchmark copies it and restores it before it repeats a prompt.  Texts of requests with a cache_salt do not
-    belong into it, but into a `SaltedMemory` (drafting/salts.py).
+    benchmark copies it and restores it before it repeats a prompt.  Texts of requests with a cache_salt do
+    not belong into it, but into a `SaltedMemory` (drafting/salts.py).
 
     Only one method sets `adaptive`, `computes_prompts`, `heeds_floors` or `grade` so far.  They are here
     because controllers and mixes read them of any drafter, and must not name a method.
