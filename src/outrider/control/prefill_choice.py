@@ -69,12 +69,13 @@ class PrefillChoice:
         most = self.planner.limits.depth_for(len(batch))
         if not rows or not most:
             return
-        evidence.drop_ended()
-        evidence.decided.update(dict.fromkeys(rows, 0.0))
         if (count := len(batch) + batch.waiting) > CROWD:
             for k in self.drafters:
                 _leave(rows, self.arms[k])
             return
+        if len(evidence.decided) > len(batch):
+            evidence.drop_ended()
+        evidence.decided.update(dict.fromkeys(rows, 0.0))
         load = Load.plain_step(evidence.forward, count)
         self.planner.set_grace(load)
         for k in self.drafters:

@@ -218,7 +218,7 @@ class Union(Drafter):
         return max(drafter.behind(row) for drafter in self.drafters)
 
     def filled(self, row: Row) -> int:
-        return min(drafter.filled(row) for drafter in self.drafters)
+        return min([drafter.filled(row) for drafter in self.drafters])
 
 
 def after_trim(step: RowStep, node_of: Mapping[int, int]) -> Mapping[int, int]:
