@@ -143,7 +143,7 @@ class AutoController:
         longest = min(LONGEST_PAUSE, max(least, self.planner.wait, 1))
         count = len(self.rows)
         depth, need = self.limits.depth_for(count), self.planner.least_need()
-        self.rest = Rest(self.evidence, self.load, longest - 1, closed, need, depth, count)
+        self.rest = Rest(self.planner, self.load, longest - 1, closed, need, depth, count)
         self.anchored, self.since_plain = False, 0
         self._charge(self.looked)
         self.looked = 0.0
@@ -154,7 +154,7 @@ class AutoController:
 
     def _rests(self, rest: Rest, batch: Batch) -> bool:
         """Whether a rest goes on in a step in which something has to be looked at."""
-        if rest.goes_on(batch, self.limits, self.look_seconds):
+        if rest.goes_on(batch, self.look_seconds):
             if batch.prefill:
                 self.prefill_choice.leave_out(batch)
             return True

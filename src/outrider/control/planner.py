@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 from outrider.control.acceptance import Reach
 from outrider.control.choose import Option
-from outrider.control.evidence import FEW_TOKENS, LONGEST_PAUSE, Evidence
+from outrider.control.evidence import FEW_TOKENS, KNOWN, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import KNOWN_GRACE, MOST_GRACE, USED, USUAL_GRACE, Grace, Trials
 from outrider.control.plan import Load, Plan, RowState
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
-from outrider.control.rest import relieved
 from outrider.core.clock import working_time
 from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
@@ -144,6 +143,17 @@ class Planner:
                 pause = 0 if (pays := pays_off(best, self.load)) else self._wait(trials, best.cost)
                 waits.append(max(pause, self._until(need(best.cost, pays) - self.room)))
         return min(waits)
+
+    def may_pay(self, row: Row, load: Load) -> bool:
+        """Whether a drafter may pay for a row by what speaks for its draft, or is little known there."""
+        most = min(self.limits.depth_for(load.batch), row.draft_depth)
+        for k, arm in enumerate(self.arms):
+            if arm.grade(row):
+                reach = self.evidence.reach_of(k, row)
+                best = self.prices.best(k, reach, OPTIMISM, load, self.depth(k, reach, most))
+                if reach.asked < KNOWN or pays_off(best, load):
+                    return True
+        return False
 
     def least_need(self) -> float:
         """Seconds that have to be left for a trial of one token, of the cheapest drafter; 0 if unknown."""
@@ -318,3 +328,8 @@ class Planner:
         if len(self.arms) == 1:
             return Budget(depth, nodes, floors[0])
         return Budget(depth, min(nodes, self.limits.size(depth)))
+
+
+def relieved(now: int, before: int) -> bool:
+    """Whether so many fewer rows run that what did not pay may pay."""
+    return 2 * now <= before

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.control.evidence import Evidence
-from outrider.control.fixed import FixedController
 from outrider.control.plan import Load, StepRecord
+from outrider.control.planner import Planner, relieved
 from outrider.core.clock import Times
 from outrider.core.step import Batch
 
@@ -36,7 +35,7 @@ class Rest:
     beside: tokens that were emitted beside prompts.  records: of steps that tell more.
     """
 
-    evidence: Evidence
+    planner: Planner
     load: Load
     longest: int
     closed: int
@@ -63,13 +62,13 @@ class Rest:
         self.taken += 1
         return True
 
-    def goes_on(self, batch: Batch, limits: FixedController, look_seconds: float) -> bool:
+    def goes_on(self, batch: Batch, look_seconds: float) -> bool:
         """Count any step, unless the rest is over: by its length, other limits, far fewer requests, or
         because a plan may pay.
         """
         rows, new = len(batch), batch.prefill or len(batch) > self.rows
         if rows != self.rows:
-            if limits.depth_for(rows) != self.depth or relieved(rows, self.crowd):
+            if self.planner.limits.depth_for(rows) != self.depth or relieved(rows, self.crowd):
                 return False
             self.rows = rows
         if new:
@@ -87,30 +86,32 @@ class Rest:
 
     def _promises(self, batch: Batch, look_seconds: float) -> bool:
         """Whether so much speaks for drafts that did not when the rest began that a plan may pay."""
-        load = self.load
+        load, evidence = self.load, self.planner.evidence
         earned = load.share * load.token * (self.rows * len(self.seconds) + self.beside)
         # room for the plan and then for a draft: otherwise plans would use up what is earned for drafts
-        if self.evidence.ledger.room + earned <= look_seconds + self.need:
+        if evidence.ledger.room + earned <= look_seconds + self.need:
             return False
         rows = [step.row for step in batch if step.emits]
         if self.taken % LISTEN:
             rows = [row for row in rows if not row.steps]  # the new ones
-        self.promising += sum([self.evidence.promising(row) for row in rows if row.draft_depth])
+        promising = [row for row in rows if row.draft_depth and evidence.promising(row)]
+        self.promising += sum([self.planner.may_pay(row, load) for row in promising])
         return self.promising * PROMISED * load.token > look_seconds
 
     def settle(self) -> None:
         """Hand over the steps since costs were last taken in."""
         if self.records:
-            self.evidence.learn(self.records)
+            self.planner.evidence.learn(self.records)
             self.records = []
         self._settle_plain()
 
     def _settle_plain(self) -> None:
         """Hand over those without a record."""
+        evidence = self.planner.evidence
         if self.decoded is not None:
-            self.load = Load.of(self.decoded, self.evidence.forward)
+            self.load = Load.of(self.decoded, evidence.forward)
         if self.seconds or self.beside:
-            self.evidence.rested(self.load, self.seconds, self.propose, self.beside)
+            evidence.rested(self.load, self.seconds, self.propose, self.beside)
             self.decoded, self.seconds, self.propose, self.beside = None, [], 0.0, 0
 
     def add_record(self, batch: Batch, times: Times, once: float, at_once: bool) -> None:
@@ -118,7 +119,7 @@ class Rest:
 
         once: seconds of one-time work in it.  at_once: hand over the steps, even if they are few.
         """
-        load, seconds = Load.of(batch, self.evidence.forward), times.forward + times.rest
+        load, seconds = Load.of(batch, self.planner.evidence.forward), times.forward + times.rest
         ended = any(step.row.finish_reason is not None for step in batch)
         self.records.append(StepRecord(batch, load, {}, times.propose, seconds, {}, ended, once))
         if at_once or len(self.records) >= MOST_RECORDS:
@@ -133,8 +134,3 @@ class Rest:
         self.decoded = batch
         self.seconds.append(times.forward + times.rest)
         self.propose += times.propose
-
-
-def relieved(now: int, before: int) -> bool:
-    """Whether so many fewer rows run that what did not pay may pay."""
-    return 2 * now <= before
