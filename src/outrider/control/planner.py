@@ -145,13 +145,14 @@ class Planner:
         return min(waits)
 
     def may_pay(self, row: Row, load: Load) -> bool:
-        """Whether a drafter may pay for a row by what speaks for its draft, or is little known there."""
+        """Whether a drafter pays for a row by what speaks for its draft, or may be tried to learn that."""
         most = min(self.limits.depth_for(load.batch), row.draft_depth)
         for k, arm in enumerate(self.arms):
             if arm.grade(row):
                 reach = self.evidence.reach_of(k, row)
                 best = self.prices.best(k, reach, OPTIMISM, load, self.depth(k, reach, most))
-                if reach.asked < KNOWN or pays_off(best, load):
+                tried = reach.asked < KNOWN and self.evidence.trials[k].room >= best.cost
+                if tried or pays_off(best, load):
                     return True
         return False
 
