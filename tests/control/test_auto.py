@@ -9,8 +9,10 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.control.auto import ANCHOR, AutoController
+from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm, Load
+from outrider.control.planner import Settings
 from outrider.control.room import Room
 from outrider.core.clock import Times
 from outrider.core.row import Row
@@ -26,7 +28,8 @@ PLAIN = Times(0.0, 0.001, 0.0)
 def controller() -> AutoController:
     """One drafter of chains; drafts are cheap and expected to pay."""
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
-    auto = AutoController(limits, [Arm(("drafter",), DEPTH, lambda depth: depth)], clock=lambda: 0.0)
+    arm = Arm(("drafter",), DEPTH, lambda depth: depth)
+    auto = AutoController(limits, Evidence([arm]), Settings(clock=lambda: 0.0))
     auto.evidence.reach[0].asked = ASKED  # its first drafts, which are short, are over
     return auto
 

@@ -96,6 +96,18 @@ def test_a_slow_step_changes_no_cost_and_a_slow_machine_changes_the_pace_only() 
     assert cost.base(8) / cost.base(1) == pytest.approx(1.7)
 
 
+def test_the_first_plain_steps_of_a_batch_are_worth_the_shortest() -> None:
+    """The first one finds nothing in the caches of the processor.  Later a shorter one is noise."""
+    cost = ForwardCost({1: 1.0})
+    for seconds in (1.5, 1.0):
+        cost.learn_plain(1, 1, 0, seconds)
+    assert cost.pace(1) == pytest.approx(1.0)
+    for _ in range(8):
+        cost.learn_plain(1, 1, 0, 1.0)
+    cost.learn_plain(1, 1, 0, 0.8)
+    assert cost.pace(1) > 0.95
+
+
 def test_rows_far_beyond_those_seen_have_no_price() -> None:
     """One draft of unknown cost must not take the time of many plain steps."""
     load = Load(ForwardCost({1: 1e-3, 2: 1.1e-3}), rows=1, pace=1.0)

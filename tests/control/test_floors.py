@@ -11,8 +11,10 @@ from outrider.control.acceptance import Calibration, key_of
 from outrider.control.auto import AutoController
 from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
+from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try
+from outrider.control.planner import Settings
 from outrider.core.clock import Times
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget, Draft, DraftTree
@@ -30,7 +32,7 @@ class Bench:
         limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
         arm = Arm(("drafter",), DEPTH, lambda depth: depth, stops=stops)
         costs = ForwardCost({1: PLAIN, 17: (1 + 16 * NODE) * PLAIN})
-        self.auto = AutoController(limits, [arm], costs, clock=lambda: 0.0)
+        self.auto = AutoController(limits, Evidence([arm], costs), Settings(clock=lambda: 0.0))
         self.row, self.stops, self.at = make_row([1, 2, 3], limit=10**6), stops, 0
         self.budgets: list[Budget] = []
         self.seconds, luck = 0.0, random.Random(1)

@@ -10,8 +10,10 @@ from outrider import LLM, SamplingParams
 from outrider.control.acceptance import Outcome, Reach
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
+from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm
+from outrider.control.planner import Settings
 from outrider.control.rest import LISTEN
 from outrider.core.clock import Times
 from outrider.core.row import Row
@@ -29,7 +31,7 @@ def auto() -> AutoController:
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
     arm = Arm(("drafter",), DEPTH, lambda depth: depth, grade=lambda row: GRADES.get(row.id, 0))
     costs = ForwardCost({1: PLAIN, 16: 2 * PLAIN})
-    made = AutoController(limits, [arm], costs, clock=lambda: 0.0)
+    made = AutoController(limits, Evidence([arm], costs), Settings(clock=lambda: 0.0))
     for i in range(100):
         made.evidence.reach[0].learn(Outcome(0, True))
         made.evidence.drafting.learn(0, 1, 1 + i % DEPTH, LEVEL * (1 + i % DEPTH))
@@ -41,7 +43,8 @@ def auto() -> AutoController:
 
 def step(auto: AutoController, rows: list[Row], right: bool) -> list[int]:
     """A step whose drafts are all right, or all wrong.  Returns the depths of the budgets."""
-    batch = Batch([RowStep(row, len(row.tokens) - 1, 1) for row in rows])
+    new = not all(row.steps for row in rows)
+    batch = Batch([RowStep(row, len(row.tokens) - 1, 1) for row in rows], prefill=new)
     for each, budget in zip(batch, auto.budget(batch)):
         each.budget = budget
         each.tree = DraftTree.chain([7] * budget.depth, [1.0] * budget.depth)
@@ -98,8 +101,7 @@ def test_what_fails_is_given_up_over_all_requests_within_the_ledger(auto: AutoCo
     assert drafted[0] > 2 and max(drafted[10:]) <= 2
 
 
-def test_a_grade_without_effect_is_looked_at_once(auto: AutoController) -> None:
-    """A row that wants no drafts, or whose drafts of this grade fail, keeps its rest."""
+def test_a_grade_that_is_known_to_fail_ends_no_rest(auto: AutoController) -> None:
     auto.evidence.graded.clear()
     auto.evidence.graded[0, 1] = auto.evidence.reach[0]
     (row,) = rows(1)
@@ -108,7 +110,7 @@ def test_a_grade_without_effect_is_looked_at_once(auto: AutoController) -> None:
     for i in range(14):
         GRADES[row.id] = int(i > 3)
         step(auto, [row], False)
-    assert len(looks) == 2
+    assert len(looks) == 1
 
 
 @pytest.mark.parametrize("failures", [0, 10])

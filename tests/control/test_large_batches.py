@@ -9,9 +9,10 @@ import pytest
 from outrider.control.acceptance import Outcome
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
-from outrider.control.evidence import JUDGED
+from outrider.control.evidence import JUDGED, Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm, Load
+from outrider.control.planner import Settings
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -26,7 +27,8 @@ def auto() -> AutoController:
     """One drafter that is known to pay.  Its plans hold for `HELD` steps."""
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
     costs = ForwardCost({1: PLAIN, 256: 1.2 * PLAIN})
-    auto = AutoController(limits, [Arm(("drafter",), DEPTH, lambda depth: depth)], costs, clock=lambda: 0.0)
+    arm = Arm(("drafter",), DEPTH, lambda depth: depth)
+    auto = AutoController(limits, Evidence([arm], costs), Settings(clock=lambda: 0.0))
     for i in range(100):
         auto.evidence.reach[0].learn(Outcome(DEPTH - 1, True))
         auto.evidence.drafting.learn(0, 1, 1 + i % DEPTH, 1e-5)

@@ -13,6 +13,7 @@ from outrider.checkpoints.hub import GROWN
 from outrider.control.acceptance import Outcome, bin_of, key_of
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
+from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.ledger import KNOWN_GRACE, MOST_KEPT, USED, USUAL_GRACE
 from outrider.control.memory import MOST, learned
@@ -92,7 +93,7 @@ class Kept:
 def test_less_may_be_lost_where_all_drafters_are_known(asked: int, steps: float) -> None:
     limits = FixedController(Options(), 4, lambda depth: depth, 100)
     arms = [Arm(("drafter",), 4, lambda depth: depth)]
-    auto = AutoController(limits, arms, ForwardCost({1: 0.002}), memory=Kept(asked))
+    auto = AutoController(limits, Evidence(arms, ForwardCost({1: 0.002}), Kept(asked)))
     auto.budget(Batch([RowStep(make_row([1, 2, 3]), 2, 1)]))
     assert auto.evidence.ledger.grace == pytest.approx(0.002 * steps, rel=0.01)
 
@@ -101,7 +102,7 @@ def test_less_may_be_lost_where_all_drafters_are_known(asked: int, steps: float)
 def test_what_was_saved_before_may_be_lost(saved: float, steps: float) -> None:
     limits = FixedController(Options(), 4, lambda depth: depth, 100)
     arms = [Arm(("drafter",), 4, lambda depth: depth)]
-    auto = AutoController(limits, arms, ForwardCost({1: 0.002}), memory=Kept(300, saved))
+    auto = AutoController(limits, Evidence(arms, ForwardCost({1: 0.002}), Kept(300, saved)))
     auto.budget(Batch([RowStep(make_row([1, 2, 3]), 2, 1)]))
     room = 0.002 * (USED * KNOWN_GRACE + steps)
     assert auto.evidence.ledger.room == pytest.approx(room, rel=0.01)
@@ -111,7 +112,7 @@ def test_what_was_saved_before_may_be_lost(saved: float, steps: float) -> None:
 def test_a_chunk_of_a_prompt_takes_nothing_of_what_was_saved() -> None:
     limits = FixedController(Options(), 4, lambda depth: depth, 100)
     arms = [Arm(("drafter",), 4, lambda depth: depth)]
-    auto = AutoController(limits, arms, ForwardCost({1: 0.1}), memory=Kept(300, 10.0))
+    auto = AutoController(limits, Evidence(arms, ForwardCost({1: 0.1}), Kept(300, 10.0)))
     row = make_row([1] * 100)
     batch = Batch([RowStep(row, 0, 50, emits=False)], prefill=True)
     auto.budget(batch)

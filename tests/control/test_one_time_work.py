@@ -8,9 +8,11 @@ import pytest
 
 from outrider.control.auto import AutoController
 from outrider.control.choose import Option
+from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.ledger import MOST_ONCE
 from outrider.control.plan import Arm, Load, Plan, StepRecord, Try
+from outrider.control.planner import Settings
 from outrider.core import clock
 from outrider.core.clock import Times
 from outrider.core.step import Batch, Commit, RowStep
@@ -23,7 +25,8 @@ DRAFT = 0.2 * PLAIN
 
 def made() -> AutoController:
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
-    auto = AutoController(limits, [Arm(("drafter",), DEPTH, lambda depth: depth)], clock=lambda: 0.0)
+    arm = Arm(("drafter",), DEPTH, lambda depth: depth)
+    auto = AutoController(limits, Evidence([arm]), Settings(clock=lambda: 0.0))
     auto.evidence.reach[0].asked = 5  # its first drafts, which are short, are over
     return auto
 

@@ -11,10 +11,11 @@ from outrider import LLM, SamplingParams
 from outrider.control.acceptance import Outcome
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
-from outrider.control.evidence import LONGEST_PAUSE
+from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController, Options
-from outrider.control.ledger import Grace
+from outrider.control.ledger import CROWD, Grace
 from outrider.control.plan import Arm, Load
+from outrider.control.planner import Settings
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -22,13 +23,14 @@ from outrider.testing import make_row
 
 DEPTH, PROMPT = 4, 200
 PLAIN = 0.001  # seconds
+STILL = Settings(clock=lambda: 0.0)
 
 
 def controller(acceptance: float, level: float, prefill: float) -> AutoController:
     """A draft model.  level, prefill: plain steps for a drafted level, and for a token of a prompt."""
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
     arm = Arm(("draft_model",), DEPTH, lambda depth: depth, prefills=True)
-    auto = AutoController(limits, [arm], ForwardCost({1: PLAIN, 8: 1.2 * PLAIN}), clock=lambda: 0.0)
+    auto = AutoController(limits, Evidence([arm], ForwardCost({1: PLAIN, 8: 1.2 * PLAIN})), STILL)
     reach = auto.evidence.reach[0]
     for i in range(100):
         reach.learn(Outcome(DEPTH if i % 100 < 100 * acceptance else 0, i % 100 >= 100 * acceptance))
@@ -42,7 +44,7 @@ def test_what_a_worse_drafter_may_lose_does_not_leave_the_better_one_without_roo
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
     arms = [Arm((name,), DEPTH, lambda depth: depth) for name in ("worse", "better")]
     costs = ForwardCost({1: PLAIN, 8: 3 * PLAIN})  # four nodes of both cost more than may be lost
-    auto = AutoController(limits, arms, costs, clock=lambda: 0.0, grace=Grace(total=2.0, least=0.0))
+    auto = AutoController(limits, Evidence(arms, costs), STILL._replace(grace=Grace(total=2.0, least=0.0)))
     for k, accepted in enumerate((2, 4)):
         for depth in range(1, 9):
             auto.evidence.reach[k].learn(Outcome(accepted, accepted < DEPTH))
@@ -137,20 +139,28 @@ def test_a_request_that_left_the_drafter_out_tells_nothing_of_its_worth() -> Non
     assert auto.evidence.worth == [0.0]
 
 
+def test_in_a_large_batch_no_prompt_is_computed_before_a_draft_is_asked_for() -> None:
+    """However well it is expected to pay: it catches up when it is asked."""
+    auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
+    rows = [make_row([1] * PROMPT, id=str(i), limit=2 * PROMPT) for i in range(CROWD + 1)]
+    auto.budget(Batch([RowStep(row, 0, PROMPT) for row in rows], prefill=True))
+    assert all(row.left_out for row in rows)
+
+
 def test_a_drafter_of_which_nothing_is_known_reads() -> None:
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
     arms = [Arm(("draft_model",), DEPTH, lambda depth: depth, prefills=True)]
-    assert left_out(AutoController(limits, arms, ForwardCost({1: PLAIN}), clock=lambda: 0.0)) == 0
+    assert left_out(AutoController(limits, Evidence(arms, ForwardCost({1: PLAIN})), STILL)) == 0
 
 
-@pytest.mark.parametrize("asked, prefill, reads", [(100, 0.01, 16), (4, 0.01, 2), (4, 0.0, 1)])
+@pytest.mark.parametrize("asked, prefill, reads", [(100, 0.01, 8), (4, 0.01, 2), (4, 0.0, 1)])
 def test_prompts_of_many_requests_are_read_by_a_new_drafter_as_far_as_losses_allow(
     asked: int, prefill: float, reads: int
 ) -> None:
     """A prompt takes 2 ms, 10.8 may be lost, half of it for prompts.  The first one tells their cost."""
     auto = controller(acceptance=0.9, level=0.05, prefill=prefill)
     auto.evidence.reach[0].asked = asked
-    rows = [make_row([1] * PROMPT, id=str(i), limit=2 * PROMPT) for i in range(16)]
+    rows = [make_row([1] * PROMPT, id=str(i), limit=2 * PROMPT) for i in range(8)]
     auto.budget(Batch([RowStep(row, 0, PROMPT) for row in rows], prefill=True))
     assert sum(not row.left_out for row in rows) == reads
     bets = 0 if asked == 100 else reads
@@ -317,7 +327,7 @@ def crowd(node: float, rows: int = 16) -> tuple[AutoController, Batch]:
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
     arm = Arm(("ngram",), DEPTH, lambda depth: depth)
     costs = ForwardCost({1: PLAIN, rows: 2 * PLAIN, 2 * rows: (2 + rows * node) * PLAIN})
-    auto = AutoController(limits, [arm], costs, clock=lambda: 0.0, grace=Grace(least=0.0))
+    auto = AutoController(limits, Evidence([arm], costs), STILL._replace(grace=Grace(least=0.0)))
     return auto, Batch([RowStep(make_row([1] * 8, id=str(i), limit=100), 7, 1) for i in range(rows)])
 
 

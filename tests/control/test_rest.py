@@ -11,8 +11,12 @@ import pytest
 from outrider.control.acceptance import Outcome
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
+from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
-from outrider.control.plan import Arm
+from outrider.control.ledger import CROWD, MOST_GRACE, SHARE, USUAL_GRACE
+from outrider.control.plan import Arm, Load
+from outrider.control.planner import Settings
+from outrider.control.rest import LISTEN
 from outrider.core.clock import Times
 from outrider.core.params import SamplingParams
 from outrider.core.row import Row
@@ -30,7 +34,8 @@ def controller(accepted: int) -> AutoController:
     """A drafter that is known well: so many of its tokens are accepted.  It has just been tried."""
     limits = FixedController(Options(), DEPTH, lambda depth: depth, 100)
     costs = ForwardCost({1: PLAIN, 8: 1.2 * PLAIN})
-    auto = AutoController(limits, [Arm(("drafter",), DEPTH, lambda depth: depth)], costs, clock=lambda: 0.0)
+    arm = Arm(("drafter",), DEPTH, lambda depth: depth)
+    auto = AutoController(limits, Evidence([arm], costs), Settings(clock=lambda: 0.0))
     for i in range(100):
         auto.evidence.reach[0].learn(Outcome(accepted, accepted < DEPTH))
         auto.evidence.drafting.learn(0, 1, 1 + i % DEPTH, LEVEL * (1 + i % DEPTH))
@@ -92,13 +97,46 @@ def test_a_rest_ends_where_far_fewer_rows_run() -> None:
     assert len(looks) == 1
 
 
+def test_most_steps_of_a_rest_take_no_look_at_their_rows() -> None:
+    """Whichever the rows are: it counts how many decode."""
+    auto = controller(accepted=0)
+    rows = [make_row([1] * 5, id=str(i), limit=500) for i in range(4)]
+    step(auto, rows)
+    rest = auto.rest
+    assert rest is not None
+    rest.longest = rest.closed = 1000
+    looked, goes_on = [], auto._rests
+    auto._rests = lambda *given: (looked.append(1), goes_on(*given))[1]  # type: ignore
+    for _ in range(5 * LISTEN):
+        step(auto, rows)
+    assert auto.rest is rest and len(looked) == 5 + 1
+    step(auto, rows[:3])
+    step(auto, rows[:3])
+    assert len(looked) == 5 + 2
+
+
+@pytest.mark.parametrize("batch, part", [(CROWD, 1.0), (4 * CROWD, 0.25)])
+def test_a_large_batch_may_lose_less(batch: int, part: float) -> None:
+    auto = controller(accepted=DEPTH)
+    auto.evidence.ledger.loss = 0.0
+    load = Load.plain_step(auto.evidence.forward, batch)
+    auto.planner.set_grace(load)
+    most = min(part * USUAL_GRACE.total * max(load.plain, USUAL_GRACE.least), MOST_GRACE)
+    assert auto.evidence.ledger.grace == pytest.approx(most)
+    auto.evidence.rested(load, [load.plain] * 100, 0.0)
+    assert auto.evidence.ledger.earned == pytest.approx(part * SHARE * 100 * load.plain, rel=0.01)
+
+
 def test_the_load_of_a_rest_is_that_of_its_rows() -> None:
     auto = controller(0)
     auto.evidence.forward.per_context = 1e-6
     long, short = (make_row([1] * size, limit=size + 100) for size in (3000, 5))
     step(auto, [long])
-    step(auto, [short])
-    assert auto.load.context < 10
+    for _ in range(3):
+        step(auto, [short], prefill=not short.steps)
+    assert auto.rest is not None
+    auto.rest.settle()
+    assert auto.rest.load.context < 10
 
 
 class Sure(TextDrafter):
@@ -160,8 +198,8 @@ def test_steps_that_repeat_are_not_looked_at_while_nothing_may_be_lost() -> None
     auto.evidence.ledger.loss = 1.0
     step(auto, rows[:1])
     step(auto, rows)  # new ones
-    step(auto, rows)
-    assert auto.rest is not None and not auto.rest.fresh
+    assert auto.rest is not None
+    assert auto.rest.repeats(Batch([RowStep(row, len(row.tokens) - 1, 1) for row in rows]))
 
 
 def considered(auto: AutoController, rows: Sequence[Row]) -> list[Row]:

@@ -169,6 +169,15 @@ def test_whole_segments_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafter.memory.segments[-1].length == 3001
 
 
+def test_finished_texts_are_indexed_together_and_none_is_missed() -> None:
+    memory = suffix.FinishedTexts(100)
+    for i in range(suffix.TOGETHER + 2):
+        memory.add([i] * 20, 4)
+    assert len(memory.unindexed) == 2 and memory.indexed[0].length == suffix.TOGETHER * 21
+    assert sum(segment.length for segment in memory.segments) == (suffix.TOGETHER + 2) * 21
+    assert not memory.unindexed and memory.indexed[0].capacity == suffix.FIRST_SEGMENT
+
+
 def test_the_text_grows_with_the_row() -> None:
     """Drafts equal those of a fresh drafter that sees the whole row."""
     rng = random.Random(3)

@@ -75,6 +75,12 @@ def test_one_slow_round_changes_nothing(tiny: Path) -> None:
     assert found.rounds > 2 and max(found.rows.values()) < 2e-3
 
 
+def test_a_delayed_forward_makes_no_more_rows_slow() -> None:
+    """Three rows were measured while another program ran: otherwise drafts would seem to cost nothing."""
+    cost = Measured({1: 1.0, 2: 1.0, 3: 3.0, 4: 1.1, 8: 1.7}, distant=1.7, far=NEAR + 100).cost()
+    assert [cost.base(rows) for rows in (1, 3, 4, 8)] == pytest.approx([1.0, 1.1, 1.1, 1.7])
+
+
 def test_the_cost_of_context_is_that_of_draft_tokens_which_share_it() -> None:
     found = Measured({1: 1.0, 8: 1.7}, distant=2.1, far=NEAR + 100)
     assert found.cost().per_context == pytest.approx(0.4 / 800)

@@ -14,6 +14,7 @@ from outrider.control.cost import ForwardCost
 from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm
+from outrider.control.planner import Settings
 from outrider.core.clock import Times
 from outrider.core.device import DeviceEvent
 from outrider.core.row import Row
@@ -33,7 +34,7 @@ def controllers() -> list[AutoController]:
     evidence = Evidence(arms, ForwardCost())
     evidence.reach[0].asked = ASKED  # its first drafts, which are short, are over
     ticks = itertools.count(0.0, 0.0005)
-    return [AutoController(limits, arms, evidence=evidence, clock=ticks.__next__) for _ in range(2)]
+    return [AutoController(limits, evidence, Settings(clock=ticks.__next__)) for _ in range(2)]
 
 
 def batch_of(*rows: Row) -> Batch:

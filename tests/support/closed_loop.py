@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from outrider.cache.pages import Cache
 from outrider.control.auto import AutoController
 from outrider.control.cost import ROWS, ForwardCost
+from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm
+from outrider.control.planner import Settings
 from outrider.control.prefill import PrefillPacer
 from outrider.core.clock import Times
 from outrider.core.row import Row
@@ -72,7 +74,9 @@ class ClosedLoop:
         arm = Arm(METHOD, DEPTH, lambda depth: depth, prefills=True, behind=self._behind)
         limits = FixedController(Options(), DEPTH, lambda depth: depth, 1000)
         measured = {n: 1e-3 * self.costs.forward(n, 0) for n in ROWS}
-        self.auto = AutoController(limits, [arm], ForwardCost(measured), clock=lambda: self.now)
+        self.auto = AutoController(
+            limits, Evidence([arm], ForwardCost(measured)), Settings(clock=lambda: self.now)
+        )
         self.pacer = PrefillPacer(self.tokens)
         cache = Cache(40_000, 200_000, False)
         cache.pools = []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
+from outrider.control.evidence import Evidence
+from outrider.control.fixed import FixedController
+from outrider.control.planner import Settings
 from outrider.control.prefill import PrefillPacer
 from outrider.core.clock import Times
 from outrider.core.step import Batch, Commit
@@ -27,9 +29,9 @@ def seconds(batch: Batch) -> Times:
 class ModelledController(AutoController):
     """The controller of an engine, on modelled time."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, limits: FixedController, evidence: Evidence) -> None:
         ticks = itertools.count()
-        super().__init__(*args, clock=lambda: TICK * next(ticks), **options)
+        super().__init__(limits, evidence, Settings(clock=lambda: TICK * next(ticks)))
 
     def learn(self, commit: Commit, times: Times) -> None:
         super().learn(commit, seconds(commit.batch))

@@ -15,8 +15,10 @@ from simulated import MAX_DEPTH, SECONDS, Environment, Simulation, Source
 
 from outrider.control.auto import AutoController
 from outrider.control.cost import ROWS, ForwardCost
+from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.plan import Arm
+from outrider.control.planner import Settings
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -111,9 +113,8 @@ class Stream(Simulation):
         ]
         limits = FixedController(Options(), MAX_DEPTH, lambda depth: 2 * depth, 1000)
         forward = ForwardCost({n: SECONDS * env.rows[n] for n in ROWS if n < len(env.rows)})
-        self.controller = AutoController(
-            limits, arms, forward, memory=memory, clock=lambda: self.now, seed=seed
-        )
+        settings = Settings(clock=lambda: self.now, seed=seed)
+        self.controller = AutoController(limits, Evidence(arms, forward, memory), settings)
 
     def seconds(self) -> float:
         """Of all requests, with forwards of mean length."""

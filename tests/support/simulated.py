@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 
 from outrider.control.auto import AutoController
 from outrider.control.cost import ROWS, ForwardCost
+from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.ledger import Grace
 from outrider.control.plan import Arm
+from outrider.control.planner import Settings
 from outrider.core.clock import Times
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
@@ -137,9 +139,8 @@ class Simulation:
             n: SECONDS * env.rows[n] * self.random.uniform(0.95, 1.05) for n in ROWS if n < len(env.rows)
         }
         forward = ForwardCost(measured if env.measured else None)
-        self.controller = AutoController(
-            limits, arms, forward, Grace(grace_steps, grace_steps, 0.0), clock=lambda: self.now, seed=seed
-        )
+        settings = Settings(Grace(grace_steps, grace_steps, 0.0), lambda: self.now, seed)
+        self.controller = AutoController(limits, Evidence(arms, forward), settings)
         self.controller.settles = settles
 
     def run(self) -> Outcome:

@@ -116,7 +116,7 @@ ENGINE = (
          read=lambda n: n or None),
     Flag("dtype", str, "--dtype", "auto, float32, bfloat16 or float16."),
     Flag("activations", str, "--activations",
-         "float32, or bfloat16: round inputs of linears and attention; auto: bfloat16 with AVX512-BF16, AMX."),
+         "float32, or bfloat16: rounds inputs of linears, attention; auto: bfloat16 with AVX512-BF16, AMX."),
     Flag("quantization", str, "--quantization", "Quantize the weights while loading: int8 or int4."),
     Flag("kv_cache_dtype", str, "--kv-cache-dtype",
          "dtype of the KV cache, of target and draft: auto or int8."),

@@ -20,24 +20,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from outrider.control.cost import OUTLIER, ForwardCost
+from outrider.control.cost import OUTLIER
 from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import EXPLORE, USUAL_GRACE, Grace
-from outrider.control.memory import Memory
 from outrider.control.mix import MixAsks
 from outrider.control.outcomes import note_depths
-from outrider.control.plan import Arm, Load, Plan, StepRecord, Try
-from outrider.control.planner import Planner
+from outrider.control.plan import Load, Plan, StepRecord, Try
+from outrider.control.planner import USUAL, Planner, Settings
 from outrider.control.prefill_choice import PrefillChoice
 from outrider.control.report import report
 from outrider.control.rest import Rest
 from outrider.control.room import Room, enter_losses
 from outrider.control.trim import keep_what_pays
-from outrider.core.clock import Times, one_time, take_one_time, working_time
+from outrider.core.clock import Times, one_time, take_one_time
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget
@@ -52,44 +50,50 @@ ANCHOR = 96  # steps with drafts after which a plain one measures its cost again
 class AutoController:
     """Controller that chooses by measured cost and acceptance.
 
-    limits: upper bounds, from options that were given.  arms: the drafters of a mix, or the only one.
-    grace: what requests may lose.
-    clock: returns seconds, by default those of the engine's clock.
-    evidence: shared with the controllers of other rows, where several steps are in flight; by default one of
-    its own, which begins with the costs `forward` and what `memory` has kept.
+    limits: upper bounds, from options that were given.
+    evidence: shared with the controllers of other rows, where several steps are in flight.  It has the arms:
+    the drafters of a mix, or the only one.
+
+    settles: whether `settle` is called in every step.  rest: the present one, if no drafter is considered.
+
+    Of the plans:
+    plans, considered: of rows; those for which the drafters were considered, until `stale`.
+    load, rows: beside which they were made, and the rows of the last step.
+    age, interval: steps since all of them were made, and steps that they hold for.
+    room: what may be lost before they are made again.  due: `settle` has to make them again.
+    look_seconds: moving average of making them and of taking in what led to them.
+    looked, digested: seconds of both, the last time.
+
+    Of this step:
+    batch, tries: its rows, and the drafts of those that have a plan.
+    anchored, guided: it stays plain to be measured; some row gets forced text.
+    mix: asks, if there are several drafters.  began: one-time work before it.
+
+    log: steps since the last digest.  since_plain: steps with drafts since the last plain one.
     """
 
-    def __init__(
-        self,
-        limits: FixedController,
-        arms: Sequence[Arm],
-        forward: ForwardCost | None = None,
-        grace: Grace = USUAL_GRACE,
-        memory: Memory | None = None,
-        clock: Callable[[], float] | None = None,
-        seed: int = 0,
-        evidence: Evidence | None = None,
-    ) -> None:
-        self.limits, self.arms, self.clock = limits, arms, clock or working_time
-        self.prefills = any(arm.prefills for arm in arms)
-        self.evidence = evidence or Evidence(arms, forward or ForwardCost(), memory)
-        self.planner = Planner(limits, arms, self.evidence, grace, seed)
-        self.prefill_choice, self.load = PrefillChoice(self.planner, arms), self.planner.load
-        # rows of the last step; plans, and rows that they were considered for, until `stale`
-        self.rows, self.plans, self.considered = list[Row](), dict[Row, Plan](), set[Row]()
-        # steps since all plans were made, and those that they hold for
-        self.stale, self.age, self.interval = True, 0, 1
-        # settles: whether `settle` is called in every step.  due: it has to, for rows of the last batch
-        self.settles, self.due, self.batch = False, False, Batch()
-        # of this step; guided: some row gets forced text
-        self.tries, self.anchored, self.guided = dict[int, Try](), False, False
-        # seconds of the last plan, of taking in what led to it, and the moving average of both together
-        self.looked = self.digested = self.look_seconds = 0.0
-        self.mix: MixAsks | None = None  # asks of this step, if there are several drafters
-        # since the last digest, the last plain step, and the last plan; one-time work before this step
-        self.log, self.since_plain, self.began = list[StepRecord](), 0, (0, 0.0)
-        self.room = Room()  # before plans are made again
+    def __init__(self, limits: FixedController, evidence: Evidence, settings: Settings = USUAL) -> None:
+        self.limits, self.evidence, self.arms = limits, evidence, evidence.arms
+        self.clock = settings.clock
+        self.prefills = any(arm.prefills for arm in self.arms)
+        self.planner = Planner(limits, evidence, settings)
+        self.prefill_choice = PrefillChoice(self.planner)
+        self.settles = False
         self.rest: Rest | None = None
+        self.plans: dict[Row, Plan] = {}
+        self.considered: set[Row] = set()
+        self.load, self.rows = self.planner.load, list[Row]()
+        self.stale, self.due = True, False
+        self.age, self.interval = 0, 1
+        self.room = Room()
+        self.looked = self.digested = self.look_seconds = 0.0
+        self.batch, self.tries = Batch(), dict[int, Try]()
+        self.anchored = self.guided = False
+        self.mix: MixAsks | None = None
+        self.began = (0, 0.0)
+
+        self.log: list[StepRecord] = []
+        self.since_plain = 0
 
     def nodes(self, rows: int) -> int:
         """The largest number of draft nodes that one of so many rows may get."""
@@ -102,11 +106,11 @@ class AutoController:
     # ---- before drafting
 
     def budget(self, batch: Batch) -> list[Budget]:
-        self.guided, self.began, self.batch = False, one_time(), batch
-        rest = self.rest
+        self.batch, rest = batch, self.rest
         if rest is not None and (rest.repeats(batch) or self._rests(rest, batch)):
             return [NO_BUDGET] * len(batch)
-        self.tries, self.mix = {}, None
+        self.guided, self.tries, self.mix = False, {}, None
+        self.began = one_time()
         if self.stale:
             self._look(batch)
             if not self.plans and self.load.batch:
@@ -134,11 +138,12 @@ class AutoController:
 
     def _begin_rest(self) -> None:
         """Rest until the next drafter may be considered, for these rows and for new ones."""
-        least = math.ceil(self.look_seconds / (EXPLORE * self.load.decode))
+        least = math.ceil(self.look_seconds / (self.load.explore * self.load.decode))
         closed = max(least, wait) if (wait := self.planner.closed()) else 0
         longest = min(LONGEST_PAUSE, max(least, self.planner.wait, 1))
-        load, depth, need = self.load, self.limits.depth_for(len(self.rows)), self.planner.least_need()
-        self.rest = Rest(self.rows, longest - 1, closed, need, load.batch, depth, not load.decodes_only)
+        count = len(self.rows)
+        depth, need = self.limits.depth_for(count), self.planner.least_need()
+        self.rest = Rest(self.planner, self.load, longest - 1, closed, need, depth, count)
         self.anchored, self.since_plain = False, 0
         self._charge(self.looked)
         self.looked = 0.0
@@ -148,19 +153,13 @@ class AutoController:
         self.evidence.host += min(seconds, OUTLIER * self.look_seconds + LONG_PLAN)
 
     def _rests(self, rest: Rest, batch: Batch) -> bool:
-        """Whether a rest goes on.  Takes in its steps if it ends, plain ones if the load changes."""
-        goes_on = rest.goes_on(batch.rows, self.limits.depth_for(len(batch)))
-        if goes_on and rest.listens:
-            goes_on = not rest.promises(batch, self.evidence, self.load, self.look_seconds)
-        if goes_on:
+        """Whether a rest goes on in a step in which something has to be looked at."""
+        if rest.goes_on(batch, self.look_seconds):
             if batch.prefill:
                 self.prefill_choice.leave_out(batch)
-            if rest.moved and not batch.prefill:
-                rest.settle_plain(self.evidence, self.load)
-                self.load, rest.moved = Load.of(batch, self.evidence.forward), False
             return True
-        rest.settle(self.evidence, self.load)
-        self.rest, self.stale = None, True
+        rest.settle()
+        self.rest, self.load, self.stale = None, rest.load, True
         return False
 
     def _anchor(self) -> bool:
@@ -172,6 +171,8 @@ class AutoController:
 
     def forced(self, r: int) -> bool:
         """Whether row r may get forced text: not in a plain step.  Its drafters are not asked then."""
+        if self.rest is not None and not self.guided:
+            self.began = one_time()
         self.guided = True
         self.tries.pop(r, None)
         return not self.anchored
@@ -264,27 +265,26 @@ class AutoController:
     # ---- after the step
 
     def learn(self, commit: Commit, times: Times) -> None:
-        batch = commit.batch
+        batch, rest = commit.batch, self.rest
         ended = [step.row for step in batch if step.row.finish_reason is not None]
-        ends, once = bool(ended), take_one_time(self.began)
-        if self.rest is None:
-            self._note(batch, times, ends, once)
-        elif batch.prefill or self.guided:
-            load, seconds = Load.of(batch, self.evidence.forward), times.forward + times.rest
-            record = StepRecord(batch, load, {}, times.propose, seconds, {}, ends, once)
+        if rest is None:
+            self._note(batch, times, bool(ended), take_one_time(self.began))
+        elif self.guided or (batch.prefill and self.prefill_choice.computes(batch)):
             # at once: forced drafts of a row that ends, and what a first prefill costs
             at_once = self.guided or self.prefill_choice.tells_cost(batch)
-            self.rest.add_record(record, at_once, self.evidence, self.load)
+            rest.add_record(batch, times, take_one_time(self.began), at_once)
+            self.guided = False
         else:
-            self.rest.add(times)
+            rest.add(batch, times)
         if ended:
+            if rest is not None and len(ended) == len(batch):
+                rest.settle()
+            load = self.load if rest is None else rest.load
             for row in ended:
-                self.evidence.close(row, self.load)
+                self.evidence.close(row, load)
             self.evidence.save(time.perf_counter())
             self._drop_plans(ended)
             self.rows, self.tries = [], {}
-            if self.rest is not None:
-                self.rest.drop_ended(self.evidence, self.load)
 
     def _note(self, batch: Batch, times: Times, ended: bool, once: float) -> None:
         """Log a step, and take in the log if it is due."""
@@ -333,7 +333,7 @@ class AutoController:
 
     def shared(self, rows: Collection[Row]) -> int:
         """How many of these rows were in its last step."""
-        return len(set(rows).intersection(self.rows if self.rest is None else self.rest.rows))
+        return len(set(rows).intersection(self.batch.rows))
 
     def release(self, rows: Collection[Row]) -> None:
         """Take in the steps so far, if they have rows of these: another controller gets them."""
@@ -342,8 +342,9 @@ class AutoController:
             self.evidence.refresh(rows)
         self._drop_plans(rows)
         if self.rest is not None and self.shared(rows):
-            self.rest.settle(self.evidence, self.load)
+            self.rest.settle()
 
     def report(self) -> dict[str, Any]:
         """What was chosen and why (report.py)."""
-        return report(self.evidence, self.planner, self.load, self.rest is not None)
+        load = self.load if self.rest is None else self.rest.load
+        return report(self.evidence, self.planner, load, self.rest is not None)

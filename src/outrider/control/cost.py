@@ -96,7 +96,10 @@ class ForwardCost:
         self.rates[batch] = (tokens + rate * (emitted - tokens), time + rate * (seconds - time))
 
     def learn_plain(self, batch: int, rows: int, context: int, seconds: float, steps: int = 1) -> None:
-        """Take in steps without drafts, by their median: they give the pace.  A jump needs two in a row."""
+        """Take in steps without drafts, by their median: they give the pace.  A jump needs two in a row.
+
+        Of the first ones the shortest counts: some found no weights in the caches of the processor.
+        """
         ratio = seconds / self.base(rows, context)
         deviation = math.log(max(ratio, 1e-12) / self.pace(batch))
         first = not self.plain_steps[batch]
@@ -104,6 +107,8 @@ class ForwardCost:
         if first:
             self.paces[batch] = ratio
             self.counts[_nearest(rows)] |= rows in ROWS
+        elif deviation < 0 and self.plain_steps[batch] <= NEW:
+            self.paces[batch] = ratio
         elif abs(deviation) < CLIP:
             rate = max(1 - (1 - PACE_RATE) ** steps, steps / self.plain_steps[batch])
             self.paces[batch] *= math.exp(rate * deviation)

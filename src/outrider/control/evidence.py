@@ -13,7 +13,7 @@ from statistics import median_low
 
 from outrider.control.acceptance import PAUSE, Calibration, Reach, Reliability
 from outrider.control.cost import OUTLIER, RATE, ForwardCost
-from outrider.control.ledger import EXPLORE, FIRST_TRIALS, MOST_KEPT, MOST_TRIALS, Ledger, Moment, Trials
+from outrider.control.ledger import FIRST_TRIALS, MOST_KEPT, MOST_TRIALS, Ledger, Moment, Trials
 from outrider.control.memory import EVERY, Memory, learned
 from outrider.control.module import Corrected, Module
 from outrider.control.outcomes import judged, outcome_of
@@ -55,11 +55,12 @@ class Evidence:
     def __init__(
         self,
         arms: Sequence[Arm],
-        forward: ForwardCost,
+        forward: ForwardCost | None = None,
         memory: Memory | None = None,
         module: Module | None = None,
     ) -> None:
-        self.arms, self.forward, self.memory, self.module = arms, forward, memory, module
+        self.arms, self.memory, self.module = arms, memory, module
+        self.forward = forward = forward or ForwardCost()
         self.learned = learned(memory and memory.read(), len(arms), forward.base(1))
         self.calibration, self.reach, self.drafting, self.prefill_cost, self.ledger = self.learned
         self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * forward.base(1))
@@ -140,28 +141,28 @@ class Evidence:
                 self.state(row).enter(names, own.spent, own.plain, own.steps, own.drafted, own.idle)
 
     def _remember(self) -> None:
-        total, ledger = self.total, self.ledger
-        moment = Moment({**total.steps}, total.seconds, total.plain_seconds, ledger.loss, ledger.room)
-        self.history.append(moment)
+        sums = self.total.seconds, self.total.plain_seconds
+        self.history.append(Moment({**self.total.steps}, *sums, self.ledger.loss, self.ledger.room))
 
-    def rested(self, load: Load, seconds: Sequence[float], propose: float) -> None:
-        """Take in plain steps during which nothing was decided.  propose: seconds of their idle drafters."""
-        count, batch = len(seconds), load.batch
-        typical = median_low(seconds)
-        self.forward.learn_plain(batch, load.rows, load.context, typical, count)
-        self.forward.learn_rate(batch, batch, typical + propose / count, count)
-        self.surprises = 0
-        self.idle += (1 - (1 - RATE) ** count) * (propose / count - self.idle)
-        plain, host, self.host = count * load.decode, self.host, 0.0
-        self._earn(plain + host, plain, load)
-        self.total.add("off", plain + host + propose, plain, steps=count * batch)
+    def rested(self, load: Load, seconds: Sequence[float], propose: float, beside: int = 0) -> None:
+        """Take in a rest: seconds of plain steps and their idle drafters, tokens emitted beside prompts."""
+        batch = load.batch
+        if count := len(seconds):
+            typical = median_low(seconds)
+            self.forward.learn_plain(batch, load.rows, load.context, typical, count)
+            self.forward.learn_rate(batch, batch, typical + propose / count, count)
+            self.surprises = 0
+            self.idle += (1 - (1 - RATE) ** count) * (propose / count - self.idle)
+        tokens, host, self.host = count * batch + beside, self.host, 0.0
+        self._earn((plain := tokens * load.token) + host, plain, load)
+        self.total.add("off", plain + host + propose, plain, steps=tokens)
         self._remember()
 
     def _earn(self, spent: float, plain: float, load: Load) -> None:
         """Enter seconds, and those of plain decoding, into the ledger of all requests."""
-        self.ledger.add(spent, plain)
+        self.ledger.add(spent, plain, load.share)
         for trials in self.trials:
-            trials.earn(plain, load.decode)
+            trials.earn(plain, load.decode, load.allowance)
 
     def credit(self, row: Row, state: RowState, load: Load) -> None:
         """Enter the plain steps of a row during which nothing was decided."""
@@ -343,7 +344,7 @@ class Evidence:
             elif k in tried.plan.exploring:
                 self.trials[k].room -= cost + host
                 if self.reach[k].asked >= KNOWN:  # the next trials are for other rows, or for other text
-                    pause = math.ceil(cost / (EXPLORE * record.load.token))
+                    pause = math.ceil(cost / (record.load.explore * record.load.token))
                     state.retry[k] = row.steps + min(LONGEST_PAUSE, pause)
         if tried.expected or step.accepted:
             state.asleep = 0

@@ -1,7 +1,7 @@
 """Ledger of a conservative bandit: time spent against the time that plain decoding would have taken.
 
     loss = spent - plain          for the same tokens
-    room = share * plain + grace - loss
+    room = share * plain + grace - loss         share: 1 %, less in batches of more than `CROWD` requests
 
 A step may draft only if its whole extra cost fits into the room, so a stream of requests never loses more
 than 1 % and `grace` seconds, however badly its drafts fail (conservative bandits: Wu et al. 2016,
@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SHARE = 0.01  # of the time of plain decoding
+# Requests up to which a batch may lose all that is allowed; one of n > CROWD, CROWD / n of it: drafts gain
+# less there.
+CROWD = 8
 KNOWN_GRACE = 4.0  # `Grace.total`, where every drafter is known from an earlier start
 # Seconds for all together, or KNOWN_GRACE plain steps of one request, if these take longer: in a large batch
 # drafts gain less, and a step takes longer.
@@ -62,17 +65,17 @@ class Moment(NamedTuple):
 class Ledger:
     """Seconds lost so far, in sum, and what may still be lost.
 
-    plain: seconds of plain decoding for the tokens so far.  loss: seconds beyond them; below 0 what drafts
-    have saved, up to `SAVED` graces.  grace: seconds.
+    earned: seconds that may be lost by their share of plain decoding.  loss: seconds beyond plain decoding;
+    below 0 what drafts have saved, up to `SAVED` graces.  grace: seconds.
     """
 
     grace: float = 0.0
-    plain: float = 0.0
+    earned: float = 0.0
     loss: float = 0.0
 
-    def add(self, spent: float, plain: float) -> None:
+    def add(self, spent: float, plain: float, share: float = SHARE) -> None:
         """Enter seconds of steps, and those of plain decoding for the same tokens."""
-        self.plain += plain
+        self.earned += share * plain
         self.loss = max(self.loss + spent - plain, -SAVED * self.grace)
 
     def add_once(self, lost: float, step: float) -> None:
@@ -82,19 +85,27 @@ class Ledger:
     @property
     def room(self) -> float:
         """Seconds that may still be lost."""
-        return SHARE * self.plain + USED * self.grace - self.loss
+        return self.earned + USED * self.grace - self.loss
 
 
 @dataclass(slots=True)
 class Trials:
-    """`EXPLORE` of all requests' time for a drafter that does not seem to pay.  room: seconds left for it."""
+    """`EXPLORE` of all requests' time for a drafter that does not seem to pay.  room: seconds left for it.
+
+    part: `allowance` of the batch
+    """
 
     room: float
 
-    def earn(self, plain: float, step: float) -> None:
+    def earn(self, plain: float, step: float, part: float = 1.0) -> None:
         """Take in so many seconds of plain decoding, a step of which takes `step`."""
-        self.room = max(self.room, min(self.room + EXPLORE * plain, MOST_TRIALS * step))
+        self.room = max(self.room, min(self.room + part * EXPLORE * plain, part * MOST_TRIALS * step))
 
-    def wait(self, cost: float, step: float) -> int:
+    def wait(self, cost: float, step: float, part: float = 1.0) -> int:
         """Plain steps until it may cost so much."""
-        return 0 if cost <= self.room else math.ceil((cost - self.room) / (EXPLORE * step))
+        return 0 if cost <= self.room else math.ceil((cost - self.room) / (part * EXPLORE * step))
+
+
+def allowance(batch: int) -> float:
+    """Part of the usual losses that a batch of so many requests may have."""
+    return min(1.0, CROWD / max(1, batch))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from outrider.control.acceptance import Calibration, Reach
 from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
-from outrider.control.ledger import Ledger
+from outrider.control.ledger import EXPLORE, SHARE, Ledger, allowance
 from outrider.core.row import NO_DRAFTS, Drafted, DraftingSummary, Row
 from outrider.core.step import Batch
 from outrider.core.tree import Budget
@@ -192,6 +192,21 @@ class Load:
     def token(self) -> float:
         """Seconds that plain decoding takes for a token of a row."""
         return self.decode / max(1, self.batch)
+
+    @property
+    def allowance(self) -> float:
+        """Part of the usual losses that it may have."""
+        return allowance(self.batch)
+
+    @property
+    def share(self) -> float:
+        """Part of its time that may be lost."""
+        return SHARE * self.allowance
+
+    @property
+    def explore(self) -> float:
+        """Part of its time for each drafter that does not seem to pay."""
+        return EXPLORE * self.allowance
 
     @property
     def nodes(self) -> float:

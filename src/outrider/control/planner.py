@@ -9,25 +9,40 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from outrider.control.acceptance import Reach
 from outrider.control.choose import Option
-from outrider.control.evidence import FEW_TOKENS, LONGEST_PAUSE, Evidence
+from outrider.control.evidence import FEW_TOKENS, KNOWN, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import KNOWN_GRACE, MOST_GRACE, SHARE, USED, Grace, Trials
-from outrider.control.plan import Arm, Load, Plan, RowState
+from outrider.control.ledger import KNOWN_GRACE, MOST_GRACE, USED, USUAL_GRACE, Grace, Trials
+from outrider.control.plan import Load, Plan, RowState
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
-from outrider.control.rest import relieved
+from outrider.core.clock import working_time
 from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import Budget
 
 OPTIMISM = 0.2  # standard deviations of a draw of an estimate
 DIGEST = 16  # steps that are taken in together, once the drafters are known
+LATE = 64  # tokens that drafters lack: rows are alike up to so many
 SPARE = 0.1  # part of what drafts have saved that one request may lose again
+
+
+class Settings(NamedTuple):
+    """Settings of an adaptive controller.
+
+    grace: what requests may lose.  clock: returns seconds.  seed: of the draws of estimates.
+    """
+
+    grace: Grace = USUAL_GRACE
+    clock: Callable[[], float] = working_time
+    seed: int = 0
+
+
+USUAL = Settings()
 
 
 class Candidate(NamedTuple):
@@ -56,18 +71,12 @@ class Planner:
     prices: of the drafters beside that load.
     """
 
-    def __init__(
-        self,
-        limits: FixedController,
-        arms: Sequence[Arm],
-        evidence: Evidence,
-        grace: Grace,
-        seed: int = 0,
-    ) -> None:
-        self.limits, self.arms, self.evidence, self.grace = limits, arms, evidence, grace
+    def __init__(self, limits: FixedController, evidence: Evidence, settings: Settings = USUAL) -> None:
+        arms = evidence.arms
+        self.limits, self.arms, self.evidence, self.grace = limits, arms, evidence, settings.grace
         if all(evidence.known):
-            self.grace = grace._replace(total=min(grace.total, KNOWN_GRACE))
-        self.random = random.Random(seed)
+            self.grace = self.grace._replace(total=min(self.grace.total, KNOWN_GRACE))
+        self.random = random.Random(settings.seed)
         self.load = Load(evidence.forward)
         self.order: Sequence[int] = range(len(arms))
         self.room = self.row_grace = 0.0
@@ -116,9 +125,9 @@ class Planner:
         """Set what each request, and all together, may lose beside such a step."""
         ledger, alone = self.evidence.ledger, load.pace * load.forward.base(1)
         plain = max(load.decode or alone, self.grace.least)  # a chunk of a prompt emits nothing
-        self.row_grace = self.grace.each * plain + SPARE * max(0.0, -ledger.loss)
+        self.row_grace = load.allowance * self.grace.each * plain + SPARE * max(0.0, -ledger.loss)
         most = max(MOST_GRACE, KNOWN_GRACE * max(alone, self.grace.least))
-        ledger.grace = min(self.grace.total * plain, most)
+        ledger.grace = min(load.allowance * self.grace.total * plain, most)
 
     def closed(self) -> int:
         """Steps after the last plans until a new row may get one."""
@@ -131,9 +140,21 @@ class Planner:
                 if math.isinf(best.cost):
                     waits.append(1)
                     continue
-                pause = 0 if (pays := pays_off(best, self.load)) else trials.wait(best.cost, self.load.decode)
+                pause = 0 if (pays := pays_off(best, self.load)) else self._wait(trials, best.cost)
                 waits.append(max(pause, self._until(need(best.cost, pays) - self.room)))
         return min(waits)
+
+    def may_pay(self, row: Row, load: Load) -> bool:
+        """Whether a drafter pays for a row by what speaks for its draft, or may be tried to learn that."""
+        most = min(self.limits.depth_for(load.batch), row.draft_depth)
+        for k, arm in enumerate(self.arms):
+            if arm.grade(row):
+                reach = self.evidence.reach_of(k, row)
+                best = self.prices.best(k, reach, OPTIMISM, load, self.depth(k, reach, most))
+                tried = reach.asked < KNOWN and self.evidence.trials[k].room >= best.cost
+                if tried or pays_off(best, load):
+                    return True
+        return False
 
     def least_need(self) -> float:
         """Seconds that have to be left for a trial of one token, of the cheapest drafter; 0 if unknown."""
@@ -156,7 +177,11 @@ class Planner:
     def _until(self, lacks: float) -> int:
         """Plain steps until the ledgers have room for so many more seconds."""
         load = self.load
-        return max(0, math.ceil(lacks * load.batch / (SHARE * load.decode)))
+        return max(0, math.ceil(lacks * load.batch / (load.share * load.decode)))
+
+    def _wait(self, trials: Trials, cost: float) -> int:
+        """Plain steps until a trial may cost so much."""
+        return trials.wait(cost, self.load.decode, self.load.allowance)
 
     def outlook(self, k: int) -> dict[str, Any]:
         """What a drafter is expected to do for a new request beside those of the last plans."""
@@ -215,14 +240,13 @@ class Planner:
         self.wait = min(self.wait, wait)
         return None
 
-    def _kind(self, row: Row, most: int) -> tuple[Any, ...] | None:
-        """What the plan of a row without a state depends on; None if on its tokens, too.
+    def _kind(self, row: Row, most: int) -> tuple[Any, ...]:
+        """What the plan of a row without a state depends on, roughly.
 
         Nothing speaks for drafts for such a row: its grades are 0.
         """
-        if any(self._lacks(k, row) for k in range(len(self.arms))):
-            return None
-        return most, row.steps > 0, row.left_out, row.params.draft_method
+        late = [self._lacks(k, row) // LATE for k, arm in enumerate(self.arms) if arm.prefills]
+        return most, row.steps > 0, row.left_out, row.params.draft_method, *late
 
     def _choose(
         self, row: Row, state: RowState | None, most: int, room: float
@@ -267,7 +291,7 @@ class Planner:
         if not pays:
             if not self.prices.hopeful(k, load, most):
                 return LONGEST_PAUSE
-            pause = max(retry, self.trials[k].wait(option.cost + late, load.decode))
+            pause = max(retry, self._wait(self.trials[k], option.cost + late))
             if pause > 0:
                 return pause
         lacks = need(option.cost, pays) - min(room, self.room - late)
@@ -305,3 +329,8 @@ class Planner:
         if len(self.arms) == 1:
             return Budget(depth, nodes, floors[0])
         return Budget(depth, min(nodes, self.limits.size(depth)))
+
+
+def relieved(now: int, before: int) -> bool:
+    """Whether so many fewer rows run that what did not pay may pay."""
+    return 2 * now <= before

@@ -1,7 +1,7 @@
 """Choice of the drafters that compute the prompts of new requests.
 
 One with a model of its own cannot draft before that, and the cost comes before anything is known of the
-request.
+request.  In a large batch none computes a prompt before it is asked for a draft of the request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from outrider.control.evidence import KNOWN, MOST_LOST
-from outrider.control.ledger import EXPLORE, SHARE
+from outrider.control.ledger import CROWD
 from outrider.control.plan import Arm, Load
 from outrider.control.planner import Planner
 from outrider.control.prices import saved
@@ -46,7 +46,8 @@ class PrefillChoice:
     outlooks: by drafter, requests and depth.
     """
 
-    def __init__(self, planner: Planner, arms: Sequence[Arm]) -> None:
+    def __init__(self, planner: Planner) -> None:
+        arms = planner.arms
         names = [arm.sources for arm in arms]
         self.planner, self.arms = planner, arms
         self.drafters = [k for k, arm in enumerate(arms) if arm.prefills and names.count(arm.sources) == 1]
@@ -68,9 +69,14 @@ class PrefillChoice:
         most = self.planner.limits.depth_for(len(batch))
         if not rows or not most:
             return
-        evidence.drop_ended()
+        if (count := len(batch) + batch.waiting) > CROWD:
+            for k in self.drafters:
+                _leave(rows, self.arms[k])
+            return
+        if len(evidence.decided) > len(batch):
+            evidence.drop_ended()
         evidence.decided.update(dict.fromkeys(rows, 0.0))
-        load = Load.plain_step(evidence.forward, len(batch) + batch.waiting)
+        load = Load.plain_step(evidence.forward, count)
         self.planner.set_grace(load)
         for k in self.drafters:
             outlook = self._outlook(k, load, most)
@@ -99,10 +105,10 @@ class PrefillChoice:
         room, cost_known = MOST_PREFILL * evidence.ledger.room, evidence.prefill_cost[k] > 0
         for row in rows:
             cost = evidence.prefill_cost[k] * (len(row.tokens) - row.computed)
-            by_chance = draw() * cost <= EXPLORE * row.remaining * load.token
+            by_chance = draw() * cost <= load.explore * row.remaining * load.token
             worthy = evidence.worth[k] >= -MOST_LOST * (cost + load.token)
             # what was lost so far may leave no room for any draft while the row runs
-            room_later = evidence.ledger.room + SHARE * row.remaining * load.decode
+            room_later = evidence.ledger.room + load.share * row.remaining * load.decode
             reachable = room_later >= outlook.need or math.isinf(outlook.need)
             chosen = reachable and (by_chance or (worthy and outlook.hoped * row.remaining >= cost))
             doubtful = not worthy or outlook.known[0] < KNOWN or outlook.expected * row.remaining < cost
@@ -115,15 +121,18 @@ class PrefillChoice:
                 evidence.decided[row] += cost
                 evidence.ledger.add(cost, 0.0)
 
+    def computes(self, batch: Batch) -> bool:
+        """Whether some drafter computes a prompt in this step."""
+        return any(self._computed_by(k, batch) for k in self.drafters)
+
     def tells_cost(self, batch: Batch) -> bool:
-        """Whether some drafter computes a prompt in this step whose prefill was never measured."""
-        for k in self.drafters:
-            sources = self.arms[k].sources
-            if not self.planner.evidence.prefill_cost[k] and any(
-                step.known > 1 and not step.row.left_out.issuperset(sources) for step in batch
-            ):
-                return True
-        return False
+        """Whether one does so whose prefill was never measured."""
+        costs = self.planner.evidence.prefill_cost
+        return any(not costs[k] and self._computed_by(k, batch) for k in self.drafters)
+
+    def _computed_by(self, k: int, batch: Batch) -> bool:
+        sources = self.arms[k].sources
+        return any(step.known > 1 and not step.row.left_out.issuperset(sources) for step in batch)
 
 
 def _leave(rows: Sequence[Row], arm: Arm) -> None:

@@ -1,117 +1,136 @@
-"""Plain steps in a row during which no drafter is considered."""
+"""Plain steps in a row during which no drafter is considered.
+
+A step of a rest is counted, and its seconds are noted; nothing else is done for as many rows as in the step
+before.  What the steps have shown is taken in every `SETTLE` steps, when other numbers of rows run, and at
+the end.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.control.evidence import Evidence
-from outrider.control.ledger import SHARE
 from outrider.control.plan import Load, StepRecord
+from outrider.control.planner import Planner, relieved
 from outrider.core.clock import Times
-from outrider.core.row import Row
 from outrider.core.step import Batch
 
 PROMISED = 4  # tokens that a promising row may gain
 MOST_RECORDS = 16  # that wait: taken in together, they cost a quarter
 LISTEN = 8  # steps after which what speaks for drafts is looked at again
+SETTLE = 32  # steps after which they are taken in; a multiple of `LISTEN`
 
 
 @dataclass(slots=True)
 class Rest:
     """Plain steps since no drafter was found to pay, and how long that is taken for granted.
 
-    rows: of the last step.  longest: steps until drafters are considered for them; closed: until they are
-    for a new row.
+    load: of the last steps that were taken in, at first of the one in which it began.
+    longest: steps until drafters are considered again; closed: until they are for a new row.
     need: seconds that have to be left for the shortest draft.
-    batch: emitting rows when it began.  depth: largest draft that was allowed then.
-    moved: other rows run than those that the load was computed for.  fresh: some of them are new.
-    taken: steps so far.  promising: rows for which more speaks for a draft than when the rest began.
-    Since costs were last taken in: seconds of each step that only decoded, `propose` of their idle drafters
-    together, and the records of the other steps.
+    crowd: emitting rows when it began.  depth: largest draft that was allowed then.
+    rows: of the last step.  taken: steps so far.  quiet: steps until one has to be looked at.
+    promising: rows for which more speaks for a draft than when the rest began.
+    Since costs were last taken in:
+    decoded: the last step that only decoded; seconds: of each of them; propose: of idle drafters in them.
+    beside: tokens that were emitted beside prompts.  records: of steps that tell more.
     """
 
-    rows: list[Row]
+    planner: Planner
+    load: Load
     longest: int
     closed: int
     need: float
-    batch: int
     depth: int
-    moved: bool
-    fresh: bool = False
+    rows: int
+    crowd: int = 0
     taken: int = 0
+    quiet: int = 0
     promising: int = 0
+    decoded: Batch | None = None
     seconds: list[float] = field(default_factory=list)
     propose: float = 0.0
+    beside: int = 0
     records: list[StepRecord] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.crowd = self.load.batch
+
     def repeats(self, batch: Batch) -> bool:
-        """Count a step, if nothing has to be looked at in it: the rows are those of the step before."""
-        if self.fresh or self.moved or batch.prefill or self.taken >= self.longest:
-            return False
-        if not (self.taken + 1) % LISTEN or self.rows != [step.row for step in batch]:
+        """Count a step, if nothing has to be looked at in it: as many rows decode as in the step before."""
+        if self.taken >= self.quiet or batch.prefill or len(batch) != self.rows:
             return False
         self.taken += 1
         return True
 
-    def goes_on(self, rows: list[Row], depth: int) -> bool:
-        """Count a step, unless the rest is over: by its length, other limits, or far fewer requests."""
-        if depth != self.depth or relieved(len(rows), self.batch):
-            return False
+    def goes_on(self, batch: Batch, look_seconds: float) -> bool:
+        """Count any step, unless the rest is over: by its length, other limits, far fewer requests, or
+        because a plan may pay.
+        """
+        rows, new = len(batch), batch.prefill or len(batch) > self.rows
         if rows != self.rows:
-            self.moved = True
-            if not set(rows).issubset(self.rows):
-                self.longest, self.fresh = min(self.longest, self.closed), True
+            if self.planner.limits.depth_for(rows) != self.depth or relieved(rows, self.crowd):
+                return False
             self.rows = rows
+        if new:
+            self.longest = min(self.longest, self.closed)
         self.taken += 1
-        return self.taken <= self.longest
+        self.quiet = min(self.longest, self.taken - self.taken % LISTEN + LISTEN - 1)
+        if self.taken > self.longest:
+            return False
+        listens = self.depth > 0 and (new or not self.taken % LISTEN)
+        if listens and self._promises(batch, look_seconds):
+            return False
+        if not self.taken % SETTLE:
+            self.settle()
+        return True
 
-    @property
-    def listens(self) -> bool:
-        """Whether this step looks at what speaks for drafts."""
-        return self.depth > 0 and (self.fresh or not self.taken % LISTEN)
-
-    def promises(self, batch: Batch, evidence: Evidence, load: Load, look_seconds: float) -> bool:
+    def _promises(self, batch: Batch, look_seconds: float) -> bool:
         """Whether so much speaks for drafts that did not when the rest began that a plan may pay."""
-        self.fresh = False in [step.emits for step in batch]
+        load, evidence = self.load, self.planner.evidence
+        earned = load.share * load.token * (self.rows * len(self.seconds) + self.beside)
         # room for the plan and then for a draft: otherwise plans would use up what is earned for drafts
-        if evidence.ledger.room + SHARE * self.taken * load.decode <= look_seconds + self.need:
+        if evidence.ledger.room + earned <= look_seconds + self.need:
             return False
         rows = [step.row for step in batch if step.emits]
         if self.taken % LISTEN:
             rows = [row for row in rows if not row.steps]  # the new ones
-        self.promising += sum([evidence.promising(row) for row in rows if row.draft_depth])
+        promising = [row for row in rows if row.draft_depth and evidence.promising(row)]
+        self.promising += sum([self.planner.may_pay(row, load) for row in promising])
         return self.promising * PROMISED * load.token > look_seconds
 
-    def settle(self, evidence: Evidence, load: Load) -> None:
+    def settle(self) -> None:
         """Hand over the steps since costs were last taken in."""
         if self.records:
-            evidence.learn(self.records)
+            self.planner.evidence.learn(self.records)
             self.records = []
-        self.settle_plain(evidence, load)
+        self._settle_plain()
 
-    def settle_plain(self, evidence: Evidence, load: Load) -> None:
-        """Hand over those that only decoded, before the load changes."""
-        if self.seconds:
-            evidence.rested(load, self.seconds, self.propose)
-            self.seconds, self.propose = [], 0.0
+    def _settle_plain(self) -> None:
+        """Hand over those without a record."""
+        evidence = self.planner.evidence
+        if self.decoded is not None:
+            self.load = Load.of(self.decoded, evidence.forward)
+        if self.seconds or self.beside:
+            evidence.rested(self.load, self.seconds, self.propose, self.beside)
+            self.decoded, self.seconds, self.propose, self.beside = None, [], 0.0, 0
 
-    def drop_ended(self, evidence: Evidence, load: Load) -> None:
-        """Drop the rows that ended, after which the load is another one."""
-        self.rows, self.moved = [row for row in self.rows if row.finish_reason is None], True
-        if not self.rows:
-            self.settle(evidence, load)
+    def add_record(self, batch: Batch, times: Times, once: float, at_once: bool) -> None:
+        """Add a step with forced text, or whose prompts drafters compute.
 
-    def add_record(self, record: StepRecord, at_once: bool, evidence: Evidence, load: Load) -> None:
-        """Add a step with prompt tokens or forced text.  Hand over the steps at once, or if they are many."""
-        self.records.append(record)
+        once: seconds of one-time work in it.  at_once: hand over the steps, even if they are few.
+        """
+        load, seconds = Load.of(batch, self.planner.evidence.forward), times.forward + times.rest
+        ended = any(step.row.finish_reason is not None for step in batch)
+        self.records.append(StepRecord(batch, load, {}, times.propose, seconds, {}, ended, once))
         if at_once or len(self.records) >= MOST_RECORDS:
-            self.settle(evidence, load)
+            self.settle()
 
-    def add(self, times: Times) -> None:
+    def add(self, batch: Batch, times: Times) -> None:
+        if batch.prefill:
+            self.beside += sum([step.emits for step in batch])
+            return
+        if self.decoded is not None and len(self.decoded) != len(batch):
+            self._settle_plain()
+        self.decoded = batch
         self.seconds.append(times.forward + times.rest)
         self.propose += times.propose
-
-
-def relieved(now: int, before: int) -> bool:
-    """Whether so many fewer rows run that what did not pay may pay."""
-    return 2 * now <= before

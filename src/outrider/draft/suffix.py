@@ -28,7 +28,10 @@ from outrider.drafting.base import Target, TextDrafter
 from outrider.drafting.matches import MatchAcceptance, TreeLimits, continuation_tree
 from outrider.drafting.salts import SaltedMemory, share
 
-SEGMENT = 1 << 18  # tokens of finished requests in one index
+# Tokens of finished requests in one index.  The first one is small: it is written at random, and stays in the
+# caches of a processor.
+SEGMENT, FIRST_SEGMENT = 1 << 18, 1 << 14
+TOGETHER = 16  # texts that are indexed together, unless a look-up needs them: in a row they take a quarter
 SEPARATOR = -1  # token id between two requests
 ROUNDING = 1e-9
 GRADE, GRADES = 24, 3  # repeated tokens for each grade of a draft, and grades at most
@@ -36,14 +39,16 @@ FACTOR = real("a number in (0, 64]", lambda value: 0 < value <= 64)
 
 
 class FinishedTexts:
-    """The texts of the last `max_requests` finished requests, in segments.
+    """The texts of the last `max_requests` finished requests, in segments of growing size.
 
-    A segment goes when all of it is outdated.  outputs: the last one behind each end of a prompt.
+    A segment goes when all of it is outdated.  unindexed: the newest texts.
+    outputs: the last one behind each end of a prompt.
     """
 
     def __init__(self, max_requests: int) -> None:
         self.max_requests = max_requests
-        self.segments: deque[Index] = deque()
+        self.indexed: deque[Index] = deque()
+        self.unindexed: list[list[int]] = []
         self.ends: deque[tuple[Index, int]] = deque()  # where each request ends, oldest first
         self.outputs: dict[tuple[int, ...], array[int]] = {}
 
@@ -55,17 +60,32 @@ class FinishedTexts:
         self.outputs[prompt_end] = array("i", tokens[prompt:])
         if len(self.outputs) > self.max_requests:
             del self.outputs[next(iter(self.outputs))]
-        length = len(tokens) + 1
-        if not self.segments or self.segments[-1].length + length > self.segments[-1].capacity:
-            self.segments.append(run_index(max(SEGMENT, length)))
-        last = self.segments[-1]
-        last.extend([*tokens, SEPARATOR])
-        self.ends.append((last, last.length))
-        if len(self.ends) > self.max_requests:
-            index, end = self.ends.popleft()
-            index.first = end
-            while len(self.segments) > 1 and self.segments[0].first == self.segments[0].length:
-                self.segments.popleft()
+        self.unindexed.append(tokens)
+        if len(self.unindexed) == TOGETHER:
+            self._index()
+
+    @property
+    def segments(self) -> deque[Index]:
+        """Indexes of all texts."""
+        if self.unindexed:
+            self._index()
+        return self.indexed
+
+    def _index(self) -> None:
+        segments = self.indexed
+        for tokens in self.unindexed:
+            length = len(tokens) + 1
+            if not segments or segments[-1].length + length > segments[-1].capacity:
+                usual = min(SEGMENT, FIRST_SEGMENT << len(segments))
+                segments.append(run_index(max(usual, length)))
+            segments[-1].extend([*tokens, SEPARATOR])
+            self.ends.append((segments[-1], segments[-1].length))
+            if len(self.ends) > self.max_requests:
+                index, end = self.ends.popleft()
+                index.first = end
+                while len(segments) > 1 and segments[0].first == segments[0].length:
+                    segments.popleft()
+        self.unindexed = []
 
 
 @dataclass
@@ -124,6 +144,7 @@ def match_groups(longest: int) -> list[MatchGroup]:
 
 
 class Suffix(TextDrafter):
+    sees_plain = False
     demo: ClassVar = {"suffix decoding": {}}
     tunable: ClassVar = {
         "suffix_decoding_max_spec_factor": (0.5, 2.0, 4.0),

@@ -74,8 +74,9 @@ class Drafter:
     of speculative_config that `outrider demo` runs with the built-in models.  `tunable`: values of keys that
     `outrider tune` tries beside the defaults.  `adaptive`: default of the key of that name.
     `computes_prompts`: it computes prompts with a model of its own, and may skip those of rows that leave it
-    out.  `heeds_floors`: it ends a draft at the floor of its budget.  `memory` holds what outlives a request:
-    a benchmark copies it and restores it before it repeats a prompt.  Texts of requests with a cache_salt do
+    out.  `sees_plain`: `observe` does something in steps in which it has drafted nothing.
+    `heeds_floors`: it ends a draft at the floor of its budget.  `memory` holds what outlives a request: a
+    benchmark copies it and restores it before it repeats a prompt.  Texts of requests with a cache_salt do
     not belong into it, but into a `SaltedMemory` (drafting/salts.py).
 
     Only one method sets `adaptive`, `computes_prompts`, `heeds_floors` or `grade` so far.  They are here
@@ -87,6 +88,7 @@ class Drafter:
     tunable: ClassVar[Mapping[str, Sequence[Any]]] = {}
     adaptive: ClassVar[bool] = False
     computes_prompts: ClassVar[bool] = False
+    sees_plain: bool = True
     heeds_floors: bool = False
     depth: int = 5
     needs: Needs = Needs()

@@ -49,7 +49,7 @@ class AdaptiveControllers:
             self.costs = forward_cost(self.decoder, self.max_len, *self._numbers())
         stored = StoredJson("drafting", *self._about(speculation))
         evidence = Evidence(arms, copy.deepcopy(self.costs), stored, module)
-        return [AutoController(limits, arms, evidence=evidence) for _ in range(self.decoder.stages)]
+        return [AutoController(limits, evidence) for _ in range(self.decoder.stages)]
 
     def _about(self, speculation: SpeculativeOptions) -> tuple[Any, ...]:
         """What acceptance and costs of drafters depend on."""

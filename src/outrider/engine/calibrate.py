@@ -43,10 +43,21 @@ class Measured:
     rounds: int = 0
 
     def cost(self) -> ForwardCost:
-        near = self.rows.get(FAR_ROWS, math.inf)
+        seconds = self.least
+        near = seconds.get(FAR_ROWS, math.inf)
         each = max(0.0, self.distant - near) / FAR_ROWS / (self.far - NEAR)
-        alone = {rows: max(t - rows * NEAR * each, t / 2) for rows, t in sorted(self.rows.items())}
+        alone = {rows: max(t - rows * NEAR * each, t / 2) for rows, t in seconds.items()}
         return ForwardCost(alone, each)
+
+    @property
+    def least(self) -> dict[int, float]:
+        """Time by number of rows, ascending: no longer than that of more rows, which other programs delayed
+        less.
+        """
+        found: dict[int, float] = {}
+        for rows in sorted(self.rows, reverse=True):
+            found[rows] = min([self.rows[rows], *[*found.values()][-1:]])
+        return dict(sorted(found.items()))
 
 
 def forward_cost(decoder: Model, max_len: int, *about: Any) -> ForwardCost:

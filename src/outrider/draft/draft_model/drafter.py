@@ -64,6 +64,7 @@ class ModelDrafter(Drafter):
         self.stop = stop.Stop(options)
         self.depth = stop.MAX_DEPTH if self.stop.active else self.depth
         self.staged = None if options.drafter is None else Staged(options.drafter, self)
+        self.sees_plain = self.stop.active or self.staged is not None
         # Rules that judge samples need lengths that no sampled token decides.  On a GPU a chain would be read
         # after every token.
         others = self.staged is not None or self.stop.active or target.needs_probs

@@ -26,7 +26,7 @@ from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.tree import EMPTY_TREE, NO_BUDGET, ROOT, Draft, DraftTree
 from outrider.core.validate import Checked, Count, Kind, made_of, optional, whole
 from outrider.draft.union.merge import Merged, merge
-from outrider.drafting.base import Drafter, Storage, Target
+from outrider.drafting.base import Drafter, Storage, Target, TextDrafter
 from outrider.errors import ConfigError
 
 DEPTH = "num_speculative_tokens"
@@ -152,7 +152,8 @@ class Union(Drafter):
     def propose(self, batch: Batch) -> Draft:
         if not sum([step.budget.nodes for step in batch]):
             for drafter in self.drafters:
-                drafter.propose(batch)  # some compute what was committed
+                if not isinstance(drafter, TextDrafter):
+                    drafter.propose(batch)  # it may compute what was committed
             return Draft([EMPTY_TREE] * len(batch))
         mix_budgets, drafts = batch.mix_budgets, dict[int, Draft]()
         for i in range(len(self.drafters)) if mix_budgets is None else mix_budgets.order:
@@ -190,8 +191,11 @@ class Union(Drafter):
         proposed: list[RowDrafts | None] = [None] * len(commit.batch)
         if self.proposed:
             proposed = [self.proposed.pop(step.row, None) for step in commit.batch]
+        plain = not any(proposed)
         for k, drafter in enumerate(self.drafters):
-            if not any(proposed) and drafter.needs.topk == self.needs.topk:
+            if plain and not drafter.sees_plain:
+                continue
+            if plain and drafter.needs.topk == self.needs.topk:
                 drafter.observe(commit)  # of no drafts every drafter sees the same
                 continue
             steps = [self._part(k, step, drafts) for step, drafts in zip(commit.batch, proposed)]
@@ -214,7 +218,7 @@ class Union(Drafter):
         return max(drafter.behind(row) for drafter in self.drafters)
 
     def filled(self, row: Row) -> int:
-        return min(drafter.filled(row) for drafter in self.drafters)
+        return min([drafter.filled(row) for drafter in self.drafters])
 
 
 def after_trim(step: RowStep, node_of: Mapping[int, int]) -> Mapping[int, int]:
