@@ -88,9 +88,9 @@ class EngineOptions(Checked):
     dtype                   auto, float32, bfloat16 or float16
     activations             float32, or bfloat16: round the inputs of bfloat16 linears of the target, once a
                             linear, and queries and weights of attention over bfloat16 K/V; auto: bfloat16 on
-                            processors with AVX512-BF16 or AMX, float32 on others, where rounding is slow;
-                            bfloat16 gives the same text on all of them, but for AMX, which sums in another
-                            order
+                            processors with AVX512-BF16 or AMX, float32 on others, where rounding is slow.
+                            Products of bfloat16 have the same bits on all of them, but for AMX, which sums
+                            those of linears in another order
     quantization            int8 or int4: quantize the weights while loading
     kv_cache_dtype          auto or int8, for target and draft
     device                  auto, cpu, cuda, cuda:1 or mps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.evidence import JUDGED, Evidence
 from outrider.control.fixed import FixedController, Options
+from outrider.control.ledger import Trials, allowance
 from outrider.control.plan import Arm, Load
 from outrider.control.planner import Settings
 from outrider.core.clock import Times
@@ -170,3 +172,9 @@ def test_a_preempted_row_loses_its_plan_and_gets_no_draft_beside_its_text(auto: 
     again = Batch([RowStep(row, len(row.tokens) - 1, 1) for row in rows[:3]], prefill=True)
     again.append(RowStep(rows[3], 0, 4, False))  # a part of its text, which emits nothing
     assert [budget.depth > 0 for budget in auto.budget(again)] == [True, True, True, False]
+
+
+def test_a_trial_that_a_large_batch_never_allows_is_not_waited_for() -> None:
+    trials = Trials(0.0)
+    assert trials.wait(0.003, 0.01) < math.inf
+    assert trials.wait(0.003, 0.01, allowance(64)) == math.inf

@@ -6,6 +6,7 @@ import pytest
 from test_planner import PLAIN, PROMPT, controller, left_out
 
 from outrider.control.cost import ForwardCost
+from outrider.control.ledger import CROWD
 from outrider.core.step import Batch, RowStep
 from outrider.testing import make_row
 
@@ -37,3 +38,14 @@ def test_no_prompt_is_read_while_losses_leave_no_room_for_a_draft() -> None:
     auto.evidence.ledger.loss = 0.1
     assert left_out(auto) == 40
     assert left_out(auto, tokens=20_000) == 0
+
+
+def test_a_prompt_that_a_draft_model_left_out_of_a_crowd_is_not_charged_for_later() -> None:
+    """Its next chunk is computed when fewer requests wait."""
+    auto, row = controller(acceptance=0.9, level=0.05, prefill=0.001), make_row([1] * 1000, limit=1001)
+    auto.planner.random.random = lambda: 0.0  # type: ignore[method-assign]
+    batch, before = Batch([RowStep(row, 0, 100)]), auto.evidence.ledger.loss
+    for batch.waiting in (CROWD + 1, 0):
+        auto.prefill_choice.leave_out(batch)
+    assert row.left_out and not auto.prefill_choice.computes(batch)
+    assert auto.evidence.ledger.loss == before

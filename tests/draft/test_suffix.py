@@ -178,6 +178,13 @@ def test_finished_texts_are_indexed_together_and_none_is_missed() -> None:
     assert not memory.unindexed and memory.indexed[0].capacity == suffix.FIRST_SEGMENT
 
 
+def test_no_more_texts_are_kept_than_asked_for() -> None:
+    memory = suffix.FinishedTexts(2)
+    for i in range(5):
+        memory.add([i] * 20, 4)
+    assert len(memory.unindexed) < 2 and len(memory.ends) == 2
+
+
 def test_the_text_grows_with_the_row() -> None:
     """Drafts equal those of a fresh drafter that sees the whole row."""
     rng = random.Random(3)

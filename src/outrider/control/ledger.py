@@ -101,9 +101,12 @@ class Trials:
         """Take in so many seconds of plain decoding, a step of which takes `step`."""
         self.room = max(self.room, min(self.room + part * EXPLORE * plain, part * MOST_TRIALS * step))
 
-    def wait(self, cost: float, step: float, part: float = 1.0) -> int:
-        """Plain steps until it may cost so much."""
-        return 0 if cost <= self.room else math.ceil((cost - self.room) / (part * EXPLORE * step))
+    def wait(self, cost: float, step: float, part: float = 1.0) -> float:
+        """Plain steps until it may cost so much: infinite if the room never grows that large."""
+        if cost <= self.room:
+            return 0
+        within_reach = cost <= part * MOST_TRIALS * step
+        return math.ceil((cost - self.room) / (part * EXPLORE * step)) if within_reach else math.inf
 
 
 def allowance(batch: int) -> float:

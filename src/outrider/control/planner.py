@@ -180,8 +180,8 @@ class Planner:
         return max(0, math.ceil(lacks * load.batch / (load.share * load.decode)))
 
     def _wait(self, trials: Trials, cost: float) -> int:
-        """Plain steps until a trial may cost so much."""
-        return trials.wait(cost, self.load.decode, self.load.allowance)
+        """Plain steps until a trial may cost so much, at most `LONGEST_PAUSE`."""
+        return int(min(LONGEST_PAUSE, trials.wait(cost, self.load.decode, self.load.allowance)))
 
     def outlook(self, k: int) -> dict[str, Any]:
         """What a drafter is expected to do for a new request beside those of the last plans."""

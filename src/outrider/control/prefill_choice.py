@@ -42,7 +42,8 @@ class Outlook(NamedTuple):
 class PrefillChoice:
     """Decides which drafters prefill new rows.
 
-    drafters: those that compute prompts, and draft under a name of their own.
+    computing: drafters that compute prompts.  drafters: those of them that draft under a name of their own,
+    and so can be left out.
     outlooks: by drafter, requests and depth.
     """
 
@@ -50,7 +51,8 @@ class PrefillChoice:
         arms = planner.arms
         names = [arm.sources for arm in arms]
         self.planner, self.arms = planner, arms
-        self.drafters = [k for k, arm in enumerate(arms) if arm.prefills and names.count(arm.sources) == 1]
+        self.computing = [k for k, arm in enumerate(arms) if arm.prefills]
+        self.drafters = [k for k in self.computing if names.count(arms[k].sources) == 1]
         self.outlooks: dict[tuple[int, int, int], Outlook] = {}
 
     def leave_out(self, batch: Batch) -> None:
@@ -69,13 +71,13 @@ class PrefillChoice:
         most = self.planner.limits.depth_for(len(batch))
         if not rows or not most:
             return
+        if len(evidence.decided) > len(batch):
+            evidence.drop_ended()
+        evidence.decided.update(dict.fromkeys(rows, 0.0))
         if (count := len(batch) + batch.waiting) > CROWD:
             for k in self.drafters:
                 _leave(rows, self.arms[k])
             return
-        if len(evidence.decided) > len(batch):
-            evidence.drop_ended()
-        evidence.decided.update(dict.fromkeys(rows, 0.0))
         load = Load.plain_step(evidence.forward, count)
         self.planner.set_grace(load)
         for k in self.drafters:
@@ -123,7 +125,7 @@ class PrefillChoice:
 
     def computes(self, batch: Batch) -> bool:
         """Whether some drafter computes a prompt in this step."""
-        return any(self._computed_by(k, batch) for k in self.drafters)
+        return any(self._computed_by(k, batch) for k in self.computing)
 
     def tells_cost(self, batch: Batch) -> bool:
         """Whether one does so whose prefill was never measured."""

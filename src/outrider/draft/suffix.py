@@ -48,7 +48,7 @@ class FinishedTexts:
     def __init__(self, max_requests: int) -> None:
         self.max_requests = max_requests
         self.indexed: deque[Index] = deque()
-        self.unindexed: list[list[int]] = []
+        self.unindexed: list[array[int]] = []
         self.ends: deque[tuple[Index, int]] = deque()  # where each request ends, oldest first
         self.outputs: dict[tuple[int, ...], array[int]] = {}
 
@@ -60,8 +60,8 @@ class FinishedTexts:
         self.outputs[prompt_end] = array("i", tokens[prompt:])
         if len(self.outputs) > self.max_requests:
             del self.outputs[next(iter(self.outputs))]
-        self.unindexed.append(tokens)
-        if len(self.unindexed) == TOGETHER:
+        self.unindexed.append(array("i", tokens))
+        if len(self.unindexed) >= min(TOGETHER, self.max_requests):
             self._index()
 
     @property
