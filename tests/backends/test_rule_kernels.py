@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import c_backend, needs_c, sampled_row, two_threads
 
 from outrider import verify
+from outrider.backends.cpu.rules import TreeQueries
 from outrider.backends.torch import sampling as reference
 from outrider.backends.torch.backend import TorchBackend
 from outrider.core.noise import MASK
@@ -180,6 +181,16 @@ def both(name: str, row: Row, logits: torch.Tensor, root: int, tree: DraftTree) 
     except ModelError:
         expected = None  # type: ignore[assignment]
     return dict(queries.read())[5], expected
+
+
+def test_answers_are_read_from_the_buffer_that_was_prepared() -> None:
+    """Reading an attribute of the queries allocates nothing: C has the address of that buffer."""
+    queries = TreeQueries()
+    queries.numbers += [0] * 100
+    _, count, address = queries.prepare()
+    for name in dir(queries):
+        getattr(queries, name)
+    assert (count, address) == (0, queries.data.buffer_info()[0])
 
 
 @settings(max_examples=400, deadline=None)

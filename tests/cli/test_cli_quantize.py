@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from commands import Run
@@ -40,6 +41,23 @@ def test_what_cannot_be_written_is_one_line(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run("quantize", "-m", tiny_checkpoint(tmp_path / "source"), "--out", tmp_path / "file" / "new")
     assert done.status == 2 and done.err.startswith("error: ") and "Not a directory" in done.err
+
+
+def test_a_checkpoint_with_code_of_its_own_needs_trust(run: Run, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    tiny_checkpoint(source)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"model_type": "own_llama", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n"
+        "    model_type = 'own_llama'\n"
+    )
+    done = run("quantize", "-m", source, "-o", tmp_path / "few")
+    assert done.status == 2 and "brings its own code: pass trust_remote_code=True" in done.err
+    done = run("quantize", "-m", source, "-o", tmp_path / "few", "--trust-remote-code")
+    assert done.status == 0 and "in 8 bits" in done.out
+    assert (tmp_path / "few" / "configuration_own.py").is_file()
 
 
 def test_a_full_disk_is_one_line(run: Run, tmp_path: Path) -> None:

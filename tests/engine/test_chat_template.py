@@ -110,6 +110,62 @@ def test_a_template_that_reads_lists_of_parts_gets_them(llm: LLM) -> None:
     assert text_of(llm, turns, chat_template=PARTS) == f"{expected}[assistant] [user] and?"
 
 
+IMAGES = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + PARTS.partition("[{{ m.role }}]")[2]
+
+
+@pytest.mark.parametrize("last", ["a", "user", "start"])
+def test_lists_of_parts_do_not_depend_on_the_texts(last: str, llm: LLM) -> None:
+    """Each of these is found in `<|im_start|>user`, which the template writes itself."""
+    messages = [{"role": "system", "content": "Answer in French."}, {"role": "user", "content": last}]
+    expected = f"<|im_start|>system\n Answer in French.<|im_start|>user\n {last}"
+    assert text_of(llm, messages, chat_template=IMAGES) == expected
+
+
+CUT = (
+    "{% for m in messages %}{% if m.content is string and '</think>' in m.content %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_changes_the_last_text_still_gets_strings(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "so"}, {"role": "assistant", "content": "a plan</think>well"}]
+    assert text_of(llm, messages, chat_template=CUT, add_generation_prompt=False) == "sowell"
+
+
+@pytest.mark.parametrize("written", ["m.content", "m.content | tojson", "m.content | first"])
+def test_a_list_that_is_written_as_such_is_not_read(written: str, llm: LLM) -> None:
+    template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content[:4] }}"
+        f"{{% else %}}{{{{ {written} }}}}{{% endif %}}{{% endfor %}}"
+    )
+    assert text_of(llm, ASKED, chat_template=template) == "be khell"
+
+
+def test_each_of_several_templates_is_decided(llm: LLM) -> None:
+    tokenizer = copy.deepcopy(llm.tokenizer.full)
+    tokenizer.chat_template = {"default": CUT, "tool_use": IMAGES}
+    tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+    prompt = {"messages": [{"role": "user", "content": "user"}]}
+    for _ in range(2):
+        assert render(tokenizer, prompt)["prompt"] == "user"
+        assert render(tokenizer, {**prompt, "tools": [tool]})["prompt"] == "<|im_start|>user\n user"
+        assert render(tokenizer, {**prompt, "chat_template": "tool_use"})["prompt"].endswith("user\n user")
+
+
+def test_a_template_is_probed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = copy.deepcopy(llm.tokenizer)
+    apply, calls = tokenizer.apply_chat_template, []
+
+    def counted(*given: Any, **more: Any) -> Any:
+        calls.append(given)
+        return apply(*given, **more)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    for _ in range(3):
+        render(tokenizer, {"messages": ASKED, "chat_template": IMAGES})
+    assert len(calls) == 3 + 2
+
+
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ messages[-1].content | upper }}"])
 def test_a_template_that_leaves_a_message_out_still_gets_strings(template: str, llm: LLM) -> None:
     assert text_of(llm, ASKED, chat_template=template) in ("be kind", "HELLO THERE")

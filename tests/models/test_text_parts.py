@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ModelError, SamplingParams
 from outrider.checkpoints.names import Prefixes, own_names
+from outrider.checkpoints.text_part import text_part
 from outrider.config import EngineOptions
 from outrider.inspect.card import card_of
 from outrider.models import export
@@ -126,6 +127,17 @@ def test_probabilities_are_those_of_the_whole_model(kind: str, tmp_path: Path) -
     assert isinstance(llm.engine.decoder, Fallback) == (kind not in LEAN)
 
 
+def test_a_text_part_keeps_its_rope_scaling() -> None:
+    from transformers import CONFIG_MAPPING
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e6}
+    rope = {**yarn, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+    text = {**TEXT, "rope_parameters": rope, "max_position_embeddings": 256}
+    config = CONFIG_MAPPING["qwen2_5_vl"](text_config=text, vision_config=PATCHES, **IMAGE_ID)
+    part = text_part(config, {}, ["lm_head.weight"])
+    assert part.model_type == "qwen2" and dict(part.rope_parameters) == yarn
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_files_say_whether_the_head_is_the_embedding(tied: bool, tmp_path: Path) -> None:
     """Of Mistral 3 the whole config says it, and that of its text part says the opposite."""
@@ -206,6 +218,17 @@ def test_prefixes_of_files(names: list[str], expected: Prefixes) -> None:
     assert Prefixes.of(names) == expected
 
 
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_a_head_beside_a_body_without_a_prefix_of_its_own(prefix: str) -> None:
+    """The head's name begins as those of the body do."""
+    usual = ["embed_tokens.weight", "norm.weight", "layers.0.mlp.up_proj.weight"]
+    names = own_names([prefix + name for name in [*usual, "lm_head.weight"]])
+    assert names == {
+        **{f"model.{name}": prefix + name for name in usual},
+        "lm_head.weight": f"{prefix}lm_head.weight",
+    }
+
+
 def test_two_language_models_in_one_checkpoint_are_refused() -> None:
     names = [f"{part}.{name}.weight" for part in ("a", "b") for name in ("embed_tokens", "norm")]
     with pytest.raises(ModelError, match="several language models"):
@@ -220,6 +243,22 @@ def test_exaone_has_the_names_of_gpt(tmp_path: Path) -> None:
     expected = theirs(model)
     assert all(len(set(text)) > 4 for text in expected), "texts that repeat a token are not worth comparing"
     assert text_of(tmp_path) == expected
+
+
+def test_a_copy_of_exaone_is_not_read_by_code_that_knows_other_names(tmp_path: Path) -> None:
+    """It has Llama's names, which transformers' own Exaone reads, and the published code does not."""
+    from transformers import AutoModelForCausalLM
+
+    model = random_model("Exaone", {**TEXT, "num_hidden_layers": 3})
+    model.save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "config.json"
+    config = json.loads(path.read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_exaone.ExaoneForCausalLM"}
+    path.write_text(json.dumps(config))
+    export.write(str(tmp_path / "source"), tmp_path / "copy", 32)
+    assert "auto_map" not in json.loads((tmp_path / "copy" / "config.json").read_text())
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", trust_remote_code=True)
+    assert theirs(found.eval()) == theirs(model)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

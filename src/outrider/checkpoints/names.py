@@ -57,9 +57,9 @@ class Prefixes:
 
     def own(self, name: str) -> str | None:
         """The usual name of a stored tensor; None for one of another part of the model."""
-        if name.startswith(self.body):
-            return BODY + name.removeprefix(self.body)
-        return name.removeprefix(self.head) if name.startswith(self.head + HEAD) else None
+        if name.startswith(self.head + HEAD):  # first: the body's prefix may be that of the head, or empty
+            return name.removeprefix(self.head)
+        return BODY + name.removeprefix(self.body) if name.startswith(self.body) else None
 
     def patterns(self) -> dict[str, str]:
         """The renaming as regular expressions, as transformers takes them."""

@@ -44,5 +44,5 @@ def _same_decoder(text: Any) -> Any:
 
     given = {key: value for key, value in text.to_dict().items() if key != "model_type"}
     rope = given.get("rope_parameters") or {}
-    given["rope_parameters"] = {key: rope[key] for key in ("rope_type", "rope_theta") if key in rope}
+    given["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
     return AutoConfig.for_model(SAME_DECODER[text.model_type], **given)

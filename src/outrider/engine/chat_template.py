@@ -6,11 +6,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from outrider.errors import RequestError, refuse_unknown, shortened
 
 TEXTS = ("text", "refusal")  # types of parts, and their keys
 SET = ("self", "conversation", "conversations", "tokenize", "return_assistant_tokens_mask")  # by the renderer
+# Digits that no template writes by itself, and that no change of case alters.
+PROBE, OTHER_PROBE = "81407235961", "50271963842"
+DECIDED: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()  # tokenizer -> template -> reads parts
+MOST_DECIDED = 64  # templates of requests may be many
 Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "…"}, …]
 
 
@@ -69,7 +74,8 @@ def render(
         )
 
     try:
-        rendered = _rendered(apply, conversation)
+        of_parts = _reads_parts(tokenizer, _template(tokenizer, given))
+        rendered = apply(list(map(_of_parts, conversation)) if of_parts else conversation)
         if check is not None:
             check(rendered)
         return {
@@ -99,21 +105,39 @@ def _check(tokenizer: Any, given: Conversation) -> None:
         )
 
 
-def _rendered(apply: Callable[[Messages], str], conversation: list[dict[str, Any]]) -> str:
-    """The text of a conversation, with contents as strings.
+def _template(tokenizer: Any, given: Conversation) -> str:
+    """The template of a conversation, also of a tokenizer that has several with names."""
+    own = getattr(tokenizer, "chat_template", None)
+    if isinstance(own, Mapping):
+        return str(tokenizer.get_chat_template(given.chat_template, given.tools))
+    return str(own if given.chat_template is None else given.chat_template)
 
-    Templates of models that read images may read lists of parts only, and find no text in a string.  Contents
-    become such lists where only these bring the last text into the prompt.
+
+def _reads_parts(tokenizer: Any, template: str) -> bool:
+    """Whether a template reads contents only as lists of parts, and finds no text in a string.
+
+    Templates of models that read images may do so.  The template is tried with one message, which depends on
+    no request, as the answer holds for all of them.
     """
-    rendered = apply(conversation)
-    texts = [message["content"].strip() for message in conversation if message["content"]]
-    if not texts or texts[-1] in rendered:
-        return rendered
+    known = DECIDED.setdefault(tokenizer, {})
+    if template not in known:
+        if len(known) >= MOST_DECIDED:
+            known.clear()
+        message = {"role": "user", "content": PROBE}
+        of_parts = _of_parts(message)
+        of_parts["content"][0][OTHER_PROBE] = OTHER_PROBE
+        found = not _writes_text(tokenizer, template, message) and _writes_text(tokenizer, template, of_parts)
+        known[template] = found
+    return known[template]
+
+
+def _writes_text(tokenizer: Any, template: str, message: dict[str, Any]) -> bool:
+    """Whether the probe is in the prompt, but not as a part of a list that is written with all its keys."""
     try:
-        of_parts = apply([_of_parts(message) for message in conversation])
+        text = tokenizer.apply_chat_template([message], chat_template=template, tokenize=False)
     except Exception:  # a template is a program and raises any type
-        return rendered
-    return of_parts if texts[-1] in of_parts else rendered
+        return False
+    return PROBE in text and OTHER_PROBE not in text
 
 
 def _of_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.names import GPT
 from outrider.checkpoints.packed import MIDPOINT, PackedWeights
 from outrider.checkpoints.quantize import GROUP, quantize
 from outrider.checkpoints.validate import read_json
@@ -34,7 +35,9 @@ CHOICES = (8, 4, *PLAIN)
 PARTS = {"text_config", "vision_config", "audio_config"}  # keys of models that read more than text
 
 
-def write(source: str, folder: Path, bits: int, revision: str | None = None) -> int:
+def write(
+    source: str, folder: Path, bits: int, revision: str | None = None, trust_remote_code: bool = False
+) -> int:
     """Write the checkpoint `source` to `folder` with `bits` bits a weight; returns the bytes of its weights.
 
     16 bits dequantize a compressed-tensors checkpoint to bfloat16, 32 bits to float32, which is exact.
@@ -45,11 +48,13 @@ def write(source: str, folder: Path, bits: int, revision: str | None = None) -> 
         raise ConfigError(f"bits must be one of {', '.join(map(str, CHOICES))}, got {bits!r}.")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"the folder {str(folder)!r} is not empty: choose another one.")
-    checkpoint = Checkpoint.open(source, revision)
+    checkpoint = Checkpoint.open(source, revision, trust_remote_code)
     _check(checkpoint, bits)
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(checkpoint)
     weights = open_weights(checkpoint.folder)
+    if any(map(GPT.match, weights.stored.values())):
+        config.pop("auto_map", None)  # the checkpoint's own code knows the other names only
     if bits in PLAIN:
         config.pop("quantization_config", None)
         config["dtype"] = str(PLAIN[bits]).removeprefix("torch.")

@@ -63,7 +63,7 @@ class CpuFusedModel:
         logits = self._room(num_rows, ends.c.outputs)
         wanted = taps, rows.buffer_info()[0], num_rows, logits.data_ptr()
         trees = TreeQueries() if queries is None else queries
-        self.lib.read_model(*_model(stack, ends, kv, adapters), *wanted, *trees.given)
+        self.lib.read_model(*_model(stack, ends, kv, adapters), *wanted, *trees.prepare())
         return logits
 
     def _room(self, rows: int, outputs: int) -> Tensor:

@@ -58,9 +58,11 @@ class TreeQueries:
             numbers += tree.probs_of[:n] or [-1] * n
         numbers += [0] * (2 * n + 2)
 
-    @property
-    def given(self) -> tuple[bytes, int, int]:
-        """The trees, as rules.c and fused.c take them.  To be called once, after the last tree."""
+    def prepare(self) -> tuple[bytes, int, int]:
+        """Allocate `data`; return the trees as rules.c and fused.c take them.
+
+        To be called once, after the last tree: the kernels write their answers to this `data`.
+        """
         self.data = array("i", self.numbers)
         return self.queries, len(self.sizes), self.data.buffer_info()[0]
 
@@ -92,7 +94,7 @@ class TreeVerifier:
         vocabulary = logits.shape[1]
         if wrong := [tuple(q.shape) for q in queries.distributions if q.shape != (vocabulary,)]:
             raise ValueError(f"a draft's sampling distribution has shape {wrong[0]}, not ({vocabulary},).")
-        self.lib.verify_trees(logits.data_ptr(), logits.stride(0), vocabulary, None, 0, *queries.given)
+        self.lib.verify_trees(logits.data_ptr(), logits.stride(0), vocabulary, None, 0, *queries.prepare())
 
 
 class Distributions:
