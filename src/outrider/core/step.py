@@ -37,8 +37,8 @@ class RowStep:
     verified: bool = False  # the kernels have set the next two fields (Rule.kernel)
     accepted: Sequence[int] = ()  # path of accepted nodes
     emitted: Sequence[int] = ()  # their tokens and one more; empty unless `emits`
-    # the node of the last emitted token, if it was drafted, as the one that ends a row may be: emitted, but not
-    # `accepted`, as its K/V is not kept
+    # the node of the last emitted token, if it was drafted (it ends the row, or the grammar cannot judge what
+    # follows): emitted, but not `accepted`, as its K/V is not kept
     closing: Sequence[int] = ()
     # ids of the largest logits (see Needs.topk), best first, after the root and after each node;
     # empty unless `emits`, with an empty entry at a node without a finite logit

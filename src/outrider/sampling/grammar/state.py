@@ -206,7 +206,7 @@ class GrammarState:
     def _begin_again(self) -> bool:
         """Replace a matcher that has given up by one at the beginning, from which `move` goes on.
 
-        Returns False if only the output of this row used the matcher, and compiling takes too long for a step.
+        Returns False if only the output of this row used it, and compiling takes too long for a step.
         """
         self.drafts = False
         self.source.forget()
