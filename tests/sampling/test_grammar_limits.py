@@ -15,7 +15,7 @@ from outrider import RequestError, StructuredOutputs
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.processor import Ids
 from outrider.core.step import Batch, RowStep
-from outrider.core.tree import DraftTree
+from outrider.core.tree import EMPTY_TREE, DraftTree
 from outrider.sampling.grammar.compiler import GrammarCompiler
 from outrider.sampling.grammar.state import GrammarMask, GrammarState
 from outrider.testing.rows import make_row
@@ -101,16 +101,18 @@ def test_a_row_alone_whose_output_is_too_complex_compiles_within_a_limit(compile
 class Follow:
     """Picks of a target that wants these tokens, and ends the text where nothing forbids it to."""
 
-    def __init__(self, state: GrammarState, wanted: Sequence[int], end: int) -> None:
-        self.processor, self.wanted, self.end = GrammarMask(state), wanted, end
+    def __init__(self, state: GrammarState, tokens: list[int], wanted: list[int], end: int) -> None:
+        self.processor, self.tokens = GrammarMask(state), tokens
+        self.wanted, self.end = [*tokens, *wanted], end
         self.unmasked = 0
 
     def pick(self, row: int, node: int, path: Sequence[int]) -> int:
         logits = torch.zeros(8192)
         logits[self.end] = 1.0
-        if len(path) < len(self.wanted):
-            logits[self.wanted[len(path)]] = 2.0
-        masked = self.processor(Ids(PROMPT, list(path)), logits)
+        place = len(self.tokens) + len(path)
+        if place < len(self.wanted):
+            logits[self.wanted[place]] = 2.0
+        masked = self.processor(Ids(self.tokens, list(path)), logits)
         self.unmasked += masked is logits
         return int(masked.argmax())
 
@@ -118,9 +120,9 @@ class Follow:
 def test_a_step_ends_where_a_draft_is_not_followed(compiler: GrammarCompiler, builtin: Checkpoint) -> None:
     """The target's own token behind it had no mask, or one of the end: it may have ended an invalid text."""
     state, lost = made(compiler, COMPLEX), encoded(compiler, LOST)
-    row = make_row(PROMPT, grammar=state, processors=[GrammarMask(state)])
+    row = make_row([*PROMPT], prompt=len(PROMPT), grammar=state, processors=[GrammarMask(state)])
     step = RowStep(row, 0, len(PROMPT), tree=DraftTree.chain(lost, [0.5] * len(lost)))
-    picker: Any = Follow(state, lost, min(builtin.ending))
+    picker: Any = Follow(state, row.tokens, lost, min(builtin.ending))
     Match()(Batch([step]), picker)
     assert picker.unmasked and row.error is None and row.draft_depth == 0
     count = len(step.emitted)
@@ -129,6 +131,19 @@ def test_a_step_ends_where_a_draft_is_not_followed(compiler: GrammarCompiler, bu
     assert state.forbidden(Ids(PROMPT, lost[: count - 1])) is not None, "log-probabilities ask a second time"
     with pytest.raises(RequestError, match="too complex"):
         mask(state, lost)
+
+
+def test_the_step_after_one_that_ended_early_goes_on(compiler: GrammarCompiler, builtin: Checkpoint) -> None:
+    state, wanted = made(compiler, COMPLEX), encoded(compiler, "xyxxyy")
+    lose(state, encoded(compiler, LOST))
+    row = make_row([*PROMPT], prompt=len(PROMPT), grammar=state, processors=[GrammarMask(state)])
+    picker: Any = Follow(state, row.tokens, wanted, min(builtin.ending))
+    for tree in (DraftTree.chain(wanted, [0.5] * len(wanted)), EMPTY_TREE, EMPTY_TREE):
+        step = RowStep(row, len(row.tokens) - 1, 1, tree=tree)
+        Match()(Batch([step]), picker)
+        assert row.error is None and len(step.emitted) == 1
+        row.tokens += step.emitted
+    assert row.tokens[len(PROMPT) :] == wanted[:3]
 
 
 def test_the_seconds_of_the_first_grammar_are_its_own(

@@ -94,7 +94,8 @@ class GrammarState:
         if not self.unmasked:
             return len(ids.path)
         wanted, output = ids.since(self.prompt), len(ids.tokens) - self.prompt
-        lengths = [len(known) for known in self.unmasked if wanted[: len(known)] == known]
+        here = [known for known in self.unmasked if len(known) > output]  # others are of earlier steps
+        lengths = [len(known) for known in here if wanted[: len(known)] == known]
         return min([len(wanted), *lengths]) - output
 
     def forced(self, ids: Ids) -> list[int]:
