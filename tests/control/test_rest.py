@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,7 +262,7 @@ def test_trials_of_all_requests_share_one_account() -> None:
 
 
 def test_forced_text_is_drafted_in_a_rest_that_goes_on() -> None:
-    grammar: Any = object()
+    grammar: Any = SimpleNamespace(drafts=True)
     auto, row = controller(accepted=0), make_row([1, 2, 3], grammar=grammar)
     step(auto, [row])
     looks, joined = looks_of(auto), Joined(make_drafter(Ngram), [make_drafter(Sure)])
@@ -281,7 +282,7 @@ def test_forced_text_is_drafted_in_a_rest_that_goes_on() -> None:
 
 
 def test_a_plain_step_stays_plain_beside_forced_text() -> None:
-    grammar: Any = object()
+    grammar: Any = SimpleNamespace(drafts=True)
     auto, row = controller(accepted=DEPTH), make_row([1, 2, 3], grammar=grammar)
     joined = Joined(make_drafter(Ngram), [make_drafter(Sure)])
     batch = Batch([RowStep(row, len(row.tokens) - 1, 1)])

@@ -141,6 +141,35 @@ def test_every_drafter_emits_the_text_of_plain_decoding(
     check_idle(fast)
 
 
+@pytest.mark.parametrize(("stop", "reason"), [(30, "stop"), (300, "error")])
+@pytest.mark.parametrize("seconds", [0.2, 0.0])
+def test_a_row_fails_for_its_output_and_not_for_longer_drafts(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, stop: int, reason: str
+) -> None:
+    """The library follows some 40 tokens of this text, and fewer with drafts that reach further."""
+    monkeypatch.setattr("outrider.sampling.grammar.state.MOST_SECONDS", seconds)
+    llm = LLM("builtin", speculative_config={"method": "ngram", "num_speculative_tokens": 60})
+    assert llm.tokenizer is not None
+    first, then = llm.tokenizer.encode("bcd", add_special_tokens=False)
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=100,
+        stop=["cd" * stop],
+        logit_bias={first: 80.0, then: 100.0},
+        structured_outputs={"regex": "[xy]+|b(.*c.{300}|.*d.{200}|.*e.{250})*"},
+    )
+    outputs = [
+        llm.generate(["A", "B"], [replace(params, **given), SamplingParams(max_tokens=1)])[0]
+        for given in ({"speculate": False}, {}, {"prediction": "b" + "cd" * 99})
+    ]
+    samples = [output.outputs[0] for output in outputs]
+    assert {sample.finish_reason for sample in samples} == {reason}
+    assert samples[1].token_ids == samples[2].token_ids == samples[0].token_ids
+    assert len({str(output.error) for output in outputs}) == 1
+    assert all(sample.speculation.drafted for sample in samples[1:])
+    check_idle(llm)
+
+
 def test_forced_text_is_drafted_beside_any_method_but_not_without_speculation(llama: str) -> None:
     params = asks(0.0)[0]
     llm = LLM(llama, speculative_config={"method": "scripted", "num_speculative_tokens": 2})

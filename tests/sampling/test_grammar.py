@@ -6,7 +6,6 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -301,58 +300,6 @@ def test_a_mask_fits_logits_of_any_width(compiler: GrammarCompiler) -> None:
     assert torch.equal(processor(ids, torch.zeros(100)), full[:100])
     wide = processor(ids, torch.zeros(9000))
     assert torch.equal(wide[:8192], full) and not wide[8192:].isfinite().any()
-
-
-def test_a_row_whose_grammar_the_library_gives_up_is_refused(compiler: GrammarCompiler) -> None:
-    """Its text went on without a mask."""
-    state = made(compiler, {"regex": "a{1000000}"})
-    a = compiler.tokenizer.encode("a", add_special_tokens=False)
-    assert mask(state, [], []).any()
-    with pytest.raises(RequestError, match="too complex to follow: lexer error"):
-        mask(state, a, [])
-
-
-# The library follows some 200 tokens of the text and no more.
-COMPLEX = {"regex": "[xy]+|b(.*c.{300}|.*d.{200}|.*e.{250})*"}
-LOST = "b" + "cd" * 280
-
-
-def test_a_draft_that_the_library_gives_up_on_is_no_error_of_its_row(compiler: GrammarCompiler) -> None:
-    """A row failed for draft tokens that its target would have rejected."""
-    state, other = made(compiler, COMPLEX), made(compiler, COMPLEX)
-    x, lost = (compiler.tokenizer.encode(text, add_special_tokens=False) for text in ("x", LOST))
-    expected = mask(made(GrammarCompiler(compiler.tokenizer, 8192, compiler.ending), COMPLEX), x, [])
-    assert 0 < len(state.allowed(Ids(PROMPT), DraftTree.chain(lost, [0.5] * len(lost)))) < len(lost)
-    ends = torch.nonzero(mask(state, [], lost)).flatten().tolist()
-    assert ends == sorted(compiler.ending), "the row must go on to its error if the target emits these tokens"
-    assert state.forced(Ids(PROMPT, lost)) == []
-    for each in (state, other, made(compiler, COMPLEX)):
-        assert torch.equal(mask(each, x, []), expected), "rows with the same grammar do not share its limits"
-    for output in (lost, [*lost, *x]):
-        with pytest.raises(RequestError, match="too complex to follow: lexer error"):
-            mask(state, output, [])
-
-
-def test_a_grammar_that_takes_long_to_compile_is_not_compiled_in_a_step(compiler: GrammarCompiler) -> None:
-    state = made(compiler, COMPLEX)
-    state.source = replace(state.source, seconds=1.0)
-    path = compiler.tokenizer.encode(LOST, add_special_tokens=False)
-    assert len(state.allowed(Ids(PROMPT), DraftTree.chain(path, [0.5] * len(path)))) < len(path)
-    for _ in range(2):
-        with pytest.raises(RequestError, match="too complex to follow: lexer error"):
-            mask(state, [], [])
-    assert state.matcher is None, "up to 200 MB, for as long as something has the row"
-    assert not state.allowed(Ids(PROMPT), DraftTree.chain(path, [0.5] * len(path)))
-    assert not state.forced(Ids(PROMPT))
-    assert mask(made(compiler, COMPLEX), [], []).any(), "a later request compiles it"
-
-
-def test_what_the_library_gives_up_on_is_not_kept(compiler: GrammarCompiler) -> None:
-    """64 of such grammars took more than 10 GB."""
-    state = made(compiler, {"regex": "a{1000000}"})
-    with pytest.raises(RequestError):
-        mask(state, compiler.tokenizer.encode("a", add_special_tokens=False), [])
-    assert not [key for key in compiler.compiled if "a{1000000}" in key]
 
 
 # ---- forced text

@@ -44,10 +44,18 @@ class Processor(Protocol):
 
 
 class Grammar(Protocol):
-    """Constraint on the output of a row."""
+    """Constraint on the output of a row.
+
+    drafts: whether it can judge draft tokens.  A row gets none once they are too complex for it.
+    """
+
+    drafts: bool
 
     def forced(self, ids: Ids) -> list[int]:
         """Tokens of the only text that can follow `ids`, as the tokenizer writes it; empty if several can."""
 
     def allowed(self, ids: Ids, tree: DraftTree) -> Sequence[int]:
         """Nodes of a tree that the grammar allows, ascending and closed under parents."""
+
+    def checked(self, ids: Ids) -> int:
+        """Number of the tokens of `ids.path`, emitted ones, that it could judge: those after are dropped."""

@@ -266,7 +266,7 @@ class Row:
     @property
     def draft_depth(self) -> int:
         """Maximum depth of its next draft, by its parameters and what is left to emit."""
-        if not self.params.speculate:
+        if not self.params.speculate or (self.grammar is not None and not self.grammar.drafts):
             return 0
         # the last token of a row is never drafted: the step that verifies the ones before it emits it
         depth, most = max(0, self.limit - len(self.tokens) - 1), self.params.max_draft_tokens

@@ -37,8 +37,8 @@ class RowStep:
     verified: bool = False  # the kernels have set the next two fields (Rule.kernel)
     accepted: Sequence[int] = ()  # path of accepted nodes
     emitted: Sequence[int] = ()  # their tokens and one more; empty unless `emits`
-    # the node of the token that ended the row, if it was drafted: emitted, but not `accepted`, as its K/V is
-    # not kept
+    # the node of the last emitted token, if it was drafted (it ends the row, or the grammar cannot judge what
+    # follows): emitted, but not `accepted`, as its K/V is not kept
     closing: Sequence[int] = ()
     # ids of the largest logits (see Needs.topk), best first, after the root and after each node;
     # empty unless `emits`, with an empty entry at a node without a finite logit
@@ -53,6 +53,12 @@ class RowStep:
     def predicted(self) -> list[int]:
         """Tokens that this step predicted, from position start + 1: the known ones, then the emitted ones."""
         return [*self.row.tokens[self.start + 1 : self.end], *self.emitted]
+
+    def shorten(self, count: int) -> None:
+        """Keep the first `count` emitted tokens.  The last one becomes the pending token of its row."""
+        if count < len(self.emitted):
+            self.emitted = self.emitted[:count]
+            self.accepted, self.closing = self.accepted[: count - 1], self.accepted[count - 1 : count]
 
     def count(self, now: float, lossless: bool, sources: Sequence[str]) -> None:
         """Add a step that emitted tokens to the row's statistics.

@@ -185,8 +185,7 @@ class Scheduler:
                 row.tokens.append(token)
                 may_end = token in row.ending or row.text is not None or len(row.tokens) >= row.limit
                 if may_end and self._ends(row, token):
-                    step.emitted = step.emitted[:count]
-                    step.accepted, step.closing = step.accepted[: count - 1], step.accepted[count - 1 : count]
+                    step.shorten(count)
                     break
 
     def commit(self, batch: Batch) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from outrider.core.processor import Ids
 from outrider.core.step import Batch
 from outrider.core.tree import ROOT, DraftTree
 from outrider.core.validate import NoOptions
@@ -98,6 +99,8 @@ class Rule:
             if step.emits and not step.verified:
                 try:
                     step.accepted, step.emitted = self.walk(step.tree, RowPicker(picker, r))
+                    if step.row.grammar is not None:
+                        step.shorten(step.row.grammar.checked(Ids(step.row.tokens, step.emitted)))
                 except OutriderError as error:
                     step.row.error = error.with_traceback(None)  # its frames hold the row, which holds it
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from copy import copy
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from threading import Lock
 from typing import Any, TypeVar
@@ -37,6 +37,15 @@ WHITESPACE = r"( |\n[ \t]{0,24})?"
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+@dataclass(eq=False)
+class Compiled:
+    """A compiled grammar.  seconds: that it took.  rows: number of rows that got a copy of the matcher."""
+
+    matcher: Any
+    seconds: float
+    rows: int = 0
+
+
 class GrammarCompiler:
     """Compiler of the grammars of requests, with a cache of the last ones.
 
@@ -47,8 +56,9 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocabulary: int, ending: Iterable[int]) -> None:
         self.tokenizer, self.vocabulary, self.ending = tokenizer, vocabulary, frozenset(ending)
-        self.compiled: dict[str, tuple[Any, float]] = {}  # least recently used first
-        self.lock = Lock()
+        self.compiled: dict[str, Compiled] = {}  # least recently used first
+        self.lock = Lock()  # of compilations
+        self.cache_lock = Lock()  # of `compiled`; never held for long, as steps take it
 
     def state(self, form: StructuredOutputs, prompt: int, stops: Iterable[int] = ()) -> GrammarState:
         """State of a new row with a prompt of so many tokens.
@@ -58,9 +68,11 @@ class GrammarCompiler:
         """
         with self.lock:
             special = {token for token in stops if self.library.is_special_token(token)}
-            matcher, seconds = self._matcher(form)
-            copied = matcher.deep_copy()
-        source = Source(partial(self._again, form), partial(self._forget, form), seconds)
+            found = self._compiled(form)
+            found.rows += 1
+            copied = found.matcher.deep_copy()
+        again, forget = partial(self._again, form), partial(self._forget, form)
+        source = Source(again, forget, lambda: found.rows > 1, found.seconds)
         return GrammarState(copied, prompt, self.ending | special, self.library.vocab_size, source)
 
     @cached_property
@@ -87,25 +99,30 @@ class GrammarCompiler:
         known = {i: str(token) for i, token in added.items() if i not in self.ending}
         return {text: i for i, text in known.items() if text and self.library.is_special_token(i)}
 
-    def _matcher(self, form: StructuredOutputs) -> tuple[Any, float]:
-        """The matcher of a form, and the seconds that its compilation took."""
+    def _compiled(self, form: StructuredOutputs) -> Compiled:
         key = _key(form)
-        if (found := self.compiled.pop(key, None)) is None:
-            began = time.perf_counter()
-            matcher = on_large_stack(lambda: self._compile(form))
-            found = matcher, time.perf_counter() - began
-        self.compiled[key] = found
-        if len(self.compiled) > CACHED:
-            del self.compiled[next(iter(self.compiled))]
+        _ = self.library  # made once: its seconds are no part of those of the first grammar
+        with self.cache_lock:
+            if (found := self.compiled.pop(key, None)) is not None:
+                self.compiled[key] = found
+                return found
+        began = time.perf_counter()
+        matcher = on_large_stack(lambda: self._compile(form))
+        found = Compiled(matcher, time.perf_counter() - began)
+        with self.cache_lock:
+            self.compiled[key] = found
+            if len(self.compiled) > CACHED:
+                del self.compiled[next(iter(self.compiled))]
         return found
 
-    # These two do not take the lock, for which a step would have to wait.
+    # These two do not take the lock of compilations, for which a step would have to wait.
 
     def _again(self, form: StructuredOutputs) -> Any:
         return on_large_stack(lambda: self._compile(form))
 
     def _forget(self, form: StructuredOutputs) -> None:
-        self.compiled.pop(_key(form), None)
+        with self.cache_lock:
+            self.compiled.pop(_key(form), None)
 
     def _compile(self, form: StructuredOutputs) -> Any:
         library = self.library  # raises RequestError without llguidance

@@ -9,8 +9,9 @@ One matcher serves the whole draft tree.  It moves from node to node by rolling 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import eq
 from typing import Any
@@ -23,7 +24,7 @@ from outrider.core.processor import Ids
 from outrider.core.tree import ROOT, DraftTree
 from outrider.errors import RequestError
 
-MOST_SECONDS = 0.2  # of a row for compiling its grammar again, while all others wait
+MOST_SECONDS = 0.2  # for compiling a grammar again for the output of a row, while all others wait
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,12 @@ class Source:
 
     compile: makes a matcher at its beginning.  seconds: that this takes.
     forget: makes later requests compile it again, too, and frees what its matchers share, up to 200 MB.
+    shared: whether other rows have, or had, a copy of the first matcher.
     """
 
     compile: Callable[[], Any]
     forget: Callable[[], None]
+    shared: Callable[[], bool]
     seconds: float
 
 
@@ -48,8 +51,9 @@ class GrammarState:
     source: of further matchers.
 
     The library gives up where a grammar is too complex to follow, and then on all copies of its matcher,
-    those of other rows too: the grammar is compiled again.  Draft tokens, which the target may reject, are no
-    reason to fail: the row does once they are part of its output, as it would without drafts.
+    those of other rows too.  What counts is all that it ever computed for them, for rejected drafts too.  So
+    from then on the row has a matcher of its own, as in plain decoding alone: none of its drafts is followed
+    any more (`drafts`).  It fails only if the library gives up on that one.
     """
 
     def __init__(
@@ -62,40 +66,45 @@ class GrammarState:
     ) -> None:
         self.matcher, self.prompt, self.ending = matcher, prompt, frozenset(ending)
         self.vocabulary, self.source = vocabulary, source
-        self.spent = 0.0  # seconds of compilations
+        self.drafts = True  # whether draft tokens are followed
+        self.drafted = False  # whether the matcher has computed something for drafts
+        self.spent = 0.0  # seconds of compilations that only the output made necessary
         self.ending_ids = torch.tensor(sorted(self.ending))
         self.tokens: list[int] = []  # output tokens and draft path that lead to the matcher's position
         self.consumed = 0  # those that the matcher has consumed
         self.emitted = 0  # those that are output tokens
         self.masks: dict[tuple[int, ...], Tensor] = {}  # by path from the root; of this root only
-        self.lost: tuple[list[int], RequestError] | None = None  # output and path that cannot be followed
+        self.unmasked: list[list[int]] = []  # outputs and paths of the last root after which no mask is known
+        self.fault: RequestError | None = None  # of a row that has failed
 
     def forbidden(self, ids: Ids) -> Tensor | None:
         """Mask of the tokens that may not follow, bool [vocabulary]; None if the grammar forbids `ids`.
 
-        Where the library gives up on a draft path, only the end is forbidden.
-        Raises RequestError if it gives up on the output.
+        None, too, after a draft path that is not followed: see `checked`.
+        Raises RequestError if the library gives up on the output.
         """
-        self._refuse_lost(ids)
-        mask = self._masked(ids)
-        if self.matcher.is_error() and self._begin_again():
-            mask = self._masked(ids)  # other rows and earlier drafts count for the limits of the library, too
-        if self.matcher.is_error():
-            fault = self._fault()
-            if not ids.path or not self._begin_again():
-                self.lost, self.matcher = ([], fault), None  # what it holds is large, and the row goes later
-                raise fault
-            self.lost = ids.since(self.prompt), fault
-            mask = torch.zeros(self.vocabulary, dtype=torch.bool)
-            mask[self.ending_ids] = True
-        return mask
+        if self.fault is not None:
+            raise self.fault
+        if len(ids.tokens) - self.prompt == self.emitted and tuple(ids.path) in self.masks:
+            return self.masks[tuple(ids.path)]
+        return self._after_path(ids) if ids.path else self._after_output(ids)
+
+    def checked(self, ids: Ids) -> int:
+        """Number of the tokens of `ids.path` that may be emitted: none after a path without a mask."""
+        if not self.unmasked:
+            return len(ids.path)
+        wanted, output = ids.since(self.prompt), len(ids.tokens) - self.prompt
+        here = [known for known in self.unmasked if len(known) > output]  # others are of earlier steps
+        lengths = [len(known) for known in here if wanted[: len(known)] == known]
+        return min([len(wanted), *lengths]) - output
 
     def forced(self, ids: Ids) -> list[int]:
         """Tokens of the only text that can follow `ids`, without a last one that later text could change."""
-        if not self.move(ids) or self.consumed < len(self.tokens):
+        if not self._follows() or not self.move(ids) or self.consumed < len(self.tokens):
             return []
+        self.drafted = True
         tokens: list[int] = self.matcher.compute_ff_tokens()
-        return [] if self.matcher.is_error() else tokens
+        return tokens if self._follows() else []
 
     def allowed(self, ids: Ids, tree: DraftTree) -> Sequence[int]:
         """Nodes of a tree that the grammar allows, ascending and closed under parents.
@@ -110,17 +119,15 @@ class GrammarState:
             if above is None:
                 continue
             path = [*above, tree.tokens[node]]
-            if node >= tree.size or tree.distribution(node) is not None or self.move(Ids(ids.tokens, path)):
+            judged = node < tree.size and tree.distribution(node) is None
+            if not judged or (self._follows() and self.move(Ids(ids.tokens, path))):
                 paths[node] = path
                 allowed.add(node)
-            elif (self.matcher is None or self.matcher.is_error()) and not self._begin_again():
-                break
         return range(len(tree.tokens)) if len(allowed) == len(tree.tokens) else sorted(allowed)
 
     def move(self, ids: Ids) -> bool:
         """Move to the position after `ids`.  Returns False if the grammar forbids them, or is given up."""
-        if self.matcher is None:
-            return False
+        self.drafted |= bool(ids.path)
         output = len(ids.tokens) - self.prompt
         if output != self.emitted:
             self.masks.clear()
@@ -172,26 +179,50 @@ class GrammarState:
         forbidden[self.ending_ids] = not (ended or self.matcher.is_accepting())
         return forbidden
 
+    def _after_output(self, ids: Ids) -> Tensor | None:
+        mask = None if self.matcher.is_error() else self._masked(ids)
+        if self.matcher.is_error() and self._begin_again():
+            mask = self._masked(ids)
+        if self.matcher.is_error():
+            self.fault, self.matcher = self._fault(), None  # what it holds is large, and the row goes later
+            raise self.fault
+        return mask
+
+    def _after_path(self, ids: Ids) -> Tensor | None:
+        mask = self._masked(ids) if self._follows() else None
+        if not self._follows():
+            output = len(ids.tokens) - self.prompt
+            path = ids.since(self.prompt)
+            self.unmasked = [known for known in self.unmasked if len(known) > output and known != path]
+            self.unmasked.append(path)
+        return mask
+
+    def _follows(self) -> bool:
+        """Whether drafts are followed: not any more once the library has given up."""
+        if self.drafts and self.matcher.is_error():
+            self.drafts = False
+            self.source.forget()
+        return self.drafts
+
     def _begin_again(self) -> bool:
         """Replace a matcher that has given up by one at the beginning, from which `move` goes on.
 
-        Returns False if that takes too long for a step.
+        Returns False if only the output of this row used it, and compiling takes too long for a step.
         """
+        self.drafts = False
         self.source.forget()
-        if self.matcher is None or self.spent + self.source.seconds > MOST_SECONDS:
+        alone = not self.drafted and not self.source.shared()
+        if alone and self.spent + self.source.seconds > MOST_SECONDS:
             return False
-        self.spent += self.source.seconds
+        began = time.perf_counter()
         self.matcher = self.source.compile()
+        seconds = time.perf_counter() - began
+        self.source = replace(self.source, seconds=seconds, shared=lambda: False)
+        self.spent += seconds if alone else 0.0
+        self.drafted = False
         self.tokens, self.consumed, self.emitted = [], 0, 0
         self.masks.clear()
         return True
-
-    def _refuse_lost(self, ids: Ids) -> None:
-        """Raise RequestError if the output begins with tokens that cannot be followed."""
-        if self.lost is not None:
-            tokens, fault = self.lost
-            if ids.tokens[self.prompt : self.prompt + len(tokens)] == tokens:
-                raise fault
 
     def _fault(self) -> RequestError:
         fault = self.matcher.get_error().splitlines()[0]
@@ -214,7 +245,11 @@ def depth_first(parents: Sequence[int]) -> list[int]:
 
 
 class GrammarMask:
-    """Mask every token that the grammar forbids; none after a forbidden path, which is never accepted."""
+    """Mask every token that the grammar forbids.
+
+    None after a forbidden path, which is never accepted, and after one that is not followed, where a step
+    ends (`Grammar.checked`).
+    """
 
     def __init__(self, state: GrammarState) -> None:
         self.state = state
