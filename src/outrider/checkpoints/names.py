@@ -37,7 +37,7 @@ LIKE_GPT = (
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What stands in front of the body's tensors in a file instead of "model.", and of "lm_head."."""
+    """Prefixes in a file: of the body's tensors, usually "model.", and of "lm_head.", usually none."""
 
     body: str = BODY
     head: str = ""

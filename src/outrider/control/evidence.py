@@ -322,7 +322,7 @@ class Evidence:
                 self._row(record, record.batch[r], tried, host, every)
 
     def _row(self, record: StepRecord, step: RowStep, tried: Try, host: float, steps: int) -> None:
-        """Learn what the drafts of a row show.  steps: how many of the row's it stands for."""
+        """Learn what the drafts of a row show.  steps: those of the row since the last judged one."""
         state, row = tried.plan.state, step.row
         ended = record.last and row.finish_reason is not None  # nodes behind the end were not judged
         for key, accepted in judged(step, ended):

@@ -54,9 +54,9 @@ class Measured:
         """Time by number of rows, ascending: no longer than that of more rows, which other programs delayed
         less.
         """
-        found: dict[int, float] = {}
+        found, least = dict[int, float](), math.inf
         for rows in sorted(self.rows, reverse=True):
-            found[rows] = min([self.rows[rows], *[*found.values()][-1:]])
+            found[rows] = least = min(least, self.rows[rows])
         return dict(sorted(found.items()))
 
 

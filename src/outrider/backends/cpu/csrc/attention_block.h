@@ -8,14 +8,15 @@
  * BYTES           int8, a step a head   scores: four products of integers, queries being rounded to 8 bits;
  *                                       sums: one product with the widened value
  *
- * A word is what lies in one lane: a float32 number, a pair of bfloat16 numbers, or four bytes; the first one
- * is low. */
+ * A word is the 32 bits of a lane: a float32 number, a pair of bfloat16 numbers, or four bytes, the first one
+ * in the low bits. */
 #pragma once
 #include "attention.h"
 #include "pairs.h"
 
 enum { WIDE, HALF, PAIRS, BYTES };
 typedef uint32_t word __attribute__((may_alias));
+typedef float float_word __attribute__((may_alias));
 enum { MOST_BLOCK_QUERIES = 64 };
 enum { VALUE_LINES = 32 }; /* of a tile of values: keys, for PAIRS two keys each */
 
@@ -56,10 +57,15 @@ INLINE int64_t row_words(const int form, int64_t padded_dim) {
     return form == WIDE ? padded_dim : form == BYTES ? padded_dim / 4 : padded_dim / 2;
 }
 
-/* The pool row of key j.  In BYTES its step is the word behind it. */
+/* Words from a pool row to the next.  In BYTES the step of a row is the word behind it. */
+INLINE int64_t row_stride(const int form, int64_t words) { return form == BYTES ? words + 1 : words; }
+
+INLINE float step_of_row(const word *row, int64_t words) { return *(const float_word *)(row + words); }
+
+/* The pool row of key j. */
 INLINE const word *row_of_key(const int form, const void *rows, const KeyList *keys, int64_t j,
                               int64_t words) {
-    return (const word *)rows + key_slot(keys, j) * (words + (form == BYTES));
+    return (const word *)rows + key_slot(keys, j) * row_stride(form, words);
 }
 
 /* attention_scores.c: scores of all queries, times the scale.  A row gets scores for keys of the table that

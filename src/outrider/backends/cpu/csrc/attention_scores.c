@@ -17,7 +17,7 @@
 
 /* ---- PAIRS and BYTES */
 
-/* Queries that are multiplied together: LANES vectors of keys lie in registers beside their sums. */
+/* Queries that are multiplied together: registers hold their sums beside LANES vectors of keys. */
 enum { MOST_QUERIES = LANES == 8 ? 4 : 8 };
 
 /* v[4 * k + c] = quarter k of v[c], quarter k of v[4 + c] ... for c < 4 and every quarter k. */
@@ -101,7 +101,7 @@ INLINE void multiply_words(const int form, const Block *b, const word *const *ro
     Keys keys;
     memcpy(at, rows, sizeof at);
     if (form == BYTES)
-        for (int i = 0; i < LANES; i++) memcpy(keys.steps + i, rows[i] + words, 4);
+        for (int i = 0; i < LANES; i++) keys.steps[i] = step_of_row(rows[i], words);
     for (keys.first = 0; keys.first < words; keys.first += LANES) {
         int64_t i = query, count = left;
         transpose(at, keys.words);
@@ -173,22 +173,23 @@ INLINE void multiply_rows(const int form, const int64_t padded_dim, const Block 
     }
 }
 
-/* ---- */
+/* ---- all forms */
 
 /* Prefetches K of LANES keys from j + KEYS_AHEAD on, as if they were neighbours, which they are as a rule. */
 INLINE void prefetch_keys(const int form, const Block *b, const KeyList *keys, int64_t j, int64_t words) {
     if (j + KEYS_AHEAD >= keys->count) return;
     const word *at = row_of_key(form, b->key_rows, keys, j + KEYS_AHEAD, words);
-    const int64_t row = words + (form == BYTES);
-    for (int64_t w = 0; w < LANES * row; w += 16) __builtin_prefetch(at + w); /* a cache line */
+    for (int64_t w = 0; w < LANES * row_stride(form, words); w += 16) /* a cache line */
+        __builtin_prefetch(at + w);
 }
 
-/* rows [LANES] of the keys j ...; those past `end` repeat the last one before it. */
+/* rows [LANES] of the keys j ...; those past `end` repeat the last one before it.  Whole vectors of the table
+ * are the rule, and need no branch a key. */
 INLINE void find_rows(const int form, const Block *b, const KeyList *keys, int64_t j, int64_t end,
                       int64_t words, const word **rows) {
-    const int64_t entry = keys->first + j, row = words + (form == BYTES);
+    const int64_t entry = keys->first + j, stride = row_stride(form, words);
     if (j + LANES <= end && entry + LANES <= keys->table_length)
-        for (int i = 0; i < LANES; i++) rows[i] = (const word *)b->key_rows + keys->table[entry + i] * row;
+        for (int i = 0; i < LANES; i++) rows[i] = (const word *)b->key_rows + keys->table[entry + i] * stride;
     else
         for (int i = 0; i < LANES; i++)
             rows[i] = row_of_key(form, b->key_rows, keys, min64(j + i, end - 1), words);

@@ -123,9 +123,7 @@ INLINE void add_keys(const int form, const Block *b, const KeyList *keys, int64_
 /* BYTES: the step of the value of key j. */
 INLINE float value_step(const Block *b, const KeyList *keys, int64_t j) {
     const int64_t words = row_words(BYTES, b->padded_dim);
-    float step;
-    memcpy(&step, row_of_key(BYTES, b->value_rows, keys, j, words) + words, 4);
-    return step;
+    return step_of_row(row_of_key(BYTES, b->value_rows, keys, j, words), words);
 }
 
 /* BYTES: weights *= the steps of the values.  The longest table is read once for all rows. */
