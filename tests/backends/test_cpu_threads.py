@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ def test_a_step_uses_torchs_number_of_threads(tiny: Any, monkeypatch: pytest.Mon
     lib, seen = c_backend().lib, []
     monkeypatch.setattr(lib, "set_threads", seen.append)
     llm, before = LLM(str(tiny), max_model_len=64), torch.get_num_threads()
-    monkeypatch.setattr(threads, "numbers", defaultdict(int))
+    monkeypatch.setattr(threads, "numbers", {lib: 0})
     for count in (1, 3):
         torch.set_num_threads(count)
         llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=3))

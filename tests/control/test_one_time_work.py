@@ -35,7 +35,7 @@ def take_step(auto: AutoController, right: bool, once: float, times: Times) -> b
     """One step of a request with `once` seconds of one-time work.  Returns whether it had a draft."""
     batch = Batch([RowStep(ROW, len(ROW.tokens) - 1, 1)])
     asked = batch[0].budget = auto.budget(batch)[0]
-    clock._ONE_TIME.seconds += once
+    clock.add_one_time(once)
     if asked.depth:
         batch[0].tree = DraftTree.chain([7] * asked.depth, [0.99] * asked.depth)
     auto.trim(batch)
@@ -88,16 +88,16 @@ def test_one_time_work_without_drafts_is_not_lost() -> None:
 
 
 def test_one_time_work_before_a_step_or_of_another_controller_does_not_count() -> None:
-    clock._ONE_TIME.seconds += 5.0
+    clock.add_one_time(5.0)
     since = clock.one_time()
-    clock._ONE_TIME.seconds += 1.0
+    clock.add_one_time(1.0)
     assert clock.take_one_time(since) == pytest.approx(1.0)
     assert clock.take_one_time(since) == 0.0
 
 
 def test_one_time_work_of_another_thread_is_not_of_a_step() -> None:
     """A step that was begun by one thread, and is completed by another one."""
-    clock._ONE_TIME.seconds += 5.0
+    clock.add_one_time(5.0)
     since, taken = clock.one_time(), list[float]()
     other = threading.Thread(target=lambda: taken.append(clock.take_one_time(since)))
     other.start()

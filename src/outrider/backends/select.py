@@ -35,6 +35,8 @@ def backend_for(device: torch.device, dtype: torch.dtype, activations: str = "au
         threads.limit()
         reference.leave_out_amx()
     library = None if uses_triton(device) else _library(device)
+    if library is not None:
+        threads.adopt(library)
     if library is not None and dtype in (torch.float32, torch.bfloat16):
         if activations == "auto":
             fast = dtype == torch.bfloat16 and library.has_bfloat16_products()

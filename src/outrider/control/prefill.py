@@ -210,8 +210,10 @@ class PrefillPacer:
         tokens = self._tokens(decoding, nodes, accepted)
         if not prefill:
             if decoding:
-                steps = self.decode_steps.setdefault(_bucket(decoding), deque(maxlen=5))
-                steps.append((seconds, tokens))
+                bucket = _bucket(decoding)
+                if bucket not in self.decode_steps:
+                    self.decode_steps[bucket] = deque(maxlen=5)
+                self.decode_steps[bucket].append((seconds, tokens))
                 self.steps_since_refresh, self.decode_line = 0, None
             return
         bucket = context // prefill // CONTEXT_BUCKET

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
+from time import perf_counter
 from typing import NamedTuple
 
 from outrider.core.step import Batch, RowStep
@@ -22,18 +21,11 @@ class Times(NamedTuple):
     rest: float = 0.0
 
 
-class _OneTime(threading.local):
-    """taken: seconds up to which `take_one_time` has returned them.  recordings: still allowed.
-
-    at_once: whether every computation is recorded when it comes up for the first time.
-    """
-
-    seconds = taken = 0.0
-    recordings = math.inf
-    at_once = False
-
-
-_ONE_TIME = _OneTime()
+# By thread.  `threading.local` takes 5 µs right behind a forward.
+_seconds: dict[int, float] = {}  # of one-time work; empty as long as there was none, as on a CPU
+_taken: dict[int, float] = {}  # up to which `take_one_time` has returned them
+_recordings: dict[int, int] = {}  # still allowed in the step of this thread
+_at_once: set[int] = set()  # every computation is recorded when it comes up for the first time
 
 
 @contextmanager
@@ -42,16 +34,23 @@ def one_time_work(share: float = 1.0) -> Iterator[None]:
 
     share: the part of that time that is left out, 1.0 for all
     """
-    began = time.perf_counter()
+    began = perf_counter()
     try:
         yield
     finally:
-        _ONE_TIME.seconds += share * (time.perf_counter() - began)
+        add_one_time(share * (perf_counter() - began))
+
+
+def add_one_time(seconds: float) -> None:
+    """Leave seconds that have just passed out of `working_time` of this thread."""
+    thread = get_ident()
+    _seconds[thread] = _seconds.get(thread, 0.0) + seconds
 
 
 def one_time() -> tuple[int, float]:
     """This thread, and the seconds of its one-time work so far."""
-    return threading.get_ident(), _ONE_TIME.seconds
+    thread = get_ident()
+    return thread, _seconds.get(thread, 0.0)
 
 
 def take_one_time(since: tuple[int, float]) -> float:
@@ -60,20 +59,20 @@ def take_one_time(since: tuple[int, float]) -> float:
     0 in another thread: a step that is begun ahead may be completed by the next driver.
     """
     thread, seconds = since
-    if thread != threading.get_ident():
+    if thread != get_ident() or thread not in _seconds:
         return 0.0
-    seconds, _ONE_TIME.taken = max(seconds, _ONE_TIME.taken), _ONE_TIME.seconds
-    return _ONE_TIME.seconds - seconds
+    seconds, _taken[thread] = max(seconds, _taken.get(thread, 0.0)), _seconds[thread]
+    return _seconds[thread] - seconds
 
 
 class OneRecording:
     """Allow one recording of a graph in this block, a step: several would stall it."""
 
     def __enter__(self) -> None:
-        _ONE_TIME.recordings = 1
+        _recordings[get_ident()] = 1
 
     def __exit__(self, *error: object) -> None:
-        _ONE_TIME.recordings = math.inf
+        del _recordings[get_ident()]
 
 
 one_recording = OneRecording()  # no generator: it is entered in every step
@@ -81,29 +80,34 @@ one_recording = OneRecording()  # no generator: it is entered in every step
 
 def may_record() -> bool:
     """Whether a graph may be recorded now.  It counts as recorded."""
-    allowed = _ONE_TIME.recordings > 0 or _ONE_TIME.at_once
-    _ONE_TIME.recordings -= allowed
-    return allowed
+    thread = get_ident()
+    left = _recordings.get(thread)
+    if left is None or thread in _at_once:
+        return True
+    _recordings[thread] = 0
+    return left > 0
 
 
 @contextmanager
 def record_at_once() -> Iterator[None]:
     """Record the graphs of all computations of this block, however rare they are, and several in a step."""
-    _ONE_TIME.at_once = True
+    thread = get_ident()
+    _at_once.add(thread)
     try:
         yield
     finally:
-        _ONE_TIME.at_once = False
+        _at_once.discard(thread)
 
 
 def records_at_once() -> bool:
     """Whether this thread is in a block of `record_at_once`."""
-    return _ONE_TIME.at_once
+    return get_ident() in _at_once
 
 
 def working_time() -> float:
     """`perf_counter` without one-time work: differences are seconds that the same work will take again."""
-    return time.perf_counter() - _ONE_TIME.seconds
+    now = perf_counter()
+    return now - _seconds.get(get_ident(), 0.0) if _seconds else now
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from outrider.backends.cpu import threads
 from outrider.cache.pages import Cache
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES
@@ -268,6 +269,7 @@ class Engine:
 
     def add(self, row: Row) -> None:
         """Queue a row."""
+        threads.adopt_in_all()
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:

@@ -209,7 +209,8 @@ class Scheduler:
 
     def _move_accepted(self, batch: Batch) -> None:
         """Copy K/V of accepted nodes to the slots after the known tokens, in position order."""
-        sources, targets = list[int](), list[int]()
+        sources: list[int] = []  # `list[int]()` takes 10 µs right behind a forward
+        targets: list[int] = []
         for step in batch:
             if not step.accepted:
                 continue

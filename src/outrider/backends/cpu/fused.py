@@ -6,13 +6,13 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.backends.base import Chain, Chains, LayerKV
-from outrider.backends.cpu import lora, structs, threads
+from outrider.backends.cpu import lora, structs
 from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.packing import KINDS, Packed
 from outrider.backends.cpu.rules import TreeQueries
@@ -41,13 +41,25 @@ class Ends:
     alive: object
 
 
+class Logits(NamedTuple):
+    """Memory for logits, and its address: to ask a tensor for it takes 10 µs right behind a forward."""
+
+    tensor: Tensor
+    shape: tuple[int, int]
+    at: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Logits:
+        return Logits(tensor, (tensor.shape[0], tensor.shape[1]), tensor.data_ptr())
+
+
 class CpuFusedModel:
     """`FusedModel` by fused.c."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.lib = lib
         self._buffer = torch.empty(0, 0)  # for logits, used again
-        self._logits, self._shape = self._buffer, (0, 0)  # the part of the last call
+        self._logits = Logits.of(self._buffer)  # the part of the last call
 
     def pack_ends(self, embedding: Packed, norm: Tensor, head: Packed) -> Ends:
         c = STRUCTS["ModelEnds"](embedding.c, head.c, norm.data_ptr(), head.outputs)
@@ -56,36 +68,34 @@ class CpuFusedModel:
     def forward(
         self, stack: Stack, ends: Ends, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
     ) -> Tensor:
-        threads.adopt(self.lib)
         rows, adapters = array("q", kv.step_input.logits_rows), lora.rows(runs) if runs else None
         num_rows = len(rows)
         taps = _taps(stack.shape, kv.step_input.length, states) if states else None
         logits = self._room(num_rows, ends.c.outputs)
-        wanted = taps, rows.buffer_info()[0], num_rows, logits.data_ptr()
+        wanted = taps, rows.buffer_info()[0], num_rows, logits.at
         trees = TreeQueries() if queries is None else queries
         self.lib.read_model(*_model(stack, ends, kv, adapters), *wanted, *trees.prepare())
-        return logits
+        return logits.tensor
 
-    def _room(self, rows: int, outputs: int) -> Tensor:
+    def _room(self, rows: int, outputs: int) -> Logits:
         """Buffer for logits, a part of that of earlier calls if possible.
 
         Allocating one takes 40 µs right after a forward, and its memory is written for the first time.
         """
-        if self._shape == (rows, outputs):
+        if self._logits.shape == (rows, outputs):
             return self._logits
         if len(self._buffer) < rows or self._buffer.shape[1] != outputs:
             buffer = torch.empty(rows, outputs)
             if buffer.nbytes > KEPT_LOGITS:
-                return buffer
+                return Logits.of(buffer)
             self._buffer = buffer
-        self._logits, self._shape = self._buffer[:rows], (rows, outputs)
+        self._logits = Logits.of(self._buffer[:rows])
         return self._logits
 
     def extends(self, chains: Chains) -> bool:
         return True
 
     def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
-        threads.adopt(self.lib)
         several, vocabulary, stop_rule, states = chains
         levels = max([chain.levels for chain in several])
         tokens = array("i", bytes(4 * levels * len(several)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -19,7 +18,7 @@ import torch
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 VERSION_1 = ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-numbers = defaultdict[int, int](int)  # handle of a library of kernels -> its number of threads, once set
+numbers: dict[ctypes.CDLL, int] = {}  # libraries of kernels -> their numbers of threads
 
 
 @lru_cache(maxsize=1)
@@ -48,9 +47,18 @@ def processors() -> int:
 def adopt(kernels: ctypes.CDLL) -> None:
     """Let the kernels use as many threads as torch does."""
     count = torch.get_num_threads()
-    if numbers[kernels._handle] != count:
+    if numbers.get(kernels) != count:
         kernels.set_threads(count)
-        numbers[kernels._handle] = count
+        numbers[kernels] = count
+
+
+def adopt_in_all() -> None:
+    """Let all kernels that are loaded use as many threads as torch does now.
+
+    Called where work arrives, and not in a step: behind a forward torch takes 10 µs to tell its number.
+    """
+    for kernels in [*numbers]:
+        adopt(kernels)
 
 
 def quota(groups: Path, own: Path) -> float | None:
