@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeOptions
 from outrider.core.device import beside
-from outrider.core.step import NO_STATES, Batch, States
+from outrider.core.step import Batch, States
 from outrider.core.tree import NO_BUDGET, Budget
 from outrider.draft.eagle3 import Eagle3
 from outrider.testing import random_prompts, tiny_checkpoint
@@ -88,7 +88,7 @@ def test_states_of_rows_are_gathered_in_the_wanted_order(joint: bool) -> None:
     kept = dict(zip((1, 4, 7), wide.chunk(3, dim=1)))
     if not joint:
         kept = {layer: state.clone() for layer, state in kept.items()}
-    every, some = States(kept, [[0], [1, 2], [3, 4]]), States(kept, [[0], [2], [4]])
+    every, some = States(kept, [[0], [1, 2], [3, 4]], 5), States(kept, [[0], [2], [4]], 5)
     for wanted, columns in (((1, 4, 7), [0, 1, 2, 3, 4, 5]), ((7, 1), [4, 5, 0, 1]), ((4,), [2, 3])):
         assert torch.equal(every.of(1, wanted), wide[1:3][:, columns])
         assert torch.equal(some.of(2, wanted), wide[4:5][:, columns])
@@ -99,14 +99,10 @@ def test_states_of_rows_are_gathered_in_the_wanted_order(joint: bool) -> None:
 def test_states_of_long_prompts_are_those_of_their_positions() -> None:
     wide = torch.arange(400.0).view(200, 2)
     kept = dict(zip((1, 4), wide.chunk(2, dim=1)))
-    states = States(kept, [[0], [*range(1, 120)], [*range(120, 190), 191, 199]])
+    states = States(kept, [[0], [*range(1, 120)], [*range(120, 190), 191, 199]], len(wide))
     for r, places in enumerate(states.places):
         assert torch.equal(states.of(r, (1, 4)), wide[places])
         assert torch.equal(states.of(r, (4,)), wide[places][:, 1:])
-
-
-def test_a_step_without_hidden_states_has_no_rows_of_them() -> None:
-    assert NO_STATES.num_rows == 0
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -116,7 +112,7 @@ def test_states_of_some_rows_keep_no_others_alive(joint: bool, rows: list[int]) 
     kept = dict(zip((1, 4, 7), wide.chunk(3, dim=1)))
     if not joint:
         kept = {layer: state.clone() for layer, state in kept.items()}
-    states = States(kept, [[0], [1, 2], [3, 4]])
+    states = States(kept, [[0], [1, 2], [3, 4]], 5)
     some = states.only(rows, (1, 7))
     assert some.num_rows == sum(len(states.places[r]) for r in rows)
     for i, r in enumerate(rows):

@@ -38,12 +38,17 @@ class TreeQuery(NamedTuple):
     @property
     def keys(self) -> list[int]:
         """Of the noise after the root and each node."""
-        if not self.tree.tokens:  # most rows of plain decoding
-            return [key_in(self.stream, self.position)]
-        depths = [0]
-        for parent in self.tree.parents[: self.tree.size]:
-            depths.append(depths[parent + 1] + 1)
-        return [key_in(self.stream, self.position + depth) for depth in depths]
+        return keys_of(self.stream, self.position, self.tree)
+
+
+def keys_of(stream: int, position: int, tree: DraftTree) -> list[int]:
+    """RNG keys of the noise after the root of a tree, which has this position, and after each node."""
+    if not tree.tokens:  # most rows of plain decoding
+        return [key_in(stream, position)]
+    depths = [0]
+    for parent in tree.parents[: tree.size]:
+        depths.append(depths[parent + 1] + 1)
+    return [key_in(stream, position + depth) for depth in depths]
 
 
 class TreeQueries(Protocol):

@@ -126,16 +126,19 @@ class StepInput:
         end = start + n
         self._add(table, n, end)
         self.input_ids += tokens
-        if n == 1:  # most rows of plain decoding: no ranges, no slices
-            self.positions.append(start + shift)
-            self.slot_mapping.append(table[start])
-            self.context_lens.append(end)
-            self._paths.append(())
-            return
         self.positions += range(start + shift, end + shift)
         self.slot_mapping += table[start:end]
         self.context_lens += range(start + 1, end + 1)
         self._paths += [()] * n
+
+    def token(self, table: array[int], position: int, token: int) -> None:
+        """Add one token of the request with slots `table`: `chain` without its slices, for plain decoding."""
+        self._add(table, 1, position + 1)
+        self.input_ids.append(token)
+        self.positions.append(position)
+        self.slot_mapping.append(table[position])
+        self.context_lens.append(position + 1)
+        self._paths.append(())
 
     def node(self, table: array[int], context: int, path: Sequence[int], token: int, shift: int = 0) -> None:
         """Add one tree node.

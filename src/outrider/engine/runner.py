@@ -53,7 +53,7 @@ class ForwardOutput:
     """Logits and hidden states of a forward.  Implements `Picker`: evaluates nodes lazily.
 
     logits  float32 [M, V]: after the root of row r in row roots[r], after its node i in row roots[r] + 1 + i
-    kept    the hidden states that `needs` names, of all rows of the forward
+    kept    the hidden states that `needs` names, of all `num_rows` rows of the forward
     """
 
     batch: Batch
@@ -62,6 +62,7 @@ class ForwardOutput:
     sampler: Sampler
     needs: Needs
     kept: Mapping[int, Tensor]
+    num_rows: int
 
     def at(self, row: int, node: int) -> int:
         """The row of `logits` after `node` of row `row`."""
@@ -88,12 +89,12 @@ class ForwardOutput:
 
     def states(self) -> States:
         """Hidden states of the known tokens and the accepted nodes of every row."""
-        if next(iter(self.kept.values())).size(0) == len(self.batch):
-            return States(self.kept, one_each(len(self.batch)))
+        if self.num_rows == len(self.batch):
+            return States(self.kept, one_each(self.num_rows), self.num_rows)
         places = list[Sequence[int]]()
         for span, step in zip(spans_of(self.batch), self.batch):
             places.append([*range(span.first, span.end), *[span.end + node for node in step.accepted]])
-        return States(self.kept, places)
+        return States(self.kept, places, self.num_rows)
 
     def record_logprobs(self) -> None:
         """Append log-probabilities of the emitted tokens for the rows that request them."""
@@ -129,6 +130,7 @@ class Runner:
     def begin(self, batch: Batch, needs: Needs) -> Callable[[], ForwardOutput]:
         """Begin the forward.  The result waits for it; until then, the host reads nothing of a device."""
         step_input = StepInput()
+        logits_rows = step_input.logits_rows
         queries = None if self.verifier is None else self.verifier.queries(self.rule)
         roots: dict[int, int] = {}
         scored: list[tuple[RowStep, int]] = []  # rows with prompt_logprobs, and their first forward row
@@ -140,14 +142,17 @@ class Runner:
             if row.adapter is not None:
                 step_input.adapt(first, row.adapter)
             if step.emits:
-                roots[r] = len(step_input.logits_rows)
+                root = roots[r] = len(logits_rows)
                 if queries is not None and not row.processors:
-                    queries.add(r, row, step.tree, roots[r])
-                step_input.logits_rows += range(first + step.known - 1, step_input.length)
+                    queries.add(r, row, step.tree, root)
+                if step.tree.tokens:
+                    logits_rows += range(first + step.known - 1, step_input.length)
+                else:
+                    logits_rows.append(step_input.length - 1)
         kept = dict.fromkeys(needs.states, UNSET)
         if scored:
             kept[FINAL] = UNSET
-        run = self._begin(batch, step_input.build(), kept, queries)
+        run, num_rows = self._begin(batch, step_input.build(), kept, queries), step_input.length
 
         def complete() -> ForwardOutput:
             logits = run()
@@ -155,7 +160,7 @@ class Runner:
                 self._score_prompt(step, kept[FINAL], first)
             if queries is not None:
                 self._set_verified(batch, queries)
-            return ForwardOutput(batch, logits, roots, self.sampler, needs, kept)
+            return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, num_rows)
 
         return complete
 
@@ -218,13 +223,18 @@ class Runner:
 
 def add_row(step_input: StepInput, step: RowStep) -> None:
     """Add the known tokens of a row and its tree; draft node i takes slot `step.end` + i of the row."""
-    row, tree, end = step.row, step.tree, step.start + step.known
+    row, tree, start = step.row, step.tree, step.start
     assert row.table is not None
-    slots, known = row.table.slots, row.tokens[step.start : end]
-    if not tree.tokens or tree.chained:  # the slots of a chain are in position order
-        step_input.chain(slots, step.start, known + tree.tokens)
+    slots = row.table.slots
+    if step.known == 1 and not tree.tokens:
+        step_input.token(slots, start, row.tokens[start])
         return
-    step_input.chain(slots, step.start, known)
+    end = start + step.known
+    known = row.tokens[start:end]
+    if not tree.tokens or tree.chained:  # the slots of a chain are in position order
+        step_input.chain(slots, start, known + tree.tokens)
+        return
+    step_input.chain(slots, start, known)
     paths: list[list[int]] = []
     for slot, parent in zip(slots[end : end + len(tree.parents)], tree.parents):
         paths.append([*paths[parent], slot] if parent >= 0 else [slot])

@@ -199,9 +199,11 @@ class Scheduler:
             length = max(len(row.tokens), row.computed)
             if table.room - length >= PAGE:
                 self.cache.shrink(table, length)
-            # drafters read a prompt after its step, and tokens some steps later; idle ones fill no page
+            # Drafters read a prompt after its step, and tokens some steps later.  Without drafts they fill no
+            # page, so the step that completes it asks once.
+            most = MOST_BEHIND if step.tree.tokens else 0
             behind = row.computed % PAGE - len(step.accepted)
-            fills = behind <= MOST_BEHIND or step.known > 1 or step.start == row.prompt
+            fills = behind <= most or step.known > 1 or step.start == row.prompt
             if fills and row.computed >= (len(table.nodes) + 1) * PAGE:
                 self.share(row)
         if self.in_flight:

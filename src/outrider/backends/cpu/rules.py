@@ -33,7 +33,7 @@ class TreeQueries:
 
     def __init__(self, rule: str = "match") -> None:
         self.rule = RULES[rule]
-        self.queries = b""
+        self.queries: list[bytes] = []
         self.numbers: list[int] = []
         self.data = array("i")
         self.sizes: dict[int, int] = {}  # key -> nodes
@@ -43,20 +43,25 @@ class TreeQueries:
     def add(self, key: int, row: Row, tree: DraftTree, root: int) -> None:
         temperature, min_p, top_k, top_p = row.distribution
         n = self.sizes[key] = len(tree.tokens) - tree.probes
-        probs = 0
-        if tree.distributions:
-            own = [q.to("cpu", torch.float64).contiguous() for q in tree.distributions]
-            self.distributions += own
-            self.probs.append(array("Q", [q.data_ptr() for q in own]))
-            probs = self.probs[-1].buffer_info()[0]
-        at, numbers, position = len(self.numbers), self.numbers, len(row.tokens)
-        where, sampling = (at, root, n, top_k, self.rule, tree.repeats), (min_p, top_p, row.stream, position)
-        self.queries += QUERY.pack(*where, *sampling, probs, temperature)
+        numbers, probs = self.numbers, self._probs_of(tree) if tree.distributions else 0
+        self.queries.append(
+            QUERY.pack(
+                len(numbers), root, n, top_k, self.rule, tree.repeats, min_p, top_p, row.stream,
+                len(row.tokens), probs, temperature,
+            )
+        )  # fmt: skip
         if n:
             numbers += tree.tokens[:n]
             numbers += tree.parents[:n]
             numbers += tree.probs_of[:n] or [-1] * n
         numbers += [0] * (2 * n + 2)
+
+    def _probs_of(self, tree: DraftTree) -> int:
+        """Address of the addresses of a tree's distributions."""
+        own = [q.to("cpu", torch.float64).contiguous() for q in tree.distributions]
+        self.distributions += own
+        self.probs.append(array("Q", [q.data_ptr() for q in own]))
+        return self.probs[-1].buffer_info()[0]
 
     def prepare(self) -> tuple[bytes, int, int]:
         """Allocate `data`; return the trees as rules.c and fused.c take them.
@@ -64,7 +69,7 @@ class TreeQueries:
         To be called once, after the last tree: the kernels write their answers to this `data`.
         """
         self.data = array("i", self.numbers)
-        return self.queries, len(self.sizes), self.data.buffer_info()[0]
+        return b"".join(self.queries), len(self.sizes), self.data.buffer_info()[0]
 
     def read(self) -> list[tuple[int, Answer | None]]:
         """(key, answer) of every tree; None where the kernels gave none."""

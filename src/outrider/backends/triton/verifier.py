@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.backends.rules import Answer, TreeQuery
+from outrider.backends.rules import Answer, keys_of
 from outrider.backends.triton.sampling import LATEST, PARAMS, Rows, best_of_parts, params_of
 from outrider.core.device import HostCopy, to_device
 from outrider.core.noise import MASK
@@ -40,17 +40,21 @@ class TreeQueries:
 
     def add(self, key: int, row: Row, tree: DraftTree, root: int) -> None:
         """Add a tree behind those that were added, in the order of rows."""
-        query, owners, number = TreeQuery.of(key, row, tree, root), self.owners, len(self.sizes)
-        n, between = tree.size, root - len(owners) // 2
+        owners, number, n = self.owners, len(self.sizes), len(tree.tokens) - tree.probes
+        between = root - len(owners) // 2
         assert between >= 0, "trees are added in the order of their rows"
-        owners += NO_OWNER * between
-        greedy = query.distribution.temperature == 0  # without noise
-        for noise in [0] * (n + 1) if greedy else query.keys:
-            owners += number, noise
+        if between:
+            owners += NO_OWNER * between
+        if row.distribution.temperature == 0:  # without noise
+            owners += (number, 0) * (n + 1)
+        else:
+            for noise in keys_of(row.stream, len(row.tokens), tree):
+                owners += number, noise
         self.trees += root, len(self.nodes) // 2, n
-        for node in zip(tree.tokens[:n], tree.parents):
-            self.nodes += node
-        self.distributions.append(query.distribution)
+        if n:
+            for node in zip(tree.tokens[:n], tree.parents):
+                self.nodes += node
+        self.distributions.append(row.distribution)
         self.sizes[key] = n
 
     @property

@@ -155,7 +155,9 @@ class ModelDrafter(Drafter):
         A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches
         up later.
         """
-        parts = []
+        parts, cursors = list[Part](), self.catch_up.cursors
+        if not [step for step in batch if step.budget.nodes or step.known > 1 or step.row not in cursors]:
+            return parts  # nothing is drafted, and no row is new or computes a chunk
         for r, step in enumerate(batch):
             row, start, end = step.row, step.start, step.start + step.known
             budget = self.stop.limit(step) if self.stop.active else step.budget
