@@ -35,12 +35,13 @@ def functions_a_step(llm: LLM, rows: int) -> float:
     engine.step = counted  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": [5, 6, 7, 8]}] * rows, params)
+    del engine.step  # type: ignore[method-assign]
     assert all(len(output.outputs[0].token_ids) == 60 for output in outputs) and steps > 4
     return called / steps
 
 
 @needs_c
-@pytest.mark.parametrize(("drafts", "one_row", "each_row"), [(False, 85, 10), (True, 145, 38)])
+@pytest.mark.parametrize(("drafts", "one_row", "each_row"), [(False, 84, 11), (True, 140, 38)])
 def test_a_step_calls_few_functions(drafts: bool, one_row: int, each_row: int, tmp_path: Path) -> None:
     """Right behind a forward a call takes several times as long as in a loop."""
     folder = tiny_checkpoint(tmp_path / "llama")

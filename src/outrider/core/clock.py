@@ -72,7 +72,7 @@ class OneRecording:
         _recordings[get_ident()] = 1
 
     def __exit__(self, *error: object) -> None:
-        del _recordings[get_ident()]
+        _recordings.pop(get_ident(), None)  # a logits processor may run steps of another engine
 
 
 one_recording = OneRecording()  # no generator: it is entered in every step
