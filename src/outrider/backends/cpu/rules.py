@@ -44,12 +44,8 @@ class TreeQueries:
         temperature, min_p, top_k, top_p = row.distribution
         n = self.sizes[key] = len(tree.tokens) - tree.probes
         numbers, probs = self.numbers, self._probs_of(tree) if tree.distributions else 0
-        self.queries.append(
-            QUERY.pack(
-                len(numbers), root, n, top_k, self.rule, tree.repeats, min_p, top_p, row.stream,
-                len(row.tokens), probs, temperature,
-            )
-        )  # fmt: skip
+        where = len(numbers), root, n, top_k, self.rule, tree.repeats
+        self.queries.append(QUERY.pack(*where, min_p, top_p, row.stream, len(row.tokens), probs, temperature))
         if n:
             numbers += tree.tokens[:n]
             numbers += tree.parents[:n]
