@@ -23,31 +23,30 @@ SALT = "warm-up"  # keeps pages, and texts that drafters learn from, apart from 
 def warm_up(engine: Engine, answer: Callable[[Any, SamplingParams], object]) -> None:
     """Answer requests in batches of max_num_seqs, and of 1, 2, 4, … below: plain and with each drafter alone.
 
-    answer: takes prompts, and parameters for all of them.  Drafts have their full depth, and then every
-    smaller one, which controllers may ask for: they are not asked here.  Neither they nor drafters learn from
-    it, and no statistics count it.
+    answer: takes prompts, and parameters for all of them.  Drafts have their full depth, and then, of a
+    drafter that finds something to draft, every smaller one, which controllers may ask for: they are not
+    asked here.  Neither they nor drafters learn from it, and no statistics count it.
     """
     numbers, vocabulary = random.Random(0), engine.target.vocabulary
     plain = SamplingParams(
         max_tokens=ANSWER, temperature=0, ignore_eos=True, detokenize=False, speculate=False
     )
     drafted = [replace(plain, speculate=True, draft_method=name) for name in engine.drafter.sources]
-    shorter = [
-        replace(each, max_draft_tokens=depth, max_tokens=depth + 2)  # one draft, beside two other tokens
-        for each in drafted
-        for depth in range(1, min(engine.drafter.depth, DEEPEST))
-    ]
     most = min(engine.options.max_num_seqs, LARGEST)
     counts = sorted({most, *[1 << i for i in range(most.bit_length())]})
     with _left_as_it_was(engine), record_at_once():
         for count in reversed(counts):  # what there is no room for is lost by the largest batches
             length = max(1, min(PROMPTS // count, engine.max_len - ANSWER))
-            prompts = list[Any]()
-            for params in (plain, *drafted, *shorter):
-                if params.max_draft_tokens is None:  # the shorter drafts follow known prompts
-                    ids = [[numbers.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
-                    prompts = [{"prompt_token_ids": prompt, "cache_salt": SALT} for prompt in ids]
+            for params in (plain, *drafted):
+                ids = [[numbers.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
+                prompts = [{"prompt_token_ids": prompt, "cache_salt": SALT} for prompt in ids]
+                drafts = engine.decode.drafts
                 answer(prompts, params)
+                if engine.decode.drafts == drafts:
+                    continue
+                for depth in range(1, min(engine.drafter.depth, DEEPEST)):
+                    # one draft, beside two other tokens
+                    answer(prompts, replace(params, max_draft_tokens=depth, max_tokens=depth + 2))
 
 
 @contextmanager
