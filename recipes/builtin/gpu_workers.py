@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 import random
+import shutil
 import threading
 import time
 import traceback
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM
@@ -179,7 +181,7 @@ def shards_of(given: argparse.Namespace, llm: LLM) -> tuple[list[States], list[S
 def settings_of(given: argparse.Namespace, name: str, llm: LLM) -> Any:
     """Options of a run: sizes and bits of the shipped head, and what `TRAINED_ON_GPU` says."""
     asked = {**TRAINED_ON_GPU["all"], **SIZES.get(name, {}), **TRAINED_ON_GPU.get(name, {})}
-    asked |= {"data": ["-"], "out": str(given.work / "out" / name), "init": shipped(name)}
+    asked |= {"data": ["-"], "out": str(given.work / "out" / name), "init": initial(given, name, llm)}
     if name in ("eagle3", "dflash"):
         asked["taps"] = taps(llm)
     asked |= {"length": LENGTH, "answer_tokens": ANSWER, "temperatures": TEMPERATURES, "seed": SEED}
@@ -191,6 +193,19 @@ def settings_of(given: argparse.Namespace, name: str, llm: LLM) -> Any:
 
 def shipped(name: str) -> str:
     return str(SHIPPED / ("draft" if name == "draft_model" else f"heads/{name}"))
+
+
+def initial(given: argparse.Namespace, name: str, llm: LLM) -> str:
+    """The shipped head.  MTP's layers are numbered from the target's number of layers on."""
+    layers, folder = llm.engine.decoder.spec.layers, given.work / "init"
+    if name != "mtp" or layers == OF:
+        return shipped(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = load_file(Path(shipped(name)) / "model.safetensors")
+    renamed = {key.replace(f"layers.{OF}.", f"layers.{layers}."): tensor for key, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    shutil.copy(Path(shipped(name)) / "config.json", folder)
+    return str(folder)
 
 
 def evaluator(given: argparse.Namespace, llm: LLM, name: str) -> LLM:
