@@ -1,5 +1,6 @@
 /* What linear.c and linear_int.c share. */
 #pragma once
+#include "fetch.h"
 #include "simd.h"
 
 #if defined __AVX512F__ || defined __ARM_NEON
@@ -11,28 +12,6 @@ enum { PANEL = 64 }; /* outputs of a packed weight panel */
 
 /* A line is what one step over k reads of a panel: 64 outputs of one input, or of a pair in bfloat16. */
 enum { LINE_BYTES = PANEL * 4, CHUNK_LINES = 32, AHEAD_BYTES = CHUNK_LINES * LINE_BYTES };
-
-/* Where weights are fetched to ahead of their use. */
-enum { NOWHERE, FIRST_CACHE, SECOND_CACHE };
-
-/* The same, for rows that wait for memory or that compute.  AMD's processors fetch one stream by themselves,
- * also beyond a page; prefetching it only takes the place of loads.  Where several tiles of rows share a chunk
- * there is no such stream.  Then their second cache waits for more lines at once than the first one.  Measured
- * with huge pages (docs/log.md, "Huge pages"). */
-INLINE int fetches_to(int waits) {
-#ifdef __x86_64__
-    __builtin_cpu_init();
-    if (__builtin_cpu_is("amd")) return waits ? NOWHERE : SECOND_CACHE;
-#endif
-    (void)waits;
-    return FIRST_CACHE;
-}
-
-/* Fetches the line of the cache at `ahead` bytes from a place, twice as far for the second cache. */
-INLINE void fetch_line(const int fetches, const void *place, int64_t ahead) {
-    if (fetches == FIRST_CACHE) __builtin_prefetch((const char *)place + ahead);
-    if (fetches == SECOND_CACHE) __builtin_prefetch((const char *)place + 2 * ahead, 0, 2);
-}
 
 /* One register tile: a few outputs of a few rows in one chunk. */
 typedef struct {

@@ -142,6 +142,7 @@ INLINE void multiply_blocks(const int rows, const int vectors, const Form form, 
                             IntTask t) {
     const int64_t bytes = block_bytes(form);
     const int64_t x_bytes = rows * rounded_bytes(form.group, form.group); /* of a group */
+    const int64_t ahead = (t.fetches == SECOND_CACHE ? 2 : 1) * CHUNK_BLOCKS * bytes;
     float *to = t.sums + first_output;
     IntTile tile;
     for (int r = 0; r < rows; r++)
@@ -151,7 +152,7 @@ INLINE void multiply_blocks(const int rows, const int vectors, const Form form, 
                    *scales = t.blocks + values_bytes(form) + first_output * 2;
         IntSums sums;
         if (t.fetches && !first_output)
-            for (int64_t i = 0; i < bytes; i += 64) fetch_line(t.fetches, t.blocks + i, CHUNK_BLOCKS * bytes);
+            for (int64_t i = 0; i < bytes; i += 64) fetch_line(t.fetches, t.blocks + ahead + i);
         sum_group(rows, vectors, form, values, t.x, sums);
         add_group(rows, vectors, form, scales, t.x + rows * form.group, sums, tile);
     }
