@@ -1,10 +1,10 @@
 /* Memory that is fetched ahead of its use, and where to: where weights and keys are read by rows that compute
  * about as long as they wait.
  *
- * AMD's processors fetch one stream by themselves, also beyond a page; then prefetching only takes the place of
- * loads.  Where several tiles of rows share a part of it there is no such stream, and the second cache waits for
- * more lines at once than the first one.  Measured with huge pages (docs/log.md, "Huge pages").  Others have not
- * been measured with them. */
+ * AMD's processors fetch one stream by themselves, also beyond a page; then prefetching only takes the place
+ * of loads.  Where several tiles of rows share a part of it there is no such stream, and the second cache
+ * waits for more lines at once than the first one.  Measured with huge pages (docs/log.md, "Huge pages").
+ * Others have not been measured with them. */
 #pragma once
 #include "simd.h"
 

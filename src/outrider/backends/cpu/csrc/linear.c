@@ -24,8 +24,8 @@ enum { GROUP_ROWS = 48 };               /* rows whose sums are kept together in 
 enum { FEW_ROWS = 5 };                  /* fewer rows keep their inputs in registers (add_line) */
 enum { STREAM_ROWS = PANEL == TILE_VECTORS * LANES ? TILE_ROWS : 1 }; /* rows of a tile with all outputs */
 
-/* For several tiles of rows the next chunk, or for the second cache the one behind it, so that all of them wait
- * for memory equally. */
+/* For several tiles of rows the next chunk, or for the second cache the one behind it, so that all of them
+ * wait for memory equally. */
 INLINE void fetch_weights(const int vectors, const int fetches, const char *weights) {
     const int ahead = fetches == SECOND_CACHE ? 2 * AHEAD_BYTES : AHEAD_BYTES;
     for (int c = 0; c < vectors * LANES * 4; c += 64) fetch_line(fetches, weights + c + ahead);
