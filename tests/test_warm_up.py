@@ -40,6 +40,18 @@ def test_batches_of_all_sizes_are_plain_and_drafted_by_each_method(
     assert at_once == {True} and not records_at_once()
 
 
+def test_drafts_of_every_depth_come_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, begin = set[tuple[int, int]](), llm.engine.runner.begin
+
+    def watched(batch: Batch, needs: Any) -> Any:
+        seen.add((len(batch), max(len(step.tree.tokens) for step in batch)))
+        return begin(batch, needs)
+
+    monkeypatch.setattr(llm.engine.runner, "begin", watched)
+    llm.warm_up()
+    assert seen >= {(count, depth) for count in (1, 2, 4, 6) for depth in range(6)}
+
+
 def test_nothing_is_learned(llm: LLM) -> None:
     before, controller = llm.engine.report(), llm.engine.controller
     llm.warm_up()

@@ -1,8 +1,9 @@
-"""Score the answers of the shipped target by kind of task.
+"""Score the answers of the shipped target, or another one of the family, by kind of task.
 
-python recipes/builtin/answers.py --json FILE [--per-kind 100] [--kinds function sql …]
+python recipes/builtin/answers.py --json FILE [--per-kind 100] [--kinds function sql …] [--target FOLDER]
 
-Answers are greedy, by the weights in 8 bits.  The demo shows kinds of which at least 95 % are right.
+Answers are greedy, of the shipped target by the weights in 8 bits.  The demo shows kinds of which at least
+95 % are right.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--per-kind", type=int, default=100)
+    parser.add_argument("--target", type=Path, default=TARGET)
     parser.add_argument("--kinds", nargs="+", choices=tuple(tasks.KINDS), default=tuple(tasks.KINDS))
     given = parser.parse_args()
-    answer = engine("builtin")
+    answer = engine(str(given.target))
     found = {**conditions(), "per kind": given.per_kind}
     for split in SPLITS:
-        scores = score(answer, TARGET, given.per_kind, split, given.kinds)
+        scores = score(answer, given.target, given.per_kind, split, given.kinds)
         print(f"{split}: {scores['accuracy']:.1%} right, {scores['repeated_4_grams']:.1%} repeated 4-grams")
         right = {kind: means["right"] for kind, means in scores["kinds"].items()}
         for kind, share in sorted(right.items(), key=lambda pair: pair[1]):

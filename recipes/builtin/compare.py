@@ -1,12 +1,13 @@
 """Compare trained heads with the shipped ones, and put the better ones in their place.
 
-    python recipes/builtin/compare.py DIR [--questions question.jsonl] [--install]
+    python recipes/builtin/compare.py DIR [--questions question.jsonl] [--install | --target FOLDER]
 
 DIR holds a folder a head, as in the archives of gpu.py.  Shown are tokens per step of greedy answers, 64
 tokens a prompt: on the prompts of the demo, on four questions of each task of Spec-Bench, and on tasks with
 held-out wordings; with chains of three draft tokens, and with the trees of the method's defaults and with 59
 nodes.  `--install` takes a head over if the mean gain of a request is at least two standard errors on any of
-the three, with chains, and no loss of that size is on another.
+the three, with chains, and no loss of that size is on another.  `--target` is for heads of another target;
+the shipped EAGLE-3 and DFlash read other layers of it than those that correspond.
 """
 
 from __future__ import annotations
@@ -107,9 +108,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--questions", type=Path)
     parser.add_argument("--install", action="store_true")
+    parser.add_argument("--target", default="builtin")
     parser.add_argument("--only", nargs="+")
     given = parser.parse_args()
-    llm = LLM("builtin", max_num_seqs=8, max_model_len=CONTEXT, speculative_config=None)
+    if given.install and given.target != "builtin":
+        parser.error("--install is for the shipped target")
+    llm = LLM(given.target, max_num_seqs=8, max_model_len=CONTEXT, speculative_config=None)
     groups, told = asked(llm, given.questions), dict[str, Any]()
     found = sorted(path.parent for path in given.folder.glob("*/model.safetensors"))
     for folder in (path for path in found if not given.only or path.name in given.only):

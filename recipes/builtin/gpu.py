@@ -1,6 +1,6 @@
 """Train the shipped heads further, all at once, on one GPU and in a few minutes.
 
-    python recipes/builtin/gpu.py --prompts prompts.jsonl.gz --out OUT [--seconds 270]
+    python recipes/builtin/gpu.py --prompts prompts.jsonl.gz --out OUT [--seconds 270] [--target FOLDER]
 
 prompts.jsonl.gz: the token ids of a prompt a line.
 
@@ -9,7 +9,7 @@ prompts.jsonl.gz: the token ids of a prompt a line.
     every 10 s     OUT/heads.tar, OUT/draft.tar and OUT/logs.tar are replaced
     end            OUT/summary.json: tokens per step before and after on held-out prompts, and answer tokens
 
-Everything starts from the shipped heads.  A head is in the tar from its first checkpoint on, so a run that is
+Everything starts from the shipped heads, also for another target of the same width and vocabulary.  A head is in the tar from its first checkpoint on, so a run that is
 cut off leaves the newest ones.
 """
 
@@ -46,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--work", type=Path, help="folder of answers, states and runs, tens of GB")
+    parser.add_argument("--target", default="builtin", help="a folder, or a name that is shipped")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=270.0, help="of the whole run")
     parser.add_argument("--answers", type=float, default=55.0, help="seconds after which no answer begins")

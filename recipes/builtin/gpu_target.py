@@ -1,10 +1,13 @@
 """Train the target on one GPU in a few minutes, in the time that is given.
 
     python recipes/builtin/gpu_target.py --corpus CORPUS --out OUT [--seconds 300] [--init builtin]
+        [--shape deep]
 
 CORPUS holds tokenizer.json, prose.npy and val-*.npy (stages `tokenizer` and `corpus` of make.py).  Processes
 generate task rows ahead (`corpus.build_shard`) while the model is trained; the same shards, losses and
 optimizers as in train.py, but with compiled layers, and a rate that ends with the time.  Validation follows.
+A checkpoint that is smaller than the shape is grown, and computes the same before the first step: two new
+layers follow each of its eight, and the outputs of all that is new are zero.
 
     OUT/model/       the newest weights in bfloat16, with the tokenizer
     OUT/log.jsonl    loss, rate and tokens per second
@@ -17,6 +20,7 @@ import itertools
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,14 +41,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from outrider.checkpoints.hub import Checkpoint  # noqa: E402 - behind the path
 from outrider.core.quantized import QuantizedWeight  # noqa: E402
 from recipes.builtin.corpus import SHARD_ROWS, Stream, build_shard, shard_path  # noqa: E402
-from recipes.builtin.model import TARGET, build, export  # noqa: E402
+from recipes.builtin.model import DEEP, TARGET, Shape, build, export  # noqa: E402
 from recipes.builtin.train import Settings, loss_weights, mean_loss, optimizers  # noqa: E402
 
 WARM, STEADY = 0.01, 0.35  # shares of the time until the full rate, and until the rate begins to fall
-SAVED_EVERY = 60.0  # seconds
+SAVED_EVERY = 90.0  # seconds
 AHEAD = 4  # batches
 CHECKED_EVERY = 2.0  # seconds without a batch
 VALIDATED = 16  # rows of a source
+SHAPES = {"target": TARGET, "deep": DEEP}
+LAYER = re.compile(r"(?<=^model\.layers\.)\d+")
 
 
 def parse() -> argparse.Namespace:
@@ -54,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--init", help="model folder to begin from; otherwise seeded weights")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="target")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=300.0, help="of the run, without validation")
     parser.add_argument("--rows", type=int, default=256, help="rows of 1,024 tokens of a step")
@@ -198,18 +205,35 @@ def rate_at(share: float) -> float:
     return 1.0 if share < STEADY else max(0.0, (1 - share) / (1 - STEADY))
 
 
-def initial_model(init: str | None) -> nn.Module:
-    """A target with seeded weights, or with those of a checkpoint, which may be quantized."""
-    model = build(TARGET, Settings.seed)
-    if init is not None:
-        weights = Checkpoint.open(init).tensors()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.ndim == 1:
-                    found = weights.get(name, *parameter.shape)
-                else:
-                    found = weights.linear(name.removesuffix(".weight"), *parameter.shape)
-                parameter.copy_(found.dense() if isinstance(found, QuantizedWeight) else found)
+def initial_model(init: str | None, shape: Shape = TARGET) -> nn.Module:
+    """A model with seeded weights, or with those of a checkpoint, which may be quantized, grown to the shape.
+
+    Layer i of a checkpoint of L layers becomes layer i * layers / L.  What is new keeps its seeded weights, and
+    adds nothing to the residual stream: of new layers o_proj and down_proj are zero, of a wider MLP the new
+    columns of down_proj.
+    """
+    model = build(shape, Settings.seed)
+    if init is None:
+        return model
+    checkpoint = Checkpoint.open(init)
+    weights, inner = checkpoint.tensors(), checkpoint.spec.inner
+    every = shape.layers // checkpoint.spec.layers
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            found = LAYER.search(name)
+            number = int(found[0]) if found else 0
+            if number % every:
+                continue
+            name, old = LAYER.sub(str(number // every), name), parameter
+            if name.endswith(("gate_proj.weight", "up_proj.weight")):
+                old = parameter[:inner]
+            elif name.endswith("down_proj.weight"):
+                old = parameter[:, :inner]
+            if parameter.ndim == 1:
+                old.copy_(weights.get(name, *old.shape))
+            else:
+                weight = weights.linear(name.removesuffix(".weight"), *old.shape)
+                old.copy_(weight.dense() if isinstance(weight, QuantizedWeight) else weight)
     return model
 
 
@@ -218,7 +242,8 @@ class Run:
 
     def __init__(self, given: argparse.Namespace, running: Sequence[subprocess.Popen[bytes]] = ()) -> None:
         torch.set_float32_matmul_precision("high")
-        self.given, self.model = given, initial_model(given.init).to(given.device).train()
+        self.given, shape = given, SHAPES[given.shape]
+        self.model = initial_model(given.init, shape).to(given.device).train()
         self.batches = Batches(given, running)
         rates = Settings(matrix_rate=given.matrix_rate, other_rate=given.other_rate)
         self.optimizers = optimizers(self.model, rates)

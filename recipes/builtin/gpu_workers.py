@@ -1,7 +1,7 @@
 """The processes of gpu.py: they answer prompts and keep the target's states, or train a head.
 
 WORK/shard-K/texts.json     [[tokens of the prompt, ids], …]
-WORK/shard-K/states.bin     states of the layers TAPS and FINAL, complete once done.json names all texts
+WORK/shard-K/states.bin     states of the layers `kept`, complete once done.json names all texts
 WORK/out/NAME               the run of a head
 """
 
@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 import random
+import shutil
 import threading
 import time
 import traceback
@@ -22,9 +23,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM
+from outrider.checkpoints.hub import Checkpoint
 from outrider.config import options
 from outrider.core.step import FINAL
 from outrider.train.answers import Text, answered
@@ -39,8 +42,7 @@ from outrider.train.report import Report
 from outrider.train.run import Prepared, Supervision, Texts, fit, new_method
 from recipes.builtin.heads import SIZES, TRAINED_ON_GPU
 
-TAPS = (2, 4, 5)  # layers whose inputs EAGLE-3 and DFlash read
-KEPT = tuple(sorted({*TAPS, FINAL}))
+TAPS, OF = (2, 4, 5), 8  # layers whose inputs the shipped EAGLE-3 and DFlash read, of the shipped target
 LENGTH, ANSWER = 512, 128  # tokens
 TEMPERATURES = (0.0, 0.8, 0.0, 0.8, 1.0)
 SEED = 26
@@ -50,10 +52,22 @@ ANY_SIZE = 1e15  # bytes
 SHIPPED = Path(__file__).resolve().parents[2] / "src/outrider/builtin"
 
 
-def engine(given: argparse.Namespace, sequences: int, memory: int) -> LLM:
+def taps(llm: LLM) -> tuple[int, ...]:
+    """The layers that correspond to TAPS in a target that was grown from the shipped one."""
+    return tuple(tap * llm.engine.decoder.spec.layers // OF for tap in TAPS)
+
+
+def kept(llm: LLM) -> tuple[int, ...]:
+    return tuple(sorted({*taps(llm), FINAL}))
+
+
+def engine(given: argparse.Namespace, sequences: int, share: int) -> LLM:
+    """share: how often the keys and values of all sequences, in bfloat16, fit into the memory for them."""
     torch.set_num_threads(1)
+    spec = Checkpoint.open(given.target).spec
+    place = 2 * 2 * spec.layers * spec.kv_heads * spec.head_dim
     return LLM(
-        "builtin",
+        given.target,
         device=given.device,
         speculative_config=None,
         max_model_len=LENGTH,
@@ -61,7 +75,7 @@ def engine(given: argparse.Namespace, sequences: int, memory: int) -> LLM:
         max_num_batched_tokens=8 * sequences,
         max_decode_slowdown=50.0,
         enable_prefix_caching=False,
-        kv_cache_memory_bytes=memory,
+        kv_cache_memory_bytes=share * sequences * LENGTH * place,
     )
 
 
@@ -74,7 +88,7 @@ def told(given: argparse.Namespace, text: str) -> None:
 
 def answer(given: argparse.Namespace, part: int) -> None:
     """Answer every n-th prompt until the time is over, then compute the states of the texts."""
-    llm = engine(given, given.sequences, given.sequences << 21)
+    llm = engine(given, given.sequences, 1)
     told(given, f"engine: {llm.engine.decoder.backend.name}")
     with gzip.open(given.prompts, "rt", encoding="utf-8") as file:
         lines = enumerate(file)
@@ -108,18 +122,19 @@ def answer(given: argparse.Namespace, part: int) -> None:
     folder = given.work / f"shard-{part}"
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "texts.json", json.dumps([[text.prompt, text.ids] for text in texts]))
-    States(llm.engine.decoder, texts, KEPT, folder, ANY_SIZE).fill(lambda _: None)
+    States(llm.engine.decoder, texts, kept(llm), folder, ANY_SIZE).fill(lambda _: None)
     replace_text(folder / "complete", "")
     told(given, f"states of {len(texts)} texts, {sum(len(text.ids) for text in texts)} tokens")
 
 
 class Shards:
-    """States of the texts of all shards, as `States`.  kept: some of KEPT, neighbours there."""
+    """States of the texts of all shards, as `States`.  kept: some of theirs, neighbours there."""
 
     def __init__(self, shards: Sequence[States], kept: Sequence[int], hidden: int) -> None:
         self.shards, self.kept = shards, tuple(kept)
-        first = KEPT.index(self.kept[0])
-        assert KEPT[first : first + len(self.kept)] == self.kept
+        every = shards[0].kept
+        first = every.index(self.kept[0])
+        assert every[first : first + len(self.kept)] == self.kept
         self.columns = slice(first * hidden, (first + len(self.kept)) * hidden)
         self.places = [(shard, i) for shard in shards for i in range(len(shard.texts))]
 
@@ -151,7 +166,7 @@ def shards_of(given: argparse.Namespace, llm: LLM) -> tuple[list[States], list[S
     for folder in complete(given):
         content = (folder / "texts.json").read_bytes()
         texts = [Text(ids, prompt) for prompt, ids in json.loads(content)]
-        states.append(States(llm.engine.decoder, texts, KEPT, folder, ANY_SIZE))
+        states.append(States(llm.engine.decoder, texts, kept(llm), folder, ANY_SIZE))
         states[-1].fill(lambda _: None)
         name = f"{given.prompts.name}, {folder.name}"
         sources.append(Source(name, hashlib.sha256(content).hexdigest(), len(texts)))
@@ -163,10 +178,12 @@ def shards_of(given: argparse.Namespace, llm: LLM) -> tuple[list[States], list[S
 # ---- heads
 
 
-def settings_of(given: argparse.Namespace, name: str) -> Any:
+def settings_of(given: argparse.Namespace, name: str, llm: LLM) -> Any:
     """Options of a run: sizes and bits of the shipped head, and what `TRAINED_ON_GPU` says."""
     asked = {**TRAINED_ON_GPU["all"], **SIZES.get(name, {}), **TRAINED_ON_GPU.get(name, {})}
-    asked |= {"data": ["-"], "out": str(given.work / "out" / name), "init": shipped(name)}
+    asked |= {"data": ["-"], "out": str(given.work / "out" / name), "init": initial(given, name, llm)}
+    if name in ("eagle3", "dflash"):
+        asked["taps"] = taps(llm)
     asked |= {"length": LENGTH, "answer_tokens": ANSWER, "temperatures": TEMPERATURES, "seed": SEED}
     left = given.seconds - given.reserve - (time.time() - given.began)
     asked |= {"schedule": "minutes", "minutes": max(left, 1.0) / 60}
@@ -176,6 +193,19 @@ def settings_of(given: argparse.Namespace, name: str) -> Any:
 
 def shipped(name: str) -> str:
     return str(SHIPPED / ("draft" if name == "draft_model" else f"heads/{name}"))
+
+
+def initial(given: argparse.Namespace, name: str, llm: LLM) -> str:
+    """The shipped head.  MTP's layers are numbered from the target's number of layers on."""
+    layers, folder = llm.engine.decoder.spec.layers, given.work / "init"
+    if name != "mtp" or layers == OF:
+        return shipped(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = load_file(Path(shipped(name)) / "model.safetensors")
+    renamed = {key.replace(f"layers.{OF}.", f"layers.{layers}."): tensor for key, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    shutil.copy(Path(shipped(name)) / "config.json", folder)
+    return str(folder)
 
 
 def evaluator(given: argparse.Namespace, llm: LLM, name: str) -> LLM:
@@ -188,13 +218,13 @@ def evaluator(given: argparse.Namespace, llm: LLM, name: str) -> LLM:
     except Exception:
         traceback.print_exc()
         given = argparse.Namespace(**{**vars(given), "device": "cpu"})
-        llm = engine(given, HELD, HELD << 22)
+        llm = engine(given, HELD, 2)
     told(given, f"evaluations on {llm.engine.decoder.backend.name}")
     return llm
 
 
 def train(given: argparse.Namespace, name: str) -> None:
-    llm = engine(given, HELD, HELD << 22)
+    llm = engine(given, HELD, 2)
     told(given, f"engine: {llm.engine.decoder.backend.name}")
     evaluating = evaluator(given, llm, name)
     states, sources = shards_of(given, llm)
@@ -205,11 +235,11 @@ def train(given: argparse.Namespace, name: str) -> None:
     key = hashlib.sha256("".join(source.sha256 for source in sources).encode()).hexdigest()[:16]
     texts = Texts(every, order[:held], sorted(order[held:]), sources, key)
     told(given, f"{len(states)} shards with {len(every)} texts")
-    asked = settings_of(given, name)
+    asked = settings_of(given, name, llm)
     Path(asked.out).mkdir(parents=True, exist_ok=True)
     made, model = new_method(llm, name, asked, texts), llm.engine.decoder
-    kept = needed_states(made.wanted, made.logits)
-    features = Features(model, every, made.logits, Shards(states, kept, model.spec.hidden))
+    needed = needed_states(made.wanted, made.logits)
+    features = Features(model, every, made.logits, Shards(states, needed, model.spec.hidden))
     deadline = time.perf_counter() + 60 * asked.minutes
     supervision = Supervision(Report(Console(width=160)), deadline, Processes())
     fit(evaluating, name, Prepared(texts, made, features), supervision)

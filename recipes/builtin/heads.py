@@ -30,8 +30,7 @@ TRAINED_ON_GPU: dict[str, dict[str, Any]] = {
         "evaluate_every": 1_000_000, "evaluate_prompts": 64,
     },
     "eagle3": {"test_steps": 6, "rate": 0.001},
-    "dflash": {"taps": (2, 4, 5)},
-    "draft_model": {"layers": 2, "rate": 0.0005},
+    "draft_model": {"layers": 2, "inner": 1024, "rate": 0.0005},
 }  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class Shape:
 
 
 TARGET = Shape(hidden=384, layers=8, heads=6, kv_heads=2, mlp=1024)
+DEEP = Shape(hidden=384, layers=24, heads=6, kv_heads=2, mlp=3200)  # 101 M weights, as builtin-100m
 DRAFT = Shape(hidden=384, layers=2, heads=6, kv_heads=2, mlp=1024)
 
 

@@ -16,14 +16,16 @@ from outrider.engine.engine import Engine
 LARGEST = 256  # requests at once
 # tokens of all prompts of a batch, as many as a graph has rows, and of an answer
 PROMPTS, ANSWER = 512, 12
+DEEPEST = 8  # drafts of fewer tokens than that come up at every depth
 SALT = "warm-up"  # keeps pages, and texts that drafters learn from, apart from other requests
 
 
 def warm_up(engine: Engine, answer: Callable[[Any, SamplingParams], object]) -> None:
     """Answer requests in batches of max_num_seqs, and of 1, 2, 4, … below: plain and with each drafter alone.
 
-    answer: takes prompts, and parameters for all of them.  Drafts have their full depth, and controllers are
-    not asked.  Neither they nor drafters learn from it, and no statistics count it.
+    answer: takes prompts, and parameters for all of them.  Drafts have their full depth, and then, of a
+    drafter that finds something to draft, every smaller one, which controllers may ask for: they are not
+    asked here.  Neither they nor drafters learn from it, and no statistics count it.
     """
     numbers, vocabulary = random.Random(0), engine.target.vocabulary
     plain = SamplingParams(
@@ -37,7 +39,14 @@ def warm_up(engine: Engine, answer: Callable[[Any, SamplingParams], object]) -> 
             length = max(1, min(PROMPTS // count, engine.max_len - ANSWER))
             for params in (plain, *drafted):
                 ids = [[numbers.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
-                answer([{"prompt_token_ids": prompt, "cache_salt": SALT} for prompt in ids], params)
+                prompts = [{"prompt_token_ids": prompt, "cache_salt": SALT} for prompt in ids]
+                drafts = engine.decode.drafts
+                answer(prompts, params)
+                if engine.decode.drafts == drafts:
+                    continue
+                for depth in range(1, min(engine.drafter.depth, DEEPEST)):
+                    # one draft, beside two other tokens
+                    answer(prompts, replace(params, max_draft_tokens=depth, max_tokens=depth + 2))
 
 
 @contextmanager

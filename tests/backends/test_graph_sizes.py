@@ -144,12 +144,26 @@ def test_a_larger_graph_serves_where_padding_costs_less_than_launches(
         drafted(decoder, pool, [2] * 4, [5] * 4)
     for _ in range(3):
         drafted(decoder, pool, [2] * 3, [3] * 3)
-    assert seen.replayed[2:] == [(16, 5, 4)] * 3 and own.counts.padded == 3
+    assert seen.replayed[2:] == [(32, 5, 4)] * 3 and own.counts.padded == 3
     drafted(decoder, pool, [2] * 3, [1] * 3)
     assert seen.launched[-1] == (6, 1, 3)
     for _ in range(8):
         drafted(decoder, pool, [2] * 3, [3] * 3)
     assert seen.replayed[-1] == (16, 3, 4) and own.counts.recorded == 2
+
+
+def test_chains_behind_long_texts_have_the_graph_of_those_behind_short_ones(
+    decoder: Decoder, pool: Pool, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has no room for runs before it, as after a rest of the drafts."""
+    own = graphs_of(decoder, seen, monkeypatch)
+    for _ in range(4):
+        drafted(decoder, pool, [2] * 4, [2] * 4)
+    launched = len(seen.launched)
+    for tokens in ([40, 1, 2, 2], [3, 3, 20, 1]):
+        drafted(decoder, pool, tokens, [2] * 4)
+        assert seen.replayed[-1] == (16, 2, 4)
+    assert len(seen.launched) == launched and len(own.graphs) == 1
 
 
 def test_one_graph_is_recorded_in_a_step(

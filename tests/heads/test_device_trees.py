@@ -19,7 +19,7 @@ from outrider import LLM, SamplingParams
 from outrider.backends.select import backend_for
 from outrider.backends.torch.backend import TorchBackend
 from outrider.core.row import Row
-from outrider.core.tree import Budget, DraftTree
+from outrider.core.tree import NO_BUDGET, Budget, DraftTree
 from outrider.heads.choose import Chooser
 from outrider.heads.device_trees import grow_blocks, on_device
 from outrider.heads.growth import DeviceGrowth, Front, GrowthPlan, LevelInput, grow
@@ -283,3 +283,37 @@ def test_a_head_is_read_once_a_step_and_drafts_as_by_level(
         found.append(trees)
         check_idle(llm)
     assert found[0] == found[1] and any(tokens for tokens, _ in found[0])
+
+
+def test_a_head_reads_the_states_of_many_plain_steps_before_it_drafts(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rest its trees are those of a head that grows them by level, which reads all states at once."""
+    monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
+    llm, found, lengths = LLM(str(tiny), enable_prefix_caching=False), list[list[Any]](), list[list[int]]()
+    prompts = [{"prompt_token_ids": ids} for ids in random_prompts(2, seed=2, longest=12)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    for by_level in (False, True):
+        use_example(llm, "eagle")
+        drafter, trees, read = llm.engine.drafter, list[Any](), list[int]()
+        propose, forward = drafter.propose, drafter.net.forward
+
+        def resting(batch: Any, trees: Any = trees, propose: Any = propose) -> Any:
+            plain = batch[0].row.steps % 16 < 14
+            draft = propose(batch.within([NO_BUDGET] * len(batch)) if plain else batch)
+            trees += [tree[:2] for tree in draft.trees]
+            return draft
+
+        def noting(step: Any, *given: Any, read: Any = read, forward: Any = forward) -> Any:
+            read.append(step.length)
+            return forward(step, *given)
+
+        monkeypatch.setattr(drafter, "propose", resting)
+        monkeypatch.setattr(drafter.net, "forward", noting)
+        if by_level:
+            monkeypatch.setattr(Chooser, "stays_on_device", lambda choose, rows: False)
+        llm.generate(prompts, params, use_tqdm=False)
+        found.append(trees)
+        lengths.append(read)
+    assert found[0] == found[1] and any(tokens for tokens, _ in found[0])
+    assert lengths[0] != lengths[1]

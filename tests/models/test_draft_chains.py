@@ -119,10 +119,14 @@ def test_a_chain_reads_once_and_is_that_of_single_picks(
 
 
 @needs_triton
+@pytest.mark.parametrize("before", [1, 14])
 def test_recorded_chains_have_the_tokens_of_launched_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text before them grows, so that one graph serves steps of several lengths; states, too."""
+    """The text before them grows, so that one graph serves steps of several lengths; states, too.
+
+    before: tokens of the second text; of many, the graph of the chains has room for the last five.
+    """
     from outrider.backends.triton import graphs, jobs
 
     monkeypatch.setattr("outrider.backends.triton.attention.BLOCK", 16)
@@ -132,9 +136,12 @@ def test_recorded_chains_have_the_tokens_of_launched_ones(
     monkeypatch.setattr(graphs, "WORTH", 0.0)
     decoder = made("triton", tmp_path)
     own, pools = graphs.graphs_for(DEVICE) or graphs.Graphs(Rerun()), [decoder.pool(80) for _ in range(2)]
-    wanted = Chains(chains_of(no_probs()), VOCABULARY, StopRule())
+    own_chains = [
+        chain._replace(at=chain.at + (before - 1) * (i > 0)) for i, chain in enumerate(chains_of(no_probs()))
+    ]
+    wanted = Chains(own_chains, VOCABULARY, StopRule())
     for last in range(4):
-        step, found = first_step((STARTS[0], [7], [8, last])), list[Any]()
+        step, found = first_step((STARTS[0], [*range(7, 7 + before)], [8, last])), list[Any]()
         for pool, decoder.backend.graphs in zip(pools, (own, None)):  # type: ignore[attr-defined]
             states = torch.zeros(3, max(LEVELS), 32, device=DEVICE)
             found.append((decoder.draft_chain(step, pool, wanted._replace(states=states)), states))
@@ -142,7 +149,8 @@ def test_recorded_chains_have_the_tokens_of_launched_ones(
         assert ours == theirs
         for i, levels in enumerate(LEVELS):
             assert torch.equal(our_states[i, :levels], their_states[i, :levels])
-    assert (own.counts.recorded, own.counts.replayed) == (1, 4)
+    jobs_of_a_step = 1 + (before > 1)  # what comes before the chains is recorded, too
+    assert (own.counts.recorded, own.counts.replayed) == (jobs_of_a_step, 4 * jobs_of_a_step)
 
 
 def test_sampled_chains_return_what_their_tokens_were_sampled_from(decoder: Decoder) -> None:

@@ -1,5 +1,6 @@
 """All heads at once: the processes, their archives, and what a run that is cut off leaves."""
 
+import argparse
 import gzip
 import json
 import os
@@ -11,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from recipes.builtin import heads, tokens
+from outrider.train.methods import method
+from recipes.builtin import gpu_workers, heads, tokens
 from recipes.builtin.gpu import archive
 
 SCRIPT = Path(__file__).resolve().parents[2] / "recipes/builtin/gpu.py"
@@ -25,6 +28,18 @@ def test_options_name_shipped_heads():
 def test_evaluated_prompts_are_left_out():
     found = tokens.evaluated([])
     assert "What do you do in your free time?" in found and len(found) > 40
+
+
+def test_shipped_heads_fit_a_deep_target(tmp_path):
+    given = argparse.Namespace(target="builtin-100m", device="cpu", work=tmp_path, batch=8, seconds=100)
+    given.began, given.reserve, given.checkpoint_every = time.time(), 10, 2
+    llm = gpu_workers.engine(given, 2, 1)
+    assert gpu_workers.taps(llm) == (6, 12, 15) and gpu_workers.kept(llm) == (-1, 6, 12, 15)
+    for name in (*heads.SIZES, "draft_model"):
+        settings = gpu_workers.settings_of(given, name, llm)
+        made = method(name)(settings, llm.engine.target, torch.ones(8192, dtype=torch.int64))
+        needed = gpu_workers.needed_states(made.wanted, made.logits)
+        assert {*needed} <= {*gpu_workers.kept(llm)}
 
 
 def test_an_archive_is_replaced_as_a_whole(tmp_path):

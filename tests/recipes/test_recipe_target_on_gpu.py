@@ -3,13 +3,14 @@
 import argparse
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from recipes.builtin import corpus, gpu_target
-from recipes.builtin.model import Shape, build
+from recipes.builtin.model import TARGET, Shape, build
 from recipes.builtin.train import Trainer, loss_weights
 
 SHAPE = Shape(hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, vocabulary=300, head_size=16, context=64)
@@ -51,6 +52,28 @@ def test_training_begins_with_the_shipped_weights():
     fresh = gpu_target.initial_model(None).state_dict()
     assert shipped.keys() == fresh.keys()
     assert all(not torch.equal(shipped[name], fresh[name]) for name in shipped if "proj" in name)
+
+
+def test_a_grown_target_computes_the_same_and_its_new_layers_learn():
+    small = gpu_target.initial_model("builtin")
+    large = gpu_target.initial_model("builtin", replace(TARGET, layers=16, mlp=1280))
+    ids = torch.from_numpy(np.random.RandomState(0).randint(6, 8192, (2, 48)))
+    with torch.no_grad():
+        wanted, found = small(ids).logits, large(ids).logits
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    loss_of, weights = gpu_target.Loss(large, 48, "cpu"), torch.full(ids.shape, 1 / ids.numel())
+    optimizer, losses = torch.optim.Adam(large.parameters(), 1e-3), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(ids, weights)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    assert losses[-1] < 0.95 * losses[0]
+    layers = large.model.layers
+    new = [part for i in range(1, 16, 2) for part in (layers[i].self_attn.o_proj, layers[i].mlp.down_proj)]
+    wider = [layers[i].mlp.down_proj.weight[:, 1024:] for i in range(0, 16, 2)]
+    assert all(part.abs().max() > 0 for part in [*wider, *(each.weight for each in new)])
 
 
 @pytest.mark.parametrize(("count", "parts_of"), [(5, [2, 2, 1]), (2, [2])])

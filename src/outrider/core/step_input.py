@@ -23,7 +23,7 @@ the same `pinned`.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -215,6 +215,16 @@ class StepInput:
             if high > low:
                 part.adapters.append(AdapterRows(low, high - low, adapter))
         return part.build()
+
+    def before(self, ends: Sequence[int], count: int) -> list[int]:
+        """The rows, ascending, that can run first: those of other requests, and all but the last `count` of
+        the requests whose last rows are `ends`.
+        """
+        kept = set[int]()
+        for end in ends:
+            first = self.query_start[bisect_right(self.query_start, end) - 1]
+            kept.update(range(max(first, end + 1 - count), end + 1))
+        return [row for row in range(self.length) if row not in kept]
 
     # ---- reading a built step
 

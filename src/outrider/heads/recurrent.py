@@ -99,16 +99,24 @@ class Forwards:
     def catch_up(self) -> Tensor:
         """Read all pending pairs.  Returns o [trees, width] of the last pair of every row with a tree."""
         step_input, last_rows = self._pairs()
-        return take(self.read_pairs(step_input), last_rows)
+        return take(self.read_pairs(step_input, self.states), last_rows)
 
     def grow(self, growth: DeviceGrowth) -> None:
-        """Read all pending pairs, and grow the trees, in one launch and one read."""
-        step_input, last_rows = self._pairs()
-        plan = GrowthPlan.of(growth, self.choose)
-        numbers = [Numbers.of(last_rows, len(last_rows)), *plan.numbers]
-        room = len(last_rows) * (1 + plan.shape.levels)  # an emitted token and a chain that was accepted
+        """Read all pending pairs, and grow the trees, in one launch and one read.
+
+        Pairs beyond those of a usual step are read before, so that few records serve all steps.
+        """
+        plan, (step_input, ends), states = GrowthPlan.of(growth, self.choose), self._pairs(), self.states
+        usual = 1 + plan.shape.levels  # of each tree: an emitted token, and a chain that was accepted
+        if step_input.length > usual * len(ends):
+            early = step_input.before(ends, usual)
+            self.read_pairs(step_input.only(early), take(states, early))
+            late = sorted({*range(step_input.length)}.difference(early))
+            place = {row: at for at, row in enumerate(late)}
+            step_input, states, ends = step_input.only(late), take(states, late), [place[row] for row in ends]
+        numbers, room = [Numbers.of(ends, len(ends)), *plan.numbers], usual * len(ends)
         shape = ForwardShape([step_input, *growth.forwards], self.pool, self.net.stack.layers[0], room)
-        call = Call(shape, self.states, numbers, (self.choose, plan.shape, plan.needs_probs))
+        call = Call(shape, states, numbers, (self.choose, plan.shape, plan.needs_probs))
         growth.set_trees(self.net.backend.launch(self.net.catch_up_and_grow, call))
 
     def _pairs(self) -> tuple[StepInput, list[int]]:
@@ -136,12 +144,12 @@ class Forwards:
         """o [n, width] of nodes whose parents' o is given."""
         return self.net.forward(step_input, self.pool, self.net.from_output(o))
 
-    def read_pairs(self, step_input: StepInput) -> Tensor:
-        """o [n, width] of the pending pairs."""
+    def read_pairs(self, step_input: StepInput, states: Tensor) -> Tensor:
+        """o [n, width] of pending pairs, the states of which are given."""
         if not self.on_device:
-            return self.net.forward(step_input, self.pool, self.net.from_states(self.states))
+            return self.net.forward(step_input, self.pool, self.net.from_states(states))
         shape = ForwardShape([step_input], self.pool, self.net.stack.layers[0])
-        return self.net.backend.launch(self.net.catch_up, Call(shape, self.states))[: step_input.length]
+        return self.net.backend.launch(self.net.catch_up, Call(shape, states))[: step_input.length]
 
     def mark_written(self) -> None:
         for reading in self.readings:

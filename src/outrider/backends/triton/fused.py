@@ -85,7 +85,11 @@ class TritonFusedModel:
 
     def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
         model, graphs = _Model(self.backend, stack, ends, kv), self.backend.graphs
-        sizes = None if graphs is None or kv.step_input.adapters else _chain_sizes(model, chains)
+        if graphs is None or kv.step_input.adapters:
+            sizes = None
+        else:
+            model, chains = _caught_up(model, chains)
+            sizes = _chain_sizes(model, chains)
         job = _Chain(model, chains, sizes)
         found, *states = _results(job, graphs)
         levels = levels_of(chains)
@@ -104,6 +108,10 @@ class _Model:
     def __init__(self, backend: Launching, stack: Stack, ends: Ends, kv: LayerKV) -> None:
         self.backend, self.stack, self.ends, self.kv = backend, stack, ends, kv
         self.layers = stack.layers
+
+    def at(self, step: StepInput) -> _Model:
+        """The same for another step."""
+        return _Model(self.backend, self.stack, self.ends, self.kv._replace(step_input=step))
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.ends.embedding.embed(ids, self.backend.activations)
@@ -144,12 +152,31 @@ def _step_sizes(model: _Model) -> StepSizes | None:
     return None if sizes is None else StepSizes(sizes, padded_rows(len(step.logits_rows)))
 
 
+def _caught_up(model: _Model, chains: Chains) -> tuple[_Model, Chains]:
+    """What is left after the rows that the graph of these chains has no room for: few graphs serve all."""
+    step, ends, levels = model.kv.step_input, [chain.at for chain in chains.chains], levels_of(chains)
+    if step.length <= _first_rows(len(ends), levels):
+        return model, chains
+    early = step.before(ends, 1 + levels)
+    late = sorted({*range(step.length)}.difference(early))
+    backend, first = model.backend, step.only(early)
+    x = model.ends.embedding.embed(first.on(backend.device).input_ids, backend.activations)
+    backend.run_layers(model.stack, x, model.at(first).kv)
+    place = {row: at for at, row in enumerate(late)}
+    rest = [chain._replace(at=place[chain.at]) for chain in chains.chains]
+    return model.at(step.only(late)), chains._replace(chains=rest)
+
+
+def _first_rows(count: int, levels: int) -> int:
+    """Rows of the first forward of chains: for each a token, and those of a chain accepted before."""
+    return max(padded_rows(count * (1 + levels)), FEW.rows)
+
+
 def _chain_sizes(model: _Model, chains: Chains) -> ChainSizes | None:
-    """The same of chains.  Few chains have room for all tokens that may be accepted before them."""
+    """The padded sizes of chains; None if their first forward is too long for a graph."""
     count, levels = len(chains.chains), levels_of(chains)
     exact = Sizes.of(model.kv.step_input, more=levels - 1)
-    room = min(count * (1 + levels), FEW.rows)
-    sizes = padded(exact._replace(rows=max(exact.rows, room)), model.layers[0])
+    sizes = padded(exact._replace(rows=_first_rows(count, levels)), model.layers[0])
     return None if sizes is None else ChainSizes(sizes, levels, padded_rows(count))
 
 

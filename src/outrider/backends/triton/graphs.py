@@ -35,7 +35,7 @@ from torch import Tensor
 
 from outrider.core.clock import may_record, one_time_work, records_at_once
 
-MOST_GRAPHS, MOST_BYTES = 128, 4 << 30
+MOST_GRAPHS, MOST_BYTES = 256, 4 << 30
 LAUNCHED = 3.0  # time of a launched step over that of its replay: 2.7 to 5.5 on an H200 (docs/benchmarks.md)
 # Replays that a size wastes before it is recorded: three launches, which waste two each.  A replay of a step
 # of 8 B weights takes 5 ms.

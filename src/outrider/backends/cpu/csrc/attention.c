@@ -135,6 +135,7 @@ static void attend_items(const void *loop, int64_t first, int64_t end) {
         .padded_dim = a->padded_dim,
         .stride = l->stride,
         .scale = a->scale,
+        .fetches = fetches_to(0),
     };
     for (int64_t i = first; i < end; i++) {
         const int64_t *r = l->first_rows + i / a->kv_heads, h = i % a->kv_heads;

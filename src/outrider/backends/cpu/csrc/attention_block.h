@@ -12,6 +12,7 @@
  * in the low bits. */
 #pragma once
 #include "attention.h"
+#include "fetch.h"
 #include "pairs.h"
 
 enum { WIDE, HALF, PAIRS, BYTES };
@@ -44,6 +45,7 @@ typedef struct {
     float *steps;  /* space for [stride]: of V, BYTES */
     int64_t most_queries, padded_dim, stride;
     float scale;
+    int fetches; /* where keys are fetched to (fetch.h) */
 } Block;
 
 /* Keys of a row that are in its table. */

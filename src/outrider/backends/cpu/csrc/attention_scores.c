@@ -175,12 +175,12 @@ INLINE void multiply_rows(const int form, const int64_t padded_dim, const Block 
 
 /* ---- all forms */
 
-/* Prefetches K of LANES keys from j + KEYS_AHEAD on, as if they were neighbours, which they are as a rule. */
-INLINE void prefetch_keys(const int form, const Block *b, const KeyList *keys, int64_t j, int64_t words) {
+/* Fetches K of LANES keys from j + KEYS_AHEAD on, as if they were neighbours, which they are as a rule. */
+INLINE void fetch_keys(const int form, const Block *b, const KeyList *keys, int64_t j, int64_t words) {
     if (j + KEYS_AHEAD >= keys->count) return;
     const word *at = row_of_key(form, b->key_rows, keys, j + KEYS_AHEAD, words);
     for (int64_t w = 0; w < LANES * row_stride(form, words); w += 16) /* a cache line */
-        __builtin_prefetch(at + w);
+        fetch_line(b->fetches, at + w);
 }
 
 /* rows [LANES] of the keys j ...; those past `end` repeat the last one before it.  Whole vectors of the table
@@ -202,7 +202,7 @@ INLINE void score_keys(const int form, const int64_t padded_dim, const Block *b,
     const int64_t words = row_words(form, padded_dim);
     for (; j < end; j += LANES) {
         const word *rows[LANES];
-        prefetch_keys(form, b, keys, j, words);
+        fetch_keys(form, b, keys, j, words);
         find_rows(form, b, keys, j, end, words, rows);
         if (form == PAIRS || form == BYTES)
             multiply_words(form, b, rows, query, queries, b->scores + j);

@@ -24,11 +24,11 @@ enum { GROUP_ROWS = 48 };               /* rows whose sums are kept together in 
 enum { FEW_ROWS = 5 };                  /* fewer rows keep their inputs in registers (add_line) */
 enum { STREAM_ROWS = PANEL == TILE_VECTORS * LANES ? TILE_ROWS : 1 }; /* rows of a tile with all outputs */
 
-/* The weights AHEAD_BYTES further on.  For several tiles of rows that is the next chunk, so that all of them
+/* For several tiles of rows the next chunk, or for the second cache the one behind it, so that all of them
  * wait for memory equally. */
-INLINE void prefetch_weights(const int vectors, const void *weights) {
-    for (int c = 0; c < vectors * LANES * 4; c += 64)
-        __builtin_prefetch((const char *)weights + c + AHEAD_BYTES);
+INLINE void fetch_weights(const int vectors, const int fetches, const char *weights) {
+    const int ahead = fetches == SECOND_CACHE ? 2 * AHEAD_BYTES : AHEAD_BYTES;
+    for (int c = 0; c < vectors * LANES * 4; c += 64) fetch_line(fetches, weights + c + ahead);
 }
 
 typedef vfloat Tile[TILE_ROWS][PANEL / LANES];
@@ -36,7 +36,7 @@ typedef vfloat Tile[TILE_ROWS][PANEL / LANES];
 /* sums += x [rows,inputs] * `vectors` vectors of outputs in a float32 panel. */
 INLINE void multiply_float32(const int rows, const int vectors, const int fetches, TileTask t, Tile sums) {
     for (int64_t k = 0; k < t.inputs; k++, t.weights += LINE_BYTES) {
-        if (fetches) prefetch_weights(vectors, t.weights);
+        fetch_weights(vectors, fetches, t.weights);
         for (int r = 0; r < rows; r++) {
             const float x = ((const float *)(t.x + r * t.row_bytes))[k];
             for (int c = 0; c < vectors; c++) sums[r][c] += load((const float *)t.weights + c * LANES) * x;
@@ -72,7 +72,7 @@ INLINE void add_line(const int rows, const int vectors, const int odd, TileTask 
 INLINE void multiply_bfloat16(const int rows, const int vectors, const int fetches, TileTask t, Tile sums) {
     int64_t k = 0;
     for (; k + 1 < t.inputs; k += 2, t.weights += LINE_BYTES) {
-        if (fetches) prefetch_weights(vectors, t.weights);
+        fetch_weights(vectors, fetches, t.weights);
         add_line(rows, vectors, 0, t, k, sums);
         add_line(rows, vectors, 1, t, k, sums);
     }
@@ -83,7 +83,7 @@ INLINE void multiply_bfloat16(const int rows, const int vectors, const int fetch
 INLINE void multiply_pairs(const int rows, const int vectors, const int fetches, TileTask t, Tile sums) {
     for (int64_t k = 0; k < t.inputs; k += 2, t.weights += LINE_BYTES) {
         vuint w[PANEL / LANES];
-        if (fetches) prefetch_weights(vectors, t.weights);
+        fetch_weights(vectors, fetches, t.weights);
         for (int c = 0; c < vectors; c++) w[c] = *(const vuint *)(t.weights + c * LANES * 4);
         for (int r = 0; r < rows; r++) {
             const vuint both = (vuint){0} + ((const bfloat16_pair *)(t.x + r * t.row_bytes))[k / 2];
@@ -134,12 +134,13 @@ INLINE void multiply_tile(int64_t rows, const int form, const int fetches, TileT
     }
 }
 
-/* Whether weights are fetched is a constant, too: a branch in the loop would take registers. */
+/* Where weights are fetched to is a constant, too: a branch in the loop would take registers. */
 INLINE void multiply_form(int64_t rows, const int form, int fetches, TileTask t) {
-    if (fetches)
-        multiply_tile(rows, form, 1, t);
-    else
-        multiply_tile(rows, form, 0, t);
+    switch (fetches) {
+        case NOWHERE: multiply_tile(rows, form, NOWHERE, t); break;
+        case FIRST_CACHE: multiply_tile(rows, form, FIRST_CACHE, t); break;
+        default: multiply_tile(rows, form, SECOND_CACHE, t);
+    }
 }
 
 /* One call of `linear`. */
@@ -233,8 +234,7 @@ static void multiply_panel(const LinearCall *l, int64_t panel) {
     const int64_t rows = l->rows, inputs = l->inputs, outputs = l->outputs;
     const int64_t row_bytes = input_bytes(weight, inputs), first = panel * PANEL;
     const int64_t lines = chunk_lines(rows);
-    const int streams = is_streamed(form, rows);
-    const int fetches = !streams || !fetches_streams();
+    const int streams = is_streamed(form, rows), fetches = fetches_to(streams);
     const int64_t most = streams ? inputs : form == WIDE ? lines : 2 * lines;
     const float *bias = weight->bias ? weight->bias + first : 0;
     _Alignas(64) float sums[GROUP_ROWS * PANEL];

@@ -1,5 +1,6 @@
 /* What linear.c and linear_int.c share. */
 #pragma once
+#include "fetch.h"
 #include "simd.h"
 
 #if defined __AVX512F__ || defined __ARM_NEON
@@ -11,17 +12,6 @@ enum { PANEL = 64 }; /* outputs of a packed weight panel */
 
 /* A line is what one step over k reads of a panel: 64 outputs of one input, or of a pair in bfloat16. */
 enum { LINE_BYTES = PANEL * 4, CHUNK_LINES = 32, AHEAD_BYTES = CHUNK_LINES * LINE_BYTES };
-
-/* Whether the processor fetches a stream of weights ahead by itself, also beyond a page: then prefetching it
- * only takes the place of loads.  Measured with huge pages (docs/log.md, "Huge pages"). */
-INLINE int fetches_streams(void) {
-#ifdef __x86_64__
-    __builtin_cpu_init();
-    return !!__builtin_cpu_is("amd");
-#else
-    return 0;
-#endif
-}
 
 /* One register tile: a few outputs of a few rows in one chunk. */
 typedef struct {

@@ -28,7 +28,7 @@ enum { INT_VECTORS = 2, INT_ROWS = 4 };
 enum { INT_VECTORS = 2, INT_ROWS = 2 };
 #endif
 enum { CHUNK_BLOCKS = 8, GROUP_TILES = 48 / INT_ROWS };
-enum { FEW_ROWS = 5 }; /* fewer rows wait for memory in 4 bits, too */
+enum { FEW_ROWS = 5 }; /* fewer rows wait for memory */
 /* Rows of a tile with all outputs of a panel. */
 enum { STREAM_ROWS = (int)INT_VECTORS == (int)PANEL_VECTORS ? INT_ROWS : 1 };
 
@@ -52,7 +52,7 @@ typedef struct {
     const int8_t *x;    /* rounded rows of the tile, from the first group of the chunk on */
     int64_t count;      /* groups of the chunk */
     float *sums;        /* [rows,OUTPUTS] */
-    int fetches;        /* whether the next chunk is prefetched */
+    int fetches;        /* where the next chunk, or the one behind it, is fetched to */
 } IntTask;
 
 typedef vint IntSums[INT_ROWS][PANEL_VECTORS];
@@ -142,6 +142,7 @@ INLINE void multiply_blocks(const int rows, const int vectors, const Form form, 
                             IntTask t) {
     const int64_t bytes = block_bytes(form);
     const int64_t x_bytes = rows * rounded_bytes(form.group, form.group); /* of a group */
+    const int64_t ahead = (t.fetches == SECOND_CACHE ? 2 : 1) * CHUNK_BLOCKS * bytes;
     float *to = t.sums + first_output;
     IntTile tile;
     for (int r = 0; r < rows; r++)
@@ -151,7 +152,7 @@ INLINE void multiply_blocks(const int rows, const int vectors, const Form form, 
                    *scales = t.blocks + values_bytes(form) + first_output * 2;
         IntSums sums;
         if (t.fetches && !first_output)
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(t.blocks + CHUNK_BLOCKS * bytes + i);
+            for (int64_t i = 0; i < bytes; i += 64) fetch_line(t.fetches, t.blocks + ahead + i);
         sum_group(rows, vectors, form, values, t.x, sums);
         add_group(rows, vectors, form, scales, t.x + rows * form.group, sums, tile);
     }
@@ -231,12 +232,6 @@ static void round_tiles(const void *loop, int64_t first_tile, int64_t end_tile) 
     }
 }
 
-/* A processor that fetches streams itself is only disturbed, unless many rows compute longer than they wait:
- * then the next chunk is there when the first tile gets to it. */
-INLINE int fetches_blocks(const IntCall *l) {
-    return !(fetches_streams() && (l->form.bits == 8 || l->rows < FEW_ROWS));
-}
-
 /* One chunk of groups for the tiles [first_tile,end_tile). */
 static void multiply_chunk(const IntCall *l, int64_t first_tile, int64_t end_tile, int64_t first_group,
                            IntTask t) {
@@ -246,7 +241,7 @@ static void multiply_chunk(const IntCall *l, int64_t first_tile, int64_t end_til
         IntTask tile = t;
         tile.x = l->rounded + first * rounded_bytes(l->inputs, form.group) +
                  rows * rounded_bytes(first_group * form.group, form.group);
-        tile.fetches = t.fetches && i == first_tile;
+        tile.fetches = i == first_tile ? t.fetches : NOWHERE;
         if (form.bits == 8)
             multiply_int8(rows, form.has_offsets, form.group, tile);
         else
@@ -276,7 +271,7 @@ static void multiply_panel(const IntCall *l, int64_t panel) {
         const int64_t end = min64(i + GROUP_TILES, tiles), first_row = first_of_tile(l, i),
                       end_row = first_of_tile(l, end);
         memset(sums, 0, (size_t)(end_row - first_row) * OUTPUTS * 4);
-        IntTask t = {.sums = sums, .fetches = fetches_blocks(l)};
+        IntTask t = {.sums = sums, .fetches = fetches_to(l->rows < FEW_ROWS)};
         for (int64_t g = 0; g < groups; g += t.count) {
             t.blocks = blocks + g * block_bytes(l->form);
             t.count = min64(most, groups - g);
