@@ -59,7 +59,7 @@ def test_what_a_worse_drafter_may_lose_does_not_leave_the_better_one_without_roo
 @pytest.mark.parametrize("saved, steps", [(0.0, 2.0), (30.0, 5.0)])
 def test_a_request_may_lose_a_part_of_what_drafts_have_saved(saved: float, steps: float) -> None:
     auto = controller(acceptance=0.9, level=0.05, prefill=0.0)
-    auto.planner.grace = Grace(least=0.0)
+    auto.planner.accounts.grace = Grace(least=0.0)
     auto.evidence.ledger.loss = -saved * PLAIN
     batch = Batch([RowStep(make_row([1] * 8, limit=100), 7, 1)])
     (plan,) = auto.planner.plans(batch, Load.of(batch, auto.evidence.forward)).values()
@@ -301,7 +301,7 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
     plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     adaptive = llm.variant(draft)
     planner = adaptive.engine.controller.planner  # type: ignore[attr-defined]
-    planner.grace = Grace(least=1e3)  # nothing is too dear
+    planner.accounts.grace = Grace(least=1e3)  # nothing is too dear
     found = adaptive.generate(prompts, params)
     assert [output.outputs[0].token_ids for output in found] == plain
     assert any(output.outputs[0].speculation.accepted for output in found[1::2])
@@ -352,7 +352,7 @@ def test_a_row_that_ends_soon_does_not_tell_whether_drafts_of_others_could_pay()
 
 def test_all_requests_together_may_lose_some_plain_steps_of_one() -> None:
     auto, batch = crowd(0.05)
-    auto.planner.grace = Grace(total=100.0, least=0.0)
+    auto.planner.accounts.grace = Grace(total=100.0, least=0.0)
     ledger = auto.evidence.ledger
     for cost, grace in ((PLAIN, 0.02), (10 * PLAIN, 0.04)):
         auto.evidence.forward.pace = lambda _, cost=cost: cost / PLAIN  # type: ignore[method-assign]

@@ -121,7 +121,7 @@ def test_a_large_batch_may_lose_less(batch: int, part: float) -> None:
     auto = controller(accepted=DEPTH)
     auto.evidence.ledger.loss = 0.0
     load = Load.plain_step(auto.evidence.forward, batch)
-    auto.planner.set_grace(load)
+    auto.planner.accounts.set_grace(load)
     most = min(part * USUAL_GRACE.total * max(load.plain, USUAL_GRACE.least), MOST_GRACE)
     assert auto.evidence.ledger.grace == pytest.approx(most)
     auto.evidence.rested(load, [load.plain] * 100, 0.0)

@@ -207,8 +207,7 @@ class AutoController:
             rows = [step.row for step in new]
             self._drop_plans(rows)
             self.evidence.refresh(rows)
-            aside = sum([plan.loss for plan in self.plans.values()])
-            plans = self.planner.plans(batch, self.load, new, aside)
+            plans = self.planner.plans(batch, self.load, new, [*self.plans.values()])
             self.plans.update(plans)
             self._mark_considered(new)
             self.room.add(self.evidence.ledger, plans)

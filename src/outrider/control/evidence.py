@@ -40,8 +40,8 @@ class Evidence:
     graded: acceptance by drafter and grade of its next draft, for grades above 0.  trials: by drafter.
     states: of the open rows that a drafter was considered for.  known: drafters that were asked often before
     this start.  decided: rows whose prefill was decided on -> seconds of it that the ledger has so far.
-    asking, idle: moving averages of the part of a batch that asks each drafter, and of the seconds that
-    drafters take in a step that asks none.  surprises: drafting steps in a row that took other than expected.
+    idle: moving average of the seconds that drafters take in a step that asks none.  surprises: drafting
+    steps in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.  overhead: moving average of them for a
     step with drafts, from 0: the first ones, which are planned one by one, tell little of later ones.
     prefill_cost: seconds that a drafter takes for a token of a prompt, the median of `prefills`.
@@ -76,7 +76,6 @@ class Evidence:
         self.states: dict[Row, RowState] = {}
         self.sums, self.turn = StepSums(arms), 0
         self.decided: dict[Row, float] = {}
-        self.asking = [1.0] * len(arms)
         self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
         self.surprises, self.worth = 0, [0.0] * len(arms)
 
@@ -160,7 +159,7 @@ class Evidence:
 
     def _earn(self, spent: float, plain: float, load: Load) -> None:
         """Enter seconds, and those of plain decoding, into the ledger of all requests."""
-        self.ledger.add(spent, plain, load.share)
+        self.ledger.add_steps(spent, plain, load.share)
         for trials in self.trials:
             trials.earn(plain, load.decode, load.allowance)
 
@@ -296,7 +295,6 @@ class Evidence:
         for k, depths in asks.items():
             mean = sum(depths) / len(depths)
             expected += load.pace * self.drafting.expected(k, len(depths), mean)
-            self.asking[k] += 0.2 * (len(depths) / load.batch - self.asking[k])
             seconds = (record.spent.get(k, 0.0) + shared) / load.pace
             asked.setdefault((k, len(depths)), []).append((mean, seconds))
         if expected:

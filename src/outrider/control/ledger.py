@@ -24,6 +24,7 @@ KNOWN_GRACE = 4.0  # `Grace.total`, where every drafter is known from an earlier
 # drafts gain less, and a step takes longer.
 MOST_GRACE = 0.02
 USED = 0.9  # part of the grace that may be planned with: a step may take longer than expected
+RESERVE = 0.1  # part of the grace that drafts which surely pay may lose beyond it
 MOST_KEPT = 4.0  # plain steps that drafts saved before this start and that may be spent in it
 SAVED = 10  # what drafts have saved counts up to so many graces
 EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
@@ -67,16 +68,24 @@ class Ledger:
 
     earned: seconds that may be lost by their share of plain decoding.  loss: seconds beyond plain decoding;
     below 0 what drafts have saved, up to `SAVED` graces.  grace: seconds.
+    reserve: seconds that drafts which surely pay may lose while there is no room.
     """
 
     grace: float = 0.0
     earned: float = 0.0
     loss: float = 0.0
+    reserve: float = math.inf
 
     def add(self, spent: float, plain: float, share: float = SHARE) -> None:
         """Enter seconds of steps, and those of plain decoding for the same tokens."""
         self.earned += share * plain
         self.loss = max(self.loss + spent - plain, -SAVED * self.grace)
+
+    def add_steps(self, spent: float, plain: float, share: float) -> None:
+        """Enter seconds of steps, for which drafts may have used the reserve."""
+        self.add(spent, plain, share)
+        full = RESERVE * self.grace
+        self.reserve = full if self.room > 0 else min(full, self.reserve + (1 + share) * plain - spent)
 
     def add_once(self, lost: float, step: float) -> None:
         """Enter one-time work in a step, a plain one of which takes `step` seconds."""
