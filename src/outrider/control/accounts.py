@@ -17,6 +17,7 @@ class Accounts:
 
     grace: what requests may lose.
     room, row_grace: left of the ledger of all requests, and what each request may lose.
+    reserve: left for drafts that surely pay, where there is no room.
     trials: what the plans have left of them, by drafter.
     """
 
@@ -25,14 +26,15 @@ class Accounts:
             grace = grace._replace(total=min(grace.total, KNOWN_GRACE))
         self.evidence, self.grace = evidence, grace
         self.load = Load(evidence.forward)
-        self.room = self.row_grace = 0.0
+        self.room = self.reserve = self.row_grace = 0.0
         self.trials: list[Trials] = []
 
     def begin(self, load: Load, aside: float) -> None:
         """Prepare plans beside a load.  aside: seconds that the plans of other rows may lose."""
         self.load = load
         self.set_grace(load)
-        self.room = self.evidence.ledger.room - aside
+        ledger = self.evidence.ledger
+        self.room, self.reserve = ledger.room - aside, ledger.reserve
         self.trials = [replace(trials) for trials in self.evidence.trials]
 
     def set_grace(self, load: Load) -> None:
@@ -43,12 +45,19 @@ class Accounts:
         most = max(MOST_GRACE, KNOWN_GRACE * max(alone, self.grace.least))
         ledger.grace = min(load.allowance * self.grace.total * plain, most)
 
-    def room_of(self, sure: bool) -> float:
-        """Seconds left for a draft.  sure: it pays even by a cautious estimate, and is the way out of debt."""
-        return math.inf if sure and self.evidence.ledger.reserve > 0 else self.room
+    def room_of(self, sure: bool, late: float = 0.0) -> float:
+        """Seconds left for a draft, and to catch up with its text in `late` seconds.
 
-    def take(self, seconds: float) -> None:
-        self.room -= seconds
+        sure: it pays even by a cautious estimate, so that it is the way out of debt.
+        """
+        if sure and self.evidence.ledger.reserve > 0 and self.reserve >= late:
+            return math.inf
+        return max(self.room, self.reserve) - late
+
+    def take(self, cost: float, late: float, sure: bool) -> None:
+        """Set aside what a draft may lose, and what catching up takes."""
+        self.room -= cost + late
+        self.reserve -= late if sure else cost + late
 
     def courage(self, room: float) -> float:
         """Standard deviations by which a draw counts: -1 where a row has used what it may lose, up to 1."""

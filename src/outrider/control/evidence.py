@@ -284,7 +284,7 @@ class Evidence:
                 self.decided[row] = self.decided.get(row, 0.0) + cost
         known = sum([self.prefill_cost[k] * tokens for k, tokens in record.late.items()])
         if caught := min(most, known):
-            self.ledger.add(caught, 0.0)
+            self.ledger.add_steps(caught, 0.0, 0.0)
             self.total.seconds += caught
 
     def _propose(self, record: StepRecord, asks: Mapping[int, Sequence[int]], asked: Asks) -> float:

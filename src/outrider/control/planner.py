@@ -285,7 +285,7 @@ class Planner:
         """
         chosen, exploring, wait = list[Candidate](), set[int](), LONGEST_PAUSE
         accounts, found = self.accounts, dict[int, Option]()
-        courage = accounts.courage(min(room, accounts.room))
+        courage = accounts.courage(min(room, accounts.room_of(False)))
         for k, arm in enumerate(self.arms):
             wanted = row.accepts(arm.sources) if row.steps else row.drafts_with(arm.sources)
             if wanted and (depth := self.depth(k, reach := self.evidence.reach_of(k, row), most)):
@@ -308,7 +308,7 @@ class Planner:
             if row.left_out:
                 row.left_out -= frozenset(self.arms[k].sources)
             room -= MARGIN * cost
-            accounts.room -= MARGIN * cost + late
+            accounts.take(MARGIN * cost, late, candidate.sure)
             chosen.append(candidate)
         return chosen, exploring, wait
 
@@ -344,7 +344,7 @@ class Planner:
             pause = max(pause, self.accounts.wait(k, rows * (option.cost + late)))
             if pause > 0:
                 return pause
-        lacks = need(option.cost, pays) - min(room, self.accounts.room_of(sure) - late)
+        lacks = need(option.cost, pays) - min(room, self.accounts.room_of(sure, late))
         return self.accounts.until(lacks) if lacks > 0 else 0
 
     def _best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
