@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 
 from outrider.control.prefill import ChunkCost
@@ -163,10 +163,14 @@ def _on_line(known: Mapping[int, float], rows: int) -> float:
 
 
 class DraftCost:
-    """Seconds of asking each drafter, at pace 1: lines over the depth, by asking rows.  plain: of a step."""
+    """Seconds of asking each drafter, at pace 1: lines over the depth, by asking rows.
 
-    def __init__(self, plain: float) -> None:
-        self.plain = plain
+    plain: of a step.  by_level: drafters that are expected to take longer for more levels, before two depths
+    have shown that; all others are tried at a larger depth.
+    """
+
+    def __init__(self, plain: float, by_level: Collection[int] = ()) -> None:
+        self.plain, self.by_level = plain, by_level
         self.idle = 0.0  # moving average of the seconds of a step without requests to drafters
         self.lines: dict[tuple[int, int], tuple[ChunkCost, float, float]] = {}  # cost, fixed, per level
 
@@ -185,7 +189,10 @@ class DraftCost:
         key = drafter, _bucket(rows)
         old = self.lines[key][0] if key in self.lines else ChunkCost()
         new = old.after(max(1, round(depth)), seconds, 0.0)
-        self.lines[key] = (new, *new.line())
+        fixed, per_level = new.line()
+        if new.alike and drafter not in self.by_level:
+            fixed, per_level = fixed + max(1, round(depth)) * per_level, 0.0
+        self.lines[key] = new, fixed, per_level
 
     def expected(self, drafter: int, rows: int, depth: float) -> float:
         """Seconds of asks of so many rows and this mean depth, at pace 1."""

@@ -63,6 +63,7 @@ class Evidence:
         self.forward = forward = forward or ForwardCost()
         self.learned = learned(memory and memory.read(), len(arms), forward.base(1))
         self.calibration, self.reach, self.drafting, self.prefill_cost, self.ledger = self.learned
+        self.drafting.by_level = {k for k, arm in enumerate(arms) if arm.prefills}
         self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * forward.base(1))
         self.prefills = [deque([cost] if cost else [], maxlen=PREFILLS) for cost in self.prefill_cost]
         self.graded: dict[tuple[int, int], Reach] = {}

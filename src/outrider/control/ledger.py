@@ -23,8 +23,8 @@ KNOWN_GRACE = 4.0  # `Grace.total`, where every drafter is known from an earlier
 # Seconds for all together, or KNOWN_GRACE plain steps of one request, if these take longer: in a large batch
 # drafts gain less, and a step takes longer.
 MOST_GRACE = 0.02
-USED = 0.75  # part of the grace that may be planned with: a step may take longer than expected
-RESERVE = 0.25  # part of the grace that drafts which surely pay may lose beyond it
+USED = 0.7  # part of the grace that may be planned with: a step may take longer than expected
+RESERVE = 0.2  # part of the grace that drafts which surely pay may lose beyond it
 MOST_KEPT = 4.0  # plain steps that drafts saved before this start and that may be spent in it
 SAVED = 10  # what drafts have saved counts up to so many graces
 EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay

@@ -82,7 +82,7 @@ class Planner:
         self.random = random.Random(settings.seed)
         self.load = Load(evidence.forward)
         self.order: Sequence[int] = range(len(arms))
-        self.wait, self.rows = LONGEST_PAUSE, 0
+        self.wait, self.due = LONGEST_PAUSE, list[int]()
         self.zs = [0.0] * len(arms)
         self.options: dict[tuple[Reach, int, int], Option] = {}
         self.crowds, self.trial_rows, self.trying = [0] * len(arms), [0] * len(arms), set[int]()
@@ -108,7 +108,7 @@ class Planner:
         if load.batch and (lacks := self._lacks_room()):
             self.wait, steps = min(LONGEST_PAUSE, lacks), ()
         rows = [step.row for step in (batch if steps is None else steps) if step.emits]
-        self.rows = len(rows)
+        self.due = [self._due(k, rows) for k in range(len(self.arms))]
         plans = self._plans(rows, most)
         while self._shrink(plans.values(), asking):
             self._begin(load, aside)
@@ -136,6 +136,11 @@ class Planner:
             if (depth := min(most, row.draft_depth)) and (plan := self._plan(row, depth)):
                 plans[row] = plan
         return plans
+
+    def _due(self, k: int, rows: Iterable[Row]) -> int:
+        """Rows that may try drafter k."""
+        states = [(row, self.evidence.states.get(row)) for row in rows]
+        return sum(state is None or state.retry[k] <= row.steps for row, state in states)
 
     def _shrink(self, plans: Collection[Plan], others: Counter[int]) -> bool:
         """Set the crowds to the rows that ask, where these are half as many or fewer."""
@@ -336,14 +341,10 @@ class Planner:
         if not pays:
             if not self.prices.hopeful(k, self.load, most):
                 return LONGEST_PAUSE
-            rows = self.trial_rows[k]
-            if rows > self.rows:
-                return DIGEST
-            pause = retry if rows == 1 else 0
-            rows = 1 if k in self.trying else rows
-            pause = max(pause, self.accounts.wait(k, rows * (option.cost + late)))
-            if pause > 0:
-                return pause
+            rows = 1 if k in self.trying else self.trial_rows[k]
+            pause = max(retry, self.accounts.wait(k, rows * (option.cost + late)))
+            if pause > 0 or rows > self.due[k]:
+                return max(pause, DIGEST)
         lacks = need(option.cost, pays) - min(room, self.accounts.room_of(sure, late))
         return self.accounts.until(lacks) if lacks > 0 else 0
 
