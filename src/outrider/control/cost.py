@@ -188,11 +188,14 @@ class DraftCost:
         """Take in asks of so many rows: their mean depth, and their mean seconds at pace 1."""
         key = drafter, _bucket(rows)
         old = self.lines[key][0] if key in self.lines else ChunkCost()
-        new = old.after(max(1, round(depth)), seconds, 0.0)
-        fixed, per_level = new.line()
-        if new.alike and drafter not in self.by_level:
-            fixed, per_level = fixed + max(1, round(depth)) * per_level, 0.0
-        self.lines[key] = new, fixed, per_level
+        self.set_line(*key, old.after(max(1, round(depth)), seconds, 0.0))
+
+    def set_line(self, drafter: int, bucket: int, cost: ChunkCost) -> None:
+        """Set the line of so many rows."""
+        fixed, per_level = cost.line()
+        if cost.alike and drafter not in self.by_level:
+            fixed, per_level = fixed + per_level * cost.tokens / cost.weight, 0.0
+        self.lines[drafter, bucket] = cost, fixed, per_level
 
     def expected(self, drafter: int, rows: int, depth: float) -> float:
         """Seconds of asks of so many rows and this mean depth, at pace 1."""

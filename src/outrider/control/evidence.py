@@ -61,9 +61,9 @@ class Evidence:
     ) -> None:
         self.arms, self.memory, self.module = arms, memory, module
         self.forward = forward = forward or ForwardCost()
-        self.learned = learned(memory and memory.read(), len(arms), forward.base(1))
+        by_level = {k for k, arm in enumerate(arms) if arm.prefills}
+        self.learned = learned(memory and memory.read(), len(arms), forward.base(1), by_level)
         self.calibration, self.reach, self.drafting, self.prefill_cost, self.ledger = self.learned
-        self.drafting.by_level = {k for k, arm in enumerate(arms) if arm.prefills}
         self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * forward.base(1))
         self.prefills = [deque([cost] if cost else [], maxlen=PREFILLS) for cost in self.prefill_cost]
         self.graded: dict[tuple[int, int], Reach] = {}
@@ -310,9 +310,10 @@ class Evidence:
         """Learn from the drafts of a step: of `JUDGED` rows about, in turns, and of all that try a drafter.
 
         The drafts of so many rows tell enough, and judging all of a large batch costs more than it gains.
-        host: seconds of the controller in this step.
+        host: seconds of the controller in this step, for all rows.
         """
         self.turn += 1
+        host /= max(1, len(record.tries))
         every = min(PAUSE, -(-len(record.tries) // JUDGED))
         for r, tried in record.tries.items():
             if tried.plan.exploring:
