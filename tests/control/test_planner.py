@@ -16,6 +16,7 @@ from outrider.control.fixed import FixedController, Options
 from outrider.control.ledger import CROWD, Grace
 from outrider.control.plan import Arm, Load
 from outrider.control.planner import Settings
+from outrider.control.waits import closed
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -274,6 +275,7 @@ def test_a_drafter_joins_late_only_where_the_ledger_has_room(lost: float, joins:
     """Catching up takes 2 ms, and 10.8 may be lost."""
     auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
     auto.evidence.ledger.add(lost, 0.0)
+    auto.evidence.ledger.reserve = 0.0
     assert late_plan(auto, PROMPT)[1] == joins
 
 
@@ -292,7 +294,7 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
     monkeypatch.setattr(PrefillChoice, "leave_out", every_second)
     monkeypatch.setattr("outrider.control.planner.pays_off", lambda option, load: True)
     monkeypatch.setattr(AutoController, "_begin_rest", lambda self: None)  # a rest depends on the clock
-    monkeypatch.setattr("outrider.control.planner.MOST_GRACE", 1e6)
+    monkeypatch.setattr("outrider.control.accounts.MOST_GRACE", 1e6)
     monkeypatch.setattr(Planner, "_lacks", lambda self, k, row: 0)
     llm = LLM(str(tiny), max_num_seqs=3, max_num_batched_tokens=16, speculative_config=None)
     draft: dict[str, Any] = {"method": "draft_model", "model": str(tiny), "adaptive": True}
@@ -339,7 +341,7 @@ def test_a_drafter_that_could_not_pay_with_every_token_accepted_is_not_tried(
     auto, batch = crowd(node)
     load = Load.of(batch, auto.evidence.forward)
     assert bool(auto.planner.plans(batch, load)) == tried
-    assert (auto.planner.closed() == LONGEST_PAUSE) == (not tried)
+    assert (closed(auto.planner) == LONGEST_PAUSE) == (not tried)
 
 
 def test_a_row_that_ends_soon_does_not_tell_whether_drafts_of_others_could_pay() -> None:

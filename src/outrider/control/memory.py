@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from outrider.control.acceptance import LEVELS, Calibration, Reach
 from outrider.control.cost import DraftCost
-from outrider.control.ledger import Ledger
+from outrider.control.ledger import RESERVE, Ledger
 from outrider.control.prefill import ChunkCost
 
 MOST = 64.0
@@ -57,12 +57,14 @@ def learned(found: Any, drafters: int, plain: float, by_level: Collection[int] =
         reach = [_reach(part) for part in found["reach"]]
         prefill = [_count(seconds) for seconds in found["prefill_cost"]]
         if len(reach) == len(prefill) == drafters:
-            calibration, ledger = _calibration(found), Ledger(loss=-_count(found["saved"]))
+            calibration, ledger = _calibration(found), Ledger(loss=-_count(found["saved"]), kept=RESERVE)
             costs = {(int(k), int(rows)): ChunkCost(*map(_count, line)) for k, rows, *line in found["costs"]}
             for (k, rows), cost in costs.items():
                 drafting.set_line(k, rows, cost)
             return Learned(calibration, reach, drafting, prefill, ledger)
-    return Learned(Calibration(), [Reach() for _ in range(drafters)], drafting, [0.0] * drafters, Ledger())
+    return Learned(
+        Calibration(), [Reach() for _ in range(drafters)], drafting, [0.0] * drafters, Ledger(kept=RESERVE)
+    )
 
 
 def _calibration(found: Mapping[str, Any]) -> Calibration:

@@ -151,40 +151,6 @@ class Planner:
             self.crowds[k] = asking[k]
         return bool(shrunk)
 
-    def closed(self) -> int:
-        """Steps after the last plans until a new row may get one."""
-        load, accounts, waits = self.load, self.accounts, [LONGEST_PAUSE]
-        most = self.limits.depth_for(load.batch)
-        courage = accounts.courage(min(accounts.room, USED * accounts.row_grace))
-        for k, reach in enumerate(self.evidence.reach):
-            if (depth := self.depth(k, reach, most)) and self.prices.hopeful(k, load, most):
-                best = self._best(k, None, reach, depth, courage)
-                if math.isinf(best.cost):
-                    waits.append(1)
-                    continue
-                pays = pays_off(best, load)
-                pause = 0 if pays else accounts.wait(k, self.trial_rows[k] * best.cost)
-                room = accounts.room_of(self._sure(k, reach, best))
-                waits.append(max(pause, accounts.until(need(best.cost, pays) - room)))
-        return min(waits)
-
-    def may_pay(self, row: Row, load: Load) -> bool:
-        """Whether a drafter pays for a row by what speaks for its draft, or may be tried to learn that."""
-        most = min(self.limits.depth_for(load.batch), row.draft_depth)
-        for k, arm in enumerate(self.arms):
-            if arm.grade(row):
-                reach = self.evidence.reach_of(k, row)
-                best = self.prices.best(k, reach, OPTIMISM, load, self.depth(k, reach, most), 1)
-                tried = reach.asked < KNOWN and self.evidence.trials[k].room >= best.cost
-                if tried or pays_off(best, load):
-                    return True
-        return False
-
-    def least_need(self) -> float:
-        """Seconds that have to be left for a trial of one token, of the cheapest drafter; 0 if unknown."""
-        needs = [self.need(k, self.load, False) for k in range(len(self.arms))]
-        return min(filter(math.isfinite, needs), default=0.0)
-
     def need(self, k: int, load: Load, pays: bool) -> float:
         """The same for a draft of drafter k beside a load; infinite if unknown."""
         return need(self.prices.best(k, self.evidence.reach[k], 0.0, load, 1).cost, pays)
@@ -197,29 +163,16 @@ class Planner:
             if math.isfinite(least):
                 sure = False
                 if least > self.accounts.room and (depth := self.depth(k, reach, most)):
-                    sure = self._sure(k, reach, self._option(k, reach, 0.0, depth))
+                    sure = self.surely_pays(reach, self._option(k, reach, 0.0, depth))
                 waits.append(self.accounts.until(least - self.accounts.room_of(sure)))
         return min(waits, default=0)
 
-    def _sure(self, k: int, reach: Reach, option: Option) -> bool:
+    def surely_pays(self, reach: Reach, option: Option) -> bool:
         """Whether a draft pays by a cautious estimate of what all requests have shown."""
         if reach.asked < KNOWN:
             return False
         gain = reach.gains(-CAUTION, option.depth)[-1]
         return gain * self.load.token > option.cost
-
-    def outlook(self, k: int) -> dict[str, Any]:
-        """What a drafter is expected to do for a new request beside those of the last plans."""
-        load, reach = self.load, self.evidence.reach[k]
-        if not load.batch or not (depth := self.depth(k, reach, self.limits.depth_for(load.batch))):
-            return {}
-        best = self.prices.best(k, reach, 0.0, load, depth)
-        return {
-            "depth": best.depth,
-            "tokens": round(best.gain, 3),
-            "ms": round(1e3 * best.cost, 3),
-            "pays": pays_off(best, self.load),
-        }
 
     def interval(self, plans: Iterable[Plan]) -> int:
         """Steps until plans are made again, while losses leave room: few while drafters are new."""
@@ -263,9 +216,7 @@ class Planner:
         self.wait = min(self.wait, wait)
         return None
 
-    def _plan_of(
-        self, row: Row, state: RowState, chosen: Sequence[Candidate], exploring: set[int]
-    ) -> Plan:
+    def _plan_of(self, row: Row, state: RowState, chosen: Sequence[Candidate], exploring: set[int]) -> Plan:
         options = [candidate.option for candidate in chosen]
         floors = {o.drafter: self.prices.floor(state, o, self.load, self.crowds[o.drafter]) for o in options}
         loss = MARGIN * sum([option.cost for option in options])
@@ -294,7 +245,7 @@ class Planner:
         for k, arm in enumerate(self.arms):
             wanted = row.accepts(arm.sources) if row.steps else row.drafts_with(arm.sources)
             if wanted and (depth := self.depth(k, reach := self.evidence.reach_of(k, row), most)):
-                found[k] = self._best(k, state, reach, depth, courage)
+                found[k] = self.best(k, state, reach, depth, courage)
         # the best one first: what it may lose is set aside, which may leave no room for others
         for k in sorted(found, key=lambda k: -saved(found[k], self.load)):
             if math.isinf(found[k].cost):
@@ -323,10 +274,10 @@ class Planner:
         """A drafter at its best depth, a shorter one where the best is too much for the room, or a trial."""
         reach, load = self.evidence.reach_of(k, row), self.load
         late, pays = self.evidence.prefill_cost[k] * self._lacks(k, row), pays_off(best, load)
-        sure = pays and self._sure(k, reach, best)
+        sure = pays and self.surely_pays(reach, best)
         room = min(room, self.accounts.room_of(sure))
         while need(best.cost, pays) > room and best.depth > 1:
-            best = self._best(k, state, reach, best.depth // 2, courage)
+            best = self.best(k, state, reach, best.depth // 2, courage)
             pays = pays_off(best, load)
         if pays and late:
             pays = late < saved(best, load) * row.remaining
@@ -348,7 +299,7 @@ class Planner:
         lacks = need(option.cost, pays) - min(room, self.accounts.room_of(sure, late))
         return self.accounts.until(lacks) if lacks > 0 else 0
 
-    def _best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
+    def best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
         """The best depth of a drafter for a row; one for all rows of a grade that have not asked it."""
         if state is not None and state.reach[k].above is not above:
             state.reach[k] = Reach(above)  # the grade is another one

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from outrider.control.plan import Load, StepRecord
 from outrider.control.planner import Planner, relieved
+from outrider.control.waits import may_pay
 from outrider.core.clock import Times
 from outrider.core.step import Batch
 
@@ -95,7 +96,7 @@ class Rest:
         if self.taken % LISTEN:
             rows = [row for row in rows if not row.steps]  # the new ones
         promising = [row for row in rows if row.draft_depth and evidence.promising(row)]
-        self.promising += sum([self.planner.may_pay(row, load) for row in promising])
+        self.promising += sum([may_pay(self.planner, row, load) for row in promising])
         return self.promising * PROMISED * load.token > look_seconds
 
     def settle(self) -> None:

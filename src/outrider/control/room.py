@@ -23,8 +23,8 @@ class Room:
     """
 
     of_all: float = 0.0
-    reserve: float = 0.0
     of_row: dict[Row, float] = field(default_factory=dict)
+    reserve: float = 0.0
     expected: float = 0.0
     shortfall: float = 0.0
 
