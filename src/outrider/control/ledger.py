@@ -94,6 +94,11 @@ class Ledger:
         self.add(min(lost, MOST_ONCE * step), 0.0)
 
     @property
+    def left(self) -> float:
+        """The room, or the reserve where that is more."""
+        return max(self.room, self.reserve)
+
+    @property
     def room(self) -> float:
         """Seconds that may still be lost."""
         return self.earned + (USED - self.kept) * self.grace - self.loss

@@ -90,7 +90,7 @@ class Rest:
         load, evidence = self.load, self.planner.evidence
         earned = load.share * load.token * (self.rows * len(self.seconds) + self.beside)
         # room for the plan and then for a draft: otherwise plans would use up what is earned for drafts
-        if evidence.ledger.room + earned <= look_seconds + self.need:
+        if evidence.ledger.left + earned <= look_seconds + self.need:
             return False
         rows = [step.row for step in batch if step.emits]
         if self.taken % LISTEN:
