@@ -46,11 +46,11 @@ def stream(
     return made
 
 
-@pytest.mark.parametrize("batch", [8, 16])
-def test_drafts_that_pay_where_all_rows_share_their_cost_are_found(batch: int) -> None:
-    """The best fixed depth takes 0.8 of plain decoding's time."""
+@pytest.mark.parametrize("batch, most", [(16, 0.92), (32, 0.98)])
+def test_drafts_that_pay_where_all_rows_share_their_cost_are_found(batch: int, most: float) -> None:
+    """The best fixed depth takes 0.83 and 0.87 of plain decoding's time."""
     outcomes = [stream(WEAK, batch, seed, per_row=0.0).run() for seed in range(4)]
-    assert mean([outcome.time / outcome.plain for outcome in outcomes]) < 0.92
+    assert mean([outcome.time / outcome.plain for outcome in outcomes]) < most
 
 
 @pytest.mark.parametrize("batch, most", [(4, 0.5), (16, 0.65), (32, 0.92)])

@@ -23,8 +23,9 @@ def closed(planner: Planner) -> int:
             if math.isinf(best.cost):
                 waits.append(1)
                 continue
-            pays = pays_off(best, load)
-            pause = 0 if pays else accounts.wait(k, planner.trial_rows[k] * best.cost)
+            pays, rows = pays_off(best, load), planner.trial_rows[k]
+            # one new row is not enough for a trial of many
+            pause = 0 if pays else max(int(rows > 1), accounts.wait(k, rows * best.cost))
             room = accounts.room_of(planner.surely_pays(reach, best))
             waits.append(max(pause, accounts.until(need(best.cost, pays) - room)))
     return min(waits)
