@@ -56,8 +56,10 @@ class Accounts:
 
     def take(self, cost: float, late: float, sure: bool) -> None:
         """Set aside what a draft may lose, and what catching up takes."""
-        self.room -= cost + late
-        self.reserve -= late if sure else cost + late
+        if self.room >= cost + late:
+            self.room -= cost + late
+        else:
+            self.reserve -= late if sure else cost + late
 
     def courage(self, room: float) -> float:
         """Standard deviations by which a draw counts: -1 where a row has used what it may lose, up to 1."""

@@ -87,7 +87,8 @@ class Plan(NamedTuple):
 
     exploring: drafters that do not seem to pay.  budget: for all options together.
     floors: drafter -> that of its budget.  loss: seconds that a step of it may lose.
-    late: some drafter lacks many tokens of the row.  sure: each pays even by a cautious estimate.
+    late: some drafter lacks many tokens of the row.  sure: room is short, but they pay even by a cautious
+    estimate.
     """
 
     state: RowState

@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
     """A drafter that one row may ask.
 
     option: its best depth.  late: seconds to catch up with the row's text.
-    pays: it is expected to.  sure: it is by a cautious estimate, too.
+    pays: it is expected to.  sure: it is by a cautious estimate, too, which counts where room is short.
     """
 
     option: Option
@@ -69,8 +69,8 @@ class Planner:
     wait: steps until a row without a plan may get one.
     zs: drawn standard deviations, by drafter.  options: of rows that never asked, by acceptance, largest
     depth, and rows that ask together.
-    crowds: rows that are assumed to ask each drafter together.  trial_rows: those that a trial takes at least.
-    trying: drafters that some row tries.
+    crowds: rows that are assumed to ask each drafter together.  trial_rows: those that a trial of it takes at
+    least.  due: those that may try it.  trying: drafters that some row tries.
     refused: kind of such rows that get no plan -> their `wait`.
     prices: of the drafters beside that load.
     """
@@ -82,10 +82,11 @@ class Planner:
         self.random = random.Random(settings.seed)
         self.load = Load(evidence.forward)
         self.order: Sequence[int] = range(len(arms))
-        self.wait, self.due = LONGEST_PAUSE, list[int]()
+        self.wait = LONGEST_PAUSE
         self.zs = [0.0] * len(arms)
         self.options: dict[tuple[Reach, int, int], Option] = {}
-        self.crowds, self.trial_rows, self.trying = [0] * len(arms), [0] * len(arms), set[int]()
+        self.crowds, self.trial_rows, self.due = ([0] * len(arms) for _ in range(3))
+        self.trying: set[int] = set()
         self.refused: dict[tuple[Any, ...], int] = {}
         self.prices = Prices(arms, evidence)
 
@@ -100,38 +101,39 @@ class Planner:
         to; where far fewer find that it pays, their plans are made again.
         """
         evidence, most = self.evidence, self.limits.depth_for(len(batch))
-        asking = Counter(option.drafter for plan in others for option in plan.options)
-        asleep = 0 if steps is None else load.batch - len(steps)
-        self.crowds = [max(1, load.batch - asleep + asking[k]) for k in range(len(self.arms))]
-        aside = sum([plan.loss for plan in others])
-        self._begin(load, aside)
-        if load.batch and (lacks := self._lacks_room()):
-            self.wait, steps = min(LONGEST_PAUSE, lacks), ()
         rows = [step.row for step in (batch if steps is None else steps) if step.emits]
-        self.due = [self._due(k, rows) for k in range(len(self.arms))]
-        plans = self._plans(rows, most)
+        asking = Counter(option.drafter for plan in others for option in plan.options)
+        aside = sum([plan.loss for plan in others])
+        self._begin(load, rows, asking)
+        plans = self._plans(rows, most, aside)
         while self._shrink(plans.values(), asking):
-            self._begin(load, aside)
-            plans = self._plans(plans, most)
+            plans = self._plans(plans, most, aside)
         if len(evidence.states) > len(batch):
             evidence.drop_ended()
         return plans
 
-    def _begin(self, load: Load, aside: float) -> None:
-        """Prepare plans beside a load."""
-        self.load, self.wait = load, LONGEST_PAUSE
-        self.accounts.begin(load, aside)
+    def _begin(self, load: Load, rows: Collection[Row], asking: Counter[int]) -> None:
+        """Prepare plans of rows beside a load, and beside others that ask drafters."""
+        self.load, drafters = load, range(len(self.arms))
+        self.prices.clear()
+        self.crowds = [max(1, len(rows) + asking[k]) for k in drafters]
+        self.trial_rows = [self.prices.trial_rows(k, load) for k in drafters]
+        self.due = [self._due(k, rows) for k in drafters]
         # one draw for all rows, since they share what an ask costs
         self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
-        for of_last in (self.options, self.refused, self.prices, self.trying):
-            of_last.clear()
-        self.trial_rows = [self.prices.trial_rows(k, load) for k in range(len(self.arms))]
         if len(self.arms) > 1:
             line = self.evidence.drafting.line
-            self.order = sorted(range(len(self.arms)), key=lambda k: line(k, 1)[::-1])
+            self.order = sorted(drafters, key=lambda k: line(k, 1)[::-1])
 
-    def _plans(self, rows: Iterable[Row], most: int) -> dict[Row, Plan]:
-        plans = dict[Row, Plan]()
+    def _plans(self, rows: Iterable[Row], most: int, aside: float) -> dict[Row, Plan]:
+        """Plans for the present crowds.  aside: seconds that those of further rows may lose."""
+        plans, self.wait = dict[Row, Plan](), LONGEST_PAUSE
+        for of_last in (self.options, self.refused, self.trying):
+            of_last.clear()
+        self.accounts.begin(self.load, aside)
+        if self.load.batch and (lacks := self._lacks_room()):
+            self.wait = min(LONGEST_PAUSE, lacks)
+            return plans
         for row in rows:
             if (depth := min(most, row.draft_depth)) and (plan := self._plan(row, depth)):
                 plans[row] = plan
@@ -152,7 +154,7 @@ class Planner:
         return bool(shrunk)
 
     def need(self, k: int, load: Load, pays: bool) -> float:
-        """The same for a draft of drafter k beside a load; infinite if unknown."""
+        """Seconds that have to be left for a draft of one token beside a load; infinite if unknown."""
         return need(self.prices.best(k, self.evidence.reach[k], 0.0, load, 1).cost, pays)
 
     def _lacks_room(self) -> int:
@@ -274,7 +276,7 @@ class Planner:
         """A drafter at its best depth, a shorter one where the best is too much for the room, or a trial."""
         reach, load = self.evidence.reach_of(k, row), self.load
         late, pays = self.evidence.prefill_cost[k] * self._lacks(k, row), pays_off(best, load)
-        sure = pays and self.surely_pays(reach, best)
+        sure = pays and need(best.cost, pays) > self.accounts.room and self.surely_pays(reach, best)
         room = min(room, self.accounts.room_of(sure))
         while need(best.cost, pays) > room and best.depth > 1:
             best = self.best(k, state, reach, best.depth // 2, courage)
