@@ -55,7 +55,7 @@ def test_drafts_that_pay_where_all_rows_share_their_cost_are_found(batch: int, m
 
 @pytest.mark.parametrize("batch, most", [(4, 0.5), (16, 0.65), (32, 0.92)])
 def test_drafts_that_surely_pay_go_on_in_debt(batch: int, most: float) -> None:
-    """What is lost already is far more than may be: plain decoding would take a thousand steps to repay it."""
+    """Much more is lost than may be: plain decoding would take a thousand steps to repay it."""
     outcome = stream(GOOD, batch, 0, debt=0.078).run()
     assert outcome.time < most * outcome.plain
 
