@@ -254,8 +254,13 @@ class Planner:
                 wait = 1  # beside prompt tokens, or beyond the known costs
                 continue
             candidate = self._candidate(k, row, state, found[k], courage, room)
+            if candidate.late and chosen:  # beside another one, it is a trial to compute the text for it
+                candidate = candidate._replace(pays=False, sure=False)
             retry = 0 if state is None else state.retry[k] - row.steps
-            if pause := self._pause(k, candidate, most, retry, room):
+            pause = self._pause(k, candidate, most, retry, room)
+            if self._lacks(k, row) and not self.evidence.prefills[k]:
+                pause = int(k in self.trying)  # one row shows what it costs to compute a text
+            if pause:
                 wait = min(wait, pause)
                 continue
             cost, late = candidate.option.cost, candidate.late
@@ -281,8 +286,8 @@ class Planner:
         while need(best.cost, pays) > room and best.depth > 1:
             best = self.best(k, state, reach, best.depth // 2, courage)
             pays = pays_off(best, load)
-        if pays and late:
-            pays = late < saved(best, load) * row.remaining
+        if pays and self._lacks(k, row):
+            pays = late < saved(best, load) * row.remaining and len(self.evidence.prefills[k]) > 0
         return Candidate(best, late, pays, sure and pays)
 
     def _pause(self, k: int, candidate: Candidate, most: int, retry: int, room: float) -> int:
