@@ -9,12 +9,16 @@ from crowd import STEP, Crowd, Stream
 from simulated import SECONDS, Source
 
 from outrider.control.acceptance import Outcome, Reach
+from outrider.control.auto import AutoController
 from outrider.control.cost import DraftCost, ForwardCost
 from outrider.control.evidence import Evidence
+from outrider.control.fixed import FixedController, Options
 from outrider.control.ledger import RESERVE, USED, Ledger
 from outrider.control.plan import Arm, Load
+from outrider.control.planner import Settings
 from outrider.control.prices import Prices
-from outrider.core.step import Commit
+from outrider.core.step import Batch, Commit, RowStep
+from outrider.testing import make_row
 
 
 def source(fixed: float, per_level: float, acceptance: float) -> Source:
@@ -133,3 +137,46 @@ def test_drafts_of_one_depth_do_not_tell_what_others_cost(by_level: tuple[int, .
     assert drafting.expected(0, 1, 8) == pytest.approx(expected, rel=0.01)
     drafting.learn(0, 1, 8, 1.0)
     assert drafting.expected(0, 1, 8) < 1.5
+
+
+def readers(names: int) -> tuple[AutoController, Batch]:
+    """Drafters with models of their own that have left out the prompts of a large batch, which decodes."""
+    arms = [
+        Arm((str(k),), 4, lambda depth: depth, prefills=True, behind=lambda row: 100) for k in range(names)
+    ]
+    limits = FixedController(Options(), 4, lambda depth: depth, 100)
+    evidence = Evidence(arms, ForwardCost({1: 5 * SECONDS, 64: 6 * SECONDS}))
+    auto = AutoController(limits, evidence, Settings(clock=lambda: 0.0))
+    rows = [make_row([1] * 100, id=str(i), limit=300, steps=1) for i in range(16)]
+    for row in rows:
+        row.left_out = frozenset(arm.name for arm in arms)
+    return auto, Batch([RowStep(row, 99, 1) for row in rows])
+
+
+def test_one_row_shows_what_it_costs_to_compute_a_text() -> None:
+    auto, batch = readers(1)
+    assert sum(budget.depth > 0 for budget in auto.budget(batch)) == 1
+    auto, batch = readers(1)
+    auto.evidence.prefills[0].append(1e-7)
+    auto.evidence.prefill_cost[0] = 1e-7
+    assert sum(budget.depth > 0 for budget in auto.budget(batch)) > 8
+
+
+def test_a_text_is_computed_for_one_drafter_first() -> None:
+    auto, batch = readers(2)
+    for k in range(2):
+        auto.evidence.prefills[k].append(5e-7)
+        auto.evidence.prefill_cost[k] = 5e-7
+        for _ in range(30):
+            auto.evidence.reach[k].learn(Outcome(3, True))
+    auto.evidence.trials[0].room = auto.evidence.trials[1].room = 0.0
+    auto.budget(batch)
+    assert auto.plans and all(len(plan.options) == 1 for plan in auto.plans.values())
+
+
+def test_a_drafter_that_left_out_all_prompts_is_considered_soon() -> None:
+    auto, batch = readers(1)
+    for step in batch:
+        step.row.steps, step.start, step.known = 0, 0, 100
+    auto.budget(Batch([*batch], prefill=True))
+    assert auto.rest is not None and auto.rest.longest < 16

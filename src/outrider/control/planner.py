@@ -245,7 +245,9 @@ class Planner:
         accounts, found = self.accounts, dict[int, Option]()
         courage = accounts.courage(min(room, accounts.room_of(False)))
         for k, arm in enumerate(self.arms):
-            wanted = row.accepts(arm.sources) if row.steps else row.drafts_with(arm.sources)
+            wanted = row.accepts(arm.sources)
+            if wanted and not row.steps and not row.drafts_with(arm.sources):
+                wanted, wait = False, 1  # it computes no prompt, but may join later
             if wanted and (depth := self.depth(k, reach := self.evidence.reach_of(k, row), most)):
                 found[k] = self.best(k, state, reach, depth, courage)
         # the best one first: what it may lose is set aside, which may leave no room for others
