@@ -146,6 +146,7 @@ def readers(names: int) -> tuple[AutoController, Batch]:
     ]
     limits = FixedController(Options(), 4, lambda depth: depth, 100)
     evidence = Evidence(arms, ForwardCost({1: 5 * SECONDS, 64: 6 * SECONDS}))
+    evidence.forward.learn_plain(16, 16, 0, evidence.forward.base(16))
     auto = AutoController(limits, evidence, Settings(clock=lambda: 0.0))
     rows = [make_row([1] * 100, id=str(i), limit=300, steps=1) for i in range(16)]
     for row in rows:
