@@ -178,3 +178,15 @@ def test_a_trial_that_a_large_batch_never_allows_is_not_waited_for() -> None:
     trials = Trials(0.0)
     assert trials.wait(0.003, 0.01) < math.inf
     assert trials.wait(0.003, 0.01, allowance(64)) == math.inf
+
+
+def test_the_time_of_a_decision_is_charged_to_trials_once(auto: AutoController) -> None:
+    """Not once for every row that tries the drafter."""
+    rows = rows_of(8)
+    drafting(auto, rows)
+    auto._digest()
+    auto.plans = {row: plan._replace(exploring={0}) for row, plan in auto.plans.items()}
+    costs = sum(option.cost for plan in auto.plans.values() for option in plan.options)
+    before, auto.evidence.host = auto.evidence.trials[0].room, PLAIN
+    step(auto, rows, right=0)
+    assert before - auto.evidence.trials[0].room == pytest.approx(PLAIN + costs, rel=0.1)

@@ -15,7 +15,7 @@ from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController, Options
-from outrider.control.ledger import KNOWN_GRACE, MOST_KEPT, USED, USUAL_GRACE
+from outrider.control.ledger import KNOWN_GRACE, MOST_KEPT, RESERVE, USED, USUAL_GRACE
 from outrider.control.memory import MOST, learned
 from outrider.control.plan import Arm
 from outrider.core.clock import Times
@@ -104,7 +104,7 @@ def test_what_was_saved_before_may_be_lost(saved: float, steps: float) -> None:
     arms = [Arm(("drafter",), 4, lambda depth: depth)]
     auto = AutoController(limits, Evidence(arms, ForwardCost({1: 0.002}), Kept(300, saved)))
     auto.budget(Batch([RowStep(make_row([1, 2, 3]), 2, 1)]))
-    room = 0.002 * (USED * KNOWN_GRACE + steps)
+    room = 0.002 * ((USED - RESERVE) * KNOWN_GRACE + steps)
     assert auto.evidence.ledger.room == pytest.approx(room, rel=0.01)
     assert auto.evidence.learned.written()["saved"] == pytest.approx(0.002 * steps)
 

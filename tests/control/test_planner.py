@@ -16,6 +16,7 @@ from outrider.control.fixed import FixedController, Options
 from outrider.control.ledger import CROWD, Grace
 from outrider.control.plan import Arm, Load
 from outrider.control.planner import Settings
+from outrider.control.waits import closed
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -59,7 +60,7 @@ def test_what_a_worse_drafter_may_lose_does_not_leave_the_better_one_without_roo
 @pytest.mark.parametrize("saved, steps", [(0.0, 2.0), (30.0, 5.0)])
 def test_a_request_may_lose_a_part_of_what_drafts_have_saved(saved: float, steps: float) -> None:
     auto = controller(acceptance=0.9, level=0.05, prefill=0.0)
-    auto.planner.grace = Grace(least=0.0)
+    auto.planner.accounts.grace = Grace(least=0.0)
     auto.evidence.ledger.loss = -saved * PLAIN
     batch = Batch([RowStep(make_row([1] * 8, limit=100), 7, 1)])
     (plan,) = auto.planner.plans(batch, Load.of(batch, auto.evidence.forward)).values()
@@ -274,6 +275,7 @@ def test_a_drafter_joins_late_only_where_the_ledger_has_room(lost: float, joins:
     """Catching up takes 2 ms, and 10.8 may be lost."""
     auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
     auto.evidence.ledger.add(lost, 0.0)
+    auto.evidence.ledger.reserve = 0.0
     assert late_plan(auto, PROMPT)[1] == joins
 
 
@@ -292,7 +294,7 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
     monkeypatch.setattr(PrefillChoice, "leave_out", every_second)
     monkeypatch.setattr("outrider.control.planner.pays_off", lambda option, load: True)
     monkeypatch.setattr(AutoController, "_begin_rest", lambda self: None)  # a rest depends on the clock
-    monkeypatch.setattr("outrider.control.planner.MOST_GRACE", 1e6)
+    monkeypatch.setattr("outrider.control.accounts.MOST_GRACE", 1e6)
     monkeypatch.setattr(Planner, "_lacks", lambda self, k, row: 0)
     llm = LLM(str(tiny), max_num_seqs=3, max_num_batched_tokens=16, speculative_config=None)
     draft: dict[str, Any] = {"method": "draft_model", "model": str(tiny), "adaptive": True}
@@ -301,7 +303,7 @@ def test_the_text_of_a_request_that_the_draft_model_joins_later_is_the_same(
     plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     adaptive = llm.variant(draft)
     planner = adaptive.engine.controller.planner  # type: ignore[attr-defined]
-    planner.grace = Grace(least=1e3)  # nothing is too dear
+    planner.accounts.grace = Grace(least=1e3)  # nothing is too dear
     found = adaptive.generate(prompts, params)
     assert [output.outputs[0].token_ids for output in found] == plain
     assert any(output.outputs[0].speculation.accepted for output in found[1::2])
@@ -339,7 +341,7 @@ def test_a_drafter_that_could_not_pay_with_every_token_accepted_is_not_tried(
     auto, batch = crowd(node)
     load = Load.of(batch, auto.evidence.forward)
     assert bool(auto.planner.plans(batch, load)) == tried
-    assert (auto.planner.closed() == LONGEST_PAUSE) == (not tried)
+    assert (closed(auto.planner) == LONGEST_PAUSE) == (not tried)
 
 
 def test_a_row_that_ends_soon_does_not_tell_whether_drafts_of_others_could_pay() -> None:
@@ -352,7 +354,7 @@ def test_a_row_that_ends_soon_does_not_tell_whether_drafts_of_others_could_pay()
 
 def test_all_requests_together_may_lose_some_plain_steps_of_one() -> None:
     auto, batch = crowd(0.05)
-    auto.planner.grace = Grace(total=100.0, least=0.0)
+    auto.planner.accounts.grace = Grace(total=100.0, least=0.0)
     ledger = auto.evidence.ledger
     for cost, grace in ((PLAIN, 0.02), (10 * PLAIN, 0.04)):
         auto.evidence.forward.pace = lambda _, cost=cost: cost / PLAIN  # type: ignore[method-assign]

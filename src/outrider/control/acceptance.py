@@ -144,16 +144,19 @@ class Reach:
 
     above: the estimate over all requests.  per_level, drafted: verified nodes, and drafted levels, by
     requested level.  weight: of the next observation, which grows instead of shrinking all earlier ones.
+    empty: asks in which it had nothing to propose, which are among the misses of the first level.
     """
 
-    __slots__ = ("above", "asked", "current", "drafted", "hits", "misses", "per_level", "step", "weight")
+    __slots__ = (
+        "above", "asked", "current", "drafted", "empty", "hits", "misses", "per_level", "step", "weight",
+    )  # fmt: skip
 
     def __init__(self, above: Reach | None = None) -> None:
         self.above, self.weight = above, 1.0
         self.hits, self.misses = [0.0] * LEVELS, [0.0] * LEVELS
         self.per_level: float = 1.0 if above is None else above.per_level
         self.drafted: float = 1.0 if above is None else above.drafted
-        self.asked = 0
+        self.asked, self.empty = 0, 0.0
         self.step = 0  # when it last learned or faded
         self.current: tuple[list[float], list[float]] | None = None
 
@@ -170,10 +173,11 @@ class Reach:
         hits = [unit * part for part in self.hits]
         counts = [weight + hit + unit * part for hit, part in zip(hits, self.misses)]
         if above is None:
-            means, prior = [], FIRST_REACH
+            means, prior, empty = [], FIRST_REACH, unit * self.empty
             for hit, count in zip(hits, counts):
-                prior = (weight * prior + hit) / count
-                means.append(prior)
+                means.append((weight * prior + hit) / count)
+                # the next level is like this one, where there was anything to accept
+                prior, empty = (weight * prior + hit) / (count - empty), 0.0
         else:
             priors = above.estimates[0]
             means = [(weight * prior + hit) / count for prior, hit, count in zip(priors, hits, counts)]
@@ -191,6 +195,7 @@ class Reach:
         if self.weight > HEAVIEST:
             self.hits = [hits / self.weight for hits in self.hits]
             self.misses = [misses / self.weight for misses in self.misses]
+            self.empty /= self.weight
             self.weight = 1.0
 
     def learn(self, outcome: Outcome, step: int = 0) -> None:
@@ -204,6 +209,7 @@ class Reach:
             self.hits[last] += weight * (accepted - last)
         if missed:
             self.misses[min(accepted, last)] += weight
+            self.empty += weight * (not nodes)
         self.asked += 1
         rate = max(1 / self.asked, 0.02 if self.above is None else 0.1)
         self.per_level += rate * (nodes - self.per_level)

@@ -35,6 +35,7 @@ from outrider.control.report import report
 from outrider.control.rest import Rest
 from outrider.control.room import Room, enter_losses
 from outrider.control.trim import keep_what_pays
+from outrider.control.waits import closed, least_need
 from outrider.core.clock import Times, one_time, take_one_time
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
@@ -139,11 +140,11 @@ class AutoController:
     def _begin_rest(self) -> None:
         """Rest until the next drafter may be considered, for these rows and for new ones."""
         least = math.ceil(self.look_seconds / (self.load.explore * self.load.decode))
-        closed = max(least, wait) if (wait := self.planner.closed()) else 0
+        new = max(least, wait) if (wait := closed(self.planner)) else 0
         longest = min(LONGEST_PAUSE, max(least, self.planner.wait, 1))
         count = len(self.rows)
-        depth, need = self.limits.depth_for(count), self.planner.least_need()
-        self.rest = Rest(self.planner, self.load, longest - 1, closed, need, depth, count)
+        depth, need = self.limits.depth_for(count), least_need(self.planner)
+        self.rest = Rest(self.planner, self.load, longest - 1, new, need, depth, count)
         self.anchored, self.since_plain = False, 0
         self._charge(self.looked)
         self.looked = 0.0
@@ -207,8 +208,7 @@ class AutoController:
             rows = [step.row for step in new]
             self._drop_plans(rows)
             self.evidence.refresh(rows)
-            aside = sum([plan.loss for plan in self.plans.values()])
-            plans = self.planner.plans(batch, self.load, new, aside)
+            plans = self.planner.plans(batch, self.load, new, [*self.plans.values()])
             self.plans.update(plans)
             self._mark_considered(new)
             self.room.add(self.evidence.ledger, plans)

@@ -45,6 +45,10 @@ class Price(NamedTuple):
     verify: Callable[[float], float]
     stops: bool = False
 
+    def of(self, depth: int) -> float:
+        """Seconds of a draft of this depth."""
+        return self.fixed + self.per_level * depth + self.verify(self.nodes_per_level * depth)
+
 
 def best_option(drafter: int, gains: Sequence[float], price: Price, batch: int, plain: float) -> Option:
     """The depth with the most tokens per second in a step in which every row is asked for it.

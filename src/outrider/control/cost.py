@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 
 from outrider.control.prefill import ChunkCost
@@ -22,6 +22,7 @@ from outrider.control.prefill import ChunkCost
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 PRIOR_ROW = 0.05  # cost of a further row over that of the first, before anything is measured
 PRIOR_LEVEL = 0.04  # cost of a drafted level over a plain step, before the drafter was ever asked
+PRIOR_FIXED = 0.5  # part of a draft's cost that its depth does not change, before two depths were asked for
 PACE_RATE = 0.1
 RATE = 0.05  # of the moving averages of tokens per second, and of the time that idle drafters take
 OUTLIER = 3.0  # drafting that takes longer than so many times its expected seconds is cut, in the ledger
@@ -163,10 +164,14 @@ def _on_line(known: Mapping[int, float], rows: int) -> float:
 
 
 class DraftCost:
-    """Seconds of asking each drafter, at pace 1: lines over the depth, by asking rows.  plain: of a step."""
+    """Seconds of asking each drafter, at pace 1: lines over the depth, by asking rows.
 
-    def __init__(self, plain: float) -> None:
-        self.plain = plain
+    plain: of a step.  by_level: drafters that are expected to take as much longer as there are more levels,
+    before two depths have shown what these cost; all others, half as much.
+    """
+
+    def __init__(self, plain: float, by_level: Collection[int] = ()) -> None:
+        self.plain, self.by_level = plain, by_level
         self.idle = 0.0  # moving average of the seconds of a step without requests to drafters
         self.lines: dict[tuple[int, int], tuple[ChunkCost, float, float]] = {}  # cost, fixed, per level
 
@@ -184,8 +189,15 @@ class DraftCost:
         """Take in asks of so many rows: their mean depth, and their mean seconds at pace 1."""
         key = drafter, _bucket(rows)
         old = self.lines[key][0] if key in self.lines else ChunkCost()
-        new = old.after(max(1, round(depth)), seconds, 0.0)
-        self.lines[key] = (new, *new.line())
+        self.set_line(*key, old.after(max(1, round(depth)), seconds, 0.0))
+
+    def set_line(self, drafter: int, bucket: int, cost: ChunkCost) -> None:
+        """Set the line of so many rows."""
+        fixed, per_level = cost.line()
+        if cost.alike and drafter not in self.by_level:
+            shared = PRIOR_FIXED * per_level * cost.tokens / cost.weight
+            fixed, per_level = fixed + shared, (1 - PRIOR_FIXED) * per_level
+        self.lines[drafter, bucket] = cost, fixed, per_level
 
     def expected(self, drafter: int, rows: int, depth: float) -> float:
         """Seconds of asks of so many rows and this mean depth, at pace 1."""

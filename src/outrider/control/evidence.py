@@ -40,8 +40,8 @@ class Evidence:
     graded: acceptance by drafter and grade of its next draft, for grades above 0.  trials: by drafter.
     states: of the open rows that a drafter was considered for.  known: drafters that were asked often before
     this start.  decided: rows whose prefill was decided on -> seconds of it that the ledger has so far.
-    asking, idle: moving averages of the part of a batch that asks each drafter, and of the seconds that
-    drafters take in a step that asks none.  surprises: drafting steps in a row that took other than expected.
+    idle: moving average of the seconds that drafters take in a step that asks none.  surprises: drafting
+    steps in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.  overhead: moving average of them for a
     step with drafts, from 0: the first ones, which are planned one by one, tell little of later ones.
     prefill_cost: seconds that a drafter takes for a token of a prompt, the median of `prefills`.
@@ -61,7 +61,8 @@ class Evidence:
     ) -> None:
         self.arms, self.memory, self.module = arms, memory, module
         self.forward = forward = forward or ForwardCost()
-        self.learned = learned(memory and memory.read(), len(arms), forward.base(1))
+        by_level = {k for k, arm in enumerate(arms) if arm.prefills}
+        self.learned = learned(memory and memory.read(), len(arms), forward.base(1), by_level)
         self.calibration, self.reach, self.drafting, self.prefill_cost, self.ledger = self.learned
         self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * forward.base(1))
         self.prefills = [deque([cost] if cost else [], maxlen=PREFILLS) for cost in self.prefill_cost]
@@ -76,7 +77,6 @@ class Evidence:
         self.states: dict[Row, RowState] = {}
         self.sums, self.turn = StepSums(arms), 0
         self.decided: dict[Row, float] = {}
-        self.asking = [1.0] * len(arms)
         self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
         self.surprises, self.worth = 0, [0.0] * len(arms)
 
@@ -160,7 +160,7 @@ class Evidence:
 
     def _earn(self, spent: float, plain: float, load: Load) -> None:
         """Enter seconds, and those of plain decoding, into the ledger of all requests."""
-        self.ledger.add(spent, plain, load.share)
+        self.ledger.add_steps(spent, plain, load.share)
         for trials in self.trials:
             trials.earn(plain, load.decode, load.allowance)
 
@@ -285,7 +285,7 @@ class Evidence:
                 self.decided[row] = self.decided.get(row, 0.0) + cost
         known = sum([self.prefill_cost[k] * tokens for k, tokens in record.late.items()])
         if caught := min(most, known):
-            self.ledger.add(caught, 0.0)
+            self.ledger.add_steps(caught, 0.0, 0.0)
             self.total.seconds += caught
 
     def _propose(self, record: StepRecord, asks: Mapping[int, Sequence[int]], asked: Asks) -> float:
@@ -296,7 +296,6 @@ class Evidence:
         for k, depths in asks.items():
             mean = sum(depths) / len(depths)
             expected += load.pace * self.drafting.expected(k, len(depths), mean)
-            self.asking[k] += 0.2 * (len(depths) / load.batch - self.asking[k])
             seconds = (record.spent.get(k, 0.0) + shared) / load.pace
             asked.setdefault((k, len(depths)), []).append((mean, seconds))
         if expected:
@@ -311,9 +310,10 @@ class Evidence:
         """Learn from the drafts of a step: of `JUDGED` rows about, in turns, and of all that try a drafter.
 
         The drafts of so many rows tell enough, and judging all of a large batch costs more than it gains.
-        host: seconds of the controller in this step.
+        host: seconds of the controller in this step, for all rows.
         """
         self.turn += 1
+        host /= max(1, len(record.tries))
         every = min(PAUSE, -(-len(record.tries) // JUDGED))
         for r, tried in record.tries.items():
             if tried.plan.exploring:

@@ -24,6 +24,7 @@ KNOWN_GRACE = 4.0  # `Grace.total`, where every drafter is known from an earlier
 # drafts gain less, and a step takes longer.
 MOST_GRACE = 0.02
 USED = 0.9  # part of the grace that may be planned with: a step may take longer than expected
+RESERVE = 0.2  # part of the grace of all requests that is kept for the time in which there is no room
 MOST_KEPT = 4.0  # plain steps that drafts saved before this start and that may be spent in it
 SAVED = 10  # what drafts have saved counts up to so many graces
 EXPLORE = 0.005  # part of the time for each drafter that does not seem to pay
@@ -67,25 +68,40 @@ class Ledger:
 
     earned: seconds that may be lost by their share of plain decoding.  loss: seconds beyond plain decoding;
     below 0 what drafts have saved, up to `SAVED` graces.  grace: seconds.
+    kept: part of the grace that is no room, but a reserve for the time without room: other work may have used
+    all of it, and drafts that surely pay are the way out of debt.  reserve: seconds left of it.
     """
 
     grace: float = 0.0
     earned: float = 0.0
     loss: float = 0.0
+    kept: float = 0.0
+    reserve: float = math.inf
 
     def add(self, spent: float, plain: float, share: float = SHARE) -> None:
         """Enter seconds of steps, and those of plain decoding for the same tokens."""
         self.earned += share * plain
         self.loss = max(self.loss + spent - plain, -SAVED * self.grace)
 
+    def add_steps(self, spent: float, plain: float, share: float) -> None:
+        """Enter seconds of steps, for which drafts may have used the reserve."""
+        self.add(spent, plain, share)
+        full = self.kept * self.grace
+        self.reserve = full if self.room > 0 else min(full, self.reserve + (1 + share) * plain - spent)
+
     def add_once(self, lost: float, step: float) -> None:
         """Enter one-time work in a step, a plain one of which takes `step` seconds."""
         self.add(min(lost, MOST_ONCE * step), 0.0)
 
     @property
+    def left(self) -> float:
+        """The room, or the reserve where that is more."""
+        return max(self.room, self.reserve)
+
+    @property
     def room(self) -> float:
         """Seconds that may still be lost."""
-        return self.earned + USED * self.grace - self.loss
+        return self.earned + (USED - self.kept) * self.grace - self.loss
 
 
 @dataclass(slots=True)

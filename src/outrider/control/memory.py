@@ -5,14 +5,14 @@ Old evidence is a prior: it counts for at most `MOST` asks, so that other texts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from typing import Any, NamedTuple, Protocol
 
 from outrider.control.acceptance import LEVELS, Calibration, Reach
 from outrider.control.cost import DraftCost
-from outrider.control.ledger import Ledger
+from outrider.control.ledger import RESERVE, Ledger
 from outrider.control.prefill import ChunkCost
 
 MOST = 64.0
@@ -50,18 +50,21 @@ class Learned(NamedTuple):
         }
 
 
-def learned(found: Any, drafters: int, plain: float) -> Learned:
+def learned(found: Any, drafters: int, plain: float, by_level: Collection[int] = ()) -> Learned:
     """What was `written` of so many drafters; nothing for anything else.  plain: seconds of a plain step."""
-    drafting = DraftCost(plain)
+    drafting = DraftCost(plain, by_level)
     with suppress(KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError):
         reach = [_reach(part) for part in found["reach"]]
         prefill = [_count(seconds) for seconds in found["prefill_cost"]]
         if len(reach) == len(prefill) == drafters:
-            calibration, ledger = _calibration(found), Ledger(loss=-_count(found["saved"]))
+            calibration, ledger = _calibration(found), Ledger(loss=-_count(found["saved"]), kept=RESERVE)
             costs = {(int(k), int(rows)): ChunkCost(*map(_count, line)) for k, rows, *line in found["costs"]}
-            drafting.lines = {key: (cost, *cost.line()) for key, cost in costs.items()}
+            for (k, rows), cost in costs.items():
+                drafting.set_line(k, rows, cost)
             return Learned(calibration, reach, drafting, prefill, ledger)
-    return Learned(Calibration(), [Reach() for _ in range(drafters)], drafting, [0.0] * drafters, Ledger())
+    return Learned(
+        Calibration(), [Reach() for _ in range(drafters)], drafting, [0.0] * drafters, Ledger(kept=RESERVE)
+    )
 
 
 def _calibration(found: Mapping[str, Any]) -> Calibration:
@@ -78,6 +81,7 @@ def _of_reach(reach: Reach) -> dict[str, Any]:
     return {
         "hits": [unit * hits for hits in reach.hits],
         "misses": [unit * misses for misses in reach.misses],
+        "empty": unit * reach.empty,
         "per_level": reach.per_level,
         "drafted": reach.drafted,
         "asked": reach.asked,
@@ -91,6 +95,7 @@ def _reach(found: Mapping[str, Any]) -> Reach:
         raise ValueError(f"{len(hits)} levels instead of {LEVELS}")
     part = min(1.0, MOST / max(1.0, hits[0] + misses[0]))
     made.hits, made.misses = [part * n for n in hits], [part * n for n in misses]
+    made.empty = part * min(misses[0], _count(found["empty"]))
     made.per_level, made.drafted = _count(found["per_level"]), min(1.0, _count(found["drafted"]))
     made.asked = int(_count(found["asked"]))
     if not made.drafted:

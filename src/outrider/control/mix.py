@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from outrider.control import choose
 from outrider.control.choose import Option
-from outrider.control.plan import Load, Plan, Try
+from outrider.control.plan import Load, Try
 from outrider.control.planner import Planner
 from outrider.core.step import Batch
 from outrider.core.tree import NO_BUDGET, Budget, Draft
@@ -34,23 +34,38 @@ class MixAsks:
     def budgets_of(self, k: int, batch: Batch, drafts: Mapping[int, Draft]) -> list[Budget]:
         """Budgets of drafter k, after the drafts of the cheaper ones."""
         self.stop_clock()
-        budgets, asking, size = [NO_BUDGET] * len(batch), False, self.planner.arms[k].size
-        for r, tried in self.tries.items():
-            plan, granted = tried.plan, batch[r].budget
-            for option in plan.options:
-                if option.drafter == k and granted.nodes and self._pays(plan, option, r, drafts):
-                    tried.asked[k] = depth = min(option.depth, granted.depth)
-                    budgets[r], asking = Budget(depth, min(granted.nodes, size(depth)), plan.floors[k]), True
-        self.mark = (k, self.clock()) if asking else None
+        budgets, size = [NO_BUDGET] * len(batch), self.planner.arms[k].size
+        asks = self._asks(k, batch, drafts)
+        for r, option in asks.items():
+            tried, granted = self.tries[r], batch[r].budget
+            tried.asked[k] = depth = min(option.depth, granted.depth)
+            budgets[r] = Budget(depth, min(granted.nodes, size(depth)), tried.plan.floors[k])
+        self.mark = (k, self.clock()) if asks else None
         return budgets
 
-    def _pays(self, plan: Plan, option: Option, r: int, drafts: Mapping[int, Draft]) -> bool:
-        """Whether a drafter pays beside the trees that the row has: where their first tokens are wrong."""
-        if option.drafter in plan.exploring:
-            return True
+    def _asks(self, k: int, batch: Batch, drafts: Mapping[int, Draft]) -> dict[int, Option]:
+        """Rows that ask drafter k: those in which it pays beside the trees that they have, if these rows
+        together pay for a draft of so many.
+        """
+        asks, gain, verify, depth, tried_by_some = dict[int, Option](), 0.0, 0.0, 0, False
+        for r, tried in self.tries.items():
+            for option in tried.plan.options:
+                if option.drafter == k and batch[r].budget.nodes:
+                    missed, exploring = self._missed(r, drafts), k in tried.plan.exploring
+                    if exploring or missed * option.gain > self.load.rate * option.cost:
+                        asks[r] = option
+                        gain += missed * option.gain
+                        verify += option.cost - option.ask_cost
+                        depth, tried_by_some = max(depth, option.depth), tried_by_some or exploring
+        if tried_by_some or not asks:
+            return asks
+        drafting = self.load.pace * self.planner.evidence.drafting.expected(k, len(asks), depth)
+        return asks if gain > self.load.rate * (verify + drafting) else {}
+
+    def _missed(self, r: int, drafts: Mapping[int, Draft]) -> float:
+        """Probability that the first tokens of the trees that a row has are wrong."""
         trees = [(1 << k, draft.trees[r]) for k, draft in drafts.items()]
-        missed = choose.missed_by(trees, plan.state.calibration) if trees else 1.0
-        return missed * option.gain > self.load.rate * option.cost
+        return choose.missed_by(trees, self.tries[r].plan.state.calibration) if trees else 1.0
 
     def stop_clock(self) -> None:
         if self.mark is not None:

@@ -87,7 +87,8 @@ class Plan(NamedTuple):
 
     exploring: drafters that do not seem to pay.  budget: for all options together.
     floors: drafter -> that of its budget.  loss: seconds that a step of it may lose.
-    late: some drafter lacks many tokens of the row.
+    late: some drafter lacks many tokens of the row.  sure: room is short, but they pay even by a cautious
+    estimate.
     """
 
     state: RowState
@@ -97,6 +98,7 @@ class Plan(NamedTuple):
     floors: Mapping[int, float]
     loss: float
     late: bool = False
+    sure: bool = False
 
     def option(self, drafter: int) -> Option:
         return next(option for option in self.options if option.drafter == drafter)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from outrider.control.acceptance import Reach
+from outrider.control.accounts import Accounts
 from outrider.control.choose import Option
 from outrider.control.evidence import FEW_TOKENS, KNOWN, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import KNOWN_GRACE, MOST_GRACE, USED, USUAL_GRACE, Grace, Trials
+from outrider.control.ledger import USED, USUAL_GRACE, Grace
 from outrider.control.plan import Load, Plan, RowState
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
 from outrider.core.clock import working_time
@@ -28,7 +29,7 @@ from outrider.core.tree import Budget
 OPTIMISM = 0.2  # standard deviations of a draw of an estimate
 DIGEST = 16  # steps that are taken in together, once the drafters are known
 LATE = 64  # tokens that drafters lack: rows are alike up to so many
-SPARE = 0.1  # part of what drafts have saved that one request may lose again
+CAUTION = 2.0  # standard deviations below the estimates of drafts that surely pay
 
 
 class Settings(NamedTuple):
@@ -48,153 +49,132 @@ USUAL = Settings()
 class Candidate(NamedTuple):
     """A drafter that one row may ask.
 
-    option: its best depth.  late: seconds to catch up with the row's text.  pays: it is expected to.
+    option: its best depth.  late: seconds to catch up with the row's text.
+    pays: it is expected to.  sure: it is by a cautious estimate, too, which counts where room is short.
     """
 
     option: Option
     late: float
     pays: bool
+    sure: bool
 
 
 class Planner:
     """Chooses the drafters that each row asks, and their depth.
 
-    grace: what requests may lose.
     load: of the step that was planned last.  order: drafters of a mix, cheapest first.
 
     Of the last plans:
-    room, row_grace: seconds left of the ledger of all requests, and what each request may lose.
-    wait: steps until a row without a plan may get one.  trials: what the plans have left of them.
-    zs: drawn standard deviations, by drafter.  of_new: options of rows that never asked, by acceptance and
-    largest depth.
+    accounts: what they have left to lose.
+    wait: steps until a row without a plan may get one.
+    zs: drawn standard deviations, by drafter.  options: of rows that never asked, by acceptance, largest
+    depth, and rows that ask together.
+    crowds: rows that are assumed to ask each drafter together.  trial_rows: those that a trial of it takes at
+    least.  due: those that may try it.  trying: drafters that some row tries.
     refused: kind of such rows that get no plan -> their `wait`.
     prices: of the drafters beside that load.
     """
 
     def __init__(self, limits: FixedController, evidence: Evidence, settings: Settings = USUAL) -> None:
         arms = evidence.arms
-        self.limits, self.arms, self.evidence, self.grace = limits, arms, evidence, settings.grace
-        if all(evidence.known):
-            self.grace = self.grace._replace(total=min(self.grace.total, KNOWN_GRACE))
+        self.limits, self.arms, self.evidence = limits, arms, evidence
+        self.accounts = Accounts(evidence, settings.grace)
         self.random = random.Random(settings.seed)
         self.load = Load(evidence.forward)
         self.order: Sequence[int] = range(len(arms))
-        self.room = self.row_grace = 0.0
         self.wait = LONGEST_PAUSE
-        self.trials: Sequence[Trials] = ()
         self.zs = [0.0] * len(arms)
-        self.of_new: dict[tuple[Reach, int], Option] = {}
+        self.options: dict[tuple[Reach, int, int], Option] = {}
+        self.crowds, self.trial_rows, self.due = ([0] * len(arms) for _ in range(3))
+        self.trying: set[int] = set()
         self.refused: dict[tuple[Any, ...], int] = {}
         self.prices = Prices(arms, evidence)
 
     def plans(
-        self, batch: Batch, load: Load, steps: Sequence[RowStep] | None = None, aside: float = 0.0
+        self, batch: Batch, load: Load, steps: Sequence[RowStep] | None = None, others: Sequence[Plan] = ()
     ) -> dict[Row, Plan]:
         """The plans of rows with a drafter that is expected to pay or due for a try.
 
-        steps: of the rows to plan for, by default all.  aside: seconds that the plans of others may lose.
+        steps: of the rows to plan for, by default all.  others: plans of further rows, which go on.
+
+        What a row pays for a draft depends on the rows that ask with it.  At first all of them are assumed
+        to; where far fewer find that it pays, their plans are made again.
         """
-        self._begin(load)
-        self.room -= aside
-        evidence, most, plans = self.evidence, self.limits.depth_for(len(batch)), dict[Row, Plan]()
-        if load.batch and (lacks := self._lacks_room()):
-            self.wait, steps = min(LONGEST_PAUSE, self._until(lacks)), ()
-        for step in batch if steps is None else steps:
-            row = step.row
-            if step.emits and (depth := min(most, row.draft_depth)) and (plan := self._plan(row, depth)):
-                plans[row] = plan
+        evidence, most = self.evidence, self.limits.depth_for(len(batch))
+        rows = [step.row for step in (batch if steps is None else steps) if step.emits]
+        asking = Counter(option.drafter for plan in others for option in plan.options)
+        aside = sum([plan.loss for plan in others])
+        self._begin(load, rows, asking)
+        plans = self._plans(rows, most, aside)
+        while self._shrink(plans.values(), asking):
+            plans = self._plans(plans, most, aside)
         if len(evidence.states) > len(batch):
             evidence.drop_ended()
         return plans
 
-    def _begin(self, load: Load) -> None:
-        """Prepare plans beside a load."""
-        self.load = load
-        self.set_grace(load)
-        self.room, self.wait = self.evidence.ledger.room, LONGEST_PAUSE
-        self.trials = [replace(trials) for trials in self.evidence.trials]
+    def _begin(self, load: Load, rows: Collection[Row], asking: Counter[int]) -> None:
+        """Prepare plans of rows beside a load, and beside others that ask drafters."""
+        self.load, drafters = load, range(len(self.arms))
+        self.prices.clear()
+        self.crowds = [max(1, len(rows) + asking[k]) for k in drafters]
+        self.trial_rows = [self.prices.trial_rows(k, load) for k in drafters]
+        self.due = [self._due(k, rows) for k in drafters]
         # one draw for all rows, since they share what an ask costs
         self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
-        for of_last in (self.of_new, self.refused, self.prices):
-            of_last.clear()
         if len(self.arms) > 1:
             line = self.evidence.drafting.line
-            self.order = sorted(range(len(self.arms)), key=lambda k: line(k, 1)[::-1])
+            self.order = sorted(drafters, key=lambda k: line(k, 1)[::-1])
 
-    def set_grace(self, load: Load) -> None:
-        """Set what each request, and all together, may lose beside such a step."""
-        ledger, alone = self.evidence.ledger, load.pace * load.forward.base(1)
-        plain = max(load.decode or alone, self.grace.least)  # a chunk of a prompt emits nothing
-        self.row_grace = load.allowance * self.grace.each * plain + SPARE * max(0.0, -ledger.loss)
-        most = max(MOST_GRACE, KNOWN_GRACE * max(alone, self.grace.least))
-        ledger.grace = min(load.allowance * self.grace.total * plain, most)
+    def _plans(self, rows: Iterable[Row], most: int, aside: float) -> dict[Row, Plan]:
+        """Plans for the present crowds.  aside: seconds that those of further rows may lose."""
+        plans, self.wait = dict[Row, Plan](), LONGEST_PAUSE
+        for of_last in (self.options, self.refused, self.trying):
+            of_last.clear()
+        self.accounts.begin(self.load, aside)
+        if self.load.batch and (lacks := self._lacks_room()):
+            self.wait = min(LONGEST_PAUSE, lacks)
+            return plans
+        for row in rows:
+            if (depth := min(most, row.draft_depth)) and (plan := self._plan(row, depth)):
+                plans[row] = plan
+        return plans
 
-    def closed(self) -> int:
-        """Steps after the last plans until a new row may get one."""
-        most, waits = self.limits.depth_for(self.load.batch), [LONGEST_PAUSE]
-        courage = self._courage(min(self.room, USED * self.row_grace))
-        for k, trials in enumerate(self.trials):
-            reach = self.evidence.reach[k]
-            if (depth := self.depth(k, reach, most)) and self.prices.hopeful(k, self.load, most):
-                best = self._best(k, None, reach, depth, courage)
-                if math.isinf(best.cost):
-                    waits.append(1)
-                    continue
-                pause = 0 if (pays := pays_off(best, self.load)) else self._wait(trials, best.cost)
-                waits.append(max(pause, self._until(need(best.cost, pays) - self.room)))
-        return min(waits)
+    def _due(self, k: int, rows: Iterable[Row]) -> int:
+        """Rows that may try drafter k."""
+        states = [(row, self.evidence.states.get(row)) for row in rows]
+        return sum(state is None or state.retry[k] <= row.steps for row, state in states)
 
-    def may_pay(self, row: Row, load: Load) -> bool:
-        """Whether a drafter pays for a row by what speaks for its draft, or may be tried to learn that."""
-        most = min(self.limits.depth_for(load.batch), row.draft_depth)
-        for k, arm in enumerate(self.arms):
-            if arm.grade(row):
-                reach = self.evidence.reach_of(k, row)
-                best = self.prices.best(k, reach, OPTIMISM, load, self.depth(k, reach, most))
-                tried = reach.asked < KNOWN and self.evidence.trials[k].room >= best.cost
-                if tried or pays_off(best, load):
-                    return True
-        return False
-
-    def least_need(self) -> float:
-        """Seconds that have to be left for a trial of one token, of the cheapest drafter; 0 if unknown."""
-        needs = [self.need(k, self.load, False) for k in range(len(self.arms))]
-        return min(filter(math.isfinite, needs), default=0.0)
+    def _shrink(self, plans: Collection[Plan], others: Counter[int]) -> bool:
+        """Set the crowds to the rows that ask, where these are half as many or fewer."""
+        asking = others + Counter(o.drafter for plan in plans for o in plan.options)
+        paying = Counter(o.drafter for plan in plans for o in plan.options if o.drafter not in plan.exploring)
+        shrunk = [k for k in paying if 2 * asking[k] <= self.crowds[k]]
+        for k in shrunk:
+            self.crowds[k] = asking[k]
+        return bool(shrunk)
 
     def need(self, k: int, load: Load, pays: bool) -> float:
-        """The same for a draft of drafter k beside a load; infinite if unknown."""
+        """Seconds that have to be left for a draft of one token beside a load; infinite if unknown."""
         return need(self.prices.best(k, self.evidence.reach[k], 0.0, load, 1).cost, pays)
 
-    def _lacks_room(self) -> float:
-        """Seconds that the ledger lacks for the shortest draft; 0 if it has them, or none of known cost."""
-        least = min(self.need(k, self.load, True) for k in range(len(self.arms)))
-        return max(0.0, least - self.room) if math.isfinite(least) else 0.0
+    def _lacks_room(self) -> int:
+        """Steps until there is room for the shortest draft; 0 if there is, or it is none of known cost."""
+        most, waits = self.limits.depth_for(self.load.batch), list[int]()
+        for k, reach in enumerate(self.evidence.reach):
+            least = self.need(k, self.load, True)
+            if math.isfinite(least):
+                sure = False
+                if least > self.accounts.room and (depth := self.depth(k, reach, most)):
+                    sure = self.surely_pays(reach, self._option(k, reach, 0.0, depth))
+                waits.append(self.accounts.until(least - self.accounts.room_of(sure)))
+        return min(waits, default=0)
 
-    def _courage(self, room: float) -> float:
-        """Standard deviations by which a draw counts: -1 where a row has used what it may lose, up to 1."""
-        return max(-1.0, min(1.0, 2 * room / (USED * self.row_grace) - 1))
-
-    def _until(self, lacks: float) -> int:
-        """Plain steps until the ledgers have room for so many more seconds."""
-        load = self.load
-        return max(0, math.ceil(lacks * load.batch / (load.share * load.decode)))
-
-    def _wait(self, trials: Trials, cost: float) -> int:
-        """Plain steps until a trial may cost so much, at most `LONGEST_PAUSE`."""
-        return int(min(LONGEST_PAUSE, trials.wait(cost, self.load.decode, self.load.allowance)))
-
-    def outlook(self, k: int) -> dict[str, Any]:
-        """What a drafter is expected to do for a new request beside those of the last plans."""
-        load, reach = self.load, self.evidence.reach[k]
-        if not load.batch or not (depth := self.depth(k, reach, self.limits.depth_for(load.batch))):
-            return {}
-        best = self._option(k, reach, 0.0, depth)
-        return {
-            "depth": best.depth,
-            "tokens": round(best.gain, 3),
-            "ms": round(1e3 * best.cost, 3),
-            "pays": pays_off(best, self.load),
-        }
+    def surely_pays(self, reach: Reach, option: Option) -> bool:
+        """Whether a draft pays by a cautious estimate of what all requests have shown."""
+        if reach.asked < KNOWN:
+            return False
+        gain = reach.gains(-CAUTION, option.depth)[-1]
+        return gain * self.load.token > option.cost
 
     def interval(self, plans: Iterable[Plan]) -> int:
         """Steps until plans are made again, while losses leave room: few while drafters are new."""
@@ -209,29 +189,27 @@ class Planner:
     def _plan(self, row: Row, most: int) -> Plan | None:
         """The plan of a row; without one, `wait` is at most the steps until there may be one."""
         self.evidence.promising(row)
-        state, room = self.evidence.states.get(row), min(self.room, USED * self.row_grace)
+        accounts, state = self.accounts, self.evidence.states.get(row)
+        room = USED * accounts.row_grace
         if state is not None:
             self.evidence.credit(row, state, self.load)
-            if state.asleep > row.steps and not relieved(self.load.batch, state.crowd):
+            if state.asleep > row.steps and not (self.trying or relieved(self.load.batch, state.crowd)):
                 self.wait = min(self.wait, state.asleep - row.steps)
                 return None
             for reach in state.reach:
                 reach.fade(row.steps)
-            state.ledger.grace = self.row_grace
-            room = min(self.room, state.ledger.room)
+            state.ledger.grace = accounts.row_grace
+            room = state.ledger.room
         kind = None if state is not None else self._kind(row, most)
         if kind is not None and kind in self.refused:
             self.wait = min(self.wait, self.refused[kind])
             return None
         chosen, exploring, wait = self._choose(row, state, most, room)
         if chosen:
-            chosen.sort(key=lambda option: option.cost)
+            chosen.sort(key=lambda candidate: candidate.option.cost)
             state = state or self.evidence.state(row)
-            state.ledger.grace = self.row_grace
-            floors = {option.drafter: self.prices.floor(state, option, self.load) for option in chosen}
-            loss = MARGIN * sum([option.cost for option in chosen])
-            late = any(self._lacks(option.drafter, row) for option in chosen)
-            return Plan(state, chosen, exploring, self._bound(chosen, floors), floors, loss, late)
+            state.ledger.grace = accounts.row_grace
+            return self._plan_of(row, state, chosen, exploring)
         wait = max(wait, min(DIGEST, self.load.batch))  # with many rows one of them is always due
         if state is not None:
             state.asleep, state.crowd = row.steps + wait, self.load.batch
@@ -239,6 +217,14 @@ class Planner:
             self.refused[kind] = wait  # the room only shrinks while plans are made
         self.wait = min(self.wait, wait)
         return None
+
+    def _plan_of(self, row: Row, state: RowState, chosen: Sequence[Candidate], exploring: set[int]) -> Plan:
+        options = [candidate.option for candidate in chosen]
+        floors = {o.drafter: self.prices.floor(state, o, self.load, self.crowds[o.drafter]) for o in options}
+        loss = MARGIN * sum([option.cost for option in options])
+        late = any(self._lacks(option.drafter, row) for option in options)
+        sure = all(candidate.sure for candidate in chosen)
+        return Plan(state, options, exploring, self._bound(options, floors), floors, loss, late, sure)
 
     def _kind(self, row: Row, most: int) -> tuple[Any, ...]:
         """What the plan of a row without a state depends on, roughly.
@@ -250,65 +236,91 @@ class Planner:
 
     def _choose(
         self, row: Row, state: RowState | None, most: int, room: float
-    ) -> tuple[list[Option], set[int], int]:
-        """Options of a row, those that do not seem to pay, and steps until there may be others."""
-        chosen, exploring, wait = list[Option](), set[int](), LONGEST_PAUSE
-        courage, found = self._courage(room), dict[int, Option]()
+    ) -> tuple[list[Candidate], set[int], int]:
+        """Drafters for a row, those that do not seem to pay, and steps until there may be others.
+
+        room: seconds that the row may still lose.
+        """
+        chosen, exploring, wait = list[Candidate](), set[int](), LONGEST_PAUSE
+        accounts, found = self.accounts, dict[int, Option]()
+        courage = accounts.courage(min(room, accounts.room_of(False)))
         for k, arm in enumerate(self.arms):
-            wanted = row.accepts(arm.sources) if row.steps else row.drafts_with(arm.sources)
+            wanted = row.accepts(arm.sources)
+            if wanted and not row.steps and not row.drafts_with(arm.sources):
+                wanted, wait = False, 1  # it computes no prompt, but may join later
             if wanted and (depth := self.depth(k, reach := self.evidence.reach_of(k, row), most)):
-                found[k] = self._best(k, state, reach, depth, courage)
+                found[k] = self.best(k, state, reach, depth, courage)
         # the best one first: what it may lose is set aside, which may leave no room for others
         for k in sorted(found, key=lambda k: -saved(found[k], self.load)):
-            best = found[k]
-            if math.isinf(best.cost):
+            if math.isinf(found[k].cost):
                 wait = 1  # beside prompt tokens, or beyond the known costs
                 continue
-            while need(best.cost, pays_off(best, self.load)) > room and best.depth > 1:  # try a shorter one
-                best = self._best(k, state, self.evidence.reach_of(k, row), best.depth // 2, courage)
-            late = self.evidence.prefill_cost[k] * self._lacks(k, row)
-            pays = pays_off(best, self.load) and (not late or late < saved(best, self.load) * row.remaining)
+            candidate = self._candidate(k, row, state, found[k], courage, room)
+            if candidate.late and chosen:  # beside another one, it is a trial to compute the text for it
+                candidate = candidate._replace(pays=False, sure=False)
             retry = 0 if state is None else state.retry[k] - row.steps
-            if pause := self._pause(k, Candidate(best, late, pays), most, retry, room):
+            pause = self._pause(k, candidate, most, retry, room)
+            if self._lacks(k, row) and not self.evidence.prefills[k]:
+                pause = int(k in self.trying)  # one row shows what it costs to compute a text
+            if pause:
                 wait = min(wait, pause)
                 continue
-            if not pays:
+            cost, late = candidate.option.cost, candidate.late
+            if not candidate.pays:
                 exploring.add(k)
-                self.trials[k].room -= best.cost + late
+                self.trying.add(k)
+                accounts.trials[k].room -= cost + late
             if row.left_out:
                 row.left_out -= frozenset(self.arms[k].sources)
-            room -= MARGIN * best.cost
-            self.room -= MARGIN * best.cost + late
-            chosen.append(best)
+            room -= MARGIN * cost
+            accounts.take(MARGIN * cost, late, candidate.sure)
+            chosen.append(candidate)
         return chosen, exploring, wait
+
+    def _candidate(
+        self, k: int, row: Row, state: RowState | None, best: Option, courage: float, room: float
+    ) -> Candidate:
+        """A drafter at its best depth, a shorter one where the best is too much for the room, or a trial."""
+        reach, load = self.evidence.reach_of(k, row), self.load
+        late, pays = self.evidence.prefill_cost[k] * self._lacks(k, row), pays_off(best, load)
+        sure = pays and need(best.cost, pays) > self.accounts.room and self.surely_pays(reach, best)
+        room = min(room, self.accounts.room_of(sure))
+        while need(best.cost, pays) > room and best.depth > 1:
+            best = self.best(k, state, reach, best.depth // 2, courage)
+            pays = pays_off(best, load)
+        if pays and self._lacks(k, row):
+            pays = late < saved(best, load) * row.remaining and len(self.evidence.prefills[k]) > 0
+        return Candidate(best, late, pays, sure and pays)
 
     def _pause(self, k: int, candidate: Candidate, most: int, retry: int, room: float) -> int:
         """Steps until a drafter may be asked, by accounts and ledgers; 0: now.
 
         retry: until it may be tried again in this row.  room: seconds that the row may still lose.
         """
-        (option, late, pays), load = candidate, self.load
+        option, late, pays, sure = candidate
         if not pays:
-            if not self.prices.hopeful(k, load, most):
+            if not self.prices.hopeful(k, self.load, most):
                 return LONGEST_PAUSE
-            pause = max(retry, self._wait(self.trials[k], option.cost + late))
-            if pause > 0:
-                return pause
-        lacks = need(option.cost, pays) - min(room, self.room - late)
-        return self._until(lacks) if lacks > 0 else 0
+            rows = 1 if k in self.trying else self.trial_rows[k]
+            pause = max(retry, self.accounts.wait(k, rows * (option.cost + late)))
+            if pause > 0 or rows > self.due[k]:
+                return max(pause, DIGEST)
+        lacks = need(option.cost, pays) - min(room, self.accounts.room_of(sure, late))
+        return self.accounts.until(lacks) if lacks > 0 else 0
 
-    def _best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
+    def best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
         """The best depth of a drafter for a row; one for all rows of a grade that have not asked it."""
         if state is not None and state.reach[k].above is not above:
             state.reach[k] = Reach(above)  # the grade is another one
         if state is not None and state.reach[k].asked:
             return self._option(k, state.reach[k], courage, depth)
-        if (above, depth) not in self.of_new:
-            self.of_new[above, depth] = self._option(k, Reach(above), courage, depth)
-        return self.of_new[above, depth]
+        place = above, depth, self.crowds[k]
+        if place not in self.options:
+            self.options[place] = self._option(k, Reach(above), courage, depth)
+        return self.options[place]
 
     def _option(self, k: int, reach: Reach, courage: float, depth: int) -> Option:
-        return self.prices.best(k, reach, courage * self.zs[k], self.load, depth)
+        return self.prices.best(k, reach, courage * self.zs[k], self.load, depth, self.crowds[k])
 
     def late(self, plan: Plan, row: Row) -> dict[int, int]:
         """Drafter of a plan -> tokens of a row that it lacks, if they are many."""

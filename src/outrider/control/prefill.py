@@ -63,6 +63,7 @@ SURPRISE = 1.5  # two steps in a row off by this factor: the machine's speed has
 CONTEXT_BUCKET = 1024  # positions that share one cost estimate
 RIDGE = 0.02
 MIN_SLOPE = 0.25  # least per_token, as a part of the seconds per token: noise must not make tokens look free
+ALIKE = 1e-6  # rounding of the variance of sizes that are all the same
 FREE = 1e-9  # seconds of a prompt token that costs nothing measurable
 
 
@@ -125,6 +126,11 @@ class ChunkCost:
         weight, seconds = 1 / tokens, step - decode
         new = weight, weight * tokens, weight * seconds, weight * tokens**2, weight * tokens * seconds
         return ChunkCost(*map(operator.add, vars(self.scaled(0.95)).values(), new))
+
+    @property
+    def alike(self) -> bool:
+        """Whether all chunks had the same size, which does not tell what a token more costs."""
+        return self.weight * self.tokens_tokens < (1 + ALIKE) * self.tokens**2
 
     def predict(self, tokens: int) -> float:
         fixed, per_token = self.line()

@@ -79,7 +79,7 @@ class PrefillChoice:
                 _leave(rows, self.arms[k])
             return
         load = Load.plain_step(evidence.forward, count)
-        self.planner.set_grace(load)
+        self.planner.accounts.set_grace(load)
         for k in self.drafters:
             outlook = self._outlook(k, load, most)
             if outlook.hopeful:

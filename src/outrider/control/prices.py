@@ -34,10 +34,26 @@ class Prices:
         self.hopes.clear()
         self.exponents.clear()
 
-    def best(self, k: int, reach: Reach, z: float, load: Load, depth: int) -> Option:
-        """The best depth, up to this one, beside a load, with estimates z standard deviations higher."""
+    def best(self, k: int, reach: Reach, z: float, load: Load, depth: int, crowd: int = 0) -> Option:
+        """The best depth, up to this one, beside a load, with estimates z standard deviations higher.
+
+        crowd: rows that ask together, by default all of them.
+        """
         gains = reach.gains(z, depth)
-        return choose.best_option(k, gains, self.price(k, reach, load), load.batch, load.decode)
+        return choose.best_option(k, gains, self.price(k, reach, load, crowd), load.batch, load.decode)
+
+    def trial_rows(self, k: int, load: Load) -> int:
+        """Rows that a trial takes at least: so many that each costs at most twice what it costs if all ask.
+
+        A draft for some rows takes `shared` seconds and `own` for each row.
+        """
+        n, reach = load.batch, self.evidence.reach[k]
+        alone, together = (self.price(k, reach, load, rows).of(1) for rows in (1, n))
+        if n == 1 or not math.isfinite(alone + together):
+            return 1
+        shared = max(0.0, (alone - together) * n / (n - 1))
+        own = alone - shared
+        return max(1, math.ceil(shared / (own + 2 * shared / n))) if shared else 1
 
     def hopeful(self, k: int, load: Load, most: int) -> bool:
         """Whether a drafter would pay if all its tokens were accepted."""
@@ -48,22 +64,22 @@ class Prices:
             self.hopes[key] = math.isinf(best.cost) or DOUBT * best.gain * load.token > best.cost
         return self.hopes[key]
 
-    def floor(self, state: RowState, option: Option, load: Load) -> float:
+    def floor(self, state: RowState, option: Option, load: Load, crowd: int) -> float:
         """Confidence of a path behind which not even a sure token would pay."""
         k = option.drafter
         if not self.arms[k].stops:
             return 0.0
         reach = state.reach[k]
-        price = self.price(k, reach, load)
+        price = self.price(k, reach, load, crowd)
         node = min(price.verify(1), price.verify(FLOOR_NODES) / FLOOR_NODES)
         least = min(MOST_FLOOR, load.rate * (price.per_level / reach.drafted + node))
         if k not in self.exponents:
             self.exponents[k] = self.evidence.calibration.exponent(1 << k)
         return math.pow(least, 1 / self.exponents[k])
 
-    def price(self, k: int, reach: Reach, load: Load) -> Price:
-        """Seconds for one row, if as many ask as lately, and no more than each get a node."""
-        rows = max(1.0, min(self.evidence.asking[k] * load.batch, load.nodes))
+    def price(self, k: int, reach: Reach, load: Load, crowd: int = 0) -> Price:
+        """Seconds for one row of a crowd, by default of all rows, but no more than each get a node."""
+        rows = max(1, min(crowd or load.batch, load.nodes))
         fixed, per_level = self.evidence.drafting.line(k, round(rows))
         share, overhead, added = load.pace / rows, self.evidence.overhead / rows, load.verify
         return Price(

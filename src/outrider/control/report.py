@@ -8,6 +8,7 @@ from typing import Any
 from outrider.control.evidence import Evidence
 from outrider.control.plan import Load
 from outrider.control.planner import Planner
+from outrider.control.prices import pays_off
 
 
 def report(evidence: Evidence, planner: Planner, load: Load, resting: bool) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def report(evidence: Evidence, planner: Planner, load: Load, resting: bool) -> d
         "drafters": {
             arm.name: reach.report()
             | evidence.drafting.report(k, pace)
-            | {"outlook": planner.outlook(k)}
+            | {"outlook": outlook(k, evidence, planner)}
             | {"graded": {n: own.report() for (j, n), own in evidence.graded.items() if j == k}}
             for k, (arm, reach) in enumerate(zip(evidence.arms, evidence.reach))
         },
@@ -35,4 +36,18 @@ def report(evidence: Evidence, planner: Planner, load: Load, resting: bool) -> d
         "acceptance": evidence.module.report() if evidence.module else {"by": "bins"},
         "history": [*evidence.history],
         "ledger": {"loss_ms": 1e3 * evidence.ledger.loss, "room_ms": 1e3 * evidence.ledger.room},
+    }
+
+
+def outlook(k: int, evidence: Evidence, planner: Planner) -> dict[str, Any]:
+    """What a drafter is expected to do for a new request, if all requests of the last plans ask it."""
+    load, reach = planner.load, evidence.reach[k]
+    if not load.batch or not (depth := planner.depth(k, reach, planner.limits.depth_for(load.batch))):
+        return {}
+    best = planner.prices.best(k, reach, 0.0, load, depth)
+    return {
+        "depth": best.depth,
+        "tokens": round(best.gain, 3),
+        "ms": round(1e3 * best.cost, 3),
+        "pays": pays_off(best, load),
     }

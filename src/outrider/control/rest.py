@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from outrider.control.plan import Load, StepRecord
 from outrider.control.planner import Planner, relieved
+from outrider.control.waits import may_pay
 from outrider.core.clock import Times
 from outrider.core.step import Batch
 
@@ -89,13 +90,13 @@ class Rest:
         load, evidence = self.load, self.planner.evidence
         earned = load.share * load.token * (self.rows * len(self.seconds) + self.beside)
         # room for the plan and then for a draft: otherwise plans would use up what is earned for drafts
-        if evidence.ledger.room + earned <= look_seconds + self.need:
+        if evidence.ledger.left + earned <= look_seconds + self.need:
             return False
         rows = [step.row for step in batch if step.emits]
         if self.taken % LISTEN:
             rows = [row for row in rows if not row.steps]  # the new ones
         promising = [row for row in rows if row.draft_depth and evidence.promising(row)]
-        self.promising += sum([self.planner.may_pay(row, load) for row in promising])
+        self.promising += sum([may_pay(self.planner, row, load) for row in promising])
         return self.promising * PROMISED * load.token > look_seconds
 
     def settle(self) -> None:

@@ -18,11 +18,13 @@ SHORTFALL = 1.5  # times the root of the expected tokens: so many fewer, and ste
 class Room:
     """Seconds that all rows, and each, may lose, as steps use them up.
 
+    reserve: those that all may lose by drafts that surely pay, while there is no room
     expected, shortfall: accepted tokens, and how many fewer there were, since plans were made
     """
 
     of_all: float = 0.0
     of_row: dict[Row, float] = field(default_factory=dict)
+    reserve: float = 0.0
     expected: float = 0.0
     shortfall: float = 0.0
 
@@ -33,7 +35,7 @@ class Room:
 
     def add(self, ledger: Ledger, plans: Mapping[Row, Plan]) -> None:
         """Take what the ledgers have left, beside the rows so far."""
-        self.of_all = ledger.room
+        self.of_all, self.reserve = ledger.room, ledger.reserve
         for row, plan in plans.items():
             self.of_row[row] = plan.state.ledger.room
 
@@ -42,7 +44,7 @@ class Room:
 
         token: seconds of plain decoding that an accepted token saves.
         """
-        most, enough = 0.0, True
+        most, enough, sure = 0.0, True, True
         for r, tried in tries.items():
             step, plan = batch[r], tried.plan
             right = len(step.accepted)
@@ -50,9 +52,11 @@ class Room:
             self.shortfall += tried.expected - right
             change, most = right * token - plan.loss, most + plan.loss
             self.of_all += change
+            self.reserve += change
+            sure &= plan.sure
             left = self.of_row[step.row] = self.of_row[step.row] + change
             enough &= left >= plan.loss
-        return enough and self.of_all >= most
+        return enough and (self.of_all >= most or (sure and self.reserve > 0))
 
     @property
     def surprising(self) -> bool:
