@@ -22,14 +22,14 @@ def test_an_adaptive_method_has_the_plain_output(
 ) -> None:
     """Greedy and sampled requests in one batch.  Everything seems to pay, and nothing is too dear."""
     monkeypatch.setattr("outrider.control.planner.pays_off", lambda option, load: True)
-    monkeypatch.setattr("outrider.control.planner.MOST_GRACE", 1e6)
+    monkeypatch.setattr("outrider.control.accounts.MOST_GRACE", 1e6)
     kinds = [params_of(sampling) for sampling in SAMPLING.values()]
     params = [kinds[i % len(kinds)][i] for i in range(len(PROMPTS))]
     expected = [visible_parts(outputs_of(prompt, own).outputs) for prompt, own in zip(PROMPTS, params)]
     use_example(fast, method, adaptive=True)
     controller: Any = fast.engine.controller
     if method != "off":
-        controller.planner.grace = Grace(least=1e3)
+        controller.planner.accounts.grace = Grace(least=1e3)
     outputs = run_staggered(fast, PROMPTS, params)
     assert [visible_parts(output.outputs) for output in outputs] == expected
     assert any(output.speculation.drafted for output in outputs) == (method not in NONE_HERE)

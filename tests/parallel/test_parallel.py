@@ -170,7 +170,7 @@ def use_adaptive(llm: LLM) -> None:
     """Look-up that is asked for at every step, under a controller for each step in flight."""
     llm.use({"method": "ngram", "adaptive": True})
     for controller in llm.engine.adaptive:
-        controller.planner.grace = Grace(least=1e3)  # nothing is too dear
+        controller.planner.accounts.grace = Grace(least=1e3)  # nothing is too dear
 
 
 @pytest.mark.parametrize("method", ["off", "draft_model", "adaptive"])
