@@ -26,7 +26,7 @@ from outrider.train.base import Method, parameter_count, replace_text
 from outrider.train.data import Source
 from outrider.train.evaluate import Evaluation, write_log
 from outrider.train.features import Features, States, needed_states
-from outrider.train.loop import Trainer
+from outrider.train.loop import Trainer, check_same_run, identity, read_checkpoint
 from outrider.train.methods import method
 from outrider.train.options import TrainOptions, as_json
 from outrider.train.processes import Processes
@@ -154,7 +154,7 @@ def check(llm: LLM, name: str, options: TrainOptions) -> None:
     """Build the method without its texts and drop it: mistakes are found before the target answers.
 
     Raises ConfigError for options that do not fit the target or the engine, for a head in `init` that does
-    not fit, for an unknown format, and for a folder that holds another model.
+    not fit, for an unknown format, and for a folder that holds another model or run.
     """
     for option, needed in options.engine.items():
         if getattr(llm.engine.options, option) < needed:
@@ -169,6 +169,11 @@ def check(llm: LLM, name: str, options: TrainOptions) -> None:
         raise ConfigError(
             f"out: {options.out!r} holds a model of no run of this command: give a new folder as out."
         )
+    if (state := read_checkpoint(options, mmap=True)) is not None:
+        unknown = {"data"} if options.steps else {"data", "steps"}  # they depend on the texts
+        before = {what: value for what, value in state["run"].items() if what not in unknown}
+        now = {what: value for what, value in identity(made).items() if what not in unknown}
+        check_same_run(options, before, now)
 
 
 def new_method(llm: LLM, name: str, options: TrainOptions, texts: Texts) -> Method:
