@@ -1,4 +1,4 @@
-"""With a grammar every rule emits what plain masked sampling does, by exact enumeration of all random choices.
+"""With a grammar every rule emits what plain masked sampling does, by exact enumeration of all choices.
 
 The grammar is a small automaton behind the interface of llguidance's matcher.  The state of the row, its mask
 and the code that drops draft tokens are the engine's own.  Texts over 0, 1, 2 and the ending 3:

@@ -255,9 +255,11 @@ def test_processes_at_different_steps_are_refused(
         run.collect(target, replace(options, cache=str(tmp_path / "own")), Report(), math.inf, ask=False)
 
 
-def test_only_one_run_writes_to_a_cache(target: LLM, run_options: Any, tmp_path: Path) -> None:
+def test_only_one_run_writes_to_a_folder(target: LLM, run_options: Any, tmp_path: Path) -> None:
     options = run_options("medusa", tmp_path / "out", steps=1, cache=str(tmp_path / "cache"))
     with run.only_writer(tmp_path / "cache"), pytest.raises(ConfigError, match="another run writes answers"):
+        train(target, "medusa", options, Report())
+    with run.only_run(options), pytest.raises(ConfigError, match="another run trains in"):
         train(target, "medusa", options, Report())
     assert train(target, "medusa", options, Report()).finished, "and goes on when it is free"
 
