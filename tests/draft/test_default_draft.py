@@ -19,7 +19,7 @@ def test_a_built_in_target_takes_the_built_in_draft() -> None:
 
 @pytest.mark.parametrize("more", [{}, {"vocab_mismatch": "retokenize"}], ids=str)
 def test_another_target_needs_a_model(tmp_path: Path, more: dict[str, str]) -> None:
-    """The error was about the built-in draft, which nobody had asked for."""
+    """The error was about the built-in draft, which had not been asked for."""
     llm = LLM(tiny_checkpoint(tmp_path), max_num_seqs=1)
     with pytest.raises(ConfigError, match="the method needs 'model'"):
         llm.use({**CONFIG, **more})

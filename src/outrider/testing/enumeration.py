@@ -68,8 +68,8 @@ class RandomModels:
     """A random target "p" and random drafts over a vocabulary: distributions as functions of the path.
 
     Implements `Picker` for one row, with every random choice made by `choices`. A third of the distributions
-    has a token of probability zero, as top-p sampling makes them. Override `distribution` for given models, and
-    `row` for one with a grammar.
+    has a token of probability zero, as top-p sampling makes them. Override `distribution` for given models,
+    and `row` for one with a grammar.
     """
 
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
