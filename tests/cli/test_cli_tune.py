@@ -112,3 +112,15 @@ def test_tune_without_a_method_searches_all_of_them(run: Run, tmp_path: Path) ->
     config = json.loads(out.read_text())
     assert run("generate", "-p", "x", "-n", 3, "--speculative-config", f"@{out}").status == 0 and config
     assert ("switches speculation off" in result.out) == (config == {"method": "off"})
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["control"], ["layerskip"], ["disco", "-md", "never loaded"]], ids=str
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(
+    run: Run, tmp_path: Path, command: list[str]
+) -> None:
+    """A folder was refused when the minutes of the search were over."""
+    for out, fault in ((tmp_path, "is a folder: name a file"), (tmp_path / "no" / "x", "there is no folder")):
+        refused = run("tune", *command, "-m", tmp_path / "never loaded", "--out", out)
+        assert refused.status == 2 and fault in refused.err, refused.err

@@ -183,6 +183,26 @@ def test_a_grammar_may_be_forgotten_while_another_is_evicted(
     assert len(compiler.compiled) == 1
 
 
+def test_kept_grammars_are_bounded_by_the_size_of_their_sources(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 schemas of 10 MB would take tens of gigabytes."""
+    monkeypatch.setattr("outrider.sampling.grammar.compiler.CACHED_SOURCES", 3000)
+    compiler.compiled.clear()
+
+    def kept() -> list[str]:
+        return [letter for letter in "abcd" if any(letter * 500 in key for key in compiler.compiled)]
+
+    for letter in "abc":
+        made(compiler, {"choice": [letter * 1000]})
+    assert kept() == ["b", "c"]
+    made(compiler, {"choice": ["b" * 1000]})
+    made(compiler, {"choice": ["d" * 1000]})
+    assert kept() == ["b", "d"], "the least recently used one leaves"
+    state = made(compiler, {"choice": ["a" * 4000]})
+    assert kept() == [] and mask(state, []).any(), "larger than all that is kept: used, and not kept"
+
+
 def test_what_the_library_gives_up_on_is_not_kept(compiler: GrammarCompiler) -> None:
     """64 of such grammars took more than 10 GB."""
     state = made(compiler, {"regex": "a{1000000}"})

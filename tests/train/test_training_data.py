@@ -87,7 +87,7 @@ def test_texts_are_cut_and_long_prompts_left_out(target: LLM, run_options: Any, 
     assert len(source.bad) == 1 and source.bad[0].startswith("line 3: a prompt of")
     assert len(read(target, run_options("medusa", tmp_path, data=(str(path),), limit=2))[0]) == 2
     path.write_text("nothing\n")
-    with pytest.raises(RequestError, match=r"0 usable texts\. line 1: no JSON"):
+    with pytest.raises(RequestError, match=r"0 usable texts, and at least 2 .*\. line 1: no JSON"):
         read(target, given)
     with pytest.raises(RequestError, match="cannot be read"):
         read(target, run_options("medusa", tmp_path, data=("missing.jsonl",)))

@@ -127,8 +127,22 @@ def test_a_run_that_ends_in_time_goes_on(target: LLM, run_options: Any, tmp_path
     assert not stopped.finished and not stopped.losses
     assert (tmp_path / "model.safetensors").exists()
     assert len(train(target, "medusa", run_options("medusa", tmp_path, steps=6), Report()).losses) == 6
-    with pytest.raises(ConfigError, match="other values of batch, data, seed"):
-        train(target, "medusa", run_options("medusa", tmp_path, steps=6, seed=1, batch=3), Report())
+
+
+def test_another_run_in_the_folder_is_refused_before_the_target_answers(
+    target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal came after hours of answers."""
+    train(target, "medusa", run_options("medusa", tmp_path, steps=1), Report())
+    monkeypatch.setattr(answers, "answered", pytest.fail)
+    with pytest.raises(ConfigError, match="other values of batch, seed"):
+        train(target, "medusa", run_options("medusa", tmp_path, steps=1, seed=1, batch=3), Report())
+    with pytest.raises(ConfigError, match="a run of the method 'medusa'"):
+        train(target, "eagle", run_options("eagle", tmp_path, steps=1), Report())
+    checkpoint = tmp_path / "work" / "checkpoint.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt' cannot be read .* remove it"):
+        train(target, "medusa", run_options("medusa", tmp_path, steps=1), Report())
 
 
 def test_a_full_disk_is_reported_with_the_name_of_the_file(
@@ -241,9 +255,11 @@ def test_processes_at_different_steps_are_refused(
         run.collect(target, replace(options, cache=str(tmp_path / "own")), Report(), math.inf, ask=False)
 
 
-def test_only_one_run_writes_to_a_cache(target: LLM, run_options: Any, tmp_path: Path) -> None:
+def test_only_one_run_writes_to_a_folder(target: LLM, run_options: Any, tmp_path: Path) -> None:
     options = run_options("medusa", tmp_path / "out", steps=1, cache=str(tmp_path / "cache"))
     with run.only_writer(tmp_path / "cache"), pytest.raises(ConfigError, match="another run writes answers"):
+        train(target, "medusa", options, Report())
+    with run.only_run(options), pytest.raises(ConfigError, match="another run trains in"):
         train(target, "medusa", options, Report())
     assert train(target, "medusa", options, Report()).finished, "and goes on when it is free"
 

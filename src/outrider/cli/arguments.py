@@ -56,6 +56,13 @@ def check_folder(out: Path, what: str) -> None:
         raise ConfigError(f"there is no folder {str(out.parent)!r} for the {what}.")
 
 
+def check_file(out: Path, what: str) -> None:
+    """Raise ConfigError unless a file of this name can be made: before anything slow."""
+    check_folder(out, what)
+    if out.expanduser().is_dir():
+        raise ConfigError(f"{str(out)!r} is a folder: name a file for the {what}.")
+
+
 def with_prompts(engine: Given, asked: Given, params: SamplingParams, **more: Any) -> tuple[LLM, Prompts]:
     """The model, and the prompts of --prompts, which are read before it is loaded, or our own."""
     from outrider.bench.questions import prompts_for, read

@@ -105,7 +105,9 @@ def _check_drawn(plot: Path, methods: bool) -> None:
 
     check_plot(plot)
     if not methods:
-        raise ConfigError("--plot needs a method to draw: give --method, --config, -md or --peer.")
+        raise ConfigError(
+            "--plot needs a method to draw: give --method, --speculative-config, -md or --peer."
+        )
 
 
 def record(sink: IO[str], llm: LLM, about: dict[str, Any], results: Sequence[Measured]) -> None:

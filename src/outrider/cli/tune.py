@@ -15,7 +15,7 @@ from outrider.cli.arguments import (
     Target,
     Temperature,
     bar_over,
-    check_folder,
+    check_file,
     named,
     one_of,
     print_use,
@@ -27,6 +27,7 @@ from outrider.cli.tune_search import search
 from outrider.errors import ConfigError
 
 SEARCH = "search"  # the command of `outrider tune MODEL`
+HELP = "Fit speculation to a model and a machine.  `outrider tune MODEL` is `outrider tune search MODEL`."
 
 
 class Group(TyperGroup):
@@ -38,7 +39,7 @@ class Group(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(cls=Group, no_args_is_help=True, help="Fit speculation to a model and a machine.")
+app = typer.Typer(cls=Group, no_args_is_help=True, help=HELP)
 app.command(SEARCH)(search)
 app.command()(control)
 
@@ -71,7 +72,7 @@ def layerskip(
 
     import_optuna()  # before anything slow
     engine, console = named(engine, target), Console()
-    check_folder(out, "file of the set")
+    check_file(out, "file of the set")
     params = SamplingParams(temperature=0, max_tokens=tokens)
     llm, prompts = with_prompts(engine, asked, params)
     tuner = Tuner(llm, prompts, depth, tokens, seed)
@@ -105,6 +106,7 @@ def disco(
 
     if (draft := one_of("draft model", second, draft)) is None:
         raise ConfigError("no draft model is given: -md MODEL.")
+    check_file(out, "classifier")
     params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed)
     llm, prompts = with_prompts(named(engine, target), asked, params)
     with counted("Drafting", len(prompts), Console(stderr=True)) as tick:

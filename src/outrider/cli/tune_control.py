@@ -8,7 +8,7 @@ from typing import Annotated
 from rich.console import Console
 from typer import Option
 
-from outrider.cli.arguments import Drafts, Target, check_folder, named, print_use, with_prompts
+from outrider.cli.arguments import Drafts, Target, check_file, named, print_use, with_prompts
 from outrider.cli.flags import MAX_TOKENS, OUT, SEED, Given, shared
 
 
@@ -31,7 +31,7 @@ def control(
     from outrider.core.params import SamplingParams
     from outrider.tune.control import configs, fit, record
 
-    check_folder(out, "control module")
+    check_file(out, "control module")
     params = [SamplingParams(temperature=t, max_tokens=tokens, seed=seed) for t in (0.0, 0.8)]
     console = Console()
     llm, prompts = with_prompts(named(engine, target), asked, params[0], max_num_seqs=1)

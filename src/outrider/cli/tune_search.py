@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from typer import Option
 
-from outrider.cli.arguments import Drafts, Target, Temperature, bar_over, check_folder, named, with_prompts
+from outrider.cli.arguments import Drafts, Target, Temperature, bar_over, check_file, named, with_prompts
 from outrider.cli.flags import MAX_TOKENS, OUT, SEED, Given, shared
 from outrider.errors import ConfigError, write_fault
 
@@ -34,7 +34,7 @@ def search(
     from outrider.tune.search import Search, spaces
 
     import_optuna()  # before anything slow
-    check_folder(out, "setting")
+    check_file(out, "setting")
     asked_for, console = spaces(drafts or []), Console()
     params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed)
     llm, prompts = with_prompts(named(engine, target), asked, params, max_num_seqs=1)

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import DraftTree
 from outrider.sampling import random_streams
@@ -67,7 +68,8 @@ class RandomModels:
     """A random target "p" and random drafts over a vocabulary: distributions as functions of the path.
 
     Implements `Picker` for one row, with every random choice made by `choices`. A third of the distributions
-    has a token of probability zero, as top-p sampling makes them. Override `distribution` for given models.
+    has a token of probability zero, as top-p sampling makes them. Override `distribution` for given models,
+    and `row` for one with a grammar.
     """
 
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
@@ -84,6 +86,10 @@ class RandomModels:
                 mass[mass.argmin()] = 0.0
             self._known[key] = normal(mass)
         return self._known[key]
+
+    def row(self) -> Row:
+        """The row of a step, made anew for each sequence of choices, before its tree."""
+        return make_row([1, 2])
 
     def p(self, row: int, node: int, path: Sequence[int]) -> Tensor:
         return self.distribution("p", path)
@@ -148,10 +154,13 @@ def enumerate_rule(
 
     with patch.object(random_streams, "index", enumerated_index):
         for _ in models.choices.sequences():
-            step = RowStep(make_row([1, 2]), 1, 1, tree=propose(models))
+            step = RowStep(models.row(), 1, 1, tree=propose(models))
             rule(Batch([step]), models)
             if step.row.error is not None:
                 raise step.row.error
-            assert len(step.emitted) == len(step.accepted) + 1, "accepted tokens and one more"
+            more = len(step.emitted) - len(step.accepted)
+            assert more == 1 or step.row.grammar, (
+                "accepted tokens and one more, unless a grammar ends the step"
+            )
             probabilities[tuple(step.emitted)] += models.choices.weight
     return Emissions(models, dict(probabilities))

@@ -84,7 +84,10 @@ def read(llm: LLM, options: TrainOptions) -> tuple[list[Item], list[Source]]:
                 source.bad.append(f"line {number}: {error}")
     if len(items) < 2:
         reasons = "; ".join(bad for source in sources for bad in source.bad[:3])
-        raise RequestError(f"the training data has {len(items)} usable texts. {reasons}".rstrip())
+        raise RequestError(
+            f"the training data has {len(items)} usable texts, and at least 2 are needed (a paragraph of a "
+            f".txt file is one). {reasons}".rstrip()
+        )
     return items, sources
 
 

@@ -87,13 +87,17 @@ def table(found: Estimate, limit: float) -> Table:
         ("texts, answer tokens", f"{found.texts:,}, about {found.tokens:,}"),
         ("steps", f"{found.steps:,}"),
         ("weights", f"{found.weights:,}, {found.head / 1e6:,.1f} MB on disk"),
-        ("features on disk", f"{min(found.features / 1e9, limit):,.2f} of {found.features / 1e9:,.2f} GB"),
+        ("features on disk", f"{_size(min(found.features, limit * 1e9))} of {_size(found.features)}"),
         *((what, _time(seconds)) for what, seconds in found.seconds.items()),
         ("together, without evaluations", _time(found.total)),
     ]
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
 
 
 def _time(seconds: float) -> str:

@@ -12,14 +12,15 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from outrider.errors import ConfigError, writing
+from outrider.errors import ConfigError, first_line, writing
 from outrider.train.base import Method
 from outrider.train.features import Features
 from outrider.train.optimizers import optimizers
@@ -176,21 +177,15 @@ class Trainer:
 
     def load(self) -> bool:
         """Go on with the checkpoint, if there is one.  Raises ConfigError if it is of another run."""
-        path = self.options.work / "checkpoint.pt"
-        if not path.exists():
+        if (state := read_checkpoint(self.options, self.device)) is None:
             return False
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        check_same_run(self.options, state["run"], self._identity())
         # the states of optimizers are in this order
         same = list(state["network"]) == list(self.method.network.state_dict())
         if not same or not {"optimizers", "done", "seen"} <= state.keys():
             raise ConfigError(
                 f"{self.options.out!r} holds a run of another version of this method: give another folder as "
                 "out."
-            )
-        if changed := differences(state["run"], self._identity()):
-            raise ConfigError(
-                f"{self.options.out!r} holds a run with other values of {', '.join(changed)}: give the same, "
-                "or another folder as out."
             )
         self.method.network.load_state_dict(state["network"])
         for optimizer, its in zip(self.optimizers, state["optimizers"]):
@@ -201,9 +196,7 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         """What the weights depend on."""
-        target = self.method.target.checkpoint.fingerprint
-        shared = {"method": type(self.method).__module__, "target": target, "data": self.data}
-        return {**self.options.decisive, **shared, "steps": self.steps}
+        return {**identity(self.method), "data": self.data, "steps": self.steps}
 
     def _text(self, place: int) -> int:
         """The text at a place of the endless sequence of epochs."""
@@ -221,3 +214,41 @@ class Trainer:
         began = time.perf_counter()
         yield
         self.seconds[what] += time.perf_counter() - began
+
+
+def read_checkpoint(options: TrainOptions, device: Any = "cpu", mmap: bool = False) -> dict[str, Any] | None:
+    """The checkpoint in `options.work`; None without one.  mmap: tensors are read when they are used.
+
+    Raises ConfigError if it is damaged.
+    """
+    path = options.work / "checkpoint.pt"
+    if not path.exists():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        raise ConfigError(
+            f"the checkpoint {str(path)!r} cannot be read ({first_line(error)}): remove it to begin anew."
+        ) from error
+    return state
+
+
+def identity(method: Method) -> dict[str, Any]:
+    """What the weights depend on, as far as it is known without the texts."""
+    options: TrainOptions = method.options
+    target = method.target.checkpoint.fingerprint
+    known = {"method": type(method).__module__, "target": target}
+    return {**options.decisive, **known}
+
+
+def check_same_run(options: TrainOptions, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ConfigError, which names what differs, unless the run in `out` was begun with these values."""
+    changed = differences(before, now)
+    if "method" in changed:
+        own = str(before.get("method")).rpartition(".")[2]
+        raise ConfigError(f"{options.out!r} holds a run of the method {own!r}: give another folder as out.")
+    if changed:
+        raise ConfigError(
+            f"{options.out!r} holds a run with other values of {', '.join(changed)}: give the same, or "
+            "another folder as out."
+        )

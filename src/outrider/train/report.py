@@ -97,6 +97,8 @@ class Report:
             shares = ", ".join(f"{what} {seconds / total:.0%}" for what, seconds in parts.items())
             busy = total - parts["evaluation"]
             self.say(f"{trainer.tokens / busy:,.0f} answer tokens/s in training; time: {shares}")
+        elif finished:
+            self.say(f"All {trainer.step} steps were already done: nothing was trained.")
         if not finished:
             all_steps = "" if trainer.steps is None else f" of {trainer.steps}"
             self.say(f"Stopped after step {trainer.step}{all_steps}: the same command goes on.")

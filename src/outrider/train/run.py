@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from outrider.train.base import Method, parameter_count, replace_text
 from outrider.train.data import Source
 from outrider.train.evaluate import Evaluation, write_log
 from outrider.train.features import Features, States, needed_states
-from outrider.train.loop import Trainer
+from outrider.train.loop import Trainer, check_same_run, identity, read_checkpoint
 from outrider.train.methods import method
 from outrider.train.options import TrainOptions, as_json
 from outrider.train.processes import Processes
@@ -86,17 +86,29 @@ def cache_folder(options: TrainOptions) -> Path:
     return Path(options.cache).expanduser() if options.cache else options.work
 
 
-@contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
+def only_writer(folder: Path) -> AbstractContextManager[None]:
     """Keep other runs from writing answers and features to a folder.  Raises ConfigError if one does."""
-    folder.mkdir(parents=True, exist_ok=True)
+    return _locked(
+        folder / "lock",
+        f"another run writes answers and features to {str(folder)!r}: wait until its steps have begun, or "
+        "give another folder as cache.",
+    )
+
+
+def only_run(options: TrainOptions) -> AbstractContextManager[None]:
+    """Keep other runs from training in the folder of the result.  Raises ConfigError if one does."""
+    fault = f"another run trains in {options.out!r}: wait until it ends, or give another folder as out."
+    return _locked(options.work / "run.lock", fault)
+
+
+@contextmanager
+def _locked(path: Path, fault: str) -> Iterator[None]:
+    """Hold the lock of a file.  Raises ConfigError(fault) if another process does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        lock = FileLock(folder / "lock", thread_local=False).acquire(blocking=False)
+        lock = FileLock(path, thread_local=False).acquire(blocking=False)
     except Timeout as error:
-        raise ConfigError(
-            f"another run writes answers and features to {str(folder)!r}: wait until its steps have begun, "
-            "or give another folder as cache."
-        ) from error
+        raise ConfigError(fault) from error
     with lock:
         yield
 
@@ -154,7 +166,7 @@ def check(llm: LLM, name: str, options: TrainOptions) -> None:
     """Build the method without its texts and drop it: mistakes are found before the target answers.
 
     Raises ConfigError for options that do not fit the target or the engine, for a head in `init` that does
-    not fit, for an unknown format, and for a folder that holds another model.
+    not fit, for an unknown format, and for a folder that holds another model or run.
     """
     for option, needed in options.engine.items():
         if getattr(llm.engine.options, option) < needed:
@@ -169,6 +181,11 @@ def check(llm: LLM, name: str, options: TrainOptions) -> None:
         raise ConfigError(
             f"out: {options.out!r} holds a model of no run of this command: give a new folder as out."
         )
+    if (state := read_checkpoint(options, mmap=True)) is not None:
+        unknown = {"data"} if options.steps else {"data", "steps"}  # they depend on the texts
+        before = {what: value for what, value in state["run"].items() if what not in unknown}
+        now = {what: value for what, value in identity(made).items() if what not in unknown}
+        check_same_run(options, before, now)
 
 
 def new_method(llm: LLM, name: str, options: TrainOptions, texts: Texts) -> Method:
@@ -207,10 +224,11 @@ def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
         raise ConfigError(f"out: {options.out!r} cannot be made: {error}") from error
     deadline = time.perf_counter() + 60 * (options.minutes or math.inf)
     supervision = Supervision(report, deadline, Processes.joined())
-    if (prepared := _prepare(llm, name, options, supervision)) is None:
-        report.say("Stopped before the first step: the same command goes on.")
-        return Result(False, [], [])
-    return fit(llm, name, prepared, supervision)
+    with only_run(options) if supervision.processes.first else nullcontext():
+        if (prepared := _prepare(llm, name, options, supervision)) is None:
+            report.say("Stopped before the first step: the same command goes on.")
+            return Result(False, [], [])
+        return fit(llm, name, prepared, supervision)
 
 
 def fit(llm: LLM, name: str, prepared: Prepared, supervision: Supervision) -> Result:

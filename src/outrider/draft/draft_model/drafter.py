@@ -25,7 +25,7 @@ from outrider.core.stop_rule import StopRule
 from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
 from outrider.draft.draft_model.first import FirstForward, Part
 from outrider.draft.draft_model.intersect import TranslatedModel, shared_tokens
-from outrider.draft.draft_model.loading import load_draft
+from outrider.draft.draft_model.loading import default_draft, load_draft
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
 from outrider.drafting import stop
@@ -51,6 +51,9 @@ class ModelDrafter(Drafter):
     computes_prompts = True
 
     def __init__(self, options: DraftModelOptions, target: Target) -> None:
+        """Raise ConfigError without a model, if the target is not a built-in one."""
+        if options.model is None:
+            options = replace(options, model=default_draft(target.checkpoint))
         super().__init__(options, target)
         self.window = Window.of(options.draft_kv_budget, options.draft_kv_sink)
         self.itself = options.model == SELF
@@ -73,6 +76,7 @@ class ModelDrafter(Drafter):
     def _load(self, options: DraftModelOptions, target: Target) -> None:
         """Load the weights, check the vocabularies, and set vocabulary, context, decoder and sampler."""
         trust = target.checkpoint.trust_remote_code
+        assert options.model is not None
         checkpoint = self.checkpoint = Checkpoint.open(options.model, options.revision, trust)
         if options.vocab_mismatch == "refuse":
             fits(checkpoint, target.checkpoint)

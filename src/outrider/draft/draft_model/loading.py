@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.hub import Checkpoint, locate
 from outrider.draft.draft_model.options import DraftModelOptions
+from outrider.errors import ConfigError
 from outrider.models import load as models
 from outrider.models.base import Model
 from outrider.models.placement import Precision, pick_device, pick_dtype, place
 from outrider.parallel import load as parallel
+
+BUILTIN, BUILTIN_DRAFT = "builtin", "builtin-draft"
+
+
+def default_draft(target: Checkpoint) -> str:
+    """The draft model if none is named.  Raises ConfigError unless the target is a built-in one."""
+    if target.tokenizer_folder != locate(BUILTIN):
+        raise ConfigError("the method needs 'model': the folder or hub id of a draft model.")
+    return BUILTIN_DRAFT
 
 
 def load_draft(

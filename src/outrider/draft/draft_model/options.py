@@ -21,7 +21,8 @@ DRAFTER = Kind("a speculative_config such as {'method': …}", lambda value: isi
 class DraftModelOptions(stop.Options):
     """Options of a draft model; drafting/stop.py adds those for stopping a draft early.
 
-    model: folder, .gguf file or hub id, or "self" (drafting/view.py).
+    model: folder, .gguf file or hub id, or "self" (drafting/view.py).  None: for a built-in target the
+        built-in draft model; others need one.
     draft_dtype: "auto", or as the engine's dtype.
     quantization: of the draft's weights, int8 or int4; the target's is an engine option.
     siblings: candidates at each depth; 1 drafts a chain.
@@ -39,7 +40,7 @@ class DraftModelOptions(stop.Options):
     drafter: the speculative_config of a cheaper drafter that drafts for the draft model (staged.py).
     """
 
-    model: Annotated[str, MODEL] = "builtin-draft"
+    model: Annotated[str, MODEL] | None = None
     draft_dtype: str = "auto"
     quantization: Quantization | None = None
     siblings: Annotated[int, whole(1, 64)] = 1

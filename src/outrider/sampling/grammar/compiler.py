@@ -25,6 +25,7 @@ from outrider.sampling.grammar.state import GrammarState, Source
 from outrider.sampling.grammar.tags import tagged
 
 CACHED = 64  # compiled grammars
+CACHED_SOURCES = 2_000_000  # characters of their sources; a compiled one takes up to 100 bytes for each
 MOST_RULES = 10_000  # lines of a grammar, or references of a schema
 STACK = 256 << 20  # bytes to compile on: the library recurses along rules, with up to 10 KB for each
 MOST_GBNF = 20_000  # characters: the conversion of n rules takes up to n² steps, a second for 1,000 rules
@@ -39,10 +40,14 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 @dataclass(eq=False)
 class Compiled:
-    """A compiled grammar.  seconds: that it took.  rows: number of rows that got a copy of the matcher."""
+    """A compiled grammar.
+
+    seconds: that it took.  characters: of its source.  rows: number of rows that got a copy of the matcher.
+    """
 
     matcher: Any
     seconds: float
+    characters: int
     rows: int = 0
 
 
@@ -108,12 +113,18 @@ class GrammarCompiler:
                 return found
         began = time.perf_counter()
         matcher = on_large_stack(lambda: self._compile(form))
-        found = Compiled(matcher, time.perf_counter() - began)
+        found = Compiled(matcher, time.perf_counter() - began, len(key))
         with self.cache_lock:
             self.compiled[key] = found
-            if len(self.compiled) > CACHED:
-                del self.compiled[next(iter(self.compiled))]
+            self._evict()
         return found
+
+    def _evict(self) -> None:
+        """Drop the least recently used grammars while there are too many, or their sources are too long."""
+        characters = sum(each.characters for each in self.compiled.values())
+        while len(self.compiled) > CACHED or characters > CACHED_SOURCES:
+            oldest = self.compiled.pop(next(iter(self.compiled)))
+            characters -= oldest.characters
 
     # These two do not take the lock of compilations, for which a step would have to wait.
 
