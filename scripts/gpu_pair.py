@@ -3,10 +3,10 @@
 wide:  the target in the shape of Llama 3's 8 B (wide.py); its heads have 64 dimensions, not 128
 grown: the target with more layers and a wider MLP, but its own width of 384, which suits no GPU
 
-A cell is a batch size and a temperature.  Methods take turns in every round, after `LLM.warm_up` of each, as
+A cell is a batch size and a temperature. Methods take turns in every round, after `LLM.warm_up` of each, as
 a server begins; `graphs_of_rounds` counts the graphs of all models, in every round, and `steps` has what
-steps took (gpu_steps.py).  Prompts are included in tokens/s.  For a method that raises, its error takes the
-place of figures.
+the steps of a further round took (gpu_steps.py). Prompts are included in tokens/s. For a method that
+raises, its error takes the place of figures.
 """
 
 from __future__ import annotations
@@ -149,7 +149,6 @@ class Engines:
         }
         self.memories = {name: made.engine.drafter.memory for name, made in self.llms.items()}
         self.warm_up = {name: self._warmed(name) for name in [*self.llms]}
-        self.steps = {name: Steps(made) for name, made in self.llms.items()}
 
     def _variant(self, llm: LLM, name: str, config: dict[str, Any] | None) -> LLM | None:
         try:
@@ -170,8 +169,6 @@ class Engines:
     def measured(self, groups: Sequence[tuple[Any, Any]], rounds: int) -> dict[str, Any]:
         """Figures of every method."""
         failed, taken = dict(self.errors), Rounds()
-        for each in self.steps.values():
-            each.steps.clear()
         graphs: dict[str, list[dict[str, float]]] = {name: [] for name in self.llms}
         for _ in range(rounds):
             for name in [name for name in self.llms if name not in failed]:
@@ -187,7 +184,9 @@ class Engines:
         found = {name: figures(runs, taken.get(PLAIN)) for name, runs in taken.items() if name not in failed}
         for name, each in found.items():
             each["graphs_of_rounds"], each["warm_up_seconds"] = graphs[name], self.warm_up[name]
-            each["steps"] = self.steps[name].table()
+            with Steps(self.llms[name]) as steps:  # a further round, which is not timed
+                self._round(name, groups)
+            each["steps"] = steps.table()
             if report := self.llms[name].engine.report():
                 each["chosen"] = chosen(report)
         return found | {name: {"error": error} for name, error in failed.items()}

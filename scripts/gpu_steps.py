@@ -4,7 +4,8 @@
     plain       without drafts            else   the drafters that were asked, by number
 
 Parts of a step contain one another: `launch` is the beginning of a step, with `next` … `begin`; `complete`
-its end, with `wait` for the device, `verify` … `learn`.  `Steps` replaces methods of an engine by timed ones.
+its end, with `wait` for the device, `verify` … `learn`.  `Steps` replaces methods of an engine by timed ones,
+which takes time of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -42,24 +44,26 @@ class Step:
 
 
 class Steps:
-    """The steps of one engine, from now on."""
+    """The steps of one engine, in a `with` block."""
 
     def __init__(self, llm: LLM) -> None:
-        engine = llm.engine
-        self.steps, self.now = list[Step](), Step()
+        self.engine, self.steps, self.now = llm.engine, list[Step](), Step()
+        self.patches = ExitStack()
+
+    def __enter__(self) -> Steps:
+        engine = self.engine
         for method, part in OF_ENGINE.items():
-            setattr(engine, method, self._timed(part, getattr(engine, method)))
+            self._replace(engine, method, self._timed(part, getattr(engine, method)))
         for name, methods in OF_PARTS.items():
             of = getattr(engine, name)
             for method in methods:
-                setattr(of, method, self._timed(f"{name}.{method}", getattr(of, method)))
+                self._replace(of, method, self._timed(f"{name}.{method}", getattr(of, method)))
+        self._replace(Flight, "result", self._timed("wait", Flight.result))
         complete, step = engine._complete, engine.step
 
         def completed(flight: Flight) -> Any:
             self.now.kind = kind_of(flight)
-            with mock.patch.object(Flight, "result", self._timed("wait", Flight.result)):
-                rows = complete(flight)
-            batch = flight.batch
+            rows, batch = complete(flight), flight.batch
             self.now.rows, self.now.nodes = len(batch), sum(len(each.tree.tokens) for each in batch)
             self.now.emitted = sum(len(each.emitted) for each in batch)
             return rows
@@ -74,7 +78,15 @@ class Steps:
                 self.steps.append(self.now)
             return rows
 
-        engine._complete, engine.step = completed, stepped  # type: ignore[method-assign]
+        self._replace(engine, "_complete", completed)
+        self._replace(engine, "step", stepped)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.patches.close()
+
+    def _replace(self, of: Any, name: str, call: Callable[..., Any]) -> None:
+        self.patches.enter_context(mock.patch.object(of, name, call))
 
     def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **named: Any) -> Any:

@@ -217,7 +217,9 @@ def initial_model(init: str | None, shape: Shape = TARGET) -> nn.Module:
         return model
     checkpoint = Checkpoint.open(init)
     weights, inner = checkpoint.tensors(), checkpoint.spec.inner
-    every = shape.layers // checkpoint.spec.layers
+    every, rest = divmod(shape.layers, checkpoint.spec.layers)
+    if rest:
+        raise SystemExit(f"{init} has {checkpoint.spec.layers} layers, which do not divide {shape.layers}.")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             found = LAYER.search(name)

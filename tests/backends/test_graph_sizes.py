@@ -166,6 +166,19 @@ def test_chains_behind_long_texts_have_the_graph_of_those_behind_short_ones(
     assert len(seen.launched) == launched and len(own.graphs) == 1
 
 
+def test_many_chains_have_a_graph_of_as_many_rows_as_there_are(
+    decoder: Decoder, pool: Pool, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = graphs_of(decoder, seen, monkeypatch)
+    for module in ("jobs", "fused"):
+        monkeypatch.setattr(f"outrider.backends.triton.{module}.ROWS", (16, 32, 64))
+    for _ in range(6):
+        drafted(decoder, pool, [1] * 20, [5] * 20)
+    assert own.counts.recorded == 1 and seen.replayed[-1] == (64, 5, 32)
+    drafted(decoder, pool, [4] * 20, [5] * 20)  # 80 rows, of which the last three of each have room
+    assert len(own.graphs) == 1 and seen.replayed[-1] == (64, 5, 32)
+
+
 def test_one_graph_is_recorded_in_a_step(
     decoder: Decoder, pool: Pool, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

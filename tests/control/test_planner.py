@@ -275,7 +275,7 @@ def test_a_drafter_joins_late_only_where_the_ledger_has_room(lost: float, joins:
     """Catching up takes 2 ms, and 10.8 may be lost."""
     auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
     auto.evidence.ledger.add(lost, 0.0)
-    auto.evidence.ledger.reserve = 0.0
+    auto.evidence.ledger.used = 1.0
     assert late_plan(auto, PROMPT)[1] == joins
 
 

@@ -185,7 +185,7 @@ def test_a_new_request_ends_a_rest_where_drafts_are_expected_to_pay(look_seconds
 def test_nothing_is_planned_for_new_requests_while_nothing_may_be_lost() -> None:
     auto = controller(accepted=DEPTH)
     rows = [make_row([1, 2, 3], id=str(i)) for i in range(5)]
-    auto.evidence.ledger.loss, auto.evidence.ledger.reserve = 1.0, -1.0
+    auto.evidence.ledger.loss, auto.evidence.ledger.used = 1.0, 1.0
     step(auto, rows[:1])
     looks = looks_of(auto)
     for count in (2, 3, 4, 5):
@@ -196,7 +196,7 @@ def test_nothing_is_planned_for_new_requests_while_nothing_may_be_lost() -> None
 def test_steps_that_repeat_are_not_looked_at_while_nothing_may_be_lost() -> None:
     auto = controller(accepted=DEPTH)
     rows = [make_row([1, 2, 3], id=str(i)) for i in range(3)]
-    auto.evidence.ledger.loss, auto.evidence.ledger.reserve = 1.0, -1.0
+    auto.evidence.ledger.loss, auto.evidence.ledger.used = 1.0, 1.0
     step(auto, rows[:1])
     step(auto, rows)  # new ones
     assert auto.rest is not None
@@ -219,7 +219,7 @@ def test_requests_that_are_alike_are_considered_once() -> None:
 
 def test_no_request_is_considered_while_the_ledger_has_no_room_for_a_draft() -> None:
     auto = controller(accepted=DEPTH)
-    auto.evidence.ledger.loss, auto.evidence.ledger.reserve = 1.0, -1.0
+    auto.evidence.ledger.loss, auto.evidence.ledger.used = 1.0, 1.0
     assert not considered(auto, [make_row([1, 2, 3])]) and auto.rest is not None
     auto.evidence.ledger.loss, auto.rest = 0.0, None
     assert considered(auto, [make_row([1, 2, 3])])
@@ -230,7 +230,7 @@ def test_a_rest_ends_for_a_promising_request_if_a_plan_may_pay(look_seconds: flo
     auto, grades = controller(accepted=DEPTH), [0]
     auto.arms = auto.evidence.arms = auto.planner.arms = [auto.arms[0]._replace(grade=lambda row: grades[0])]
     row = make_row([1, 2, 3])
-    auto.evidence.ledger.loss, auto.evidence.ledger.reserve = 1.0, -1.0
+    auto.evidence.ledger.loss, auto.evidence.ledger.used = 1.0, 1.0
     step(auto, [row])
     auto.evidence.ledger.loss, auto.look_seconds, grades[0] = 0.0, look_seconds, 1
     looks = looks_of(auto)

@@ -5,7 +5,8 @@
 
 A step may draft only if its whole extra cost fits into the room, so a stream of requests never loses more
 than 1 % and `grace` seconds, however badly its drafts fail (conservative bandits: Wu et al. 2016,
-arXiv 1602.04282).  What drafts have saved may be spent on later ones.
+arXiv 1602.04282).  Drafts that surely pay need no room while there is a reserve: if they fail, one step of
+them may go beyond it.  What drafts have saved may be spent on later ones.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ class Ledger:
     earned: seconds that may be lost by their share of plain decoding.  loss: seconds beyond plain decoding;
     below 0 what drafts have saved, up to `SAVED` graces.  grace: seconds.
     kept: part of the grace that is no room, but a reserve for the time without room: other work may have used
-    all of it, and drafts that surely pay are the way out of debt.  reserve: seconds left of it.
+    all of it, and drafts that surely pay are the way out of debt.  used: seconds of it that drafts have lost.
     """
 
     grace: float = 0.0
     earned: float = 0.0
     loss: float = 0.0
     kept: float = 0.0
-    reserve: float = math.inf
+    used: float = 0.0
 
     def add(self, spent: float, plain: float, share: float = SHARE) -> None:
         """Enter seconds of steps, and those of plain decoding for the same tokens."""
@@ -86,12 +87,16 @@ class Ledger:
     def add_steps(self, spent: float, plain: float, share: float) -> None:
         """Enter seconds of steps, for which drafts may have used the reserve."""
         self.add(spent, plain, share)
-        full = self.kept * self.grace
-        self.reserve = full if self.room > 0 else min(full, self.reserve + (1 + share) * plain - spent)
+        self.used = 0.0 if self.room > 0 else max(0.0, self.used + spent - (1 + share) * plain)
 
     def add_once(self, lost: float, step: float) -> None:
         """Enter one-time work in a step, a plain one of which takes `step` seconds."""
         self.add(min(lost, MOST_ONCE * step), 0.0)
+
+    @property
+    def reserve(self) -> float:
+        """Seconds left of what is kept."""
+        return self.kept * self.grace - self.used
 
     @property
     def left(self) -> float:

@@ -105,9 +105,12 @@ class Planner:
         asking = Counter(option.drafter for plan in others for option in plan.options)
         aside = sum([plan.loss for plan in others])
         self._begin(load, rows, asking)
-        plans = self._plans(rows, most, aside)
+        plans, wait = self._plans(rows, most, aside), self.wait
         while self._shrink(plans.values(), asking):
             plans = self._plans(plans, most, aside)
+            self.wait = wait = min(wait, self.wait)  # rows that had no plan before are not seen again
+        for row, plan in plans.items():
+            row.left_out -= {name for o in plan.options for name in self.arms[o.drafter].sources}
         if len(evidence.states) > len(batch):
             evidence.drop_ended()
         return plans
@@ -116,9 +119,10 @@ class Planner:
         """Prepare plans of rows beside a load, and beside others that ask drafters."""
         self.load, drafters = load, range(len(self.arms))
         self.prices.clear()
-        self.crowds = [max(1, len(rows) + asking[k]) for k in drafters]
+        able = [[row for row in rows if row.draft_depth and row.accepts(arm.sources)] for arm in self.arms]
+        self.crowds = [max(1, len(able[k]) + asking[k]) for k in drafters]
         self.trial_rows = [self.prices.trial_rows(k, load) for k in drafters]
-        self.due = [self._due(k, rows) for k in drafters]
+        self.due = [self._due(able[k], k) for k in drafters]
         # one draw for all rows, since they share what an ask costs
         self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
         if len(self.arms) > 1:
@@ -139,8 +143,8 @@ class Planner:
                 plans[row] = plan
         return plans
 
-    def _due(self, k: int, rows: Iterable[Row]) -> int:
-        """Rows that may try drafter k."""
+    def _due(self, rows: Iterable[Row], k: int) -> int:
+        """How many of these rows may try drafter k."""
         states = [(row, self.evidence.states.get(row)) for row in rows]
         return sum(state is None or state.retry[k] <= row.steps for row, state in states)
 
@@ -261,7 +265,7 @@ class Planner:
             retry = 0 if state is None else state.retry[k] - row.steps
             pause = self._pause(k, candidate, most, retry, room)
             if self._lacks(k, row) and not self.evidence.prefills[k]:
-                pause = int(k in self.trying)  # one row shows what it costs to compute a text
+                pause = pause or int(k in self.trying)  # one row shows what it costs to compute a text
             if pause:
                 wait = min(wait, pause)
                 continue
@@ -270,8 +274,6 @@ class Planner:
                 exploring.add(k)
                 self.trying.add(k)
                 accounts.trials[k].room -= cost + late
-            if row.left_out:
-                row.left_out -= frozenset(self.arms[k].sources)
             room -= MARGIN * cost
             accounts.take(MARGIN * cost, late, candidate.sure)
             chosen.append(candidate)
@@ -290,7 +292,7 @@ class Planner:
             pays = pays_off(best, load)
         if pays and self._lacks(k, row):
             pays = late < saved(best, load) * row.remaining and len(self.evidence.prefills[k]) > 0
-        return Candidate(best, late, pays, sure and pays)
+        return Candidate(best, late, pays, sure and pays and self.surely_pays(reach, best))
 
     def _pause(self, k: int, candidate: Candidate, most: int, retry: int, room: float) -> int:
         """Steps until a drafter may be asked, by accounts and ledgers; 0: now.

@@ -216,15 +216,18 @@ class StepInput:
                 part.adapters.append(AdapterRows(low, high - low, adapter))
         return part.build()
 
-    def before(self, ends: Sequence[int], count: int) -> list[int]:
-        """The rows, ascending, that can run first: those of other requests, and all but the last `count` of
-        the requests whose last rows are `ends`.
+    def split(self, ends: Sequence[int], count: int) -> tuple[list[int], list[int], list[int]]:
+        """Rows that can run first, the others, both ascending, and the places of `ends` among the latter.
+
+        ends: last rows of requests, whose last `count` rows are among the latter.
         """
-        kept = set[int]()
+        late = set[int]()
         for end in ends:
-            first = self.query_start[bisect_right(self.query_start, end) - 1]
-            kept.update(range(max(first, end + 1 - count), end + 1))
-        return [row for row in range(self.length) if row not in kept]
+            request = bisect_right(self.query_start, end) - 1
+            assert end + 1 == self.query_start[request + 1], "earlier rows would miss the keys of later ones"
+            late.update(range(max(self.query_start[request], end + 1 - count), end + 1))
+        early, rest = [row for row in range(self.length) if row not in late], sorted(late)
+        return early, rest, [bisect_left(rest, end) for end in ends]
 
     # ---- reading a built step
 

@@ -109,11 +109,9 @@ class Forwards:
         plan, (step_input, ends), states = GrowthPlan.of(growth, self.choose), self._pairs(), self.states
         usual = 1 + plan.shape.levels  # of each tree: an emitted token, and a chain that was accepted
         if step_input.length > usual * len(ends):
-            early = step_input.before(ends, usual)
+            early, late, ends = step_input.split(ends, usual)
             self.read_pairs(step_input.only(early), take(states, early))
-            late = sorted({*range(step_input.length)}.difference(early))
-            place = {row: at for at, row in enumerate(late)}
-            step_input, states, ends = step_input.only(late), take(states, late), [place[row] for row in ends]
+            step_input, states = step_input.only(late), take(states, late)
         numbers, room = [Numbers.of(ends, len(ends)), *plan.numbers], usual * len(ends)
         shape = ForwardShape([step_input, *growth.forwards], self.pool, self.net.stack.layers[0], room)
         call = Call(shape, states, numbers, (self.choose, plan.shape, plan.needs_probs))

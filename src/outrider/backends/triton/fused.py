@@ -21,7 +21,7 @@ from outrider.backends.triton import chain_numbers
 from outrider.backends.triton.chain_numbers import ChainInput, ChainNumbers, levels_of
 from outrider.backends.triton.features import features_of
 from outrider.backends.triton.graphs import Graphs, Results
-from outrider.backends.triton.jobs import cost_of, frame, kind_of, padded, padded_rows
+from outrider.backends.triton.jobs import ROWS, cost_of, frame, kind_of, padded, padded_rows
 from outrider.backends.triton.linear import FEW, TritonWeight
 from outrider.backends.triton.picking import next_tokens
 from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
@@ -155,28 +155,28 @@ def _step_sizes(model: _Model) -> StepSizes | None:
 def _caught_up(model: _Model, chains: Chains) -> tuple[_Model, Chains]:
     """What is left after the rows that the graph of these chains has no room for: few graphs serve all."""
     step, ends, levels = model.kv.step_input, [chain.at for chain in chains.chains], levels_of(chains)
-    if step.length <= _first_rows(len(ends), levels):
+    room = _first_rows(len(ends), levels)
+    if step.length <= room:
         return model, chains
-    early = step.before(ends, 1 + levels)
-    late = sorted({*range(step.length)}.difference(early))
+    early, late, places = step.split(ends, max(1, min(1 + levels, room // len(ends))))
     backend, first = model.backend, step.only(early)
     x = model.ends.embedding.embed(first.on(backend.device).input_ids, backend.activations)
     backend.run_layers(model.stack, x, model.at(first).kv)
-    place = {row: at for at, row in enumerate(late)}
-    rest = [chain._replace(at=place[chain.at]) for chain in chains.chains]
+    rest = [chain._replace(at=at) for chain, at in zip(chains.chains, places)]
     return model.at(step.only(late)), chains._replace(chains=rest)
 
 
 def _first_rows(count: int, levels: int) -> int:
     """Rows of the first forward of chains: for each a token, and those of a chain accepted before."""
-    return max(padded_rows(count * (1 + levels)), FEW.rows)
+    return max(padded_rows(min(count * (1 + levels), ROWS[-1])), FEW.rows)
 
 
 def _chain_sizes(model: _Model, chains: Chains) -> ChainSizes | None:
     """The padded sizes of chains; None if their first forward is too long for a graph."""
     count, levels = len(chains.chains), levels_of(chains)
     exact = Sizes.of(model.kv.step_input, more=levels - 1)
-    sizes = padded(exact._replace(rows=_first_rows(count, levels)), model.layers[0])
+    rows = max(exact.rows, _first_rows(count, levels))
+    sizes = padded(exact._replace(rows=rows), model.layers[0])
     return None if sizes is None else ChainSizes(sizes, levels, padded_rows(count))
 
 
