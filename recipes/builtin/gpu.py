@@ -9,8 +9,8 @@ prompts.jsonl.gz: the token ids of a prompt a line.
     every 10 s     OUT/heads.tar, OUT/draft.tar and OUT/logs.tar are replaced
     end            OUT/summary.json: tokens per step before and after on held-out prompts, and answer tokens
 
-Everything starts from the shipped heads, also for another target of the same width and vocabulary.  A head is in the tar from its first checkpoint on, so a run that is
-cut off leaves the newest ones.
+Everything starts from the shipped heads, also for another target of the same width and vocabulary.  A head
+is in the tar from its first checkpoint on, so a run that is cut off leaves the newest ones.
 """
 
 from __future__ import annotations

@@ -208,9 +208,9 @@ def rate_at(share: float) -> float:
 def initial_model(init: str | None, shape: Shape = TARGET) -> nn.Module:
     """A model with seeded weights, or with those of a checkpoint, which may be quantized, grown to the shape.
 
-    Layer i of a checkpoint of L layers becomes layer i * layers / L.  What is new keeps its seeded weights, and
-    adds nothing to the residual stream: of new layers o_proj and down_proj are zero, of a wider MLP the new
-    columns of down_proj.
+    Layer i of a checkpoint of L layers becomes layer i * layers / L.  What is new keeps its seeded weights,
+    and adds nothing to the residual stream: of new layers o_proj and down_proj are zero, of a wider MLP the
+    new columns of down_proj.
     """
     model = build(shape, Settings.seed)
     if init is None:

@@ -49,6 +49,11 @@ def backend_for(device: torch.device, dtype: torch.dtype, activations: str = "au
     return _triton_backend(device, dtype) if uses_triton(device) else reference.TorchBackend(device, dtype)
 
 
+def adopt_threads() -> None:
+    """Let all backends use as many threads as torch does now.  To be called where work arrives."""
+    threads.adopt_in_all()
+
+
 def uses_triton(device: torch.device) -> bool:
     """Whether the Triton kernels are used: if they are asked for, or on the current CUDA device.
 

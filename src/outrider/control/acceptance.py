@@ -176,7 +176,7 @@ class Reach:
             means, prior, empty = [], FIRST_REACH, unit * self.empty
             for hit, count in zip(hits, counts):
                 means.append((weight * prior + hit) / count)
-                # the next level is like this one, where there was anything to accept
+                # the next level is expected to be like this one, asks without a proposal left out
                 prior, empty = (weight * prior + hit) / (count - empty), 0.0
         else:
             priors = above.estimates[0]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from outrider.backends.cpu import threads
+from outrider.backends.select import adopt_threads
 from outrider.cache.pages import Cache
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES
@@ -269,7 +269,7 @@ class Engine:
 
     def add(self, row: Row) -> None:
         """Queue a row."""
-        threads.adopt_in_all()
+        adopt_threads()
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:

@@ -55,7 +55,7 @@ def adopt(kernels: ctypes.CDLL) -> None:
 def adopt_in_all() -> None:
     """Let all kernels that are loaded use as many threads as torch does now.
 
-    Called where work arrives, and not in a step: behind a forward torch takes 10 µs to tell its number.
+    Not called in a step: behind a forward torch takes 10 µs to tell its number.
     """
     for kernels in [*numbers]:
         adopt(kernels)
