@@ -40,6 +40,17 @@ class Arm(NamedTuple):
         return "/".join(self.sources)
 
 
+class Crowd(NamedTuple):
+    """The rows that share what a draft of one drafter costs.
+
+    rows: that are assumed to ask together.  trial: that a trial takes at least.  due: that may try it.
+    """
+
+    rows: int = 0
+    trial: int = 0
+    due: int = 0
+
+
 @dataclass(slots=True)
 class RowState:
     """What is known of one request.

@@ -19,7 +19,7 @@ from outrider.control.choose import Option
 from outrider.control.evidence import FEW_TOKENS, KNOWN, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import USED, USUAL_GRACE, Grace
-from outrider.control.plan import Load, Plan, RowState
+from outrider.control.plan import Crowd, Load, Plan, RowState
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
 from outrider.core.clock import working_time
 from outrider.core.row import Row
@@ -69,8 +69,7 @@ class Planner:
     wait: steps until a row without a plan may get one.
     zs: drawn standard deviations, by drafter.  options: of rows that never asked, by acceptance, largest
     depth, and rows that ask together.
-    crowds: rows that are assumed to ask each drafter together.  trial_rows: those that a trial of it takes at
-    least.  due: those that may try it.  trying: drafters that some row tries.
+    crowds: by drafter.  trying: drafters that some row tries.
     refused: kind of such rows that get no plan -> their `wait`.
     prices: of the drafters beside that load.
     """
@@ -85,7 +84,7 @@ class Planner:
         self.wait = LONGEST_PAUSE
         self.zs = [0.0] * len(arms)
         self.options: dict[tuple[Reach, int, int], Option] = {}
-        self.crowds, self.trial_rows, self.due = ([0] * len(arms) for _ in range(3))
+        self.crowds = [Crowd()] * len(arms)
         self.trying: set[int] = set()
         self.refused: dict[tuple[Any, ...], int] = {}
         self.prices = Prices(arms, evidence)
@@ -119,10 +118,7 @@ class Planner:
         """Prepare plans of rows beside a load, and beside others that ask drafters."""
         self.load, drafters = load, range(len(self.arms))
         self.prices.clear()
-        able = [[row for row in rows if row.draft_depth and row.accepts(arm.sources)] for arm in self.arms]
-        self.crowds = [max(1, len(able[k]) + asking[k]) for k in drafters]
-        self.trial_rows = [self.prices.trial_rows(k, load) for k in drafters]
-        self.due = [self._due(able[k], k) for k in drafters]
+        self.crowds = [self._crowd(k, rows, asking[k]) for k in drafters]
         # one draw for all rows, since they share what an ask costs
         self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
         if len(self.arms) > 1:
@@ -143,18 +139,20 @@ class Planner:
                 plans[row] = plan
         return plans
 
-    def _due(self, rows: Iterable[Row], k: int) -> int:
-        """How many of these rows may try drafter k."""
-        states = [(row, self.evidence.states.get(row)) for row in rows]
-        return sum(state is None or state.retry[k] <= row.steps for row, state in states)
+    def _crowd(self, k: int, rows: Iterable[Row], asking: int) -> Crowd:
+        """The crowd of drafter k.  asking: further rows that ask it."""
+        able = [row for row in rows if row.draft_depth and row.accepts(self.arms[k].sources)]
+        states = [(row, self.evidence.states.get(row)) for row in able]
+        due = sum(state is None or state.retry[k] <= row.steps for row, state in states)
+        return Crowd(max(1, len(able) + asking), self.prices.trial_rows(k, self.load), due)
 
     def _shrink(self, plans: Collection[Plan], others: Counter[int]) -> bool:
         """Set the crowds to the rows that ask, where these are half as many or fewer."""
         asking = others + Counter(o.drafter for plan in plans for o in plan.options)
         paying = Counter(o.drafter for plan in plans for o in plan.options if o.drafter not in plan.exploring)
-        shrunk = [k for k in paying if 2 * asking[k] <= self.crowds[k]]
+        shrunk = [k for k in paying if 2 * asking[k] <= self.crowds[k].rows]
         for k in shrunk:
-            self.crowds[k] = asking[k]
+            self.crowds[k] = self.crowds[k]._replace(rows=asking[k])
         return bool(shrunk)
 
     def need(self, k: int, load: Load, pays: bool) -> float:
@@ -224,7 +222,9 @@ class Planner:
 
     def _plan_of(self, row: Row, state: RowState, chosen: Sequence[Candidate], exploring: set[int]) -> Plan:
         options = [candidate.option for candidate in chosen]
-        floors = {o.drafter: self.prices.floor(state, o, self.load, self.crowds[o.drafter]) for o in options}
+        floors = {
+            o.drafter: self.prices.floor(state, o, self.load, self.crowds[o.drafter].rows) for o in options
+        }
         loss = MARGIN * sum([option.cost for option in options])
         late = any(self._lacks(option.drafter, row) for option in options)
         sure = all(candidate.sure for candidate in chosen)
@@ -303,9 +303,9 @@ class Planner:
         if not pays:
             if not self.prices.hopeful(k, self.load, most):
                 return LONGEST_PAUSE
-            rows = 1 if k in self.trying else self.trial_rows[k]
+            rows = 1 if k in self.trying else self.crowds[k].trial
             pause = max(retry, self.accounts.wait(k, rows * (option.cost + late)))
-            if pause > 0 or rows > self.due[k]:
+            if pause > 0 or rows > self.crowds[k].due:
                 return max(pause, DIGEST)
         lacks = need(option.cost, pays) - min(room, self.accounts.room_of(sure, late))
         return self.accounts.until(lacks) if lacks > 0 else 0
@@ -316,13 +316,13 @@ class Planner:
             state.reach[k] = Reach(above)  # the grade is another one
         if state is not None and state.reach[k].asked:
             return self._option(k, state.reach[k], courage, depth)
-        place = above, depth, self.crowds[k]
+        place = above, depth, self.crowds[k].rows
         if place not in self.options:
             self.options[place] = self._option(k, Reach(above), courage, depth)
         return self.options[place]
 
     def _option(self, k: int, reach: Reach, courage: float, depth: int) -> Option:
-        return self.prices.best(k, reach, courage * self.zs[k], self.load, depth, self.crowds[k])
+        return self.prices.best(k, reach, courage * self.zs[k], self.load, depth, self.crowds[k].rows)
 
     def late(self, plan: Plan, row: Row) -> dict[int, int]:
         """Drafter of a plan -> tokens of a row that it lacks, if they are many."""

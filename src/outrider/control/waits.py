@@ -23,7 +23,7 @@ def closed(planner: Planner) -> int:
             if math.isinf(best.cost):
                 waits.append(1)
                 continue
-            pays, rows = pays_off(best, load), planner.trial_rows[k]
+            pays, rows = pays_off(best, load), planner.crowds[k].trial
             # one new row is not enough for a trial of many
             pause = 0 if pays else max(int(rows > 1), accounts.wait(k, rows * best.cost))
             room = accounts.room_of(planner.surely_pays(reach, best))
