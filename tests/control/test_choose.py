@@ -108,6 +108,13 @@ def test_the_first_plain_steps_of_a_batch_are_worth_the_shortest() -> None:
     assert cost.pace(1) > 0.95
 
 
+def test_the_depth_for_some_rows_is_the_best_for_the_whole_batch() -> None:
+    """The fewer ask, the fewer tokens a second there are, and the less a deeper draft has to gain."""
+    gains, price = [0.9, 1.1], Price(0.0, 0.01, 1.0, lambda nodes: 0.0)
+    depths = [best_option(0, gains, price, 16, 1.0, crowd).depth for crowd in (0, 16, 4)]
+    assert depths == [1, 1, 2]
+
+
 def test_rows_far_beyond_those_seen_have_no_price() -> None:
     """One draft of unknown cost must not take the time of many plain steps."""
     load = Load(ForwardCost({1: 1e-3, 2: 1.1e-3}), rows=1, pace=1.0)
@@ -115,13 +122,37 @@ def test_rows_far_beyond_those_seen_have_no_price() -> None:
     assert Load(ForwardCost(), rows=4).verify(5) == math.inf > Load(ForwardCost(), rows=4).verify(4)
 
 
-def test_draft_nodes_beside_a_prompt_add_little_to_the_step() -> None:
-    """The first token of the prompt must not wait for the draft nodes of other rows."""
+def test_draft_nodes_beside_a_prompt_take_at_most_as_long_as_the_step() -> None:
+    """The first token of the prompt must not wait long for the draft nodes of other rows."""
     cost = ForwardCost({1: 1.0, 16: 2.0, 64: 8.0})
     row = make_row([1] * 32)
     prefill = Load.of(Batch([RowStep(row, 0, 16)], prefill=True), cost)
-    assert prefill.verify(1) < math.inf == prefill.verify(16)
-    assert Load.of(Batch([RowStep(row, 31, 1)]), cost).verify(16) < math.inf
+    assert prefill.verify(16) < math.inf == prefill.verify(17)
+    assert Load.of(Batch([RowStep(row, 31, 1)]), cost).verify(17) < math.inf
+
+
+@pytest.mark.parametrize("waiting, weight", [(0, 1.25), (7, 3.0)])
+def test_draft_nodes_beside_a_prompt_are_priced_by_the_requests_that_they_delay(
+    waiting: int, weight: float
+) -> None:
+    """Each second is one of all that wait, and only those that decode gain tokens."""
+    cost, rows = ForwardCost({1: 1.0, 64: 2.0}), [make_row([1] * 32) for _ in range(5)]
+    batch = Batch([RowStep(rows[0], 0, 16, emits=False), *[RowStep(row, 31, 1) for row in rows[1:]]])
+    batch.waiting = waiting
+    load = Load.of(batch, cost)
+    assert load.verify(4) == load.costs_of(4)[4] == pytest.approx(weight * load.added(4))
+
+
+def test_rows_beyond_one_a_request_take_what_they_took_in_the_table() -> None:
+    """What each request takes beside the forward makes plain steps longer, but not draft nodes."""
+    cost = ForwardCost({1: 1.0, 64: 64.0})
+    cost.learn_plain(4, 4, 0, 6.0)
+    batch = Batch([RowStep(make_row([1] * 32), 31, 1) for _ in range(4)])
+    load = Load.of(batch, cost)
+    assert load.decode == pytest.approx(6.0) and load.verify(4) == pytest.approx(4.0)
+    for _ in range(60):
+        cost.learn_drafting(4, 8, 0, 12.0)
+    assert Load.of(batch, cost).verify(4) == pytest.approx(6.0, rel=0.1), "the machine is slower than it was"
 
 
 @pytest.mark.parametrize("batch, depth", [(1, 8), (32, 1)])

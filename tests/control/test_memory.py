@@ -10,7 +10,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.hub import GROWN
-from outrider.control.acceptance import Outcome, bin_of, key_of
+from outrider.control.acceptance import FIRST_GRADED, Outcome, Reach, bin_of, key_of
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.evidence import Evidence
@@ -34,6 +34,9 @@ def kept() -> Any:
         made.reach[0].learn(Outcome(2, True))
     made.drafting.learn(0, 1, 4, 0.002)
     made.prefill_cost[0] = 1e-5
+    made.graded[0, 2] = Reach(expected=FIRST_GRADED)
+    for _ in range(40):
+        made.graded[0, 2].learn(Outcome(1, True))
     return json.loads(json.dumps(made.written()))
 
 
@@ -43,6 +46,8 @@ def test_acceptance_and_costs_are_those_that_were_learned() -> None:
     means = found.reach[0].estimates[0]
     assert means[0] > 0.9 and means[1] > 0.9 and means[2] < 0.1
     assert found.drafting.expected(0, 1, 4) == pytest.approx(0.002, rel=0.05) and found.prefill_cost == [1e-5]
+    means = found.graded[0, 2].estimates[0]
+    assert found.graded[0, 2].asked == 40 and means[0] > 0.9 > 0.1 > means[1]
 
 
 def test_old_evidence_gives_way_to_new() -> None:
@@ -67,10 +72,15 @@ def test_old_evidence_gives_way_to_new() -> None:
         {"prefill_cost": [10**400]},
         {"prefill_cost": [1e-5, 1e-5]},
         {"saved": -1.0},
+        {"graded": [[0, 1, {}]]},
     ],
 )
-def test_what_is_broken_counts_as_nothing(change: dict[str, Any]) -> None:
+def test_what_is_broken_counts_as_nothing(change: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    learned(None, 1, 1e-3)
+    learned(kept(), 1, 1e-3)
+    assert not caplog.messages
     found = learned({**kept(), **change}, 1, 1e-3)
+    assert len(caplog.messages) == 1 and not found.graded
     assert not found.calibration.cells and not found.reach[0].asked and not found.drafting.lines
     assert learned([1, 2], 1, 1e-3).prefill_cost == [0.0]
 

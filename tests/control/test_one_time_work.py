@@ -71,6 +71,22 @@ def test_one_step_with_one_time_work_does_not_use_up_the_ledger() -> None:
     assert found.ledger.loss <= (MOST_ONCE + 1) * PLAIN and found.total.seconds > 5.0
 
 
+def test_the_first_drafts_after_a_rest_teach_no_cost() -> None:
+    """Their code and data have left the caches: neither they nor the forward take as long again."""
+    auto = made()
+    auto.evidence.drafting.learn(0, 1, 4, DRAFT)
+    for _ in range(30):  # its drafts fail: then it rests
+        take_step(auto, False, 0.0, Times(DRAFT, PLAIN, 0.0))
+    assert auto.rest is not None
+    evidence = auto.evidence
+    before = evidence.drafting.expected(0, 1, 1), evidence.forward.base(2)
+    while not take_step(auto, True, 0.0, Times(10 * DRAFT, 3 * PLAIN, 0.0)):
+        pass
+    auto.release([ROW])
+    assert (evidence.drafting.expected(0, 1, 1), evidence.forward.base(2)) == pytest.approx(before, rel=0.05)
+    assert evidence.overhead == 0.0
+
+
 def test_a_step_with_one_time_work_teaches_no_cost() -> None:
     """Its drafts were launched, or recorded: neither the draft nor the forward takes as long again."""
     auto = made()

@@ -211,8 +211,11 @@ def test_a_prompt_that_is_preempted_before_its_first_token_is_decided_on_once() 
     assert not auto.evidence.decided
 
 
-def test_drafts_beside_a_prompt_are_for_as_many_rows_as_the_step_allows() -> None:
+def test_drafts_beside_a_prompt_are_for_as_many_rows_as_the_step_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of the nodes of 40 rows 28 may be added."""
+    monkeypatch.setattr("outrider.control.plan.PREFILL_DELAY", 0.25)
     auto = controller(acceptance=0.9, level=0.05, prefill=0.01)
     rows = [make_row([1] * 8, id=str(i), limit=100, steps=1) for i in range(40)]
     prompt = RowStep(make_row([1] * 64, limit=100), 0, 40, emits=False)

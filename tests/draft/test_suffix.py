@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider import ConfigError
 from outrider.core.tree import ROOT, Budget, DraftTree
 from outrider.draft import suffix
-from outrider.draft.suffix import Suffix
+from outrider.draft.suffix import MATCHED, Suffix
 from outrider.drafting.matches import MatchAcceptance, TreeLimits, continuation_tree
 from outrider.testing import check_tree, make_drafter, make_row, propose_tree, replay
 
@@ -288,8 +288,22 @@ def test_an_answer_is_drafted_from_the_last_one_to_the_same_prompt_while_it_repe
     assert drafter.grade(row) == 3
     row.tokens += [7]
     assert drafter.grade(row) == 0 and propose_tree(drafter, row, 4).tokens != answer[31:35]
-    row.tokens += answer[31:]
+    row.tokens += answer[31:40]
     assert drafter.grade(row) == 0
+
+
+def test_a_draft_has_a_grade_where_the_end_of_the_text_came_before() -> None:
+    """Anywhere but in the prompt alone, whose end tells nothing of the request."""
+    drafter, text = make_drafter(Suffix), [*range(100, 120)]
+    drafter.forget(make_row([1, 2, *text, 50, 60], prompt=2), "finished")
+    assert drafter.grade(make_row([3, *text, 4, *text])) == 0
+    for tokens in ([5, 6, *text], [5, 6, *text[:9], *text[:16], 7, *text[:16]]):
+        row = make_row(tokens, prompt=6)
+        assert drafter.grade(row) == MATCHED
+        row.tokens += [8] * 7
+        assert drafter.grade(row) == MATCHED, "it is looked up every eighth token"
+        row.tokens += [9]
+        assert drafter.grade(row) == 0
 
 
 def test_a_repeated_answer_teaches_nothing_of_matches() -> None:

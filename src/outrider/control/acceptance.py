@@ -35,6 +35,9 @@ KEEP_REACH = 0.9
 FADE = 0.995  # discount of a request's reach, by step without asking, from so many steps on:
 PAUSE = 16
 FIRST_REACH = 0.5  # assumed before anything is known
+# The same where much speaks for a draft before it is asked for, with the largest depth of the first one; and
+# where nothing does, of a drafter that can tell.
+FIRST_GRADED, FIRST_GRADED_DEPTH, FIRST_UNGRADED = 0.9, 8, 0.2
 FIRST_WEIGHT = 3.0  # observations that this is worth: one miss must not end the trials of a drafter
 HEAVIEST = 1e12  # weight of an observation at which all are scaled down
 
@@ -145,14 +148,16 @@ class Reach:
     above: the estimate over all requests.  per_level, drafted: verified nodes, and drafted levels, by
     requested level.  weight: of the next observation, which grows instead of shrinking all earlier ones.
     empty: asks in which it had nothing to propose, which are among the misses of the first level.
+    expected: probability of a token that is assumed before anything is known.
     """
 
     __slots__ = (
-        "above", "asked", "current", "drafted", "empty", "hits", "misses", "per_level", "step", "weight",
+        "above", "asked", "current", "drafted", "empty", "expected", "hits", "misses", "per_level", "step",
+        "weight",
     )  # fmt: skip
 
-    def __init__(self, above: Reach | None = None) -> None:
-        self.above, self.weight = above, 1.0
+    def __init__(self, above: Reach | None = None, expected: float = FIRST_REACH) -> None:
+        self.above, self.weight, self.expected = above, 1.0, expected
         self.hits, self.misses = [0.0] * LEVELS, [0.0] * LEVELS
         self.per_level: float = 1.0 if above is None else above.per_level
         self.drafted: float = 1.0 if above is None else above.drafted
@@ -169,11 +174,13 @@ class Reach:
 
     def _estimates(self) -> tuple[list[float], list[float]]:
         above, unit = self.above, 1 / self.weight
-        weight = FIRST_WEIGHT if above is None else min(REQUEST_PRIOR, FIRST_REQUEST + 0.2 * above.asked)
+        # what is expected of a graded draft counts less: misses show as soon that it fails
+        first = FIRST_WEIGHT * min(1.0, FIRST_REACH / self.expected)
+        weight = first if above is None else min(REQUEST_PRIOR, FIRST_REQUEST + 0.2 * above.asked)
         hits = [unit * part for part in self.hits]
         counts = [weight + hit + unit * part for hit, part in zip(hits, self.misses)]
         if above is None:
-            means, prior, empty = [], FIRST_REACH, unit * self.empty
+            means, prior, empty = [], self.expected, unit * self.empty
             for hit, count in zip(hits, counts):
                 means.append((weight * prior + hit) / count)
                 # the next level is expected to be like this one, asks without a proposal left out
@@ -182,6 +189,11 @@ class Reach:
             priors = above.estimates[0]
             means = [(weight * prior + hit) / count for prior, hit, count in zip(priors, hits, counts)]
         return means, [math.sqrt(mean * (1 - mean) / (count + 1)) for mean, count in zip(means, counts)]
+
+    @property
+    def most(self) -> int:
+        """The largest depth to ask for: first asks are short, since little is known."""
+        return (FIRST_GRADED_DEPTH if self.expected == FIRST_GRADED else 1) << min(10, self.asked)
 
     def fade(self, step: int) -> None:
         """Discount what was learned before `step`, the number of steps of the request."""

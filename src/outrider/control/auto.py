@@ -71,6 +71,7 @@ class AutoController:
     mix: asks, if there are several drafters.  began: one-time work before it.
 
     log: steps since the last digest.  since_plain: steps with drafts since the last plain one.
+    cold: no step had drafts since the last rest.
     """
 
     def __init__(self, limits: FixedController, evidence: Evidence, settings: Settings = USUAL) -> None:
@@ -84,17 +85,15 @@ class AutoController:
         self.plans: dict[Row, Plan] = {}
         self.considered: set[Row] = set()
         self.load, self.rows = self.planner.load, list[Row]()
-        self.stale, self.due = True, False
-        self.age, self.interval = 0, 1
+        self.stale, self.due, self.age, self.interval = True, False, 0, 1
         self.room = Room()
         self.looked = self.digested = self.look_seconds = 0.0
         self.batch, self.tries = Batch(), dict[int, Try]()
         self.anchored = self.guided = False
         self.mix: MixAsks | None = None
         self.began = (0, 0.0)
-
         self.log: list[StepRecord] = []
-        self.since_plain = 0
+        self.since_plain, self.cold = 0, True
 
     def nodes(self, rows: int) -> int:
         """The largest number of draft nodes that one of so many rows may get."""
@@ -160,7 +159,7 @@ class AutoController:
                 self.prefill_choice.leave_out(batch)
             return True
         rest.settle()
-        self.rest, self.load, self.stale = None, rest.load, True
+        self.rest, self.load, self.stale, self.cold = None, rest.load, True, True
         return False
 
     def _anchor(self) -> bool:
@@ -293,7 +292,8 @@ class AutoController:
         self.looked = 0.0
         spent = self.mix.seconds if self.mix is not None else {}
         what = batch, self.load, self.tries, times.propose, seconds, spent, ended
-        self.log.append(StepRecord(*what, once))
+        self.log.append(StepRecord(*what, once, self.cold and bool(self.tries)))
+        self.cold = self.cold and not self.tries
         if any(step.tree.tokens for step in batch):
             self.since_plain += 1
         elif self.load.batch:

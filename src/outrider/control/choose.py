@@ -50,8 +50,11 @@ class Price(NamedTuple):
         return self.fixed + self.per_level * depth + self.verify(self.nodes_per_level * depth)
 
 
-def best_option(drafter: int, gains: Sequence[float], price: Price, batch: int, plain: float) -> Option:
-    """The depth with the most tokens per second in a step in which every row is asked for it.
+def best_option(
+    drafter: int, gains: Sequence[float], price: Price, batch: int, plain: float, crowd: int = 0
+) -> Option:
+    """The depth with the most tokens per second in a step of `batch` rows, `crowd` of which ask for it, by
+    default all.
 
     gains[d - 1]: expected accepted tokens of a draft of depth d.  Where further levels cost next to nothing,
     the drafter is asked for its deepest draft, since `select` cuts it where the rest does not pay; gain and
@@ -60,12 +63,13 @@ def best_option(drafter: int, gains: Sequence[float], price: Price, batch: int, 
     """
     fixed, per_level, nodes_per_level, verify, stops = price
     deepest, best, found = len(gains), 0.0, (1, 0.0, math.inf, math.inf)
+    asking = crowd or batch
     for depth in (*DEPTHS[: bisect_left(DEPTHS, deepest)], deepest):
         ask, gain = fixed + per_level * depth, gains[depth - 1]
         cost = ask + verify(nodes_per_level * depth)
-        if (rate := (1 + gain) / (plain + batch * cost)) > best or (stops and rate):
+        if (rate := (batch + asking * gain) / (plain + asking * cost)) > best or (stops and rate):
             best, found = rate, (depth, gain, cost, ask)
-    if batch * per_level * (deepest - found[0]) < CHEAP * plain:
+    if asking * per_level * (deepest - found[0]) < CHEAP * plain:
         return Option(drafter, deepest, *found[1:])
     return Option(drafter, *found)
 

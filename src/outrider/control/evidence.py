@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 
-from outrider.control.acceptance import PAUSE, Calibration, Reach, Reliability
+from outrider.control.acceptance import FIRST_GRADED, FIRST_UNGRADED, PAUSE, Calibration, Reach, Reliability
 from outrider.control.cost import OUTLIER, RATE, ForwardCost
 from outrider.control.ledger import FIRST_TRIALS, MOST_KEPT, MOST_TRIALS, Ledger, Moment, Trials
 from outrider.control.memory import EVERY, Memory, learned
@@ -44,12 +44,10 @@ class Evidence:
     steps in a row that took other than expected.
     host: seconds of the controller itself that no ledger has yet.  overhead: moving average of them for a
     step with drafts, from 0: the first ones, which are planned one by one, tell little of later ones.
-    prefill_cost: seconds that a drafter takes for a token of a prompt, the median of `prefills`.
-    prefill_seconds: for all prompts so far.  worth: seconds that drafts have saved beyond them in the
-    requests that a drafter read, up to what they may lose, and down to twice that.
+    prefill_cost: seconds of a drafter for a token of a prompt, the median of `prefills`; prefill_seconds: for
+    all prompts so far.  worth: seconds that drafts have saved beyond them in the requests that it read.
     sums: of the steps that are being taken in.  turn: number of steps whose drafts were judged.
-    history: the last sums, some steps apart.  module: corrects the calibrated acceptance.
-    memory: where acceptance and costs of drafters are kept for the next start.
+    history: the last sums, some steps apart.  module: corrects acceptance.  memory: for the next start.
     """
 
     def __init__(
@@ -62,21 +60,21 @@ class Evidence:
         self.arms, self.memory, self.module = arms, memory, module
         self.forward = forward = forward or ForwardCost()
         by_level = {k for k, arm in enumerate(arms) if arm.prefills}
-        self.learned = learned(memory and memory.read(), len(arms), forward.base(1), by_level)
-        self.calibration, self.reach, self.drafting, self.prefill_cost, self.ledger = self.learned
+        self.learned = found = learned(memory and memory.read(), len(arms), forward.base(1), by_level)
+        self.calibration, self.reach, self.drafting, self.prefill_cost = found[:4]
+        self.ledger, self.graded = found[4:]
+        for reach in [reach for arm, reach in zip(arms, self.reach) if arm.grades]:
+            reach.expected = FIRST_UNGRADED
         self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * forward.base(1))
         self.prefills = [deque([cost] if cost else [], maxlen=PREFILLS) for cost in self.prefill_cost]
-        self.graded: dict[tuple[int, int], Reach] = {}
-        self.reliability, self.kept_at = Reliability(), -math.inf
+        self.total, self.reliability, self.kept_at = DraftingSummary(), Reliability(), -math.inf
         self.history: deque[Moment] = deque(maxlen=HISTORY)
         # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
         self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
-        self.total = DraftingSummary()
         self.known = known = [reach.asked >= KNOWN for reach in self.reach]
         self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * forward.base(1)) for old in known]
-        self.states: dict[Row, RowState] = {}
         self.sums, self.turn = StepSums(arms), 0
-        self.decided: dict[Row, float] = {}
+        self.states, self.decided = dict[Row, RowState](), dict[Row, float]()
         self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
         self.surprises, self.worth = 0, [0.0] * len(arms)
 
@@ -95,7 +93,7 @@ class Evidence:
     def reach_of(self, k: int, row: Row) -> Reach:
         """Acceptance over all requests at the grade that the next draft of a row has."""
         grade = self.arms[k].grade(row)
-        return self.graded.setdefault((k, grade), Reach()) if grade else self.reach[k]
+        return self.graded.setdefault((k, grade), Reach(expected=FIRST_GRADED)) if grade else self.reach[k]
 
     def promising(self, row: Row) -> bool:
         """Whether more speaks for a draft than when the row was last considered.  It sleeps no more then."""
@@ -111,7 +109,7 @@ class Evidence:
         """Take in steps, oldest first."""
         asked = Asks()
         host = self.host / len(records)
-        if any(record.tries for record in records):
+        if any(record.usual for record in records):
             self.overhead += (1 - (1 - RATE) ** len(records)) * (host - self.overhead)
         for record in records:
             extra = self._costs(record, asked)
@@ -221,7 +219,7 @@ class Evidence:
             return usual + host
         measured = expected
         if load.decodes_only:
-            self._forward(load, nodes, seconds)
+            self._forward(load, nodes, min(seconds, expected) if record.cold and nodes else seconds)
             measured = seconds
             if self.forward.settled(load.rows + nodes):
                 measured = max(expected, min(seconds, MAX_CLIP * expected))
@@ -297,6 +295,8 @@ class Evidence:
             mean = sum(depths) / len(depths)
             expected += load.pace * self.drafting.expected(k, len(depths), mean)
             seconds = (record.spent.get(k, 0.0) + shared) / load.pace
+            if record.cold and self.drafting.known(k):
+                seconds = min(seconds, self.drafting.expected(k, len(depths), mean))
             asked.setdefault((k, len(depths)), []).append((mean, seconds))
         if expected:
             propose = min(propose, OUTLIER * expected)

@@ -5,15 +5,17 @@ Old evidence is a prior: it counts for at most `MOST` asks, so that other texts 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import astuple
 from typing import Any, NamedTuple, Protocol
 
-from outrider.control.acceptance import LEVELS, Calibration, Reach
+from outrider.control.acceptance import FIRST_GRADED, FIRST_REACH, LEVELS, Calibration, Reach
 from outrider.control.cost import DraftCost
 from outrider.control.ledger import RESERVE, Ledger
 from outrider.control.prefill import ChunkCost
+
+log = logging.getLogger("outrider")
 
 MOST = 64.0
 EVERY = 5.0  # seconds between two writes: each takes a tenth of a step
@@ -31,7 +33,7 @@ class Memory(Protocol):
 class Learned(NamedTuple):
     """Acceptance and costs of every drafter, over all requests, and what they have saved.
 
-    prefill_cost: seconds by prompt token.
+    prefill_cost: seconds by prompt token.  graded: acceptance by drafter and grade of a draft, above 0.
     """
 
     calibration: Calibration
@@ -39,6 +41,7 @@ class Learned(NamedTuple):
     drafting: DraftCost
     prefill_cost: list[float]
     ledger: Ledger
+    graded: dict[tuple[int, int], Reach]
 
     def written(self) -> dict[str, Any]:
         return {
@@ -47,24 +50,30 @@ class Learned(NamedTuple):
             "costs": [[*key, *astuple(line[0])] for key, line in self.drafting.lines.items()],
             "prefill_cost": self.prefill_cost,
             "saved": max(0.0, -self.ledger.loss),
+            "graded": [[*key, _of_reach(reach)] for key, reach in self.graded.items() if reach.asked],
         }
 
 
 def learned(found: Any, drafters: int, plain: float, by_level: Collection[int] = ()) -> Learned:
     """What was `written` of so many drafters; nothing for anything else.  plain: seconds of a plain step."""
     drafting = DraftCost(plain, by_level)
-    with suppress(KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError):
+    try:
         reach = [_reach(part) for part in found["reach"]]
         prefill = [_count(seconds) for seconds in found["prefill_cost"]]
         if len(reach) == len(prefill) == drafters:
             calibration, ledger = _calibration(found), Ledger(loss=-_count(found["saved"]), kept=RESERVE)
             costs = {(int(k), int(rows)): ChunkCost(*map(_count, line)) for k, rows, *line in found["costs"]}
+            graded = {(int(k), int(grade)): _reach(part, FIRST_GRADED) for k, grade, part in found["graded"]}
             for (k, rows), cost in costs.items():
                 drafting.set_line(k, rows, cost)
-            return Learned(calibration, reach, drafting, prefill, ledger)
-    return Learned(
-        Calibration(), [Reach() for _ in range(drafters)], drafting, [0.0] * drafters, Ledger(kept=RESERVE)
-    )
+            return Learned(calibration, reach, drafting, prefill, ledger, graded)
+        unlike = f"it is of {len(reach)} drafters"
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
+        unlike = repr(error)
+    if found is not None:
+        log.warning("what was learned of drafters is of another form, and begins anew: %s", unlike)
+    new, none = [Reach() for _ in range(drafters)], [0.0] * drafters
+    return Learned(Calibration(), new, drafting, none, Ledger(kept=RESERVE), {})
 
 
 def _calibration(found: Mapping[str, Any]) -> Calibration:
@@ -88,8 +97,8 @@ def _of_reach(reach: Reach) -> dict[str, Any]:
     }
 
 
-def _reach(found: Mapping[str, Any]) -> Reach:
-    made = Reach()
+def _reach(found: Mapping[str, Any], expected: float = FIRST_REACH) -> Reach:
+    made = Reach(expected=expected)
     hits, misses = ([_count(n) for n in found[key]] for key in ("hits", "misses"))
     if not len(hits) == len(misses) == LEVELS:
         raise ValueError(f"{len(hits)} levels instead of {LEVELS}")

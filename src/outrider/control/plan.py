@@ -25,6 +25,7 @@ class Arm(NamedTuple):
     behind: row -> tokens that it has to compute before it drafts for it.
     grade: row -> how much speaks for its next draft, before it is asked for; 0 if that is unknown.
     stops: it ends a draft at the floor of its budget, so that it is asked for as much as is allowed.
+    grades: it has grades.
     """
 
     sources: Sequence[str]
@@ -34,6 +35,7 @@ class Arm(NamedTuple):
     behind: Callable[[Row], int] = lambda row: 0
     grade: Callable[[Row], int] = lambda row: 0
     stops: bool = False
+    grades: bool = False
 
     @property
     def name(self) -> str:
@@ -99,7 +101,7 @@ class Plan(NamedTuple):
     exploring: drafters that do not seem to pay.  budget: for all options together.
     floors: drafter -> that of its budget.  loss: seconds that a step of it may lose.
     late: some drafter lacks many tokens of the row.  sure: room is short, but they pay even by a cautious
-    estimate.
+    estimate.  tests: a node is verified in any case, since little is known of such drafts.
     """
 
     state: RowState
@@ -110,6 +112,7 @@ class Plan(NamedTuple):
     loss: float
     late: bool = False
     sure: bool = False
+    tests: bool = False
 
     def option(self, drafter: int) -> Option:
         return next(option for option in self.options if option.drafter == drafter)
@@ -140,7 +143,7 @@ class Try:
 
 
 FEW = 4  # nodes that may always be tried
-PREFILL_DELAY = 0.25  # of a step with prompt tokens: draft nodes may lengthen it by so much
+PREFILL_DELAY = 1.0  # of a step with prompt tokens: draft nodes may lengthen it by so much
 FIRST_COSTS = 64  # numbers of draft nodes whose costs are computed together, at least
 MOST_NODES = 1024  # that are considered for it
 
@@ -161,6 +164,8 @@ class Load:
     rows: int = 1
     context: int = 0
     pace: float = 1.0
+    node_pace: float = 1.0  # the same for rows beyond one a request
+    weight: float = 1.0  # of seconds that drafts add, by the requests that they delay
     plain: float = 0.0
     decode: float = 0.0
     rate: float = 0.0  # tokens per second that drafts have to beat
@@ -181,20 +186,23 @@ class Load:
                 emitting += 1
                 read += end
         pace = forward.pace(emitting)
-        base = forward.base(rows)
-        plain = pace * (base + forward.per_context * context)
+        base, added = forward.base(rows), pace * forward.share(emitting)
         decode = pace * forward.base(emitting, read)
-        load = Load(forward, emitting, rows, context, pace, plain=plain, decode=decode, base=base)
+        plain = decode + added * (forward.base(rows, context) - forward.base(emitting, read))
+        load = Load(forward, emitting, rows, context, pace, added, plain=plain, decode=decode, base=base)
         load.rate = max(emitting / decode, forward.rate(emitting)) if emitting else 0.0
-        load.most = PREFILL_DELAY * plain if rows > emitting else math.inf
+        if rows > emitting:
+            load.most = PREFILL_DELAY * plain
+            load.weight = (len(batch) + batch.waiting) / max(1, emitting)
         return load
 
     @staticmethod
     def plain_step(forward: ForwardCost, rows: int) -> Load:
         """A step in which so many rows decode, with short contexts."""
         pace, base = forward.pace(rows), forward.base(rows)
-        plain = pace * base
-        return Load(forward, rows, rows, 0, pace, plain=plain, decode=plain, rate=rows / plain, base=base)
+        plain, added = pace * base, pace * forward.share(rows)
+        rate = rows / plain
+        return Load(forward, rows, rows, 0, pace, added, plain=plain, decode=plain, rate=rate, base=base)
 
     @property
     def decodes_only(self) -> bool:
@@ -236,7 +244,7 @@ class Load:
         if found is None:
             unknown = nodes > max(FEW, self.rows) and self.rows + nodes > self.forward.trusted
             added = self.added(nodes)
-            found = self.verified[nodes] = math.inf if unknown or added > self.most else added
+            found = self.verified[nodes] = math.inf if unknown or added > self.most else self.weight * added
         return found
 
     def costs_of(self, most: int) -> Sequence[float]:
@@ -246,8 +254,10 @@ class Load:
             each = forward.per_context * self.context / max(1, rows)
             known = max(FEW, rows, forward.trusted - rows)
             bases = forward.bases(rows, max(FIRST_COSTS, 2 * most))
-            added = [self.pace * (base + each * n - self.base) for n, base in enumerate(bases)]
-            self.costs = [cost if cost <= self.most else math.inf for cost in added[: known + 1]]
+            added = [self.node_pace * (base + each * n - self.base) for n, base in enumerate(bases)]
+            self.costs = [
+                self.weight * cost if cost <= self.most else math.inf for cost in added[: known + 1]
+            ]
             self.costs += [math.inf] * (len(added) - len(self.costs))
         return self.costs
 
@@ -255,7 +265,7 @@ class Load:
         """The same, extrapolated where it cannot be told."""
         forward, rows = self.forward, self.rows
         context = nodes * self.context // rows if rows else 0
-        return self.pace * (forward.base(rows + nodes, context) - self.base)
+        return self.node_pace * (forward.base(rows + nodes, context) - self.base)
 
 
 @dataclass(slots=True)
@@ -265,6 +275,7 @@ class StepRecord:
     tries: row of the batch -> its drafts.  propose, seconds: of drafting, and of everything else.
     spent: seconds of each drafter of a mix.  last: some row ended in it.
     once: seconds of one-time work besides, such as recording a graph.
+    cold: the first one with drafts after a rest: their code and data have left the processor's caches.
     """
 
     batch: Batch
@@ -275,11 +286,17 @@ class StepRecord:
     spent: dict[int, float]
     last: bool
     once: float = 0.0
+    cold: bool = False
 
     def lost(self, usual: float) -> float:
         """Seconds that one-time work for drafts, which usually cost `usual`, has added to the step."""
         added = self.propose + self.seconds + self.once - self.load.plain - usual
         return max(0.0, min(added, self.once)) if self.tries else 0.0
+
+    @property
+    def usual(self) -> bool:
+        """Whether it is like later steps with drafts: not the first one, nor one of trials alone."""
+        return not self.cold and any(not tried.plan.exploring for tried in self.tries.values())
 
     @property
     def nodes(self) -> int:

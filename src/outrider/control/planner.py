@@ -182,8 +182,7 @@ class Planner:
         """Steps until plans are made again, while losses leave room: few while drafters are new."""
         interval, most = DIGEST, DIGEST * self.load.batch  # many rows lose little by a few of them
         for plan in plans:
-            asked = [plan.state.reach[option.drafter] for option in plan.options]
-            for own in asked:
+            for own in [plan.state.reach[option.drafter] for option in plan.options]:
                 others = own.above.asked if own.above else 0
                 interval = min(interval, 1 + (own.asked + min(others, most)) // 4)
         return interval
@@ -228,7 +227,8 @@ class Planner:
         loss = MARGIN * sum([option.cost for option in options])
         late = any(self._lacks(option.drafter, row) for option in options)
         sure = all(candidate.sure for candidate in chosen)
-        return Plan(state, options, exploring, self._bound(options, floors), floors, loss, late, sure)
+        tests = bool(exploring) or any(self.evidence.reach_of(o.drafter, row).asked < KNOWN for o in options)
+        return Plan(state, options, exploring, self._bound(options, floors), floors, loss, late, sure, tests)
 
     def _kind(self, row: Row, most: int) -> tuple[Any, ...]:
         """What the plan of a row without a state depends on, roughly.
@@ -335,7 +335,7 @@ class Planner:
 
     def depth(self, k: int, reach: Reach, most: int) -> int:
         """The deepest draft that a drafter may be asked for.  Its first ones are short: nothing is known."""
-        return min(most, self.arms[k].depth, 1 << min(10, reach.asked))
+        return min(most, self.arms[k].depth, reach.most)
 
     def _bound(self, chosen: Sequence[Option], floors: Mapping[int, float]) -> Budget:
         depth = max(option.depth for option in chosen)

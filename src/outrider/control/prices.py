@@ -40,7 +40,7 @@ class Prices:
         crowd: rows that ask together, by default all of them.
         """
         gains = reach.gains(z, depth)
-        return choose.best_option(k, gains, self.price(k, reach, load, crowd), load.batch, load.decode)
+        return choose.best_option(k, gains, self.price(k, reach, load, crowd), load.batch, load.decode, crowd)
 
     def trial_rows(self, k: int, load: Load) -> int:
         """Rows that a trial takes at least: so many that each costs at most twice what it costs if all ask.
@@ -81,7 +81,7 @@ class Prices:
         """Seconds for one row of a crowd, by default of all rows, but no more than each get a node."""
         rows = max(1, min(crowd or load.batch, load.nodes))
         fixed, per_level = self.evidence.drafting.line(k, round(rows))
-        share, overhead, added = load.pace / rows, self.evidence.overhead / rows, load.verify
+        share, overhead, added = load.weight * load.pace / rows, self.evidence.overhead / rows, load.verify
         return Price(
             fixed=share * fixed + overhead,
             per_level=share * per_level * reach.drafted,

@@ -95,8 +95,12 @@ class Rest:
         rows = [step.row for step in batch if step.emits]
         if self.taken % LISTEN:
             rows = [row for row in rows if not row.steps]  # the new ones
-        promising = [row for row in rows if row.draft_depth and evidence.promising(row)]
-        self.promising += sum([may_pay(self.planner, row, load) for row in promising])
+        arms = self.planner.arms
+        graded = [row for row in rows if row.draft_depth and any(arm.grade(row) for arm in arms)]
+        promising = [row for row in graded if evidence.promising(row)]
+        if promising:
+            crowd = len(graded) + (self.promising if self.taken % LISTEN else 0)
+            self.promising = crowd if any(may_pay(self.planner, row, load, crowd) for row in graded) else 0
         return self.promising * PROMISED * load.token > look_seconds
 
     def settle(self) -> None:

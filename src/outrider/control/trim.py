@@ -11,7 +11,7 @@ from outrider.core.tree import ROOT
 
 
 def keep_what_pays(batch: Batch, tries: Mapping[int, Try], load: Load) -> None:
-    """Cut trees to the nodes of the whole batch that pay, and one of each drafter that is being tried.
+    """Cut trees to the nodes of the whole batch that pay, and one of drafts of which little is known.
 
     tries: row of the batch -> its drafts, which get their expected accepted tokens.
     """
@@ -26,7 +26,7 @@ def keep_what_pays(batch: Batch, tries: Mapping[int, Try], load: Load) -> None:
     costs = load.costs_of(sum([len(joint) for joint in joints]))
     kept = choose.select(joints, costs, load.rate)
     for (step, tried), nodes, joint in zip(trees, kept, joints):
-        if tried.plan.exploring and not nodes and joint:
+        if tried.plan.tests and not nodes and joint:
             nodes = [0]
         if len(nodes) == len(joint):
             tried.expected = sum(joint)
@@ -39,7 +39,7 @@ def _trim_chain(batch: Batch, step: RowStep, tried: Try, load: Load) -> None:
     """The same for a single chain, the usual case."""
     calibration = tried.plan.state.calibration
     count, tried.expected = choose.prefix(step.tree, calibration, load.verify, load.rate)
-    if not count and tried.plan.exploring:
+    if not count and tried.plan.tests:
         count, tried.expected = 1, choose.joint_probabilities(step.tree, calibration)[0]
     if count < step.tree.size:
         keep(batch, step, [*range(count)])

@@ -37,16 +37,16 @@ def least_need(planner: Planner) -> float:
     return min(filter(math.isfinite, needs), default=0.0)
 
 
-def may_pay(planner: Planner, row: Row, load: Load) -> bool:
+def may_pay(planner: Planner, row: Row, load: Load, crowd: int) -> bool:
     """Whether a drafter pays for a row by what speaks for its draft, or may be tried to learn that.
 
-    No other row is expected to ask with it.
+    crowd: rows that are expected to ask together.
     """
     most = min(planner.limits.depth_for(load.batch), row.draft_depth)
     for k, arm in enumerate(planner.arms):
         if arm.grade(row):
             reach = planner.evidence.reach_of(k, row)
-            best = planner.prices.best(k, reach, OPTIMISM, load, planner.depth(k, reach, most), crowd=1)
+            best = planner.prices.best(k, reach, OPTIMISM, load, planner.depth(k, reach, most), crowd)
             tried = reach.asked < KNOWN and planner.evidence.trials[k].room >= best.cost
             if tried or pays_off(best, load):
                 return True

@@ -35,6 +35,7 @@ TOGETHER = 16  # texts that are indexed together, unless a look-up needs them: i
 SEPARATOR = -1  # token id between two requests
 ROUNDING = 1e-9
 GRADE, GRADES = 24, 3  # repeated tokens for each grade of a draft, and grades at most
+LONG, MATCHED = 16, GRADES + 1  # tokens that have to match anywhere else, and the grade of such a draft
 FACTOR = real("a number in (0, 64]", lambda value: 0 < value <= 64)
 
 
@@ -90,11 +91,17 @@ class FinishedTexts:
 
 @dataclass
 class RowState:
-    """Per-row state.  length: of the match that the last draft tokens came from."""
+    """Per-row state.
+
+    length: of the match that the last draft tokens came from.
+    matched: whether the row's end had a long match when it had `graded` tokens.
+    """
 
     index: Index
     acceptance: MatchAcceptance
     length: int = 0
+    graded: int = 0
+    matched: bool = False
 
 
 @dataclass
@@ -192,8 +199,25 @@ class Suffix(TextDrafter):
 
     def grade(self, row: Row) -> int:
         repeat = self._repeat(row)
-        length = repeat.end + repeat.count
-        return min(GRADES, 1 + length // GRADE) if repeat.count < len(repeat.tokens) else 0
+        if repeat.count < len(repeat.tokens):
+            return min(GRADES, 1 + (repeat.end + repeat.count) // GRADE)
+        return MATCHED if self._matched(row) else 0
+
+    def _matched(self, row: Row) -> bool:
+        """Whether the last `LONG` tokens came before, some of them in the row's output: all prompts of a kind
+        end alike.  It is looked up again after some tokens.
+        """
+        length = len(row.tokens)
+        if length < row.prompt + RUNS[0]:
+            return False
+        state = self._state(row)
+        if length >= state.graded + RUNS[0]:
+            state.graded, own = length, state.index
+            texts = own.find(row.tokens[own.length :], (), ()).of(0)
+            if segments := self._finished(row).segments:
+                texts = [*texts, *own.find((), (), segments).of(0)]
+            state.matched = any(agreed >= LONG for agreed, _ in texts)
+        return state.matched
 
     def _repeat(self, row: Row) -> Repeat:
         """The earlier output that a row's output repeats so far."""

@@ -126,8 +126,9 @@ class Drafter:
 
     def arms(self, depth: int) -> list[Arm]:
         """What an adaptive controller chooses from, with trees of this depth at most."""
-        stops = self.heeds_floors
-        return [Arm(self.sources, depth, self.size, self.computes_prompts, self.behind, self.grade, stops)]
+        stops, grades = self.heeds_floors, type(self).grade is not Drafter.grade
+        reads = self.computes_prompts
+        return [Arm(self.sources, depth, self.size, reads, self.behind, self.grade, stops, grades)]
 
     def size(self, depth: int) -> int:
         """Maximum number of nodes in a tree of this depth."""
