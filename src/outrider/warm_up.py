@@ -22,7 +22,7 @@ Answer = Callable[[Any, SamplingParams], object]
 
 
 def warm_up(engine: Engine, answer: Answer) -> None:
-    """Answer requests in batches of max_num_seqs, and of 1, 2, 4, … below, and single prompts of 2, 4, ….
+    """Answer requests in batches of max_num_seqs, and of 1, 2, 4, … below, and single prompts of all lengths.
 
     answer: takes prompts, and parameters for all of them.  Batches are plain, drafted for by each drafter alone,
     and by all of them.  Drafts have their full depth, and then, of a drafter that finds something to draft, every
@@ -44,8 +44,9 @@ def warm_up(engine: Engine, answer: Answer) -> None:
             made_up.requests(count, PROMPTS // count, plain)
             for params in ways:
                 made_up.drafts(count, params)
-        for length in reversed(_powers(2 * PROMPTS)):  # the longest has a chunk without logits
-            made_up.requests(1, length, replace(together, max_tokens=2))
+        # The longest has a chunk without logits.  Heads read a prompt that fills its last page in a later step.
+        for length in reversed(_powers(2 * PROMPTS)[1:]):
+            made_up.requests(1, max(2, length - 1), replace(together, max_tokens=1))
 
 
 def _powers(most: int) -> list[int]:
@@ -69,11 +70,11 @@ class _MadeUp:
     def drafts(self, count: int, params: SamplingParams) -> None:
         """Answer so many with drafts of full depth, and if there are any, with shorter ones."""
         engine = self.engine
-        drafts, depth = engine.decode.drafts, engine.drafter.depth
+        drafts, full = engine.decode.drafts, engine.drafter.depth
         self.requests(count, PROMPTS // count, params)
         if engine.decode.drafts == drafts:
             return
-        for depth in sorted({*range(1, min(depth, DEEPEST)), depth}):
+        for depth in sorted({*range(1, min(full, DEEPEST)), full}):
             # A step has less room for deep drafts of many rows: then of as many as it has, if more than of the
             # batches below.
             fitting = min(count, engine.options.max_num_batched_tokens // (1 + depth))
