@@ -22,12 +22,12 @@ Answer = Callable[[Any, SamplingParams], object]
 
 
 def warm_up(engine: Engine, answer: Answer) -> None:
-    """Answer requests in batches of max_num_seqs, and of 1, 2, 4, … below, and single prompts of all lengths.
+    """Answer requests in batches of max_num_seqs and of 1, 2, 4, … below, and single prompts of all lengths.
 
-    answer: takes prompts, and parameters for all of them.  Batches are plain, drafted for by each drafter alone,
-    and by all of them.  Drafts have their full depth, and then, of a drafter that finds something to draft, every
-    smaller one, which controllers may ask for: they are not asked here.  Neither they nor drafters learn from it,
-    and no statistics count it.
+    answer: takes prompts, and parameters for all of them.  Batches are plain, drafted for by each drafter
+    alone, and by all of them.  Drafts have their full depth, and then, of a drafter that finds something to
+    draft, every smaller one, which controllers may ask for: they are not asked here.  Neither they nor
+    drafters learn from it, and no statistics count it.
     """
     plain = SamplingParams(
         max_tokens=ANSWER, temperature=0, ignore_eos=True, detokenize=False, speculate=False
@@ -39,12 +39,12 @@ def warm_up(engine: Engine, answer: Answer) -> None:
     made_up = _MadeUp(engine, answer)
     most = min(engine.options.max_num_seqs, LARGEST)
     with _left_as_it_was(engine), record_at_once():
-        for count in reversed(sorted({most, *_powers(most)})):
+        for count in sorted({most, *_powers(most)}, reverse=True):
             # what there is no room for is lost by the largest batches
             made_up.requests(count, PROMPTS // count, plain)
             for params in ways:
                 made_up.drafts(count, params)
-        # The longest has a chunk without logits.  Heads read a prompt that fills its last page in a later step.
+        # The longest has a chunk without logits.  Heads read one that fills its last page in a later step.
         for length in reversed(_powers(2 * PROMPTS)[1:]):
             made_up.requests(1, max(2, length - 1), replace(together, max_tokens=1))
 
@@ -62,7 +62,7 @@ class _MadeUp:
 
     def requests(self, count: int, length: int, params: SamplingParams) -> None:
         """Answer so many, with prompts of this length, or as long as there is room for."""
-        length = max(1, min(length, self.engine.max_len - params.max_tokens))
+        length = max(1, min(length, self.engine.max_len - (params.max_tokens or 0)))
         vocabulary = self.engine.target.vocabulary
         ids = [[self.numbers.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
         self.answer([{"prompt_token_ids": prompt, "cache_salt": SALT} for prompt in ids], params)
@@ -75,8 +75,8 @@ class _MadeUp:
         if engine.decode.drafts == drafts:
             return
         for depth in sorted({*range(1, min(full, DEEPEST)), full}):
-            # A step has less room for deep drafts of many rows: then of as many as it has, if more than of the
-            # batches below.
+            # A step has less room for deep drafts of many rows.  Then these are of as many rows as it has room
+            # for, if no smaller batch has as many.
             fitting = min(count, engine.options.max_num_batched_tokens // (1 + depth))
             if power_of_two(fitting) == power_of_two(count):
                 # one draft, beside two other tokens

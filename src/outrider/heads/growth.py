@@ -116,9 +116,7 @@ class GrowthPlan(NamedTuple):
         return [*self.words, *self.noise_masks, *self.tables]
 
     @staticmethod
-    def of_numbers(
-        shape: GrowthShape, row_counts: Sequence[int], numbers: Sequence[Any]
-    ) -> GrowthPlan:
+    def of_numbers(shape: GrowthShape, row_counts: Sequence[int], numbers: Sequence[Any]) -> GrowthPlan:
         """The plan with these `numbers`."""
         n = shape.levels
         return GrowthPlan(shape, row_counts, numbers[:n], numbers[n : 2 * n], numbers[2 * n :])

@@ -92,9 +92,7 @@ class TopNext:
     ) -> Numbers:
         return asked(distributions, keys, vocabulary)
 
-    def __call__(
-        self, logits: Tensor, asked: Tensor, k: int, ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, logits: Tensor, asked: Tensor, k: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         rows, (n, vocabulary) = _rows(logits, asked), logits.shape
         low, scores = logits.new_empty(n, vocabulary), logits.new_empty(n, vocabulary)
         columns = rows.owners if ids is None else ids.to(logits.device)
