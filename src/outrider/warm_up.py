@@ -77,7 +77,7 @@ class _MadeUp:
         for depth in sorted({*range(1, min(full, DEEPEST)), full}):
             # A step has less room for deep drafts of many rows.  Then these are of as many rows as it has room
             # for, if no smaller batch has as many.
-            fitting = min(count, engine.options.max_num_batched_tokens // (1 + depth))
+            fitting = max(1, min(count, engine.options.max_num_batched_tokens // (1 + depth)))
             if power_of_two(fitting) == power_of_two(count):
                 # one draft, beside two other tokens
                 short = replace(params, max_draft_tokens=depth, max_tokens=depth + 2)
