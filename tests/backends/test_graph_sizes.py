@@ -155,13 +155,13 @@ def test_a_larger_graph_serves_where_padding_costs_less_than_launches(
     for _ in range(3):
         drafted(decoder, pool, [2] * 4, [16] * 4)
     for _ in range(3):
-        drafted(decoder, pool, [2] * 3, [3] * 3)
+        drafted(decoder, pool, [2] * 3, [8] * 3)
     assert seen.replayed[2:] == [(128, 16, 4)] * 3 and own.counts.padded == 3
     drafted(decoder, pool, [2] * 3, [1] * 3)
     assert seen.launched[-1] == (6, 1, 3)
     for _ in range(8):
-        drafted(decoder, pool, [2] * 3, [3] * 3)
-    assert seen.replayed[-1] == (16, 3, 4) and own.counts.recorded == 2
+        drafted(decoder, pool, [2] * 3, [8] * 3)
+    assert seen.replayed[-1] == (64, 8, 4) and own.counts.recorded == 2
 
 
 def test_three_chains_have_the_graph_of_four(
