@@ -75,8 +75,8 @@ class _MadeUp:
         if engine.decode.drafts == drafts:
             return
         for depth in sorted({*range(1, min(full, DEEPEST)), full}):
-            # A step has less room for deep drafts of many rows.  Then these are of as many rows as it has room
-            # for, if no smaller batch has as many.
+            # A step has less room for deep drafts of many rows.  Then these are of as many as fit, if no
+            # smaller batch has as many.
             fitting = max(1, min(count, engine.options.max_num_batched_tokens // (1 + depth)))
             if power_of_two(fitting) == power_of_two(count):
                 # one draft, beside two other tokens

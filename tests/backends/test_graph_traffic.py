@@ -1,4 +1,4 @@
-"""After a warm-up, requests that come and go are served by graphs: none is launched or recorded beside them."""
+"""After a warm-up, graphs serve requests that come and go: nothing is launched or recorded beside them."""
 
 from __future__ import annotations
 
@@ -74,11 +74,14 @@ def traffic(llm: LLM, temperatures: list[float], methods: list[str | None]) -> N
     prompts = [[rng.randrange(3, 40) for _ in range(rng.randint(2, 60))] for _ in range(REQUESTS)]
     params = [
         SamplingParams(
-            max_tokens=rng.randint(1, 90), temperature=rng.choice(temperatures), seed=i, ignore_eos=True,
+            max_tokens=rng.randint(1, 90),
+            temperature=rng.choice(temperatures),
+            seed=i,
+            ignore_eos=True,
             draft_method=rng.choice(methods),
         )
         for i in range(REQUESTS)
-    ]  # fmt: skip
+    ]
     run_staggered(llm, prompts, params)
 
 

@@ -102,9 +102,11 @@ def install(patch: pytest.MonkeyPatch) -> NoKernels:
     patch.setattr("outrider.engine.engine.bit_exact", lambda decoder: True)
     patch.setattr(graphs, "graphs_for", lambda device: graphs.Graphs(made))
     jobs_and_results: list[tuple[Any, Any]] = [
-        (fused._Step, made.step), (fused._Chain, made.chain), (jobs.Layers, made.layers),
+        (fused._Step, made.step),
+        (fused._Chain, made.chain),
+        (jobs.Layers, made.layers),
         (jobs.Method, made.method),
-    ]  # fmt: skip
+    ]
     for job, compute in jobs_and_results:
         patch.setattr(job, "compute", lambda job, inputs, compute=compute: compute(job, inputs))
         patch.setattr(job, "inputs", lambda job: made.inputs(job))
