@@ -26,6 +26,7 @@ from outrider.backends.triton.linear import FEW, TritonWeight
 from outrider.backends.triton.picking import next_tokens
 from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
 from outrider.backends.triton.verifier import WORDS, TreeQueries, answers_to
+from outrider.core.device import power_of_two
 from outrider.core.lora import Runs
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
@@ -177,7 +178,7 @@ def _caught_up(model: _Model, chains: Chains) -> tuple[_Model, Chains]:
 
 def _first_rows(count: int, levels: int) -> int:
     """Rows of the first forward of chains: for each a token, and those of a chain accepted before."""
-    return max(padded_rows(min(padded_rows(count) * (1 + levels), ROWS[-1])), FEW.rows)
+    return max(padded_rows(min(power_of_two(count) * (1 + levels), ROWS[-1])), FEW.rows)
 
 
 def _chain_sizes(model: _Model, chains: Chains) -> ChainSizes | None:
