@@ -45,7 +45,8 @@ MODEL_HELP = (
     "Folder, .gguf file, hub id, or one that is shipped: builtin (the default), builtin-100m, builtin-draft."
 )
 PROMPTS_HELP = (
-    "question.jsonl of Spec-Bench or MT-bench, or text with one prompt per line; default: built-in prompts."
+    "Text with a prompt per line, or .jsonl with prompt, messages, turns (Spec-Bench, MT-bench) or text; "
+    "default: built-in prompts."
 )
 RAW_HELP = "Do not apply the chat template to the prompts."
 
