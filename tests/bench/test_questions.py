@@ -14,6 +14,7 @@ from outrider.engine.chat_template import render
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "x"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
 
 
@@ -23,14 +24,14 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "te
         ({"prompt": "Hi"}, Question("all", ("Hi",))),
         ({"prompt": "Hi", "response": "x", "category": "qa"}, Question("qa", ("Hi",))),
         ({"turns": ["Hi", "And?"]}, Question("all", ("Hi", "And?"))),
-        ({"messages": [SYSTEM, USER, {"role": "assistant", "content": "x"}]}, Question("all", ("Hi",), before=(SYSTEM,))),
+        ({"messages": [SYSTEM, USER, ANSWER]}, Question("all", ("Hi",), before=(SYSTEM,))),
         ({"messages": [PARTS]}, Question("all", ("Hi",))),
         ({"conversations": [{"from": "human", "value": "Hi"}]}, Question("all", ("Hi",))),
         ({"custom_id": "1", "body": {"model": "m", "messages": [USER]}}, Question("all", ("Hi",))),
         ({"text": "Hi"}, Question("all", ("Hi",), raw=True)),
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_prompts_have_the_forms_of_other_programs(
     record: dict[str, Any], expected: Question, suffix: str, tmp_path: Path

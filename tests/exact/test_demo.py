@@ -113,5 +113,5 @@ def test_a_replay_ends_with_the_right_pane() -> None:
 def test_a_wrong_draft_of_the_demo_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["demo", "builtin", "-md", "no such draft"])
-    said = capsys.readouterr()
-    assert (said.out + said.err).count("no such draft") == 1 and "Left out" not in said.out
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("no such draft") == 1 and "Left out" not in printed.out

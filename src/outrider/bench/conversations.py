@@ -38,7 +38,7 @@ class Example:
 
 
 def records(suffix: str, content: bytes) -> Iterator[tuple[int, bytes]] | None:
-    """(number, bytes) of every record: a line of .jsonl, an entry of a .json list; None for another suffix."""
+    """(number, bytes) of every record: a line, or an entry of a .json list; None for another suffix."""
     if suffix not in FORMS:
         return None
     if suffix == ".json" and isinstance(listed := _parsed(content), list):

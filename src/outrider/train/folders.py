@@ -53,7 +53,7 @@ def only_run(options: TrainOptions) -> AbstractContextManager[None]:
 
 @contextmanager
 def _locked(path: Path, fault: str) -> Iterator[None]:
-    """Hold the lock of a file, which is removed afterwards.  Raises ConfigError(fault) if another process does."""
+    """Hold the lock of a file, then remove it.  Raises ConfigError(fault) if another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(path, thread_local=False).acquire(blocking=False)
