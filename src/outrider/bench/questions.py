@@ -64,9 +64,7 @@ def _question(line: bytes, where: str, raw: bool) -> Question:
     try:
         example = example_of(line, ".jsonl")
     except RequestError as error:
-        raise RequestError(
-            f'{where}: {error}. Expected {{"prompt": "…"}}, {{"messages": […]}} or {{"turns": ["…"]}}.'
-        ) from error
+        raise RequestError(f"{where}: {error}.") from error
     if not example.messages:
         return Question(example.category, (example.text,), True)
     *before, first = example.messages
