@@ -142,6 +142,7 @@ def test_ctrl_c_writes_the_best_setting_so_far(
     ended = run("tune", "builtin", "--minutes", 5, "-n", 4, "--out", out)
     assert ended.status == 130 and "Cut short by Ctrl-C" in ended.out, ended.err
     assert "interval" in ended.out and "Every setting emitted the tokens" in ended.out
+    assert "runs at the end" not in ended.out
     assert "method" in json.loads(out.read_text())
 
 

@@ -86,6 +86,9 @@ def show_ranking(outcome: Outcome, out: Path, exact: bool, console: Console) -> 
             "Cut short by Ctrl-C: this is the ranking of what was measured until then.", style="bold"
         )
     console.print(NamedRows("", [one.label for one in shown], columns, what="setting"))
+    if outcome.dropped and not outcome.interrupted:
+        first = "The first is" if len(outcome.ranking) == 1 else f"The first {len(outcome.ranking)} are"
+        console.print(f"{first} ranked by runs at the end, the others by those of the search.")
     if (others := len(outcome.dropped) - DROPPED) > 0:
         console.print(f"{others} others were slower.")
     for label, reason in outcome.refused.items():
