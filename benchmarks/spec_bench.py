@@ -1,7 +1,7 @@
 """Methods and other engines on Spec-Bench's questions, code and German: batch 1, greedy and at T = 0.8.
 
     python benchmarks/spec_bench.py --questions question.jsonl --json OUT
-        [--methods LABEL …] [--models MODEL …]
+        [--methods LABEL …] [--models MODEL …] [--heads DIR]
         [--peer llama.cpp=DIR/target-bf16.gguf,DIR/draft-bf16.gguf] [--peer transformers=DIR/target,DIR/draft]
     python benchmarks/spec_figures.py OUT [--plot OUT.svg]               # tables in Markdown, and a picture
 
@@ -16,6 +16,7 @@ grown pair for other engines; `outrider bench` says how these are found (docs/co
 - A request *loops* if 30 % or more of the 4-grams of the plain answer occurred before in it.  Loops favour
   every method that copies, so the headline leaves these requests out for all methods.
 - Methods that skip layers are left out on a grown target: its added layers change nothing.
+- `--heads DIR`: with a folder a head, and `draft_model`, of another target (recipes/builtin/gpu.py).
 """
 
 from __future__ import annotations
@@ -103,9 +104,21 @@ def requests(files: Iterable[Path], count: int, tokenizer: Any, room: int) -> Pr
 # ---- the methods
 
 
-def configs(model: str, only: list[str] | None) -> dict[str, Mapping[str, Any] | None]:
+def of_family(config: Mapping[str, Any] | None, heads: Path) -> Mapping[str, Any] | None:
+    """With a draft model and heads of `heads` instead of the shipped ones."""
+    if not config or ("model" not in config and config.get("method") != "draft_model"):
+        return config
+    name = config.get("model", "builtin-draft").removeprefix("builtin-")
+    return {**config, "model": str(heads / ("draft_model" if name == "draft" else name))}
+
+
+def configs(
+    model: str, only: list[str] | None, heads: Path | None = None
+) -> dict[str, Mapping[str, Any] | None]:
     """Plain decoding, the `demo` of every method, and larger drafts.  only: their labels."""
     every: dict[str, Mapping[str, Any] | None] = {**demonstrations(), **MORE}
+    if heads:
+        every = {label: of_family(config, heads) for label, config in every.items()}
     if unknown := set(only or ()) - every.keys():
         raise SystemExit(f"--methods: no {sorted(unknown)}; there are {', '.join(every)}.")
     return {
@@ -164,11 +177,12 @@ def run(given: argparse.Namespace, console: Console, save: Callable[[dict[str, A
     found: dict[str, Any] = {}
     for model in given.models:
         llm = LLM(model=model, max_num_seqs=1, max_model_len=given.context, speculative_config=None)
-        shown = possible(llm, configs(model, given.methods), console)
+        shown = possible(llm, configs(model, given.methods, given.heads), console)
         asked = requests(
             [given.questions, *given.own], given.per_category, llm.tokenizer, given.context - given.tokens
         )
-        ratio = decode_seconds("builtin-draft") / decode_seconds(model)
+        draft = str(given.heads / "draft_model") if given.heads else "builtin-draft"
+        ratio = decode_seconds(draft) / decode_seconds(model)
         part = found[model] = {"draft forward / target forward": round(ratio, 4)}
         for setting in given.settings:
             began = time.perf_counter()
@@ -186,6 +200,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--own", type=Path, nargs="*", default=[Path(__file__).parent / "questions.jsonl"])
     parser.add_argument("--models", nargs="+", default=["builtin-100m"])
     parser.add_argument("--methods", nargs="+", help="labels (default: all)")
+    parser.add_argument("--heads", type=Path, help="folder of a draft model and heads of another target")
     parser.add_argument(
         "--peer", action="append", default=[], help="NAME=TARGET,DRAFT, as in `outrider bench`"
     )

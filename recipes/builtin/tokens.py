@@ -21,10 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from outrider import LLM  # noqa: E402 - behind the path
+from outrider.bench.conversations import example_of  # noqa: E402
 from outrider.bench.prompts import PROMPTS, TASKS  # noqa: E402
 from outrider.bench.questions import read  # noqa: E402
 from outrider.errors import RequestError  # noqa: E402
-from outrider.train.data import encoded, example_of  # noqa: E402
+from outrider.train.data import encoded  # noqa: E402
 from outrider.train.options import TrainOptions  # noqa: E402
 
 LONGEST, LENGTH = 384, 512  # tokens of a prompt, and with its answer

@@ -124,6 +124,7 @@ def test_a_size_is_launched_without_padding_until_its_graph_is_worth_recording(
 ) -> None:
     """Launches of a size that will have a graph are one-time work."""
     own = graphs_of(decoder, seen, monkeypatch)
+    monkeypatch.setattr("outrider.backends.triton.graphs.WORTH", 3 * 7.0)
     for _ in range(3):
         before, worked = one_time(), working_time()
         drafted(decoder, pool, [1, 4, 2], [3, 2, 1])
@@ -135,21 +136,43 @@ def test_a_size_is_launched_without_padding_until_its_graph_is_worth_recording(
     assert seen.replayed == [(16, 3, 4)] * 2
 
 
+def test_a_draft_is_recorded_at_its_second_use(
+    decoder: Decoder, pool: Pool, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launches take eight times as long as a replay."""
+    own = graphs_of(decoder, seen, monkeypatch)
+    for recorded in (0, 1, 1):
+        drafted(decoder, pool, [1, 4, 2], [3, 2, 1])
+        assert own.counts.recorded == recorded
+    assert own.counts.launched == 1 and len(seen.replayed) == 2
+
+
 def test_a_larger_graph_serves_where_padding_costs_less_than_launches(
     decoder: Decoder, pool: Pool, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the levels that are wasted are worth a graph.  One level is launched: five cost more."""
+    """Until the levels that are wasted are worth a graph.  One level is launched: sixteen cost more."""
     own = graphs_of(decoder, seen, monkeypatch)
-    for _ in range(5):
-        drafted(decoder, pool, [2] * 4, [5] * 4)
     for _ in range(3):
-        drafted(decoder, pool, [2] * 3, [3] * 3)
-    assert seen.replayed[2:] == [(32, 5, 4)] * 3 and own.counts.padded == 3
+        drafted(decoder, pool, [2] * 4, [16] * 4)
+    for _ in range(3):
+        drafted(decoder, pool, [2] * 3, [8] * 3)
+    assert seen.replayed[2:] == [(128, 16, 4)] * 3 and own.counts.padded == 3
     drafted(decoder, pool, [2] * 3, [1] * 3)
     assert seen.launched[-1] == (6, 1, 3)
     for _ in range(8):
-        drafted(decoder, pool, [2] * 3, [3] * 3)
-    assert seen.replayed[-1] == (16, 3, 4) and own.counts.recorded == 2
+        drafted(decoder, pool, [2] * 3, [8] * 3)
+    assert seen.replayed[-1] == (64, 8, 4) and own.counts.recorded == 2
+
+
+def test_three_chains_have_the_graph_of_four(
+    decoder: Decoder, pool: Pool, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every number of levels, although tokens of three chains would fit into fewer rows."""
+    own = graphs_of(decoder, seen, monkeypatch)
+    for levels in range(1, 9):
+        for chains in (4, 4, 3):
+            drafted(decoder, pool, [1] * chains, [levels] * chains)
+    assert own.counts.recorded == 8 and not own.counts.padded
 
 
 def test_chains_behind_long_texts_have_the_graph_of_those_behind_short_ones(

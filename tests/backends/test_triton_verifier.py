@@ -199,17 +199,16 @@ def test_rows_of_several_requests_are_picked_as_each_alone(mapped: bool) -> None
     assert top_next is not None
     moved = None if ids is None else ids.to(DEVICE)
     words, alone = top_next.asked(asked, keys, 90).on(DEVICE), reference.TopNext()
-    entries, shares = (part.cpu() for part in top_next(logits.to(DEVICE), words, 5, moved, True))
-    entries_alone, shares_alone = alone(logits, alone.asked(asked, keys, 90), 5, ids, True)
+    entries, shares = (part.cpu() for part in top_next(logits.to(DEVICE), words, 5, moved))
+    entries_alone, shares_alone = alone(logits, alone.asked(asked, keys, 90), 5, ids)
     assert torch.equal(entries, entries_alone) and (entries[3] < 0).all()
     torch.testing.assert_close(shares, shares_alone, rtol=1e-5, atol=1e-6)
     for row, (params, key) in enumerate(zip(asked, keys)):
         tokens, own = reference.pick(logits[row], params, key, 5, ids)
         assert entries_alone[row].tolist() == tokens + [-1] * (5 - len(tokens))
         assert shares_alone[row, : len(own)].tolist() == pytest.approx(own)
-    first = [part.cpu() for part in top_next(logits.to(DEVICE), words, 1, moved, True)]
+    first = [part.cpu() for part in top_next(logits.to(DEVICE), words, 1, moved)]
     assert torch.equal(first[0], entries[:, :1]) and torch.equal(first[1], shares[:, :1])
-    assert not top_next(logits.to(DEVICE), words, 5, moved, False)[1].any()
 
 
 def test_noise_wins_in_any_block() -> None:

@@ -96,6 +96,14 @@ def test_layer_skipping_is_left_out_on_a_grown_target() -> None:
         spec_bench.configs("builtin", ["autos"])
 
 
+def test_heads_of_another_target_replace_the_shipped_ones_wherever_a_method_has_a_model() -> None:
+    theirs = spec_bench.configs("builtin", None, Path("theirs"))
+    models = {label: (config or {}).get("model") for label, config in theirs.items()}
+    assert models["EAGLE-3, tree"] == "theirs/eagle3" and models["MTP layer"] == "theirs/mtp"
+    assert models["auto"] == models["draft model, chain"] == models["draft model, 4"] == "theirs/draft_model"
+    assert models["suffix decoding"] is None and theirs["plain decoding"] is None
+
+
 def test_a_result_becomes_a_table_for_documents_and_a_picture(tmp_path: Path) -> None:
     def answered(tokens_per_step: int) -> Measured:
         stats = (

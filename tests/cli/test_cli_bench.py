@@ -141,7 +141,7 @@ def test_wrong_arguments_are_refused_before_measuring(
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{", "line 2: no JSON"), ('{"turns": []}', "line 2"), ('{"prompt": "x"}', "line 2"), ("[1]", "line 2")],
+    [("{", "line 2: no JSON"), ('{"turns": []}', "line 2"), ('{"words": "x"}', "line 2"), ("[1]", "line 2")],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "question.jsonl"

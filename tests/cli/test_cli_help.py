@@ -1,8 +1,9 @@
-"""The names of options in the help of a narrow terminal."""
+"""Names of options and paragraphs in the help of a narrow terminal."""
 
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -25,3 +26,17 @@ def test_no_name_is_cut(
     if columns > 60 and command == "generate":
         words = {word for name in names for word in name.split()}
         assert {name for name in (*MODEL_DRAFT, *LEVELS, *TEMPERATURE) if name.startswith("--")} <= words
+
+
+@pytest.mark.parametrize("command", [["bench"], ["verify"], ["models"], ["tune", "control"]], ids=" ".join)
+def test_paragraphs_fill_the_lines(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line breaks of docstrings were kept beside those of the terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    about = capsys.readouterr().out.split("╭")[0]
+    lines = [line.strip() for line in about.splitlines()]
+    for line, after in pairwise(lines):
+        assert not (line and after) or len(line) + 1 + len(after.split()[0]) > 78, (line, after)

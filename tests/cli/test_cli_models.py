@@ -14,6 +14,7 @@ from helpers import weight_bytes
 
 from outrider import LLM
 from outrider.checkpoints.hub import locate, read_tokenizer
+from outrider.cli import main
 from outrider.config import EngineOptions
 from outrider.draft.datastore.store import Store, fingerprint, path_of
 from outrider.inspect.card import card_of
@@ -174,3 +175,18 @@ def test_brackets_in_a_name_and_a_config_are_shown_as_they_are(run: Run, tmp_pat
     assert result.status == 0 and "[/bold]Odd" in result.out, result.err
     result = run("generate", "-m", folder, "-p", "Hi", "-n", 1)
     assert result.status == 2 and "[/bold]Odd is not supported" in result.err
+
+
+def test_the_overview_fits_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Words were cut: "architectur", "LlamaForCau"."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(
+        "outrider.inspect.card.known", lambda: ["builtin", "builtin-mlp_speculator", "builtin-datastore"]
+    )
+    with pytest.raises(SystemExit):
+        main(["models"])
+    rows = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines()]
+    assert ["builtin", "LlamaForCausalLM", "15.7 M", "80.0 MiB", "lean decoder"] in rows
+    assert any(row[:2] == ["builtin-mlp_speculator", "mlp_speculator"] for row in rows)

@@ -100,3 +100,13 @@ def test_mistakes_are_one_line(run: Run, mute: str, data: Path, tmp_path: Path) 
     assert done.status == 2 and "--options must be" in done.err
     done = run("train", "eagle", "-m", mute, "--data", data, "--out", tmp_path / "no" / "head")
     assert done.status == 2 and "there is no folder" in done.err
+
+
+@pytest.mark.parametrize(
+    "command", [["train", "eagle", "--out", "x", "--target"], ["estimate"], ["tune"]], ids=str
+)
+def test_two_models_are_refused(run: Run, data: Path, command: list[str]) -> None:
+    """-m builtin was ignored."""
+    more = ("--data", data) if "train" in command else ()
+    refused = run(*command, "here", "-m", "builtin", *more, *(("-md", "builtin-draft") if not more else ()))
+    assert refused.status == 2 and "given twice, as 'here' and as 'builtin'" in refused.err, refused.err

@@ -15,6 +15,7 @@ from outrider.core.row import Speculation
 from outrider.draft.layerskip.sets import Skip
 from outrider.testing import tiny_checkpoint
 from outrider.tune.layerskip import Costs, Tuner
+from outrider.tune.search import Candidate, Search
 
 
 def test_tuned_layer_set_drafts(run: Run, tmp_path: Path) -> None:
@@ -124,3 +125,30 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_search(
     for out, fault in ((tmp_path, "is a folder: name a file"), (tmp_path / "no" / "x", "there is no folder")):
         refused = run("tune", *command, "-m", tmp_path / "never loaded", "--out", out)
         assert refused.status == 2 and fault in refused.err, refused.err
+
+
+def test_ctrl_c_writes_the_best_setting_so_far(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured was lost."""
+    visit, out = Search._visit, tmp_path / "tuned.json"
+
+    def interrupted(self: Search, candidate: Candidate) -> bool:
+        if sum(len(one.pairs) for one in self.tried.values()) == 2:
+            raise KeyboardInterrupt
+        return visit(self, candidate)
+
+    monkeypatch.setattr(Search, "_visit", interrupted)
+    ended = run("tune", "builtin", "--minutes", 5, "-n", 4, "--out", out)
+    assert ended.status == 130 and "Cut short by Ctrl-C" in ended.out, ended.err
+    assert "interval" in ended.out and "Every setting emitted the tokens" in ended.out
+    assert "runs at the end" not in ended.out
+    assert "method" in json.loads(out.read_text())
+
+
+def test_a_misspelt_command_is_no_model(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = run("tune", "kontrol", "--out", tmp_path / "x")
+    assert refused.status == 2 and "is it `outrider tune control`?" in refused.err, refused.err
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kontrol").mkdir()
+    assert "`outrider tune control`" not in run("tune", "kontrol").err, "a folder of that name is a model"

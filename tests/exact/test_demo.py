@@ -15,7 +15,7 @@ from outrider.bench import demo
 from outrider.bench.measure import demonstrations
 from outrider.bench.panes import Piece, coloured, frame, lines_of, palette_of, pieces_of, replay
 from outrider.bench.prompts import TASKS, rendered
-from outrider.cli import app
+from outrider.cli import app, main
 from outrider.outputs import CompletionOutput
 
 PLAIN = [Piece(0.1 * i, f" {i}", None) for i in range(1, 11)]
@@ -108,3 +108,10 @@ def test_a_replay_ends_with_the_right_pane() -> None:
     console = Console(width=80, file=io.StringIO(), force_terminal=True)
     replay("question", PLAIN, FAST, console, least=0.2)
     assert "Outrider: 10 of 10" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_wrong_draft_of_the_demo_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "builtin", "-md", "no such draft"])
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("no such draft") == 1 and "Left out" not in printed.out

@@ -69,7 +69,7 @@ def main() -> None:
     asked = [DistributionParams(0.8), DistributionParams(0.0, 0.1, 5, 0.9), DistributionParams(1.0)]
     assert backend.top_next is not None
     words = backend.top_next.asked(asked, [5, 6, 7], 9000).on(CPU)
-    backend.top_next(logits, words, 3, None, True)
+    backend.top_next(logits, words, 3, None)
     queries.add(0, sampled_row([1], DistributionParams(0.8, 0.1, 5, 0.9)), tree, 0)
     backend.verifier.verify(logits, queries)
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from outrider import LLM
+from outrider.bench.conversations import example_of
 from outrider.errors import RequestError
-from outrider.train.data import example_of, read
+from outrider.train.data import read
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -197,3 +197,29 @@ def changed(once: Any) -> Any:
         return run
 
     return wrong
+
+
+@pytest.mark.parametrize("runs", [1, 3, 60])
+def test_ctrl_c_ends_with_what_was_measured(target: LLM, runs: int) -> None:
+    """In the search, and in the final."""
+    search = Timed(target, {f"s{i}": 1.0 + 0.1 * i for i in range(6)}, 4)
+    visit, left = search._visit, iter(range(runs))
+
+    def interrupted(candidate: Candidate) -> bool:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return visit(candidate)
+
+    search._visit = interrupted  # type: ignore[method-assign]
+    found = search.run(settings(6), lambda what: None)
+    assert found.interrupted and all(one.pairs for one in (*found.ranking, *found.dropped))
+    assert len(found.ranking) + len(found.dropped) + len(found.untried) == 6
+    assert found.ranking[0].label == {1: "s0", 3: "s2", 60: "s5"}[runs]
+    assert found.config == {"method": "off"}
+
+
+def test_ctrl_c_before_any_run_is_one(target: LLM) -> None:
+    search = Timed(target, {}, 4)
+    search._visit = lambda candidate: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        search.run(settings(2), lambda what: None)

@@ -156,13 +156,11 @@ class TopNext(Protocol):
         Returns `Numbers`, which `on_device` moves, or a list of pairs, which stays on the host.
         """
 
-    def __call__(
-        self, logits: Tensor, asked: Any, k: int, ids: Tensor | None, probs: bool
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, logits: Tensor, asked: Any, k: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """The best entries int64 and their probabilities float32, [n, min(k, V)], padded with -1 and 0.
 
         Both are on the device of the logits.  asked: as `on_device` returns it, or a slice of it.
-        ids, probs: as in `pick_rows`.
+        ids: as in `pick_rows`.
         """
 
 

@@ -12,6 +12,8 @@ from outrider.cache.pool import Pool
 from outrider.core.device import Numbers
 from outrider.core.step_input import StepInput
 
+RECORDED_ROWS = 512  # most rows of a step with a record
+
 
 class AttentionShape(Protocol):
     """Heads of a layer, and the norms of its queries and keys, if any."""
@@ -29,13 +31,15 @@ class ForwardShape(NamedTuple):
 
     steps: built, without adapters.  Ids, and paths, of all but the first may come from the device, by
         `StepInput.put`.
-    room: rows of the first step that a record has at least, so that few records serve steps of many lengths
+    room, level_room: rows of the first step, and of each other one, that a record has at least, so that few
+        records serve steps of many lengths
     """
 
     steps: Sequence[StepInput]
     pool: Pool
     attention: AttentionShape
     room: int = 0
+    level_room: int = 0
 
 
 # A method of (steps, pool, rows, numbers, *fixed) that computes on the device alone; see `Backend.launch`.

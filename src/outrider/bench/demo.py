@@ -93,7 +93,7 @@ def _own(llm: LLM, drafts: list[str], console: Console) -> Show:
         try:
             llm.variant(config)
         except OutriderError as error:
-            if label in drafts:
+            if config.get("model") in drafts:
                 raise
             console.print(f"[dim]Left out: {label}: {error}[/]", soft_wrap=True)
         else:

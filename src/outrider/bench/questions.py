@@ -1,12 +1,14 @@
-"""Prompts from files: `question.jsonl` of Spec-Bench and MT-bench, or a text file with a prompt per line."""
+"""Prompts from files: a text file with a prompt per line, or conversations, prompts and texts in .jsonl and
+.json (`conversations.py` lists the forms), such as `question.jsonl` of Spec-Bench and MT-bench.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from outrider.bench.conversations import example_of, records
 from outrider.bench.measure import Prompts
 from outrider.bench.prompts import PROMPTS, rendered
 from outrider.core.params import SamplingParams
@@ -20,11 +22,15 @@ MT_BENCH = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 
 
 class Question(NamedTuple):
-    """turns: user messages in order; if `raw`, a single text to continue."""
+    """turns: user messages in order; if `raw`, a single text to continue.
+
+    before: messages before the first turn, such as one of the system.
+    """
 
     category: str
     turns: tuple[str, ...]
     raw: bool = False
+    before: tuple[Mapping[str, str], ...] = ()
 
 
 def read(path: Path, limit: int | None = None, raw: bool = False) -> list[Question]:
@@ -33,11 +39,11 @@ def read(path: Path, limit: int | None = None, raw: bool = False) -> list[Questi
     raw: without a chat template.  Raises RequestError naming file and line.
     """
     text = text_of(path, "the prompts", RequestError)
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    if path.suffix in (".jsonl", ".json"):
-        questions = [_question(line, f"{path}, line {number}")._replace(raw=raw) for number, line in lines]
+    found = records(path.suffix, text.encode())
+    if found is None:
+        questions = [Question(path.stem, (line,), raw) for line in text.splitlines() if line.strip()]
     else:
-        questions = [Question(path.stem, (line,), raw) for _, line in lines]
+        questions = [_question(line, f"{path}, line {number}", raw) for number, line in found]
     if not questions:
         raise RequestError(f"{path} holds no prompts.")
     if set(MT_BENCH) <= {question.category for question in questions}:
@@ -54,15 +60,15 @@ def _limited(questions: Iterable[Question], limit: int | None) -> Iterable[Quest
             yield question
 
 
-def _question(line: str, where: str) -> Question:
+def _question(line: bytes, where: str, raw: bool) -> Question:
     try:
-        given = json.loads(line)
-    except ValueError as error:
-        raise RequestError(f"{where}: no JSON ({error}).") from error
-    turns = given.get("turns") if isinstance(given, dict) else None
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise RequestError(f'{where}: expected {{"category": "…", "turns": ["…"]}}, got {line[:80]!r}.')
-    return Question(str(given.get("category", "all")), tuple(turns))
+        example = example_of(line, ".jsonl")
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}.") from error
+    if not example.messages:
+        return Question(example.category, (example.text,), True)
+    *before, first = example.messages
+    return Question(example.category, (first["content"], *example.later), raw, tuple(before))
 
 
 def prompts_of(
@@ -120,10 +126,11 @@ def _asked(
     llm: LLM, question: Question, params: SamplingParams, templated: bool, all_turns: bool
 ) -> Iterator[tuple[str, list[int]]]:
     """(category, token ids) of the turns that are asked, each after the answers to those before it."""
-    history: list[dict[str, str]] = []
+    history: list[Mapping[str, str]] = [*question.before]
     for turn in question.turns if all_turns else question.turns[:1]:
         if question.raw or not templated:
-            yield question.category, llm.tokenizer.encode(turn)
+            texts = [one["content"] for one in question.before] + [turn]
+            yield question.category, llm.tokenizer.encode("\n\n".join(texts))
             return
         history.append({"role": "user", "content": turn})
         ids = render(llm.tokenizer, {"messages": history})["prompt_token_ids"]

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from outrider.bench.measure import ALL, Measured
 from outrider.bench.plot import Gain
+from outrider.bench.tables import Column, NamedRows
 
 PERCENTILES = (50, 95, 99)
+DRAFT_TIME, REPEATS = "draft\ntime", "4-gram\nrepeats"
 
 
 @contextmanager
@@ -27,52 +28,47 @@ def counted(what: str, total: int, console: Console) -> Iterator[Callable[[str],
         yield lambda now: bar.update(task, advance=1, description=now)
 
 
-def _titled(title: str, *columns: str, no_wrap: bool = True) -> Table:
-    """A row for each method."""
-    made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
-    made.add_column("method", overflow="fold")
-    for name in columns:
-        made.add_column(name, justify="right", no_wrap=no_wrap, overflow="fold")
-    return made
-
-
-def table(title: str, results: Sequence[Measured], plain: Measured | None = None) -> Table:
+def table(title: str, results: Sequence[Measured], plain: Measured | None = None) -> NamedRows:
     """Speed-ups as a table, over the first result by default: medians of the repeats ± half their range.
 
     Of another engine, whose rounding differs, the answers with the same tokens are counted.
     """
     plain = plain or results[0]
-    stopped = [result for result in results if result.stopped]
-    columns = ("tok/s", "speed-\nup", "tokens\n/ step", "accep-\ntance", "draft\ntime", "4-gram\nrepeats")
-    made = _titled(title, *columns)
-    made.add_column("same\ntok.", justify="center", no_wrap=True)
-    for result in [result for result in results if not result.stopped]:
-        total = result.total
-        made.add_row(
-            result.method,
-            f"{result.speed:.0f}",
-            _speed_up(result, plain),
-            f"{total.tokens_per_step:.2f}" if total.steps else "–",
-            f"{total.acceptance:.0%}" if total.drafted else "–",
-            f"{result.drafting:.0%}" if total.drafted else "–",
-            f"{result.repeated:.0%}",
-            _kept(result, plain),
-        )
-    for result in stopped:
-        made.add_row(f"{result.method}: {result.stopped}", *["–"] * (len(columns) + 1))
-    return made
+    titles = ("tok/s", "speed-\nup", "tokens\n/ step", "accep-\ntance", DRAFT_TIME, REPEATS, "same\ntok.")
+    names, rows = list[str](), list[Sequence[str]]()
+    for result in sorted(results, key=lambda result: bool(result.stopped)):
+        names.append(f"{result.method}: {result.stopped}" if result.stopped else result.method)
+        rows.append(["–"] * len(titles) if result.stopped else _cells(result, plain))
+    columns = [Column(name, [row[i] for row in rows]) for i, name in enumerate(titles)]
+    return NamedRows(title, names, columns, (REPEATS, DRAFT_TIME))
 
 
-def matrix(results: Sequence[Measured], peers: Sequence[Measured] = ()) -> Table:
+def _cells(result: Measured, plain: Measured) -> Sequence[str]:
+    """The cells of a row of `table`."""
+    total = result.total
+    return (
+        f"{result.speed:.0f}",
+        _speed_up(result, plain),
+        f"{total.tokens_per_step:.2f}" if total.steps else "–",
+        f"{total.acceptance:.0%}" if total.drafted else "–",
+        f"{result.drafting:.0%}" if total.drafted else "–",
+        f"{result.repeated:.0%}",
+        _kept(result, plain),
+    )
+
+
+def matrix(results: Sequence[Measured], peers: Sequence[Measured] = ()) -> NamedRows:
     """Speed-ups by method and category, then total speed over that of each other engine's best mode."""
     plain, peers = results[0], [peer for peer in peers if not peer.stopped]
-    columns = (*plain.kinds, ALL, *("÷ " + peer.method.replace(" ", "\n") for peer in peers))
-    made = _titled("speed-up by task", *columns, no_wrap=False)
-    for result in results:
-        kinds = [_speed_up(result.only(kind), plain.only(kind), False) for kind in plain.kinds]
-        over = [f"{result.speed / peer.speed:.2f}×" for peer in peers]
-        made.add_row(result.method, *kinds, _speed_up(result, plain), *over)
-    return made
+    columns = list[Column]()
+    for kind in plain.kinds:
+        gains = [_speed_up(result.only(kind), plain.only(kind), False) for result in results]
+        columns.append(Column(kind, gains))
+    columns.append(Column(ALL, [_speed_up(result, plain) for result in results]))
+    for peer in peers:
+        ratios = [f"{result.speed / peer.speed:.2f}×" for result in results]
+        columns.append(Column("÷ " + peer.method.replace(" ", "\n"), ratios))
+    return NamedRows("speed-up by task", [result.method for result in results], columns)
 
 
 def speed_ups(results: Sequence[Measured]) -> dict[str, list[Gain | None]]:
@@ -143,14 +139,24 @@ def _same(result: Measured, plain: Measured) -> int:
     return sum(map(list.__eq__, result.tokens, plain.tokens))
 
 
-def latencies(results: Sequence[Measured]) -> Table:
+def latencies(results: Sequence[Measured]) -> NamedRows:
     """Percentiles of the times to the first token, between steps, and per token."""
-    title = "latency, p50 / p95 / p99 in milliseconds"
-    made = _titled(title, "first token", "stall", "per token")
-    for result in results:
-        cells = [" / ".join(f"{1e3 * x:.3g}" for x in _percentiles(v)) for v in _latencies(result).values()]
-        made.add_row(result.method, *cells)
-    return made
+    return _latency_table(results, PERCENTILES, _latency_table(results, PERCENTILES[:2]))
+
+
+def _latency_table(
+    results: Sequence[Measured], percentiles: Sequence[int], narrower: NamedRows | None = None
+) -> NamedRows:
+    found = [_latencies(result) for result in results]
+    columns = list[Column]()
+    for name in found[0]:
+        cells = list[str]()
+        for latency in found:
+            shown = _percentiles(latency[name])[: len(percentiles)]
+            cells.append(" / ".join(f"{1e3 * seconds:.3g}" for seconds in shown))
+        columns.append(Column(name, cells))
+    title = f"latency, {' / '.join(f'p{p}' for p in percentiles)} in milliseconds"
+    return NamedRows(title, [result.method for result in results], columns, narrower=narrower)
 
 
 def figures(results: Sequence[Measured]) -> dict[str, Any]:

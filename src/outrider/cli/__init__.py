@@ -91,9 +91,9 @@ def main(arguments: list[str] | None = None) -> None:
     # INFO: reports the compilation of the kernels, which takes seconds
     logging.getLogger("outrider").setLevel(logging.INFO)
     if not given or {"-h", "--help"} & {*given}:
-        from outrider.cli.help import wrap_names  # it imports rich
+        from outrider.cli.help import wrap  # it imports rich
 
-        wrap_names()
+        wrap(app)
     try:
         status = app(completed(given), prog_name="outrider", standalone_mode=False)
         sys.stdout.flush()

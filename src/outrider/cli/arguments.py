@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Option
 
-from outrider.cli.flags import MODEL_DRAFT, TEMPERATURE, Given, load
+from outrider.cli.flags import BUILTIN, MODEL_DRAFT, TEMPERATURE, Given, load
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,14 +40,13 @@ def one_of(what: str, first: Any, second: Any) -> Any:
 
 
 def named(engine: Given, model: str | None) -> Given:
-    """`engine` with the model that was given by its place instead of by -m.
+    """`engine` with the model that was given by its place or by -m, or the built-in one.
 
     Raises ConfigError for two of them.
     """
-    if model is None:
-        return engine
-    by_flag = None if engine["model"] in (model, "builtin") else engine["model"]
-    return {**engine, "model": one_of("model", model, by_flag)}
+    given = engine.get("model")
+    chosen = given if model == given else one_of("model", model, given)
+    return {**engine, "model": BUILTIN if chosen is None else chosen}
 
 
 def check_folder(out: Path, what: str) -> None:

@@ -40,9 +40,13 @@ OUT = ("--out", "-o")
 PROMPTS = ("--prompts",)
 RAW = ("--raw",)
 
-MODEL_HELP = "Folder, .gguf file, hub id, or one that is shipped: builtin, builtin-100m, builtin-draft."
+BUILTIN = "builtin"  # the model if none is given
+MODEL_HELP = (
+    "Folder, .gguf file, hub id, or one that is shipped: builtin (the default), builtin-100m, builtin-draft."
+)
 PROMPTS_HELP = (
-    "question.jsonl of Spec-Bench or MT-bench, or text with one prompt per line; default: built-in prompts."
+    "Text with a prompt per line, or .jsonl with prompt, messages, turns (Spec-Bench, MT-bench) or text; "
+    "default: built-in prompts."
 )
 RAW_HELP = "Do not apply the chat template to the prompts."
 
@@ -110,7 +114,7 @@ def _names(*names: str) -> str:
 
 
 ENGINE = (
-    Flag("model", str, _names(*MODEL), MODEL_HELP, "builtin"),
+    Flag("model", str, _names(*MODEL), MODEL_HELP),
     Flag("max_model_len", int, "--ctx-size -c --max-model-len",
          "Maximum tokens of prompt and answer; 0: the context of the model.",
          read=lambda n: n or None),
@@ -247,6 +251,8 @@ def shared(function: Callable[..., None]) -> Callable[..., None]:
         note_ignored(ignored, typed)
         for name, group in mine.items():
             typed[name] = values_of(group, typed)
+        if "engine" in mine and "target" not in typed:  # `named` sets it for a model given by its place
+            typed["engine"].setdefault("model", BUILTIN)
         function(**typed)
 
     spread.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

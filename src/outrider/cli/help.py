@@ -1,7 +1,12 @@
-"""Names of options in `--help`: all of them, on several lines where typer's table would cut them."""
+"""`--help` on narrow terminals: names of options on several lines where typer's table would cut them, and
+paragraphs in lines of the terminal's width.
+"""
 
 from __future__ import annotations
 
+import inspect
+
+import typer
 from rich.highlighter import RegexHighlighter
 from rich.text import Text
 from typer import rich_utils
@@ -26,6 +31,17 @@ class NegativeNames(Names, rich_utils.NegativeOptionHighlighter):
     highlights = rich_utils.NegativeOptionHighlighter.highlights
 
 
-def wrap_names() -> None:
-    """Use these highlighters in the help of this process."""
+def wrap(app: typer.Typer) -> None:
+    """Use these highlighters in the help of this process, and join the lines of paragraphs in docstrings."""
     rich_utils.highlighter, rich_utils.negative_highlighter = OptionNames(), NegativeNames()
+    for command in app.registered_commands:
+        if command.help is None and command.callback is not None:
+            command.help = joined(command.callback.__doc__ or "")
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            wrap(group.typer_instance)
+
+
+def joined(text: str) -> str:
+    """One line for each paragraph: typer keeps the line breaks of all but the first."""
+    return "\n\n".join(part.replace("\n", " ") for part in inspect.cleandoc(text).split("\n\n"))

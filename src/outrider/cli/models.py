@@ -80,9 +80,10 @@ def models(
 def overview(cards: Callable[[str], Iterator[Card | HeadCard | StoreCard]]) -> Table:
     from outrider.inspect.card import known
 
-    made = Table(title="Available models", title_justify="left", title_style="bold")
+    made = Table(title="Available models", title_justify="left", title_style="bold", show_edge=False)
     made.add_column("model", no_wrap=True)  # a name is typed as it is shown
-    for column in ("architecture", "weights", "memory", "runs on"):
+    made.add_column("architecture", overflow="fold", min_width=len("LlamaForCausalLM"))
+    for column in ("weights", "memory", "runs on"):
         made.add_column(column, overflow="fold")
     for name in known():
         try:
@@ -137,7 +138,7 @@ def _store(card: StoreCard) -> Description:
         "for targets with": f"a vocabulary of {card.vocabulary:,}{tokenizer}",
         "in the file": size,
     }
-    return Description(("datastore", f"{_count(card.tokens)} tokens", size, "its target"), rows)
+    return Description(("datastore", "–", size, "its target"), rows)
 
 
 def _head(card: HeadCard) -> Description:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,8 +37,17 @@ class Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "-h", "--help"):
+            _check_model(args[0], self.commands)
             args = [SEARCH, *args]
         return super().parse_args(ctx, args)
+
+
+def _check_model(name: str, commands: Iterable[str]) -> None:
+    """Raise ConfigError for a misspelt command: it would be loaded as a model."""
+    close = get_close_matches(name, commands)
+    if close and not Path(name).exists():
+        near = " or ".join(f"`outrider tune {command}`" for command in close)
+        raise ConfigError(f"there is neither a command nor a model {name!r} for tune: is it {near}?")
 
 
 app = typer.Typer(cls=Group, no_args_is_help=True, help=HELP)

@@ -27,7 +27,10 @@ def search(
     temperature: Temperature = 0.0,
     seed: Annotated[int, Option(*SEED, min=0, help="Seed of every request.")] = 7,
 ) -> None:
-    """Search methods and parameters on real runs, and write the best setting as a speculative_config."""
+    """Search methods and parameters on real runs, and write the best setting as a speculative_config.
+
+    Ctrl-C ends the search early: the best setting so far is written, and the exit status is 130.
+    """
     from outrider.core.params import SamplingParams
     from outrider.tune.layerskip import import_optuna
     from outrider.tune.report import show_ranking
@@ -44,6 +47,8 @@ def search(
         out.expanduser().write_text(json.dumps(outcome.config, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the setting cannot be written to {str(out)!r}: {write_fault(error)}") from error
-    show_ranking(outcome, out, console)
-    if any(one.changed for one in (*outcome.ranking, *outcome.dropped)):
+    show_ranking(outcome, out, llm.engine.exact, console)
+    if outcome.changed:
         raise typer.Exit(1)
+    if outcome.interrupted:
+        raise typer.Exit(130)

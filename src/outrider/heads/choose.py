@@ -28,14 +28,12 @@ RANKED_AT_ONCE = 1 << 24  # logits that `top` ranks in one call, which takes som
 class RankingInputs(NamedTuple):
     """What `Chooser.top` needs beside the logits after n paths, on the host or on the device.
 
-    words:       sampling parameters and noise keys, as `TopNext.asked` packs them
-    noise_mask:  int64 [n], 1 for paths of requests with a temperature: their logits get noise
-    needs_probs: whether any path gets no noise, so that its confidences are probabilities
+    words:      sampling parameters and noise keys, as `TopNext.asked` packs them
+    noise_mask: int64 [n], 1 for paths of requests with a temperature: their logits get noise
     """
 
     words: Any
     noise_mask: Any
-    needs_probs: bool
 
 
 class Chooser:
@@ -95,9 +93,9 @@ class Chooser:
         rows, depths: of every path, and its length.
         Returns int64 and float32 [n, min(k, Vd)] on the device of the logits.
         """
-        words, noise_mask, needs_probs = self.ranking_inputs(rows, depths)
+        words, noise_mask = self.ranking_inputs(rows, depths)
         device = self.backend.device
-        moved = RankingInputs(on_device(words, device), noise_mask.on(device), needs_probs)
+        moved = RankingInputs(on_device(words, device), noise_mask.on(device))
         return self.top(logits, moved, k)
 
     def ranking_inputs(self, rows: Sequence[Row], depths: Sequence[int]) -> RankingInputs:
@@ -107,7 +105,7 @@ class Chooser:
         has_noise = [row.distribution.temperature > 0 for row in rows]
         keys = [self._key(row, depth) if noise else 0 for row, depth, noise in zip(rows, depths, has_noise)]
         words = top_next.asked([row.distribution for row in rows], keys, self.vocabulary)
-        return RankingInputs(words, Numbers.of(has_noise, len(has_noise)), not all(has_noise))
+        return RankingInputs(words, Numbers.of(has_noise, len(has_noise)))
 
     def top(self, logits: Tensor, inputs: RankingInputs, k: int) -> tuple[Tensor, Tensor]:
         """`next_tokens` with inputs on the device, RANKED_AT_ONCE logits at a time."""
@@ -117,7 +115,7 @@ class Chooser:
         step = max(1, RANKED_AT_ONCE // logits.shape[1])
         for first in range(0, len(logits), step):
             part = slice(first, first + step)
-            best = top_next(logits[part], inputs.words[part], k, self.ids_on_device, inputs.needs_probs)
+            best = top_next(logits[part], inputs.words[part], k, self.ids_on_device)
             entries.append(best[0])
             probs.append(best[1])
         tokens, confidences = _joined(entries), _joined(probs)

@@ -146,7 +146,7 @@ class DynamicGrowth:
         self.tables = [
             Numbers.of(limits, len(trees), 2 + levels),
             Numbers.of(chain.from_iterable(self.rows), len(trees), levels, width),
-            row_table(inputs),
+            row_table(inputs, len(trees)),
         ]
 
     def _add_forward(self, level: int) -> list[tuple[int, int]]:

@@ -85,21 +85,21 @@ class DeviceGrowth(Protocol):
 class GrowthPlan(NamedTuple):
     """What `grow` reads: the shape, the number of rows of each forward, and by level the `RankingInputs`.
 
-    All levels but the first have inputs for as many rows; those that a level lacks are not read.
+    All levels but the first have inputs for as many rows, at least those of the first; those that a level
+    lacks are not read.
     """
 
     shape: GrowthShape
     row_counts: Sequence[int]
     words: Sequence[Any]
     noise_masks: Sequence[Any]
-    needs_probs: bool
     tables: Sequence[Any]
 
     @staticmethod
     def of(growth: DeviceGrowth, choose: Chooser) -> GrowthPlan:
         """The plan of a growth, on the host."""
         first, *others = growth.requests
-        most = max(map(len, others), default=0)
+        most = max(map(len, growth.requests))
         padded = [first, *([*level, *[first[0]] * (most - len(level))] for level in others)]
         inputs = [choose.ranking_inputs(own, [level] * len(own)) for level, own in enumerate(padded)]
         return GrowthPlan(
@@ -107,7 +107,6 @@ class GrowthPlan(NamedTuple):
             [*map(len, others)],
             [own.words for own in inputs],
             [own.noise_mask for own in inputs],
-            any(own.needs_probs for own in inputs),
             growth.tables,
         )
 
@@ -117,21 +116,19 @@ class GrowthPlan(NamedTuple):
         return [*self.words, *self.noise_masks, *self.tables]
 
     @staticmethod
-    def of_numbers(
-        shape: GrowthShape, row_counts: Sequence[int], needs_probs: bool, numbers: Sequence[Any]
-    ) -> GrowthPlan:
+    def of_numbers(shape: GrowthShape, row_counts: Sequence[int], numbers: Sequence[Any]) -> GrowthPlan:
         """The plan with these `numbers`."""
         n = shape.levels
-        return GrowthPlan(shape, row_counts, numbers[:n], numbers[n : 2 * n], needs_probs, numbers[2 * n :])
+        return GrowthPlan(shape, row_counts, numbers[:n], numbers[n : 2 * n], numbers[2 * n :])
 
     def on(self, device: torch.device) -> GrowthPlan:
         moved = [on_device(part, device) for part in self.numbers]
-        return GrowthPlan.of_numbers(self.shape, self.row_counts, self.needs_probs, moved)
+        return GrowthPlan.of_numbers(self.shape, self.row_counts, moved)
 
     def best(self, choose: Chooser, level: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The best tokens after the first rows of a level, and their confidences, [n, k]."""
         words, noise_mask = self.words[level][: len(logits)], self.noise_masks[level][: len(logits)]
-        return choose.top(logits, RankingInputs(words, noise_mask, self.needs_probs), self.shape.k)
+        return choose.top(logits, RankingInputs(words, noise_mask), self.shape.k)
 
 
 class Front(NamedTuple, Generic[S]):
@@ -164,9 +161,12 @@ def pad_ranks(tokens: Tensor, confidences: Tensor, k: int) -> tuple[Tensor, Tens
     return F.pad(tokens, (0, missing), value=-1), F.pad(confidences, (0, missing))
 
 
-def row_table(levels: Sequence[Sequence[tuple[int, int]]]) -> Numbers:
-    """A pair of numbers for each row of each level, as [most rows, levels, 2]; 0 for missing rows."""
-    most = max(map(len, levels), default=0) or 1
+def row_table(levels: Sequence[Sequence[tuple[int, int]]], least: int = 1) -> Numbers:
+    """A pair of numbers for each row of each level, as [most rows, levels, 2]; 0 for missing rows.
+
+    least: rows of the table
+    """
+    most = max([least, *map(len, levels)])
     numbers = array("q")
     for row in range(most):
         for level in levels:

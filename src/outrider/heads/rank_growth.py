@@ -128,7 +128,7 @@ class RankGrowth:
         last_rank = max((rank for level in self.levels for _, rank in level.picks), default=0)
         self.shape = RankShape(len(self.levels), power_of_two(1 + last_rank))
         picks = [level.picks for level in self.levels]
-        self.tables = [row_table(picks), row_table([level.inputs for level in before_last])]
+        self.tables = [row_table(picks), row_table([level.inputs for level in before_last], len(trees))]
 
     def set_trees(self, nodes: Tensor) -> None:
         found: list[dict[int, tuple[int, float]]] = [{} for _ in self.trees]  # by node, of each tree
@@ -164,7 +164,7 @@ class ChainGrowth:
             self.forwards.append(step_input.build())
             inputs.append([(row_above[i], row_above[i]) for i in self.growing[level]])
         picks = [[(row, 0) for row in range(len(growing))] for growing in self.growing]
-        self.shape, self.tables = RankShape(levels, 1), [row_table(picks), row_table(inputs)]
+        self.shape, self.tables = RankShape(levels, 1), [row_table(picks), row_table(inputs, len(trees))]
 
     def set_trees(self, nodes: Tensor) -> None:
         tokens: list[list[int]] = [[] for _ in self.trees]

@@ -28,10 +28,10 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.backends.launch import Call, ForwardShape
+from outrider.backends.launch import RECORDED_ROWS, Call, ForwardShape
 from outrider.cache.catch_up import CatchUp, Cursor, DeferredStates
 from outrider.checkpoints.heads import Head
-from outrider.core.device import Numbers, take
+from outrider.core.device import Numbers, power_of_two, take
 from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
@@ -107,14 +107,16 @@ class Forwards:
         Pairs beyond those of a usual step are read before, so that few records serve all steps.
         """
         plan, (step_input, ends), states = GrowthPlan.of(growth, self.choose), self._pairs(), self.states
-        usual = 1 + plan.shape.levels  # of each tree: an emitted token, and a chain that was accepted
-        if step_input.length > usual * len(ends):
+        trees = power_of_two(len(ends))  # for which there is room
+        # of each tree: an emitted token, and a chain that was accepted
+        usual = max(1, min(1 + plan.shape.levels, RECORDED_ROWS // trees))
+        if step_input.length > usual * trees:
             early, late, ends = step_input.split(ends, usual)
             self.read_pairs(step_input.only(early), take(states, early))
             step_input, states = step_input.only(late), take(states, late)
-        numbers, room = [Numbers.of(ends, len(ends)), *plan.numbers], usual * len(ends)
-        shape = ForwardShape([step_input, *growth.forwards], self.pool, self.net.stack.layers[0], room)
-        call = Call(shape, states, numbers, (self.choose, plan.shape, plan.needs_probs))
+        numbers, layer = [Numbers.of(ends, len(ends)), *plan.numbers], self.net.stack.layers[0]
+        shape = ForwardShape([step_input, *growth.forwards], self.pool, layer, usual * trees, trees)
+        call = Call(shape, states, numbers, (self.choose, plan.shape))
         growth.set_trees(self.net.backend.launch(self.net.catch_up_and_grow, call))
 
     def _pairs(self) -> tuple[StepInput, list[int]]:

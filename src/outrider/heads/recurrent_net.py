@@ -61,7 +61,6 @@ class Net:
         numbers: Sequence[Any],
         choose: Chooser,
         shape: GrowthShape,
-        needs_probs: bool,
     ) -> Tensor:
         """`Launched`: `catch_up`, then trees that grow after some of its rows, by the other steps.
 
@@ -69,7 +68,7 @@ class Net:
         """
         last_rows, *rest = numbers
         row_counts = [step.length for step in steps[1:]]
-        plan = GrowthPlan.of_numbers(shape, row_counts, needs_probs, rest)
+        plan = GrowthPlan.of_numbers(shape, row_counts, rest)
         root = self.catch_up(steps, pool, states, ()).index_select(0, last_rows)
 
         def advance(level: int, o: Tensor, given: LevelInput) -> Front[Tensor]:

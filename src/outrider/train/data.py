@@ -1,10 +1,5 @@
 """Texts to train on: .jsonl with a conversation or a text a line, .json with a list of them, or plain text in
-paragraphs.
-
-    {"messages": [{"role": "user", "content": "…"}, …]}       OpenAI; also "from" and "value" (ShareGPT)
-    {"turns": ["…", …]}                                       Spec-Bench: user messages
-    {"prompt": "…", "response": "…"}                          also question/answer, instruction/output
-    {"text": "…"}                                             a plain text
+paragraphs.  `outrider.bench.conversations` lists the forms.
 
 A conversation is cut at its last user message.  What follows is the answer, if answers are not regenerated.
 """
@@ -12,20 +7,16 @@ A conversation is cut at its last user message.  What follows is the answer, if 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outrider.bench.conversations import Example, example_of, paragraphs, records
 from outrider.engine.chat_template import render
 from outrider.errors import RequestError, shortened
 from outrider.llm import LLM
 from outrider.train.options import TrainOptions
 
-PAIRS = (("prompt", "response"), ("prompt", "answer"), ("question", "answer"), ("instruction", "output"))
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 SHORTEST = 4  # tokens of an answer
 
 
@@ -47,15 +38,6 @@ class Source:
     bad: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Example:
-    """messages of a conversation, the last from the user; or a text.  answer: "" if the data has none."""
-
-    messages: tuple[Mapping[str, str], ...] = ()
-    answer: str = ""
-    text: str = ""
-
-
 def read(llm: LLM, options: TrainOptions) -> tuple[list[Item], list[Source]]:
     """The items of all files in order.
 
@@ -74,7 +56,8 @@ def read(llm: LLM, options: TrainOptions) -> tuple[list[Item], list[Source]]:
             raise RequestError(f"the training data {name!r} cannot be read: {error}") from error
         source = Source(name, hashlib.sha256(content).hexdigest())
         sources.append(source)
-        for number, raw in _records(path, content):
+        found = records(path.suffix, content)
+        for number, raw in paragraphs(content) if found is None else found:
             if options.limit is not None and len(items) >= options.limit:
                 break
             source.lines += 1
@@ -89,78 +72,6 @@ def read(llm: LLM, options: TrainOptions) -> tuple[list[Item], list[Source]]:
             f".txt file is one). {reasons}".rstrip()
         )
     return items, sources
-
-
-def _records(path: Path, content: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of every record: a line of .jsonl, an entry of a .json list, otherwise a paragraph."""
-    lines = content.splitlines()
-    if path.suffix == ".json" and isinstance(listed := _parsed(content), list):
-        yield from ((n, json.dumps(entry).encode()) for n, entry in enumerate(listed, 1))
-        return
-    if path.suffix in (".jsonl", ".json"):
-        yield from ((n, line) for n, line in enumerate(lines, 1) if line.strip())
-        return
-    block: list[bytes] = []
-    for number, line in enumerate([*lines, b""], 1):
-        if line.strip():
-            block.append(line)
-        elif block:
-            yield number - len(block), b"\n".join(block)
-            block = []
-
-
-def _parsed(content: bytes) -> Any:
-    """The JSON of a file; None if it is not one value."""
-    with suppress(ValueError, RecursionError):
-        return json.loads(content)
-    return None
-
-
-def example_of(raw: bytes, suffix: str) -> Example:
-    """Raise RequestError for a line of another form."""
-    text = raw.decode()
-    if suffix not in (".jsonl", ".json"):
-        return Example(text=text)
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"no JSON ({error})") from error
-    example = _example_of_object(given) if isinstance(given, dict) else None
-    if example is None:
-        raise RequestError(f"neither messages nor turns, prompt or text: {shortened(given)}")
-    return example
-
-
-def _example_of_object(given: Mapping[str, Any]) -> Example | None:
-    """A conversation, the first of several turns, a prompt with its answer, or a text; None if it is none."""
-    listed = given.get("messages") or given.get("conversations")
-    if isinstance(listed, list):
-        return _conversation(listed)
-    turns = given.get("turns")
-    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
-        return Example(({"role": "user", "content": turns[0]},))
-    for asked, answered in PAIRS:
-        if isinstance(given.get(asked), str):
-            more = f"\n{given['input']}" if asked == "instruction" and given.get("input") else ""
-            message = {"role": "user", "content": given[asked] + more}
-            return Example((message,), str(given.get(answered) or ""))
-    text = given.get("text")
-    return Example(text=text) if isinstance(text, str) and text.strip() else None
-
-
-def _conversation(listed: list[Any]) -> Example:
-    messages = []
-    for one in listed:
-        role = one.get("role", one.get("from")) if isinstance(one, dict) else None
-        content = one.get("content", one.get("value")) if isinstance(one, dict) else None
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise RequestError(f"a message has no role or no text: {shortened(one)}")
-        messages.append({"role": ROLES.get(role, role), "content": content})
-    last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=None)
-    if last is None:
-        raise RequestError("no message of a user")
-    rest = messages[last + 1 :]
-    return Example(tuple(messages[: last + 1]), rest[0]["content"] if rest else "")
 
 
 def encoded(llm: LLM, example: Example, options: TrainOptions) -> Item:

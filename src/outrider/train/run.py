@@ -7,14 +7,13 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from outrider.bench.conditions import conditions
@@ -26,6 +25,7 @@ from outrider.train.base import Method, parameter_count, replace_text
 from outrider.train.data import Source
 from outrider.train.evaluate import Evaluation, write_log
 from outrider.train.features import Features, States, needed_states
+from outrider.train.folders import cache_folder, new_folders, only_run, only_writer
 from outrider.train.loop import Trainer, check_same_run, identity, read_checkpoint
 from outrider.train.methods import method
 from outrider.train.options import TrainOptions, as_json
@@ -80,37 +80,6 @@ class Result:
     finished: bool
     losses: list[float]
     records: list[dict[str, Any]]
-
-
-def cache_folder(options: TrainOptions) -> Path:
-    return Path(options.cache).expanduser() if options.cache else options.work
-
-
-def only_writer(folder: Path) -> AbstractContextManager[None]:
-    """Keep other runs from writing answers and features to a folder.  Raises ConfigError if one does."""
-    return _locked(
-        folder / "lock",
-        f"another run writes answers and features to {str(folder)!r}: wait until its steps have begun, or "
-        "give another folder as cache.",
-    )
-
-
-def only_run(options: TrainOptions) -> AbstractContextManager[None]:
-    """Keep other runs from training in the folder of the result.  Raises ConfigError if one does."""
-    fault = f"another run trains in {options.out!r}: wait until it ends, or give another folder as out."
-    return _locked(options.work / "run.lock", fault)
-
-
-@contextmanager
-def _locked(path: Path, fault: str) -> Iterator[None]:
-    """Hold the lock of a file.  Raises ConfigError(fault) if another process does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = FileLock(path, thread_local=False).acquire(blocking=False)
-    except Timeout as error:
-        raise ConfigError(fault) from error
-    with lock:
-        yield
 
 
 def collect(llm: LLM, options: TrainOptions, report: Report, deadline: float, ask: bool = True) -> Texts:
@@ -218,13 +187,9 @@ def train(llm: LLM, name: str, options: TrainOptions, report: Report) -> Result:
     Under a launcher every process calls it; the first one's result has the evaluations.
     """
     check(llm, name, options)
-    try:
-        Path(options.out).expanduser().mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out: {options.out!r} cannot be made: {error}") from error
     deadline = time.perf_counter() + 60 * (options.minutes or math.inf)
     supervision = Supervision(report, deadline, Processes.joined())
-    with only_run(options) if supervision.processes.first else nullcontext():
+    with new_folders(options), only_run(options) if supervision.processes.first else nullcontext():
         if (prepared := _prepare(llm, name, options, supervision)) is None:
             report.say("Stopped before the first step: the same command goes on.")
             return Result(False, [], [])
@@ -252,7 +217,8 @@ def fit(llm: LLM, name: str, prepared: Prepared, supervision: Supervision) -> Re
     if not trainer.records or trainer.records[-1]["step"] != trainer.step:
         evaluate()
     trainer.save()
-    replace_text(Path(options.out).expanduser() / PROVENANCE, _provenance(name, trainer, texts))
+    provenance = Path(options.out).expanduser() / PROVENANCE
+    replace_text(provenance, _provenance(name, trainer, texts, provenance))
     report.finish(trainer, finished)
     return Result(finished, trainer.losses, trainer.records)
 
@@ -314,8 +280,8 @@ def _steps(trainer: Trainer, evaluate: Evaluation, report: Report, deadline: flo
     return True
 
 
-def _provenance(name: str, trainer: Trainer, texts: Texts) -> str:
-    """What the weights were made from, as JSON."""
+def _provenance(name: str, trainer: Trainer, texts: Texts, path: Path) -> str:
+    """What the weights were made from, as JSON.  path: of the file, which has the times of earlier steps."""
     checkpoint = trainer.method.target.checkpoint
     used: Sequence[Text] = [texts.texts[i] for i in texts.chosen]
     made = {
@@ -333,6 +299,15 @@ def _provenance(name: str, trainer: Trainer, texts: Texts) -> str:
         "of steps": trainer.steps,
         "answer tokens seen": trainer.seen,
         "evaluations": trainer.records,
-        "seconds of the last process": {what: round(spent, 2) for what, spent in trainer.seconds.items()},
+        "seconds of the last process": _seconds(trainer, path),
     }
     return json.dumps(made, indent=1) + "\n"
+
+
+def _seconds(trainer: Trainer, path: Path) -> dict[str, float]:
+    """Seconds by part of the work, of the last process that took a step."""
+    if not trainer.tokens and path.exists():
+        before = json.loads(path.read_text("utf-8")).get("seconds of the last process")
+        if isinstance(before, dict):
+            return before
+    return {what: round(spent, 2) for what, spent in trainer.seconds.items()}

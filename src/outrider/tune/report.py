@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from outrider.bench.measure import PLAIN, Measured, Prompts
 from outrider.bench.plot import lines
 from outrider.bench.report import table
 from outrider.bench.rounds import Rounds, measure
+from outrider.bench.tables import Column, NamedRows
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
 from outrider.tune.estimate import Costs, Estimate
@@ -72,22 +72,34 @@ def check_estimate(
     return abs(off) <= CLOSE
 
 
-def show_ranking(outcome: Outcome, out: Path, console: Console) -> None:
-    """The ranking with confidence intervals, and what was written."""
-    made = Table(show_edge=False)
-    for name in ("setting", "speed-up", f"{LEVEL} % interval", "runs", "same\ntok."):
-        made.add_column(name, justify="left" if name == "setting" else "right")
-    for one in (*outcome.ranking, *outcome.dropped[:DROPPED]):
-        known = "{:.2f} … {:.2f}".format(*one.interval) if one.interval else "–"
-        mark = "[bold red]✗[/]" if one.changed else "✓" if one in outcome.ranking else "–"
-        made.add_row(one.label, f"{one.gain:.2f}×", known, str(len(one.pairs)), mark)
-    console.print(made)
+def show_ranking(outcome: Outcome, out: Path, exact: bool, console: Console) -> None:
+    """The ranking with confidence intervals, and what was written.  exact: whether tokens must be equal."""
+    shown = [*outcome.ranking, *outcome.dropped[:DROPPED]]
+    intervals = ["{:.2f} … {:.2f}".format(*one.interval) if one.interval else "–" for one in shown]
+    columns = [
+        Column("speed-up", [f"{one.gain:.2f}×" for one in shown]),
+        Column(f"{LEVEL} % interval", intervals),
+        Column("runs", [str(len(one.pairs)) for one in shown]),
+    ]
+    if outcome.interrupted:
+        console.print(
+            "Cut short by Ctrl-C: this is the ranking of what was measured until then.", style="bold"
+        )
+    console.print(NamedRows("", [one.label for one in shown], columns, what="setting"))
+    if outcome.dropped and not outcome.interrupted:
+        first = "The first is" if len(outcome.ranking) == 1 else f"The first {len(outcome.ranking)} are"
+        console.print(f"{first} ranked by runs at the end, the others by those of the search.")
     if (others := len(outcome.dropped) - DROPPED) > 0:
         console.print(f"{others} others were slower.")
     for label, reason in outcome.refused.items():
         console.print(f"Left out: {label}: {reason}", style="dim", soft_wrap=True)
     if outcome.untried:
         console.print(f"Not tried for lack of time: {', '.join(outcome.untried)}. Give more --minutes.")
+    if outcome.changed:
+        labels = "; ".join(one.label for one in outcome.changed)
+        console.print(f"Other tokens than plain decoding, which is a bug: {labels}.", style="bold red")
+    elif exact:
+        console.print("Every setting emitted the tokens of plain decoding.")
     best = outcome.ranking[0]
     if outcome.config == OFF:
         console.print(

@@ -96,8 +96,13 @@ class Space:
         config = {**self.config, **given}
         if self.ahead is not None:
             config = {"method": "first", "drafters": [{"method": self.ahead}, config]}
-        label = ", ".join([self.label, *(f"{name} {value}" for name, value in given.items())])
-        return Candidate(label.replace("num_speculative_tokens", "depth"), config)
+        label = ", ".join([self.label, *(f"{_short(name)} {value}" for name, value in given.items())])
+        return Candidate(label, config)
+
+
+def _short(name: str) -> str:
+    """The name of a parameter in a label."""
+    return "depth" if name == "num_speculative_tokens" else name.removeprefix("suffix_decoding_")
 
 
 def spaces(drafts: Sequence[str]) -> list[Space]:
@@ -120,12 +125,19 @@ class Outcome:
     """ranking: those that reached the final, the best first.  dropped: the others, by their last gain.
 
     untried: methods that the time did not suffice for.  refused: settings that this model does not support.
+    interrupted: whether Ctrl-C ended the search.
     """
 
     ranking: list[Candidate]
     dropped: list[Candidate]
     untried: list[str]
     refused: dict[str, str]
+    interrupted: bool = False
+
+    @property
+    def changed(self) -> list[Candidate]:
+        """Settings that emitted other tokens than plain decoding although they promise the same."""
+        return [one for one in (*self.ranking, *self.dropped) if one.changed]
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -144,7 +156,7 @@ class Loaded(NamedTuple):
 class Search:
     """minutes: of the whole search.  clock: seconds, replaced in tests.
 
-    tried: label -> candidate.  engines: of the last candidates.
+    tried: label -> candidate.  engines: of the last candidates.  interrupted: by Ctrl-C.
     """
 
     llm: LLM
@@ -155,16 +167,25 @@ class Search:
     tried: dict[str, Candidate] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     engines: dict[str, Loaded] = field(default_factory=dict)
+    interrupted: bool = False
 
     def __post_init__(self) -> None:
         self.plain = self.llm.variant(None)
         self.prompts = random.Random(0).sample(self.prompts, len(self.prompts))  # they may be sorted by kind
 
     def run(self, asked: Sequence[Space], tick: Tick) -> Outcome:
-        """Raises ConfigError if there is no time for a single run, or no setting is supported."""
+        """Ctrl-C ends it with what is measured so far.
+
+        Raises ConfigError if there is no time for a single run, or no setting is supported.
+        """
         began, seconds = self.clock(), 60 * self.minutes
         self._once(self.plain, *self._prompt(0))  # warm up
-        self._propose(asked, began + SEARCH_SHARE * seconds, tick)
+        try:
+            self._propose(asked, began + SEARCH_SHARE * seconds, tick)
+        except KeyboardInterrupt:
+            if not self._best():
+                raise
+            self.interrupted = True
         found = self._best()
         if not found:
             reasons = "".join(f" {label}: {reason}" for label, reason in self.refused.items())
@@ -176,9 +197,13 @@ class Search:
         return Outcome(
             ranking,
             [one for one in found if one not in finalists],
-            [label for label in defaults if not self.tried[label].pairs and label not in self.refused],
+            [label for label in defaults if not self._ran(label) and label not in self.refused],
             self.refused,
+            self.interrupted,
         )
+
+    def _ran(self, label: str) -> bool:
+        return label in self.tried and bool(self.tried[label].pairs)
 
     def _best(self) -> list[Candidate]:
         """The candidates that ran, those with the most gain first."""
@@ -240,11 +265,14 @@ class Search:
         Those runs count only where there is no time for enough others.
         """
         found = [replace(one, pairs=[]) for one in finalists]
-        while self.clock() < end:
-            for one in found:
-                tick(f"final: {one.label}")
-                if self.clock() < end:
-                    self._visit(one)
+        try:
+            while self.clock() < end and not self.interrupted:
+                for one in found:
+                    tick(f"final: {one.label}")
+                    if self.clock() < end:
+                        self._visit(one)
+        except KeyboardInterrupt:
+            self.interrupted = True
         for one, before in zip(found, finalists):
             one.pairs += before.pairs if len(one.pairs) < LEAST else []
         return sorted(found, key=lambda one: -one.gain)

@@ -121,7 +121,6 @@ class TopNext:
         asked: Sequence[tuple[DistributionParams, int]],
         k: int,
         ids: Tensor | None,
-        probs: bool,
     ) -> tuple[Tensor, Tensor]:
         noised, lows = list[Tensor](), list[Tensor]()
         for row, (distribution, key) in zip(logits, asked):
@@ -131,8 +130,6 @@ class TopNext:
         values, order = (part[:, :k] for part in ordered)
         missing = ~(values > float("-inf")) | ~logits.amax(-1, keepdim=True).isfinite()
         entries = order.masked_fill(missing, -1)
-        if not probs:
-            return entries, torch.zeros_like(values)
         entry_probs = torch.stack(lows).double().softmax(-1).gather(1, order)
         return entries, entry_probs.masked_fill(missing, 0.0).float()
 

@@ -20,16 +20,20 @@ from outrider.backends.torch.backend import Stack
 from outrider.backends.triton import chain_numbers
 from outrider.backends.triton.chain_numbers import ChainInput, ChainNumbers, levels_of
 from outrider.backends.triton.features import features_of
-from outrider.backends.triton.graphs import Graphs, Results
+from outrider.backends.triton.graphs import LAUNCHED, LAUNCHED_DRAFT, Graphs, Results
 from outrider.backends.triton.jobs import ROWS, cost_of, frame, kind_of, padded, padded_rows
 from outrider.backends.triton.linear import FEW, TritonWeight
 from outrider.backends.triton.picking import next_tokens
 from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
 from outrider.backends.triton.verifier import WORDS, TreeQueries, answers_to
+from outrider.core.device import power_of_two
 from outrider.core.lora import Runs
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
+
+# Rows with logits in graphs of as many rows and more: as fast as one, for the weights of the head are read.
+FEW_WANTED = 64
 
 
 @dataclass
@@ -149,7 +153,13 @@ def _step_sizes(model: _Model) -> StepSizes | None:
     """The padded sizes of a step; None if it is too long for a graph."""
     step = model.kv.step_input
     sizes = padded(Sizes.of(step), model.layers[0])
-    return None if sizes is None else StepSizes(sizes, padded_rows(len(step.logits_rows)))
+    return None if sizes is None else StepSizes(sizes, _padded_wanted(len(step.logits_rows), sizes.rows))
+
+
+def _padded_wanted(wanted: int, rows: int) -> int:
+    """Rows with logits in a graph of so many rows: of two sizes, for a step with a prompt has any number."""
+    few = min(rows, FEW_WANTED)
+    return few if wanted <= few else rows
 
 
 def _caught_up(model: _Model, chains: Chains) -> tuple[_Model, Chains]:
@@ -168,7 +178,7 @@ def _caught_up(model: _Model, chains: Chains) -> tuple[_Model, Chains]:
 
 def _first_rows(count: int, levels: int) -> int:
     """Rows of the first forward of chains: for each a token, and those of a chain accepted before."""
-    return max(padded_rows(min(count * (1 + levels), ROWS[-1])), FEW.rows)
+    return max(padded_rows(min(power_of_two(count) * (1 + levels), ROWS[-1])), FEW.rows)
 
 
 def _chain_sizes(model: _Model, chains: Chains) -> ChainSizes | None:
@@ -195,6 +205,8 @@ class _Step:
     these for the trees, and the plan.  Its results: logits [M, V], states [N, states · h] side by side, and
     answers, each if asked for.
     """
+
+    launched = LAUNCHED
 
     def __init__(
         self,
@@ -266,6 +278,8 @@ class _Chain:
     Its results: tokens and features of each level, float64 [levels, chains, 1 + features], and, if asked for,
     states [levels, chains, h].
     """
+
+    launched = LAUNCHED_DRAFT
 
     def __init__(self, model: _Model, chains: Chains, sizes: ChainSizes | None) -> None:
         self.model, self.chains, self.step = model, chains, model.kv.step_input

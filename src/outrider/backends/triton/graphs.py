@@ -1,13 +1,14 @@
 """Graphs of a device: the launches of a computation, recorded once and replayed for steps of the same sizes.
 
 A launch from Python takes longer than most kernels of a small step, and a step has some ten launches a layer.
-So a launched step takes `LAUNCHED` times as long as a replay.  A recording takes tens of milliseconds, in
-which nothing else is computed, and every graph holds memory.  Few graphs have to serve all steps:
+So a launched step takes `LAUNCHED` times as long as a replay, and a draft of several forwards
+`LAUNCHED_DRAFT` times.  A recording takes tens of milliseconds, in which nothing else is computed, and every
+graph holds memory.  Few graphs have to serve all steps:
 
 - Steps are padded to a menu of sizes (`jobs.py`).
 - A graph of larger sizes serves a step, unless padding costs more than launches.
 - What a size wastes without a graph of its own adds up, in replays; beyond `WORTH` its graph is recorded.
-  So a size is launched a few times first, without padding, and a size that is rare, or served well by a
+  So a step is launched a few times first, without padding, and a size that is rare, or served well by a
   larger one, never gets a graph (the ski-rental rule: at most about twice the time of the best choice).
 - One graph is recorded in a step of the engine (`core/clock.py`).
 - If there is no room, the graph used longest ago goes, if it was not used since the new size came up.
@@ -36,9 +37,11 @@ from torch import Tensor
 from outrider.core.clock import may_record, one_time_work, records_at_once
 
 MOST_GRAPHS, MOST_BYTES = 256, 4 << 30
-LAUNCHED = 3.0  # time of a launched step over that of its replay: 2.7 to 5.5 on an H200 (docs/benchmarks.md)
-# Replays that a size wastes before it is recorded: three launches, which waste two each.  A replay of a step
-# of 8 B weights takes 5 ms.
+# Time of a launched step over that of its replay: 2.7 to 5.5 on an H200 (docs/benchmarks.md).  Of a draft of
+# several levels, whose kernels are shorter: 16 to 20 ms, in place of 2.
+LAUNCHED, LAUNCHED_DRAFT = 3.0, 8.0
+# Replays that a size wastes before it is recorded: three launches of a step, which waste two each.  A replay
+# of a step of 8 B weights takes 5 ms.
 WORTH = 5.5
 RETRY = 8192.0  # replays that a size wastes after a failed recording before the next attempt
 RECORDING = threading.Lock()  # torch allows one recording at a time in a process
@@ -55,6 +58,7 @@ class Job(Protocol):
     uses:  objects whose memory it reads and writes; a graph goes with them
     rest:  what its launches depend on besides
     cost:  time of a replay, in that of a forward of one row
+    launched: time of launches over that of a replay
     """
 
     @property
@@ -65,6 +69,8 @@ class Job(Protocol):
     def rest(self) -> tuple[Any, ...]: ...
     @property
     def cost(self) -> float: ...
+    @property
+    def launched(self) -> float: ...
 
     def at(self, sizes: tuple[int, ...]) -> Job:
         """The same, padded to larger sizes."""
@@ -209,8 +215,8 @@ class Graphs:
         if now and self._recorded(key, job, wish):
             return self._replay(key, job)
         # of launches: all at first, when they compile kernels, later what a replay will save
-        once = 0.0 if wish.closed else 1 - 1 / LAUNCHED if wish.wasted else 1.0
-        wider, cost = self._wider(key, LAUNCHED * job.cost)
+        once = 0.0 if wish.closed else 1 - 1 / job.launched if wish.wasted else 1.0
+        wider, cost = self._wider(key, job.launched * job.cost)
         wish.wasted += cost / job.cost - 1
         if wider is not None:
             self.counts.padded += 1

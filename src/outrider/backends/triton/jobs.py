@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import LayerKV
-from outrider.backends.launch import AttentionShape, Call, Launched, launched
+from outrider.backends.launch import RECORDED_ROWS, AttentionShape, Call, Launched, launched
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton.attention import in_one_part
-from outrider.backends.triton.graphs import Graphs, Results
+from outrider.backends.triton.graphs import LAUNCHED, LAUNCHED_DRAFT, Graphs, Results
 from outrider.backends.triton.plan import (
     Plan,
     Sizes,
@@ -31,7 +31,7 @@ from outrider.core.step_input import StepInput, StepTensors
 
 # Rows of a graph; longer steps have none.  Tiles of the linears have 16 to 256 rows, so that rows which pad
 # a step hardly cost anything up to the next power of two.
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, RECORDED_ROWS)
 # Rows that add as much as the first one takes: 65, padded to 128, take 1.63 to 1.85 times as long on an H200.
 ROWS_AS_LONG = 160
 LEAST_KEYS, LEAST_PATH = 2048, 16
@@ -99,6 +99,8 @@ Run = Callable[[Stack, Tensor, LayerKV, tuple[()], Tensor | None], Tensor]
 class Layers:
     """`Job` of `run_layers`.  Its inputs: the numbers of the plan, x and u as in `LayersCall`."""
 
+    launched = LAUNCHED
+
     def __init__(self, run: Run, call: LayersCall, sizes: Sizes) -> None:
         self.run, self.call, self.sizes = run, call, sizes
         self.uses, self.cost = (call.stack, call.kv.pool), cost_of(sizes.rows)
@@ -133,10 +135,13 @@ class Layers:
         return (self.run(self.call.stack, x, kv, (), u),)
 
 
+NO_STEP = Sizes(0, 0, 0, 0, 0, 0)
+
+
 class MethodSizes(NamedTuple):
     """Padded sizes of the first step of a method, and of all others, and rows of its numbers.
 
-    The table of `first` is that of all steps.
+    The table of `first` is that of all steps: `others` has none, and no rows if there are no others.
     """
 
     first: Sizes
@@ -152,15 +157,21 @@ class MethodSizes(NamedTuple):
 def method_sizes(call: Call) -> MethodSizes | None:
     """The padded sizes of a method's steps; None if one is too long for a graph."""
     shape = call.shape
-    (first, *others), tables = shape.steps, Tables(shape.steps)
+    first, *others = shape.steps
+    if max(step.length for step in shape.steps) > ROWS[-1]:
+        return None
     keys = max(step.max_seq_len for step in shape.steps)
-    path = max((step.max_path_len for step in others), default=0)
-    rows = max((step.length for step in others), default=0)
-    exact = Sizes.of(first, tables)._replace(keys=keys)
-    room = min(shape.room, ROWS[-1])
+    exact = Sizes.of(first, Tables(shape.steps))._replace(keys=keys)
+    room, of_others = min(shape.room, ROWS[-1]), NO_STEP
     of_first = padded(exact._replace(rows=max(exact.rows, room)), shape.attention)
-    of_others = padded(exact._replace(rows=rows, path=path), shape.attention)
-    if of_first is None or of_others is None:
+    if others:
+        rows = max(shape.level_room, *(step.length for step in others))
+        path = max(step.max_path_len for step in others)
+        padded_level = padded(exact._replace(rows=rows, path=path), shape.attention)
+        if padded_level is None:
+            return None
+        of_others = padded_level._replace(table=0)
+    if of_first is None:
         return None
     return MethodSizes(of_first, of_others, tuple(padded_rows(part.shape[0]) for part in call.numbers))
 
@@ -182,6 +193,7 @@ class Method:
         others = len(call.shape.steps) - 1
         self.rest = method.__qualname__, others, *kind_of(*padded[:2]), *call.fixed, rows, *widths
         self.cost = cost_of(padded.first.rows, *[padded.others.rows] * others)
+        self.launched = LAUNCHED_DRAFT if others else LAUNCHED
         self.of_steps = [padded.first, *[padded.others] * others]
         columns = [aligned(s.rows) + total(s._replace(table=0)) - aligned(0) for s in padded[:2]]
         # of the parts of the array, but for the slot tables

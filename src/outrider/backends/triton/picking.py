@@ -92,9 +92,7 @@ class TopNext:
     ) -> Numbers:
         return asked(distributions, keys, vocabulary)
 
-    def __call__(
-        self, logits: Tensor, asked: Tensor, k: int, ids: Tensor | None, probs: bool
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, logits: Tensor, asked: Tensor, k: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         rows, (n, vocabulary) = _rows(logits, asked), logits.shape
         low, scores = logits.new_empty(n, vocabulary), logits.new_empty(n, vocabulary)
         columns = rows.owners if ids is None else ids.to(logits.device)
@@ -105,9 +103,7 @@ class TopNext:
         order = _first_of_best(scores, min(k, vocabulary))
         missing = ~(scores.gather(1, order) > float("-inf")) | ~rows.highest.isfinite()[:, None]
         entries = order.masked_fill(missing, -1)
-        if not probs:
-            return entries, scores.new_zeros(order.shape)
-        shares = low.double().softmax(-1).gather(1, order)
+        shares = low.gather(1, order).double().exp() / low.exp().sum(-1, keepdim=True, dtype=torch.float64)
         return entries, shares.masked_fill(missing, 0.0).float()
 
 
@@ -132,7 +128,7 @@ def pick_rows(
 ) -> tuple[Tensor, Tensor]:
     """`Backend.pick_rows` with probabilities, on the CPU."""
     words = asked([distribution] * len(keys), keys, logits.shape[1]).on(logits.device)
-    picked = TopNext()(logits, words, k, ids, True)
+    picked = TopNext()(logits, words, k, ids)
     both = torch.stack([part.double() for part in picked]).cpu()  # one read
     n, width = both.shape[1:]
     entries, found = torch.full((n, k), -1, dtype=torch.int32), torch.zeros(n, k)

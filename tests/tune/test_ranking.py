@@ -1,0 +1,35 @@
+"""The ranking of a search on the terminal."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from outrider.tune.report import show_ranking
+from outrider.tune.search import Candidate, Outcome, Pair
+
+
+def printed(outcome: Outcome, exact: bool = True) -> str:
+    console = Console(width=80, file=io.StringIO())
+    show_ranking(outcome, Path("tuned.json"), exact, console)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_ranking_tells_what_was_compared() -> None:
+    best = Candidate("builtin-draft", {"model": "x"}, [Pair(2.0, 1.0)] * 4)
+    other = Candidate(
+        "suffix, min_token_prob 0.2, use_tree_spec True", {"method": "suffix"}, [Pair(3.0, 1.0)]
+    )
+    found = Outcome([best], [other], [], {})
+    text = printed(found)
+    assert "The first is ranked by runs at the end" in text
+    assert "Every setting emitted the tokens of plain decoding." in text
+    assert "Every setting" not in printed(found, exact=False)
+    rows = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()]
+    assert ["builtin-draft", "2.00×", "2.00 … 2.00", "4"] in rows
+    text = printed(replace(found, dropped=[replace(other, changed=True)], interrupted=True))
+    assert "a bug: suffix, min_token_prob" in text and "Every setting" not in text
+    assert text.startswith("Cut short by Ctrl-C") and "runs at the end" not in text
