@@ -50,7 +50,8 @@ class Price(NamedTuple):
         return self.fixed + self.per_level * depth + self.verify(self.nodes_per_level * depth)
 
 
-def best_option(drafter: int, gains: Sequence[float], price: Price, batch: int, plain: float) -> Option:
+def best_option(drafter: int, gains: Sequence[float], price: Price, batch: int, plain: float, ahead: float = 1.0
+) -> Option:
     """The depth with the most tokens per second in a step in which every row is asked for it.
 
     gains[d - 1]: expected accepted tokens of a draft of depth d.  Where further levels cost next to nothing,
@@ -63,7 +64,7 @@ def best_option(drafter: int, gains: Sequence[float], price: Price, batch: int, 
     for depth in (*DEPTHS[: bisect_left(DEPTHS, deepest)], deepest):
         ask, gain = fixed + per_level * depth, gains[depth - 1]
         cost = ask + verify(nodes_per_level * depth)
-        if (rate := (1 + gain) / (plain + batch * cost)) > best or (stops and rate):
+        if (rate := (1 + ahead * gain) / (plain + batch * cost)) > best or (stops and rate):
             best, found = rate, (depth, gain, cost, ask)
     if batch * per_level * (deepest - found[0]) < CHEAP * plain:
         return Option(drafter, deepest, *found[1:])

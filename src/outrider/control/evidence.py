@@ -19,6 +19,7 @@ from outrider.control.module import Corrected, Module
 from outrider.control.outcomes import judged, outcome_of
 from outrider.control.plan import Arm, Load, RowState, StepRecord, Try
 from outrider.control.sums import StepSums
+from outrider.control.tail import Tail
 from outrider.core.row import DraftingSummary, Row
 from outrider.core.step import RowStep
 
@@ -77,6 +78,7 @@ class Evidence:
         self.states: dict[Row, RowState] = {}
         self.sums, self.turn = StepSums(arms), 0
         self.decided: dict[Row, float] = {}
+        self.tail = Tail()
         self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
         self.surprises, self.worth = 0, [0.0] * len(arms)
 
@@ -338,7 +340,7 @@ class Evidence:
                 (own.above or self.reach[k]).learn(outcome)
             option = tried.plan.option(k)
             cost = option.cost if proposed else option.ask_cost
-            state.earned[k] += steps * (right * record.load.token - cost)
+            state.earned[k] += steps * (right * record.load.worth - cost)
             if right:
                 state.retry[k] = row.steps
             elif k in tried.plan.exploring:

@@ -13,6 +13,7 @@ from outrider.control.acceptance import Calibration, Reach
 from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
 from outrider.control.ledger import EXPLORE, SHARE, Ledger, allowance
+from outrider.control.tail import Tail
 from outrider.core.row import NO_DRAFTS, Drafted, DraftingSummary, Row
 from outrider.core.step import Batch
 from outrider.core.tree import Budget
@@ -164,6 +165,7 @@ class Load:
     plain: float = 0.0
     decode: float = 0.0
     rate: float = 0.0  # tokens per second that drafts have to beat
+    ahead: float = 1.0  # part of `token` that an accepted token is worth
     base: float = 0.0  # seconds of the rows at pace 1, without context
     most: float = math.inf
     max_nodes: float = 0.0
@@ -171,7 +173,7 @@ class Load:
     costs: list[float] = field(default_factory=list)
 
     @staticmethod
-    def of(batch: Batch, forward: ForwardCost) -> Load:
+    def of(batch: Batch, forward: ForwardCost, tail: Tail | None = None) -> Load:
         emitting = rows = context = read = 0
         for step in batch:
             known, end = step.known, step.start + step.known
@@ -185,7 +187,8 @@ class Load:
         plain = pace * (base + forward.per_context * context)
         decode = pace * forward.base(emitting, read)
         load = Load(forward, emitting, rows, context, pace, plain=plain, decode=decode, base=base)
-        load.rate = max(emitting / decode, forward.rate(emitting)) if emitting else 0.0
+        load.ahead = tail.ahead(emitting, forward) if tail is not None else 1.0
+        load.rate = max(emitting / decode, forward.rate(emitting)) / load.ahead if emitting else 0.0
         load.most = PREFILL_DELAY * plain if rows > emitting else math.inf
         return load
 
@@ -205,6 +208,11 @@ class Load:
     def token(self) -> float:
         """Seconds that plain decoding takes for a token of a row."""
         return self.decode / max(1, self.batch)
+
+    @property
+    def worth(self) -> float:
+        """Seconds that an accepted token saves."""
+        return self.ahead * self.token
 
     @property
     def allowance(self) -> float:

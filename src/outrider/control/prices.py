@@ -40,7 +40,7 @@ class Prices:
         crowd: rows that ask together, by default all of them.
         """
         gains = reach.gains(z, depth)
-        return choose.best_option(k, gains, self.price(k, reach, load, crowd), load.batch, load.decode)
+        return choose.best_option(k, gains, self.price(k, reach, load, crowd), load.batch, load.decode, load.ahead)
 
     def trial_rows(self, k: int, load: Load) -> int:
         """Rows that a trial takes at least: so many that each costs at most twice what it costs if all ask.
@@ -60,8 +60,8 @@ class Prices:
         key = k, min(most, self.arms[k].depth)
         if key not in self.hopes:
             price = self.price(k, self.evidence.reach[k], load)._replace(stops=False)
-            best = choose.best_option(k, range(1, key[1] + 1), price, load.batch, load.decode)
-            self.hopes[key] = math.isinf(best.cost) or DOUBT * best.gain * load.token > best.cost
+            best = choose.best_option(k, range(1, key[1] + 1), price, load.batch, load.decode, load.ahead)
+            self.hopes[key] = math.isinf(best.cost) or DOUBT * best.gain * load.worth > best.cost
         return self.hopes[key]
 
     def floor(self, state: RowState, option: Option, load: Load, crowd: int) -> float:
@@ -93,12 +93,12 @@ class Prices:
 
 def pays_off(option: Option, load: Load) -> bool:
     """Whether the expected tokens of an option are worth its cost."""
-    return option.gain * load.token > option.cost
+    return option.gain * load.worth > option.cost
 
 
 def saved(option: Option, load: Load) -> float:
     """Seconds that an option saves for each token of the output."""
-    return (option.gain * load.token - option.cost) / (1 + option.gain)
+    return (option.gain * load.worth - option.cost) / (1 + option.gain)
 
 
 def need(cost: float, pays: bool) -> float:
