@@ -223,7 +223,7 @@ class AutoController:
     def _take_rows(self, batch: Batch) -> None:
         """Take the rows of a batch, which have changed, or have or had prompt tokens."""
         self.prefill_choice.leave_out(batch)
-        self.load, self.rows = Load.of(batch, self.evidence.forward, self.evidence.tail), batch.rows
+        self.load, self.rows = Load.of(batch, self.evidence.forward, self.evidence.tail.ahead), batch.rows
         if gone := (self.considered | self.plans.keys()).difference(batch.rows):  # preempted, or aborted
             self._drop_plans(gone)
 
@@ -280,9 +280,9 @@ class AutoController:
             if rest is not None and len(ended) == len(batch):
                 rest.settle()
             load = self.load if rest is None else rest.load
-            self.evidence.tail.learn(batch)
             for row in ended:
                 self.evidence.close(row, load)
+            self.evidence.ledger.add(self.evidence.tail.learn(batch, load), 0.0)
             self.evidence.save(time.perf_counter())
             self._drop_plans(ended)
             self.rows, self.tries = [], {}

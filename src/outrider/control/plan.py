@@ -13,7 +13,6 @@ from outrider.control.acceptance import Calibration, Reach
 from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
 from outrider.control.ledger import EXPLORE, SHARE, Ledger, allowance
-from outrider.control.tail import Tail
 from outrider.core.row import NO_DRAFTS, Drafted, DraftingSummary, Row
 from outrider.core.step import Batch
 from outrider.core.tree import Budget
@@ -146,6 +145,14 @@ FIRST_COSTS = 64  # numbers of draft nodes whose costs are computed together, at
 MOST_NODES = 1024  # that are considered for it
 
 
+Ahead = Callable[[int, ForwardCost], float]  # rows of a plain step -> `Load.ahead`
+
+
+def in_full(rows: int, forward: ForwardCost) -> float:
+    """Where an accepted token is worth as much as a plain one."""
+    return 1.0
+
+
 @dataclass(slots=True)
 class Load:
     """A step without its drafts: emitting rows, rows of the forward, positions they attend to, seconds.
@@ -173,7 +180,7 @@ class Load:
     costs: list[float] = field(default_factory=list)
 
     @staticmethod
-    def of(batch: Batch, forward: ForwardCost, tail: Tail | None = None) -> Load:
+    def of(batch: Batch, forward: ForwardCost, ahead: Ahead = in_full) -> Load:
         emitting = rows = context = read = 0
         for step in batch:
             known, end = step.known, step.start + step.known
@@ -187,7 +194,7 @@ class Load:
         plain = pace * (base + forward.per_context * context)
         decode = pace * forward.base(emitting, read)
         load = Load(forward, emitting, rows, context, pace, plain=plain, decode=decode, base=base)
-        load.ahead = tail.ahead(emitting, forward) if tail is not None else 1.0
+        load.ahead = ahead(emitting, forward)
         load.rate = max(emitting / decode, forward.rate(emitting)) / load.ahead if emitting else 0.0
         load.most = PREFILL_DELAY * plain if rows > emitting else math.inf
         return load
