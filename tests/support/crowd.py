@@ -6,6 +6,7 @@ Costs are those of a device, in plain steps: a draft for one row takes nearly as
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from simulated import MAX_DEPTH, SECONDS, Environment, Outcome, Simulation, Source
@@ -31,24 +32,45 @@ STEP = 5.0  # milliseconds of a plain step of one request
 class Crowd(Environment):
     """`batch` requests at once, of which the next begins where one ends.
 
-    ends: tokens of each answer.  prompt: tokens of each prompt.
+    ends: tokens of each answer.  prompt: tokens of each prompt.  bias: more or less acceptance of each one.
     per_row: plain steps that each row adds to a draft, by drafter.
     """
 
     ends: list[int] = field(default_factory=list)
     prompt: int = 16
     per_row: list[float] = field(default_factory=list)
+    bias: list[float] = field(default_factory=list)
+
+    def accepted(self, k: int, row: int, position: int, depth: int) -> int:
+        probability = self.acceptance(k, position) + self.bias[row]
+        for i, luck in enumerate(self.luck[row * self.tokens + position][:depth]):
+            if luck >= probability:
+                return i
+        return depth
 
     @staticmethod
     def make(
-        sources: list[Source], per_row: list[float], batch: int, count: int, seed: int, node: float = NODE
+        sources: list[Source],
+        per_row: list[float],
+        batch: int,
+        count: int,
+        seed: int,
+        node: float = NODE,
+        spread: float = 0.0,
     ) -> Crowd:
         r = random.Random(seed)
         rows = [0.0, *(STEP * (1 + node * i) for i in range(40 * batch))]
         ends = [r.randint(60, 100) for _ in range(count)]
         made = Crowd(sources, rows, LONGEST, LONGEST, batch, True, ends=ends, per_row=per_row)
         made.luck = [[r.random() for _ in range(MAX_DEPTH + 1)] for _ in range(count * (LONGEST + MAX_DEPTH))]
+        made.bias = [r.uniform(-spread, spread) for _ in range(count)]
         return made
+
+    def plain_time(self, requests: Sequence[int]) -> float:
+        """Plain steps until all of these have ended that begin together."""
+        ends = [self.ends[i] for i in requests]
+        running = (sum(end >= n for end in ends) for n in range(2, max(ends) + 1))
+        return self.rows[len(ends) * self.prompt] + sum(self.rows[count] for count in running)
 
 
 class Stream(Simulation):
@@ -86,6 +108,21 @@ class Stream(Simulation):
                 row.computed = len(row.tokens) - 1
             rows = [row for row in rows if row.finish_reason is None]
         return Outcome(time, plain, worst, self.controller)
+
+    def run_apart(self) -> list[float]:
+        """Run one batch after another.  Returns their times over those of plain decoding."""
+        env, found = self.crowd, list[float]()
+        for first in range(0, len(env.ends), env.batch):
+            requests, began = range(first, first + env.batch), self.now
+            rows = [make_row([0] * env.prompt, id=str(i), limit=env.prompt + LONGEST) for i in requests]
+            while rows:
+                steps = [RowStep(row, row.computed, len(row.tokens) - row.computed) for row in rows]
+                self._step(Batch(steps, prefill=steps[0].known > 1))
+                for row in rows:
+                    row.computed = len(row.tokens) - 1
+                rows = [row for row in rows if row.finish_reason is None]
+            found.append((self.now - began) / SECONDS / env.plain_time(requests))
+        return found
 
     def _step(self, batch: Batch) -> tuple[float, int]:
         env, controller, began = self.crowd, self.controller, self.now

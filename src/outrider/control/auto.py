@@ -222,7 +222,7 @@ class AutoController:
     def _take_rows(self, batch: Batch) -> None:
         """Take the rows of a batch, which have changed, or have or had prompt tokens."""
         self.prefill_choice.leave_out(batch)
-        self.load, self.rows = Load.of(batch, self.evidence.forward), batch.rows
+        self.load, self.rows = Load.of(batch, self.evidence.forward, self.evidence.tail.ahead), batch.rows
         if gone := (self.considered | self.plans.keys()).difference(batch.rows):  # preempted, or aborted
             self._drop_plans(gone)
 
@@ -279,8 +279,7 @@ class AutoController:
             if rest is not None and len(ended) == len(batch):
                 rest.settle()
             load = self.load if rest is None else rest.load
-            for row in ended:
-                self.evidence.close(row, load)
+            self.evidence.finish(ended, batch, load)
             self.evidence.save(time.perf_counter())
             self._drop_plans(ended)
             self.rows, self.tries = [], {}
@@ -298,7 +297,7 @@ class AutoController:
             self.since_plain += 1
         elif self.load.batch:
             self.since_plain = 0
-        room = self.room.enter(batch, self.tries, self.load.token)
+        room = self.room.enter(batch, self.tries, self.load.worth)
         self.age += 1
         if self.room.surprising or not room or not (self.tries or self.anchored):
             self.stale = True

@@ -19,8 +19,9 @@ from outrider.control.module import Corrected, Module
 from outrider.control.outcomes import judged, outcome_of
 from outrider.control.plan import Arm, Load, RowState, StepRecord, Try
 from outrider.control.sums import StepSums
+from outrider.control.tail import Tail
 from outrider.core.row import DraftingSummary, Row
-from outrider.core.step import RowStep
+from outrider.core.step import Batch, RowStep
 
 LONGEST_PAUSE = 256  # steps
 MOST_LOST = 4  # times a prompt's prefill and a plain step, by the requests that a drafter read
@@ -71,23 +72,22 @@ class Evidence:
         self.history: deque[Moment] = deque(maxlen=HISTORY)
         # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
         self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
-        self.known = known = [reach.asked >= KNOWN for reach in self.reach]
-        self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * forward.base(1)) for old in known]
-        self.sums, self.turn = StepSums(arms), 0
+        self.known = [reach.asked >= KNOWN for reach in self.reach]
+        self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * forward.base(1)) for old in self.known]
+        self.sums, self.turn, self.surprises = StepSums(arms), 0, 0
         self.states, self.decided = dict[Row, RowState](), dict[Row, float]()
+        self.tail, self.worth = Tail(), [0.0] * len(arms)
         self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
-        self.surprises, self.worth = 0, [0.0] * len(arms)
 
     def state(self, row: Row) -> RowState:
         found = self.states.get(row)
         if found is None:
             row.drafting = DraftingSummary()
-            reach = [Reach(above) for above in self.reach]
-            above, module, count = self.calibration, self.module, len(self.arms)
-            calibration = Corrected(above, module, row) if module else Calibration(above)
-            found = self.states[row] = RowState(
-                calibration, reach, Ledger(), row.drafting, [0] * count, [0.0] * count, [0] * count
-            )
+            reach, count = [Reach(above) for above in self.reach], len(self.arms)
+            above, module = self.calibration, self.module
+            own = Corrected(above, module, row) if module else Calibration(above)
+            lists = [0] * count, [0.0] * count, [0] * count
+            found = self.states[row] = RowState(own, reach, Ledger(), row.drafting, *lists)
         return found
 
     def reach_of(self, k: int, row: Row) -> Reach:
@@ -98,12 +98,7 @@ class Evidence:
     def promising(self, row: Row) -> bool:
         """Whether more speaks for a draft than when the row was last considered.  It sleeps no more then."""
         grades = [arm.grade(row) for arm in self.arms]
-        if not any(grades):
-            return False
-        state = self.state(row)
-        if found := any(now > before for now, before in zip(grades, state.grades)):
-            state.grades, state.asleep = grades, 0
-        return found
+        return any(grades) and self.state(row).promising(grades)
 
     def learn(self, records: Sequence[StepRecord]) -> None:
         """Take in steps, oldest first."""
@@ -122,9 +117,7 @@ class Evidence:
         self._remember()
 
     def refresh(self, rows: Iterable[Row] | None = None) -> None:
-        """Let ledgers, summaries and probabilities of rows count the steps that were taken in; by default
-        those of all.
-        """
+        """Let ledgers, summaries and probabilities of rows, by default of all, count the steps taken in."""
         for row in [*self.sums.sums] if rows is None else rows:
             self._enter_sums(row)
             if row is not None and (state := self.states.get(row)) is not None:
@@ -165,8 +158,7 @@ class Evidence:
     def credit(self, row: Row, state: RowState, load: Load) -> None:
         """Enter the plain steps of a row during which nothing was decided."""
         if (count := row.steps - state.steps) > 0:
-            plain = count * load.token
-            state.enter("off", plain, plain, steps=count)
+            state.enter("off", plain := count * load.token, plain, steps=count)
 
     def close(self, row: Row, load: Load) -> None:
         """Complete the summary of a row that has ended, and enter the prefill that the ledger lacks."""
@@ -175,8 +167,8 @@ class Evidence:
         if state is not None:
             self.credit(row, state, load)
         elif row.steps:  # no drafter was considered
-            row.drafting, plain = DraftingSummary(), row.steps * load.token
-            row.drafting.add("off", plain, plain, steps=row.steps)
+            row.drafting = DraftingSummary()
+            row.drafting.add("off", plain := row.steps * load.token, plain, steps=row.steps)
         for k, arm in enumerate(self.arms):
             if arm.prefills and row.params.speculate and not row.left_out.issuperset(arm.sources):
                 lost = self.prefill_cost[k] * (row.prompt - (row.cached or 0))
@@ -186,6 +178,14 @@ class Evidence:
                 self.worth[k] = max(least, min(self.worth[k] + earned - lost, most))
                 unpaid += lost
         self.ledger.add(max(0.0, unpaid), 0.0)
+
+    def finish(self, rows: Iterable[Row], batch: Batch, load: Load) -> None:
+        """Complete what is known of rows that have ended in a step."""
+        for row in rows:
+            self.close(row, load)
+        never_saved = self.tail.learn(batch, load)
+        self.ledger.add(never_saved, 0.0)
+        self.total.plain_seconds -= never_saved
 
     def drop_ended(self) -> None:
         """Forget rows that ended outside a step."""
@@ -338,7 +338,7 @@ class Evidence:
                 (own.above or self.reach[k]).learn(outcome)
             option = tried.plan.option(k)
             cost = option.cost if proposed else option.ask_cost
-            state.earned[k] += steps * (right * record.load.token - cost)
+            state.earned[k] += steps * (right * record.load.worth - cost)
             if right:
                 state.retry[k] = row.steps
             elif k in tried.plan.exploring:

@@ -75,6 +75,12 @@ class RowState:
     crowd: int = 0
     steps: int = 0
 
+    def promising(self, grades: list[int]) -> bool:
+        """Whether some grade is better than when the row was last considered.  It sleeps no more then."""
+        if found := any(now > before for now, before in zip(grades, self.grades)):
+            self.grades, self.asleep = grades, 0
+        return found
+
     def enter(
         self,
         arm: str,
@@ -148,6 +154,14 @@ FIRST_COSTS = 64  # numbers of draft nodes whose costs are computed together, at
 MOST_NODES = 1024  # that are considered for it
 
 
+Ahead = Callable[[int, ForwardCost], float]  # rows of a plain step -> `Load.ahead`
+
+
+def in_full(rows: int, forward: ForwardCost) -> float:
+    """Where an accepted token is worth as much as a plain one."""
+    return 1.0
+
+
 @dataclass(slots=True)
 class Load:
     """A step without its drafts: emitting rows, rows of the forward, positions they attend to, seconds.
@@ -169,6 +183,7 @@ class Load:
     plain: float = 0.0
     decode: float = 0.0
     rate: float = 0.0  # tokens per second that drafts have to beat
+    ahead: float = 1.0  # part of `token` that an accepted token is worth
     base: float = 0.0  # seconds of the rows at pace 1, without context
     most: float = math.inf
     max_nodes: float = 0.0
@@ -176,7 +191,7 @@ class Load:
     costs: list[float] = field(default_factory=list)
 
     @staticmethod
-    def of(batch: Batch, forward: ForwardCost) -> Load:
+    def of(batch: Batch, forward: ForwardCost, ahead: Ahead = in_full) -> Load:
         emitting = rows = context = read = 0
         for step in batch:
             known, end = step.known, step.start + step.known
@@ -190,7 +205,8 @@ class Load:
         decode = pace * forward.base(emitting, read)
         plain = decode + added * (forward.base(rows, context) - forward.base(emitting, read))
         load = Load(forward, emitting, rows, context, pace, added, plain=plain, decode=decode, base=base)
-        load.rate = max(emitting / decode, forward.rate(emitting)) if emitting else 0.0
+        load.ahead = ahead(emitting, forward)
+        load.rate = max(emitting / decode, forward.rate(emitting)) / load.ahead if emitting else 0.0
         if rows > emitting:
             load.most = PREFILL_DELAY * plain
             load.weight = (len(batch) + batch.waiting) / max(1, emitting)
@@ -213,6 +229,11 @@ class Load:
     def token(self) -> float:
         """Seconds that plain decoding takes for a token of a row."""
         return self.decode / max(1, self.batch)
+
+    @property
+    def worth(self) -> float:
+        """Seconds that an accepted token saves."""
+        return self.ahead * self.token
 
     @property
     def allowance(self) -> float:

@@ -114,7 +114,7 @@ class Rest:
         """Hand over those without a record."""
         evidence = self.planner.evidence
         if self.decoded is not None:
-            self.load = Load.of(self.decoded, evidence.forward)
+            self.load = Load.of(self.decoded, evidence.forward, evidence.tail.ahead)
         if self.seconds or self.beside:
             evidence.rested(self.load, self.seconds, self.propose, self.beside)
             self.decoded, self.seconds, self.propose, self.beside = None, [], 0.0, 0
@@ -124,7 +124,10 @@ class Rest:
 
         once: seconds of one-time work in it.  at_once: hand over the steps, even if they are few.
         """
-        load, seconds = Load.of(batch, self.planner.evidence.forward), times.forward + times.rest
+        load, seconds = (
+            Load.of(batch, self.planner.evidence.forward, self.planner.evidence.tail.ahead),
+            times.forward + times.rest,
+        )
         ended = any(step.row.finish_reason is not None for step in batch)
         self.records.append(StepRecord(batch, load, {}, times.propose, seconds, {}, ended, once))
         if at_once or len(self.records) >= MOST_RECORDS:

@@ -65,7 +65,8 @@ class StepSums:
             if names not in of_row:
                 of_row[names] = Sums()
             own = of_row[names]
-            spent, plain = token + share * (weights[r] or everyone), token * len(step.emitted)
+            spent = token + share * (weights[r] or everyone)
+            plain = token + record.load.worth * (len(step.emitted) - 1)
             own.steps += 1
             own.spent += spent
             own.plain += plain

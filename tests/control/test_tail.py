@@ -1,0 +1,111 @@
+"""Gains that a batch does not see, because its slowest request does not have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+
+import pytest
+from crowd import STEP, Crowd, Stream
+from simulated import SECONDS, Source
+
+from outrider.control.cost import ForwardCost
+from outrider.control.plan import Load
+from outrider.control.tail import SHARED, Tail
+from outrider.core.row import DraftingSummary
+from outrider.core.step import Batch, RowStep
+from outrider.testing import make_row
+
+FLAT, STEEP = ForwardCost({1: SECONDS, 64: SECONDS}), ForwardCost({1: SECONDS, 64: 64 * SECONDS})
+LOAD = Load.plain_step(FLAT, 8)
+
+
+def finished(tail: Tail, steps: Sequence[int], rates: Sequence[float], credited: float = 0.0) -> float:
+    """Requests that begin together and end one after another.  Returns what the ledger has credited too much.
+
+    credited: seconds for each request.
+    """
+    rows = [
+        make_row([0] * (8 + round(count * rate)), 8, id=str(i), limit=500)
+        for i, (count, rate) in enumerate(zip(steps, rates))
+    ]
+    lost = 0.0
+    for now in sorted(set(steps)):
+        running = [row for row in rows if row.finish_reason is None]
+        for row, count in zip(rows, steps):
+            row.steps = min(now, count)
+            row.finish_reason = "stop" if count <= now else None
+            row.drafting = DraftingSummary(plain_seconds=credited)
+        lost += tail.learn(Batch([RowStep(row, 0, 1) for row in running]), LOAD)
+    return lost
+
+
+def learned(steps: Sequence[int], rates: Sequence[float]) -> Tail:
+    tail = Tail()
+    for _ in range(30):
+        finished(tail, steps, rates)
+    return tail
+
+
+def test_a_token_is_worth_its_share_where_all_rows_gain_alike() -> None:
+    tail = learned([40] * 4 + [60] * 4, [2.5] * 8)
+    assert tail.shared == pytest.approx(1.0, abs=0.01) and tail.replaced == 0
+    assert tail.ahead(8, FLAT) == pytest.approx(tail.shared)
+
+
+def test_gains_of_some_rows_count_less_while_the_others_go_on() -> None:
+    tail = learned([20] * 4 + [80] * 4, [4.0] * 4 + [1.25] * 4)
+    assert tail.shared == pytest.approx(0.25 / (0.8 * 1.25 + 0.2 * 4 - 1), abs=0.01)
+    assert tail.ahead(8, FLAT) == pytest.approx(tail.shared)
+    assert tail.ahead(8, STEEP) == pytest.approx(1.0), "every row that ends shortens the steps"
+    assert tail.ahead(1, FLAT) == 1.0
+
+
+def test_gains_of_some_rows_count_in_full_where_others_take_their_places() -> None:
+    tail = Tail(shared=0.3)
+    rows = [make_row([0] * 40, 8, id=str(i), limit=500, steps=8 * i) for i in range(8)]
+    rows[7].finish_reason = "stop"
+    for _ in range(40):
+        tail.learn(Batch([RowStep(row, 0, 1) for row in rows]), LOAD)
+    assert tail.replaced > 0.9 and tail.ahead(8, FLAT) > 0.9
+
+
+def test_plain_rows_say_nothing_of_the_gains_and_what_was_seen_is_forgotten() -> None:
+    assert learned([40] * 8, [1.0] * 8).shared == SHARED
+    tail = Tail(shared=0.0)
+    for _ in range(30):
+        finished(tail, [40] * 8, [1.0] * 8)
+    assert 0.5 < tail.shared < SHARED
+
+
+def test_what_a_batch_was_credited_beyond_plain_decoding_is_lost_when_it_has_emptied() -> None:
+    """The longest answer of 100 tokens takes 100 plain steps, however few rows run in the last ones."""
+    lost = finished(Tail(), [20] * 4 + [80] * 4, [4.0] * 4 + [1.25] * 4, credited=20 * SECONDS)
+    assert lost == pytest.approx((8 * 20 - 100) * SECONDS)
+    assert finished(Tail(), [40] * 8, [1.0] * 8, credited=20 * SECONDS) == 0.0, "without drafts nothing is"
+
+
+def test_a_batch_of_which_the_last_rows_were_aborted_tells_nothing() -> None:
+    tail = Tail()
+    rows = [make_row([0] * 90, 8, id=str(i), limit=500, steps=20) for i in range(4)]
+    rows[0].finish_reason = "stop"
+    tail.learn(Batch([RowStep(row, 0, 1) for row in rows]), LOAD)
+    assert finished(tail, [20] * 4, [3.0] * 4, credited=15 * SECONDS) == pytest.approx(0.0)
+    assert not tail.ended
+
+
+def apart(acceptances: Sequence[float], rows: int, node: float, fixed: float, seed: int) -> float:
+    """Time over plain decoding's of batches of requests whose drafts are accepted more or less often."""
+    sources = [Source(fixed * STEP, 0.0, 1.0, [acceptance], False) for acceptance in acceptances]
+    crowd = Crowd.make(sources, [0.0] * len(sources), rows, 8 * rows, seed, node, 0.3)
+    crowd.ends = [64] * len(crowd.ends)
+    return mean(Stream(crowd, seed).run_apart()[2:])
+
+
+def test_batches_end_hardly_later_than_by_plain_decoding() -> None:
+    """Though some of their requests gain much."""
+    assert mean([apart([0.45], 16, 0.003, 0.3, seed) for seed in range(4)]) < 1.06
+
+
+def test_batches_whose_slowest_requests_gain_are_drafted_for() -> None:
+    assert mean([apart([0.75], 16, 0.003, 0.3, seed) for seed in range(4)]) < 0.9
