@@ -4,7 +4,8 @@
  * group are summed as integers; then y += group sum * (weight scale * activation scale) [+ offset * sum of
  * the activations] in float32.
  * Order: panels of 32 outputs (shared by threads) > GROUP_TILES tiles of rows > chunks of blocks > tiles of
- * rows > register tiles of outputs > groups of inputs, in ascending order.
+ * rows > register tiles of outputs > groups of inputs, in ascending order.  One unpacked vector of weights is
+ * multiplied by all rows of a tile.
  * Exact: integer sums do not depend on their order, and the float sum takes one group after the other.
  *
  * A weight [outputs,inputs] is packed as [outputs/32][inputs/group] blocks of
@@ -20,14 +21,15 @@
 #include "threads.h"
 
 enum { OUTPUTS = 32, PANEL_VECTORS = OUTPUTS / LANES };      /* of a block */
+/* A register tile: its integer sums stay in registers, its float sums where there are some left. */
 #ifdef __AVX512F__
-enum { INT_VECTORS = 2, INT_ROWS = 6 }; /* of a register tile */
+enum { INT_VECTORS = 2, INT_ROWS = 8, CHUNK_BLOCKS = 16 };
 #elif defined __AVX2__ || defined __ARM_NEON
-enum { INT_VECTORS = 2, INT_ROWS = 4 };
+enum { INT_VECTORS = 2, INT_ROWS = 4, CHUNK_BLOCKS = 8 };
 #else
-enum { INT_VECTORS = 2, INT_ROWS = 2 };
+enum { INT_VECTORS = 2, INT_ROWS = 2, CHUNK_BLOCKS = 8 };
 #endif
-enum { CHUNK_BLOCKS = 8, GROUP_TILES = 48 / INT_ROWS };
+enum { GROUP_TILES = 48 / INT_ROWS };
 enum { FEW_ROWS = 5 }; /* fewer rows wait for memory */
 /* Rows of a tile with all outputs of a panel. */
 enum { STREAM_ROWS = (int)INT_VECTORS == (int)PANEL_VECTORS ? INT_ROWS : 1 };
@@ -126,13 +128,15 @@ INLINE void add_group(const int rows, const int vectors, const Form form, const 
         if (form.has_offsets) offset[c] = load_half(scales + OUTPUTS * 2 + c * LANES * 2);
     }
     for (int r = 0; r < rows; r++, activations += 4) {
-        float scale, mass;
+        float scale;
+        int32_t bits; /* of the mass: 0 + float is an addition */
         memcpy(&scale, activations, 4);
-        memcpy(&mass, activations + 8 * rows, 4);
+        memcpy(&bits, activations + 8 * rows, 4);
+        const vfloat mass = (vfloat)((vint){0} + bits);
         for (int c = 0; c < vectors; c++) {
             const vfloat by = weight_scale[c] * scale;
             tile[r][c] = multiply_add(__builtin_convertvector(sums[r][c], vfloat), by, tile[r][c]);
-            if (form.has_offsets) tile[r][c] = multiply_add(offset[c], broadcast(mass), tile[r][c]);
+            if (form.has_offsets) tile[r][c] = multiply_add(offset[c], mass, tile[r][c]);
         }
     }
 }
@@ -178,6 +182,8 @@ INLINE void multiply_tile(int64_t rows, const Form form, IntTask t) {
 #ifdef __AVX512F__
         case 5: multiply_rows(5, form, t); break;
         case 6: multiply_rows(6, form, t); break;
+        case 7: multiply_rows(7, form, t); break;
+        case 8: multiply_rows(8, form, t); break;
 #endif
     }
 }
@@ -216,19 +222,27 @@ typedef struct {
     float *y;
     int64_t outputs;
     int add;
+    int64_t parts; /* of a tile, whose groups threads round */
 } IntCall;
 
-/* Tiles of rows have equal sizes: 8 rows are 4 + 4, not 6 + 2. */
+/* Tiles of rows have equal sizes: 10 rows are 5 + 5, not 8 + 2. */
 INLINE int64_t count_tiles(const IntCall *l) { return divide_up(l->rows, INT_ROWS); }
 INLINE int64_t first_of_tile(const IntCall *l, int64_t tile) { return tile * l->rows / count_tiles(l); }
 
-static void round_tiles(const void *loop, int64_t first_tile, int64_t end_tile) {
+/* Rounds parts of tiles, which are contiguous: no two threads write to one line but at their borders. */
+static void round_parts(const void *loop, int64_t part, int64_t end) {
     const IntCall *l = loop;
-    for (int64_t i = first_tile; i < end_tile; i++) {
-        const int64_t first = first_of_tile(l, i), count = first_of_tile(l, i + 1) - first;
-        RowPlace to = {l->rounded + first * rounded_bytes(l->inputs, l->form.group), 0, count};
-        for (; to.row < count; to.row++)
-            round_row(l->x + (first + to.row) * l->inputs, l->inputs, l->weight, to);
+    const int64_t group = l->form.group, groups = l->inputs / group;
+    for (; part < end; part++) {
+        const int64_t tile = part / l->parts, first_row = first_of_tile(l, tile),
+                      rows = first_of_tile(l, tile + 1) - first_row;
+        const int64_t first_group = part % l->parts * groups / l->parts,
+                      count = (part % l->parts + 1) * groups / l->parts - first_group;
+        int8_t *at = l->rounded + first_row * rounded_bytes(l->inputs, group) +
+                     rows * rounded_bytes(first_group * group, group);
+        const float *x = l->x + first_row * l->inputs + first_group * group;
+        for (int64_t r = 0; r < rows; r++, x += l->inputs)
+            round_row(x, count * group, l->weight, (RowPlace){at, r, rows});
     }
 }
 
@@ -266,7 +280,7 @@ static void multiply_panel(const IntCall *l, int64_t panel) {
     const int64_t groups = l->inputs / l->form.group, tiles = count_tiles(l);
     const int64_t most = l->rows <= STREAM_ROWS ? groups : CHUNK_BLOCKS;
     const char *blocks = (const char *)l->weight->data + panel * groups * block_bytes(l->form);
-    float sums[GROUP_TILES * INT_ROWS * OUTPUTS];
+    _Alignas(64) float sums[GROUP_TILES * INT_ROWS * OUTPUTS];
     for (int64_t i = 0; i < tiles; i += GROUP_TILES) {
         const int64_t end = min64(i + GROUP_TILES, tiles), first_row = first_of_tile(l, i),
                       end_row = first_of_tile(l, end);
@@ -288,8 +302,9 @@ static void multiply_panels(const void *loop, int64_t first, int64_t end) {
 void linear_int(const Weight *w, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs,
                 int add) {
     int8_t *rounded = scratch_acquire(SCRATCH_ACTIVATIONS, rows * rounded_bytes(inputs, w->group));
-    const IntCall call = {w, form_of(w), x, rows, inputs, rounded, y, outputs, add};
-    parallel_for(count_tiles(&call), 1, round_tiles, &call);
+    IntCall call = {w, form_of(w), x, rows, inputs, rounded, y, outputs, add, .parts = 1};
+    if (rows > 1) call.parts = divide_up(most_threads(), count_tiles(&call)); /* one row is rounded at once */
+    parallel_for(count_tiles(&call) * call.parts, 1, round_parts, &call);
     parallel_for(divide_up(outputs, OUTPUTS), 1, multiply_panels, &call);
     scratch_release(SCRATCH_ACTIVATIONS);
 }

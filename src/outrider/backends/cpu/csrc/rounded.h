@@ -1,7 +1,8 @@
 /* Rounded activations of linear_int.c.
  *
  * Computed: every group of a row in 8 bits, by its largest magnitude.
- * Order: LANES groups at a time: their magnitudes, their scales, then their bytes.
+ * Order: LANES groups at a time: their magnitudes, their scales, then their bytes.  Threads share the rows,
+ * or parts of their groups.
  * Exact: a row is rounded by itself.  Maxima and integer sums do not depend on their order.
  *
  * The rows of a register tile lie together, so that its kernel reads one stream.  A tile of n rows is
@@ -27,10 +28,11 @@ typedef struct {
     float scale[LANES], inverse[LANES];
 } GroupScales;
 
-INLINE GroupScales scales_of(const float *x, int64_t group, int64_t count) {
+INLINE GroupScales scales_of(const float *x, const int64_t group, const int64_t count) {
     vint largest[LANES];
     GroupScales s;
-    for (int64_t g = 0; g < LANES; g++) largest[g] = (vint){0};
+    for (int64_t g = count; g < LANES; g++) largest[g] = (vint){0};
+    #pragma GCC unroll 16
     for (int64_t g = 0; g < count; g++) largest[g] = max_magnitudes(x + g * group, group);
     const vfloat magnitude = (vfloat)max_each(largest);
     store(s.scale, magnitude / 127.0f);
@@ -39,16 +41,18 @@ INLINE GroupScales scales_of(const float *x, int64_t group, int64_t count) {
 }
 
 /* `count` <= LANES groups, from group `first` on. */
-INLINE void round_groups(const float *x, const Weight *w, int64_t first, int64_t count, RowPlace to) {
-    const int64_t group = w->group, block = to.rows * (group + 12);
+INLINE void round_groups(const float *x, const int64_t group, int kind, int64_t first, const int64_t count,
+                         RowPlace to) {
+    const int64_t block = to.rows * (group + 12);
     const GroupScales scales = scales_of(x, group, count);
     int8_t *at = to.tile + first * block + to.row * group;
     vint sums[LANES];
-    for (int64_t g = 0; g < LANES; g++) sums[g] = (vint){0};
+    for (int64_t g = count; g < LANES; g++) sums[g] = (vint){0};
+    #pragma GCC unroll 16
     for (int64_t g = 0; g < count; g++, at += block)
         sums[g] = round_bytes(x + g * group, group, scales.inverse[g], at);
     const vint sum = sum_each(sums);
-    const vuint start = (vuint)sum * (uint32_t)(w->kind == INT8 ? BYTE_START : -8);
+    const vuint start = (vuint)sum * (uint32_t)(kind == INT8 ? BYTE_START : -8);
     const vfloat mass = load(scales.scale) * __builtin_convertvector(sum, vfloat);
     at = to.tile + first * block + to.rows * group + 4 * to.row;
     for (int64_t g = 0; g < count; g++, at += block) {
@@ -58,8 +62,16 @@ INLINE void round_groups(const float *x, const Weight *w, int64_t first, int64_t
     }
 }
 
+/* Constant groups, LANES of them, are unrolled. */
+INLINE void round_constant(const float *x, int64_t inputs, const int64_t group, int kind, RowPlace to) {
+    const int64_t groups = inputs / group, whole = groups / LANES * LANES;
+    for (int64_t g = 0; g < whole; g += LANES) round_groups(x + g * group, group, kind, g, LANES, to);
+    if (whole < groups) round_groups(x + whole * group, group, kind, whole, groups - whole, to);
+}
+
 INLINE void round_row(const float *x, int64_t inputs, const Weight *w, RowPlace to) {
-    const int64_t groups = inputs / w->group;
-    for (int64_t g = 0; g < groups; g += LANES)
-        round_groups(x + g * w->group, w, g, min64(groups - g, LANES), to);
+    if (w->group == 32)
+        round_constant(x, inputs, 32, w->kind, to);
+    else
+        round_constant(x, inputs, 16, w->kind, to);
 }
