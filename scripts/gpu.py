@@ -125,7 +125,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def run_tests() -> dict[str, Any]:
     several = ["-n", "8"] if find_spec("xdist") else []
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *several, *TESTS],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *several, *TESTS],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -11,8 +11,8 @@ is the part of that share which an accepted token is worth.
 
     shared = (longest / steps - 1) / (rate - 1)
 
-of a batch that has emptied: tokens of its longest answer over the steps of its last request, which is what the
-batch has gained, over the mean gain of its rows.  replaced: how far others take the places, 0 to 1.
+of a batch that has emptied: tokens of its longest answer over the steps of its last request, which is what
+the batch has gained, over the mean gain of its rows.  replaced: how far others take the places, 0 to 1.
 
 When a batch has emptied, its lengths tell what plain decoding would have taken.  What the ledger had credited
 beyond it was never saved.
