@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from commands import Run
 
-from outrider import LLM
+from outrider import LLM, ConfigError
+from outrider.cli.tune import _check_model
 from outrider.core.row import Speculation
 from outrider.draft.layerskip.sets import Skip
 from outrider.testing import tiny_checkpoint
 from outrider.tune.layerskip import Costs, Tuner
 from outrider.tune.search import Candidate, Search
+
+COMMANDS = ("search", "control", "layerskip")
 
 
 def test_tuned_layer_set_drafts(run: Run, tmp_path: Path) -> None:
@@ -152,3 +155,17 @@ def test_a_misspelt_command_is_no_model(run: Run, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kontrol").mkdir()
     assert "`outrider tune control`" not in run("tune", "kontrol").err, "a folder of that name is a model"
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("contol", "control"), ("controll", "control"), ("layerskp", "layerskip"), ("searhc", "search")],
+)
+def test_a_slip_of_the_fingers_is_a_misspelt_command(name: str, command: str) -> None:
+    with pytest.raises(ConfigError, match=f"is it `outrider tune {command}`"):
+        _check_model(name, COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["org/control", "control/x", "control-v2", "research", "layerskip-llama"])
+def test_a_model_named_like_a_command_is_a_model(name: str) -> None:
+    _check_model(name, COMMANDS)

@@ -43,9 +43,13 @@ class Group(TyperGroup):
 
 
 def _check_model(name: str, commands: Iterable[str]) -> None:
-    """Raise ConfigError for a misspelt command: it would be loaded as a model."""
-    close = get_close_matches(name, commands)
-    if close and not Path(name).exists():
+    """Raise ConfigError for a misspelt command: it would be loaded as a model.
+
+    Names with a slash, and those with more letters than a slip of the fingers adds, are models of the hub.
+    """
+    near_length = [command for command in commands if abs(len(command) - len(name)) <= 1]
+    close = get_close_matches(name, near_length, cutoff=0.8)
+    if close and "/" not in name and not Path(name).exists():
         near = " or ".join(f"`outrider tune {command}`" for command in close)
         raise ConfigError(f"there is neither a command nor a model {name!r} for tune: is it {near}?")
 
