@@ -33,3 +33,11 @@ def test_the_ranking_tells_what_was_compared() -> None:
     text = printed(replace(found, dropped=[replace(other, changed=True)], interrupted=True))
     assert "a bug: suffix, min_token_prob" in text and "Every setting" not in text
     assert text.startswith("Cut short by Ctrl-C") and "runs at the end" not in text
+
+
+def test_what_was_not_tried_has_its_reason() -> None:
+    found = Outcome([Candidate("builtin-draft", {"model": "x"}, [Pair(2.0, 1.0)])], [], ["ngram"], {})
+    text = " ".join(printed(found).split())
+    assert "Not tried for lack of time: ngram. Give more --minutes." in text
+    text = " ".join(printed(replace(found, interrupted=True)).split())
+    assert "Not tried because of Ctrl-C: ngram." in text and "--minutes" not in text

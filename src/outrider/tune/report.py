@@ -93,8 +93,10 @@ def show_ranking(outcome: Outcome, out: Path, exact: bool, console: Console) -> 
         console.print(f"{others} others were slower.")
     for label, reason in outcome.refused.items():
         console.print(f"Left out: {label}: {reason}", style="dim", soft_wrap=True)
+    advice = "Let the search end." if outcome.interrupted else "Give more --minutes."
     if outcome.untried:
-        console.print(f"Not tried for lack of time: {', '.join(outcome.untried)}. Give more --minutes.")
+        why = "because of Ctrl-C" if outcome.interrupted else "for lack of time"
+        console.print(f"Not tried {why}: {', '.join(outcome.untried)}. {advice}")
     if outcome.changed:
         labels = "; ".join(one.label for one in outcome.changed)
         console.print(f"Other tokens than plain decoding, which is a bug: {labels}.", style="bold red")
@@ -108,7 +110,7 @@ def show_ranking(outcome: Outcome, out: Path, exact: bool, console: Console) -> 
     elif best.interval is None or best.interval[0] <= 1:
         why = "its interval includes 1" if best.interval else "it has too few runs"
         console.print(
-            f"{best.label} is not shown to be faster than plain decoding: {why}. Give more --minutes.",
+            f"{best.label} is not shown to be faster than plain decoding: {why}. {advice}",
             style="bold",
         )
     console.print(f"{out}: use it with --speculative-config @{out}", soft_wrap=True, markup=False)
