@@ -111,6 +111,16 @@ def test_a_folder_whose_first_weights_are_missing_is_used_and_deleted(tmp_path: 
     assert store.delete(tmp_path) > 0 and not tmp_path.exists()
 
 
+def test_a_folder_with_only_a_lock_is_deleted(tmp_path: Path) -> None:
+    """A process that ended before it saved weights leaves it."""
+    path = tmp_path / "given"
+    Store(path, "t", "b")
+    assert [file.name for file in path.iterdir()] == [store.LOCK]
+    with pytest.raises(SystemExit, match="0"):
+        main(["online", "delete", str(path)])
+    assert not path.exists()
+
+
 def test_metadata_nested_without_end_is_refused(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / store.WEIGHTS, {store.KEY: "[" * 200_000})
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -25,14 +25,20 @@ def delete(path: Folder) -> None:
     """Remove the learned weights: learning begins with the published ones again."""
     from outrider.online import store
 
-    _state(path)
+    if not store.ours(path.expanduser()):  # a lock alone is left by a process that has not saved any
+        raise _nothing(path)
     typer.echo(f"{path}: removed {store.delete(path.expanduser()):,} bytes")
 
 
 def _state(path: Path) -> dict[str, object]:
-    from outrider.errors import ConfigError
     from outrider.online import store
 
     if (state := store.read(path.expanduser())) is None:
-        raise ConfigError(f"there are no learned weights in {str(path)!r}.")
+        raise _nothing(path)
     return state
+
+
+def _nothing(path: Path) -> Exception:
+    from outrider.errors import ConfigError
+
+    return ConfigError(f"there are no learned weights in {str(path)!r}.")
