@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import signal
 import subprocess
@@ -118,6 +119,13 @@ def number(pattern: str, text: str) -> float:
     found = re.search(pattern, text)
     assert found, f"no {pattern!r} in {text}"
     return float(found.group(1))
+
+
+def test_a_tree_has_its_depth_and_its_nodes(run: Run) -> None:
+    config = '{"model": "builtin-draft", "num_speculative_tokens": 2, "siblings": 2}'
+    message = run("generate", "-p", TEXT, "-n", 4, "--speculative-config", config).err
+    nodes = LLM("builtin", speculative_config=json.loads(config)).engine.drafter.size(2)
+    assert nodes > 2 and f"n_draft   = 2 (depth of a tree of up to {nodes} nodes)\n" in message
 
 
 def test_the_figures_are_those_of_the_request(run: Run) -> None:

@@ -16,6 +16,8 @@ The last prefill step also drafts.  So a draft model has a few tokens more than 
 
 from __future__ import annotations
 
+from outrider.control.auto import AutoController
+from outrider.control.fixed import FixedController
 from outrider.core.clock import Work
 from outrider.engine.engine import Engine
 from outrider.outputs import RequestOutput
@@ -27,7 +29,7 @@ def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_se
     prompt, drafts = prefill.known, engine.controller.nodes(1)
     lines = [_phase("encoded", prompt, prefill), _phase("decoded", decoding.emitted, decoding), ""]
     if drafts:
-        lines.append(f"n_draft   = {drafts}")
+        lines.append(f"n_draft   = {_most_drafted(engine)}")
     lines.append(f"n_predict = {total.emitted}")
     if drafts:
         lines += [
@@ -56,6 +58,15 @@ def figures(engine: Engine, output: RequestOutput, load_seconds: float, total_se
         f"{'total time':>16} = {1e3 * total_seconds:9.2f} ms / {prompt + total.emitted:5d} tokens",
     ]
     return "\n".join(lines)
+
+
+def _most_drafted(engine: Engine) -> str:
+    """The most draft tokens of a step: of a chain their number, of a tree its depth and its nodes."""
+    controller = engine.controller
+    limits = controller.limits if isinstance(controller, AutoController) else controller
+    nodes = controller.nodes(1)
+    depth = limits.depth_for(1) if isinstance(limits, FixedController) else nodes
+    return f"{nodes}" if nodes <= depth else f"{depth} (depth of a tree of up to {nodes} nodes)"
 
 
 def _adaptive(output: RequestOutput) -> list[str]:
