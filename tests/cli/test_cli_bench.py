@@ -13,7 +13,7 @@ from commands import Run
 from outrider import LLM, RequestError, SamplingParams
 from outrider.bench.measure import PLAIN, Measured, demonstrations, grouped, too_short
 from outrider.bench.measure import Run as Group
-from outrider.bench.questions import MT_BENCH, prompts_of, read
+from outrider.bench.questions import MT_BENCH, prompts_for, prompts_of, read
 from outrider.bench.report import figures, remarks, within_noise
 from outrider.bench.rounds import Rounds, measure
 from outrider.cli.bench import configs_of
@@ -321,7 +321,7 @@ def test_lines_of_text_go_through_the_chat_template_unless_raw(tmp_path: Path, m
     (bare,), _ = prompts_of(LLM(mute), read(file), params)
     assert bare[1]["prompt_token_ids"] == LLM(mute).tokenizer.encode("What do plants need?")
     with pytest.raises(RequestError, match="not both"):
-        prompts_of(llm, read(file, raw=True), params, all_turns=True)
+        prompts_for(llm, read(file, raw=True), params, raw=True, all_turns=True)
 
 
 def test_own_prompts_that_exceed_a_short_context_are_left_out(run: Run, mute: str) -> None:

@@ -39,6 +39,8 @@ def test_conversations_end_with_the_last_user_message() -> None:
     [
         ({"prompt": "P", "response": "R"}, "P", "R"),
         ({"question": "Q", "answer": "A"}, "Q", "A"),
+        ({"prompt": "P", "answer": "A"}, "P", "A"),
+        ({"prompt": "P"}, "P", ""),
         ({"instruction": "I", "input": "more", "output": "O"}, "I\nmore", "O"),
         ({"category": "math", "turns": ["T", "later"]}, "T", ""),
     ],
@@ -75,7 +77,7 @@ def test_a_json_file_may_be_one_list(target: LLM, run_options: Any, tmp_path: Pa
     path.write_text(json.dumps([{"prompt": "the cat"}, 7, {"prompt": "abc"}], indent=1))
     items, (source,) = read(target, run_options("medusa", tmp_path, data=(str(path),)))
     assert len(items) == 2 and source.lines == 3
-    assert source.bad == ["line 2: neither messages nor turns, prompt or text: 7"]
+    assert source.bad == ["entry 2: neither messages nor turns, prompt or text: 7"]
 
 
 def test_texts_are_cut_and_long_prompts_left_out(target: LLM, run_options: Any, tmp_path: Path) -> None:

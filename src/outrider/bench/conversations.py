@@ -1,4 +1,4 @@
-"""Conversations and texts in files: .jsonl with one a line, or .json with a list of them.
+"""Conversations and texts in files: .jsonl with one a line, or .json with a list of them or a single one.
 
 {"messages": [{"role": "user", "content": "…"}, …]}   OpenAI; also "conversations", "from", "value" (ShareGPT)
 {"body": {"messages": […]}}                           a request of OpenAI's batches
@@ -37,23 +37,28 @@ class Example:
     category: str = "all"
 
 
-def records(suffix: str, content: bytes) -> Iterator[tuple[int, bytes]] | None:
-    """(number, bytes) of every record: a line, or an entry of a .json list; None for another suffix."""
+def records(suffix: str, content: bytes) -> Iterator[tuple[str, bytes]] | None:
+    """(place, such as "line 3", and bytes) of every record: a line, an entry of a .json list, or the only
+    object of a .json file.  None for another suffix.
+    """
     if suffix not in FORMS:
         return None
-    if suffix == ".json" and isinstance(listed := _parsed(content), list):
-        return ((number, json.dumps(entry).encode()) for number, entry in enumerate(listed, 1))
-    return ((number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip())
+    whole = _parsed(content) if suffix == ".json" else None
+    if isinstance(whole, dict):
+        whole = [whole]
+    if isinstance(whole, list):
+        return ((f"entry {number}", json.dumps(entry).encode()) for number, entry in enumerate(whole, 1))
+    return ((f"line {number}", line) for number, line in enumerate(content.splitlines(), 1) if line.strip())
 
 
-def paragraphs(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number of its first line, bytes) of every paragraph."""
+def paragraphs(content: bytes) -> Iterator[tuple[str, bytes]]:
+    """(place of its first line, bytes) of every paragraph."""
     block: list[bytes] = []
     for number, line in enumerate([*content.splitlines(), b""], 1):
         if line.strip():
             block.append(line)
         elif block:
-            yield number - len(block), b"\n".join(block)
+            yield f"line {number - len(block)}", b"\n".join(block)
             block = []
 
 
@@ -90,13 +95,20 @@ def _example_of_object(given: Mapping[str, Any]) -> Example | None:
     turns = given.get("turns")
     if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns):
         return Example(({"role": "user", "content": turns[0]},), later=tuple(turns[1:]))
-    for asked, answered in PAIRS:
-        if isinstance(given.get(asked), str) and given[asked]:
-            more = f"\n{given['input']}" if asked == "instruction" and given.get("input") else ""
-            message = {"role": "user", "content": given[asked] + more}
-            return Example((message,), str(given.get(answered) or ""))
+    if (pair := _pair(given)) is not None:
+        asked, answered = pair
+        more = f"\n{given['input']}" if asked == "instruction" and given.get("input") else ""
+        message = {"role": "user", "content": given[asked] + more}
+        return Example((message,), str(given.get(answered) or ""))
     text = given.get("text")
     return Example(text=text) if isinstance(text, str) and text.strip() else None
+
+
+def _pair(given: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Names of prompt and answer: the first pair that has both, or else the first with a prompt."""
+    asked = [pair for pair in PAIRS if isinstance(given.get(pair[0]), str) and given[pair[0]]]
+    answered = [pair for pair in asked if given.get(pair[1])]
+    return next(iter(answered or asked), None)
 
 
 def _conversation(listed: list[Any]) -> Example:

@@ -36,14 +36,14 @@ class Question(NamedTuple):
 def read(path: Path, limit: int | None = None, raw: bool = False) -> list[Question]:
     """Read at most `limit` questions of each category.
 
-    raw: without a chat template.  Raises RequestError naming file and line.
+    raw: without a chat template.  Raises RequestError naming the file and the line or entry.
     """
     text = text_of(path, "the prompts", RequestError)
     found = records(path.suffix, text.encode())
     if found is None:
         questions = [Question(path.stem, (line,), raw) for line in text.splitlines() if line.strip()]
     else:
-        questions = [_question(line, f"{path}, line {number}", raw) for number, line in found]
+        questions = [_question(line, f"{path}, {place}", raw) for place, line in found]
     if not questions:
         raise RequestError(f"{path} holds no prompts.")
     if set(MT_BENCH) <= {question.category for question in questions}:
@@ -83,10 +83,6 @@ def prompts_of(
     if llm.tokenizer is None:
         raise RequestError("prompts need a tokenizer, and the checkpoint has none: name one.")
     templated = bool(getattr(llm.tokenizer, "chat_template", None))
-    if all_turns and any(question.raw for question in questions):
-        raise RequestError(
-            "all turns need the chat template: ask for raw prompts or for all turns, not both."
-        )
     if all_turns and not templated:
         raise RequestError("all turns need a chat template, and the model has none: ask for the first turn.")
     asked = [
@@ -107,7 +103,14 @@ def prompts_for(
     raw: bool = False,
     all_turns: bool = False,
 ) -> tuple[Prompts, int]:
-    """`prompts_of`; our own prompts if there are no questions."""
+    """`prompts_of`; our own prompts if there are no questions.
+
+    Raises RequestError for raw prompts with all turns.
+    """
+    if raw and all_turns:
+        raise RequestError(
+            "all turns need the chat template: ask for raw prompts or for all turns, not both."
+        )
     if questions is not None:
         return prompts_of(llm, questions, params, all_turns)
     own = [(each.kind, rendered(each, llm.tokenizer, raw)["prompt_token_ids"]) for each in PROMPTS]

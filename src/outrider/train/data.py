@@ -1,5 +1,5 @@
-"""Texts to train on: .jsonl with a conversation or a text a line, .json with a list of them, or plain text in
-paragraphs.  `outrider.bench.conversations` lists the forms.
+"""Texts to train on: .jsonl with a conversation or a text a line, .json with one or a list of them, or plain
+text in paragraphs.  `outrider.bench.conversations` lists the forms.
 
 A conversation is cut at its last user message.  What follows is the answer, if answers are not regenerated.
 """
@@ -30,7 +30,7 @@ class Item:
 
 @dataclass
 class Source:
-    """A file.  bad: "line: reason" of the lines that were left out."""
+    """A file.  bad: "line 3: reason" of the records that were left out."""
 
     path: str
     sha256: str
@@ -57,14 +57,14 @@ def read(llm: LLM, options: TrainOptions) -> tuple[list[Item], list[Source]]:
         source = Source(name, hashlib.sha256(content).hexdigest())
         sources.append(source)
         found = records(path.suffix, content)
-        for number, raw in paragraphs(content) if found is None else found:
+        for place, raw in paragraphs(content) if found is None else found:
             if options.limit is not None and len(items) >= options.limit:
                 break
             source.lines += 1
             try:
                 items.append(encoded(llm, example_of(raw, path.suffix), options))
             except (RequestError, UnicodeDecodeError) as error:
-                source.bad.append(f"line {number}: {error}")
+                source.bad.append(f"{place}: {error}")
     if len(items) < 2:
         reasons = "; ".join(bad for source in sources for bad in source.bad[:3])
         raise RequestError(
