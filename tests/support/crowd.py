@@ -33,6 +33,7 @@ class Crowd(Environment):
     """`batch` requests at once, of which the next begins where one ends.
 
     ends: tokens of each answer.  prompt: tokens of each prompt.  bias: more or less acceptance of each one.
+    beside: plain steps that each request takes beside a forward.
     per_row: plain steps that each row adds to a draft, by drafter.
     """
 
@@ -40,6 +41,7 @@ class Crowd(Environment):
     prompt: int = 16
     per_row: list[float] = field(default_factory=list)
     bias: list[float] = field(default_factory=list)
+    beside: float = 0.0
 
     def accepted(self, k: int, row: int, position: int, depth: int) -> int:
         probability = self.acceptance(k, position) + self.bias[row]
@@ -70,7 +72,8 @@ class Crowd(Environment):
         """Plain steps until all of these have ended that begin together."""
         ends = [self.ends[i] for i in requests]
         running = (sum(end >= n for end in ends) for n in range(2, max(ends) + 1))
-        return self.rows[len(ends) * self.prompt] + sum(self.rows[count] for count in running)
+        first = self.rows[len(ends) * self.prompt] + self.beside * len(ends)
+        return first + sum(self.rows[count] + self.beside * count for count in running)
 
 
 class Stream(Simulation):
@@ -131,7 +134,8 @@ class Stream(Simulation):
         self._propose(batch)
         controller.trim(batch)
         propose = self.now - began
-        forward = SECONDS * env.rows[sum(step.known + len(step.tree.tokens) for step in batch)]
+        rows = sum(step.known + len(step.tree.tokens) for step in batch)
+        forward = SECONDS * (env.rows[rows] + env.beside * len(batch))
         emitted = sum(map(self._emit, batch))
         self.now += forward
         controller.learn(Commit(batch), Times(propose, forward, 0.0))

@@ -193,7 +193,7 @@ class Reach:
     @property
     def most(self) -> int:
         """The largest depth to ask for: first asks are short, since little is known."""
-        return (FIRST_GRADED_DEPTH if self.expected == FIRST_GRADED else 1) << min(10, self.asked)
+        return (FIRST_GRADED_DEPTH if self.expected > FIRST_REACH else 1) << min(10, self.asked)
 
     def fade(self, step: int) -> None:
         """Discount what was learned before `step`, the number of steps of the request."""

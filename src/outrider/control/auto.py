@@ -222,7 +222,7 @@ class AutoController:
     def _take_rows(self, batch: Batch) -> None:
         """Take the rows of a batch, which have changed, or have or had prompt tokens."""
         self.prefill_choice.leave_out(batch)
-        self.load, self.rows = Load.of(batch, self.evidence.forward, self.evidence.tail.ahead), batch.rows
+        self.load, self.rows = Load.of(batch, self.evidence.forward, self.evidence.tail), batch.rows
         if gone := (self.considered | self.plans.keys()).difference(batch.rows):  # preempted, or aborted
             self._drop_plans(gone)
 
@@ -242,7 +242,7 @@ class AutoController:
     # ---- while drafting
 
     def trim(self, batch: Batch) -> None:
-        """Keep the nodes of the whole batch that pay, and one of each drafter that is being tried."""
+        """Keep the nodes of the whole batch that pay, and one of each plan that tests its drafters."""
         if self.rest is not None:
             if self.guided:
                 self.limits.trim(batch)
@@ -297,7 +297,7 @@ class AutoController:
             self.since_plain += 1
         elif self.load.batch:
             self.since_plain = 0
-        room = self.room.enter(batch, self.tries, self.load.worth)
+        room = self.room.enter(batch, self.tries, self.load.accepted_token)
         self.age += 1
         if self.room.surprising or not room or not (self.tries or self.anchored):
             self.stale = True

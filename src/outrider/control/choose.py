@@ -37,7 +37,7 @@ class Price(NamedTuple):
     fixed, per_level: seconds of drafting.  nodes_per_level: verified nodes by level.
     verify: nodes of the row -> seconds that they add to the forward.
     stops: the drafter ends its drafts by itself, so that asking for a deeper one is never worse.
-    worth: part of a plain token's time that an accepted token is worth.
+    token_value: part of a plain token's time that an accepted token is worth.
     """
 
     fixed: float
@@ -45,7 +45,7 @@ class Price(NamedTuple):
     nodes_per_level: float
     verify: Callable[[float], float]
     stops: bool = False
-    worth: float = 1.0
+    token_value: float = 1.0
 
     def of(self, depth: int) -> float:
         """Seconds of a draft of this depth."""
@@ -63,13 +63,13 @@ def best_option(
     cost are those of the best depth.  One that stops by itself is asked for the deepest whose cost is known.
     The cost is infinite where that of every depth is unknown or too much.
     """
-    fixed, per_level, nodes_per_level, verify, stops, worth = price
+    fixed, per_level, nodes_per_level, verify, stops, token_value = price
     deepest, best, found = len(gains), 0.0, (1, 0.0, math.inf, math.inf)
     asking = crowd or batch
     for depth in (*DEPTHS[: bisect_left(DEPTHS, deepest)], deepest):
         ask, gain = fixed + per_level * depth, gains[depth - 1]
         cost = ask + verify(nodes_per_level * depth)
-        value = batch + asking * worth * gain
+        value = batch + asking * token_value * gain
         if (rate := value / (plain + asking * cost)) > best or (stops and rate):
             best, found = rate, (depth, gain, cost, ask)
     if asking * per_level * (deepest - found[0]) < CHEAP * plain:

@@ -119,7 +119,7 @@ class ForwardCost:
             self.paces[batch] = ratio
             self.counts[_nearest(rows)] |= first and rows in ROWS
             self.shares.pop(batch, None)
-            if self.measured and 1 / ratio < MOST_SHARE:
+            if self.measured and ratio > 1 / MOST_SHARE:
                 self.shares[batch] = max(LEAST_SHARE, 1 / ratio)
         elif abs(deviation) < CLIP:
             rate = max(1 - (1 - PACE_RATE) ** steps, steps / self.plain_steps[batch])

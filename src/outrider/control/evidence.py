@@ -62,8 +62,7 @@ class Evidence:
         self.forward = forward = forward or ForwardCost()
         by_level = {k for k, arm in enumerate(arms) if arm.prefills}
         self.learned = found = learned(memory and memory.read(), len(arms), forward.base(1), by_level)
-        self.calibration, self.reach, self.drafting, self.prefill_cost = found[:4]
-        self.ledger, self.graded = found[4:]
+        self.calibration, self.reach, self.drafting, self.prefill_cost, self.ledger, self.graded = found
         for reach in [reach for arm, reach in zip(arms, self.reach) if arm.grades]:
             reach.expected = FIRST_UNGRADED
         self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * forward.base(1))
@@ -96,9 +95,10 @@ class Evidence:
         return self.graded.setdefault((k, grade), Reach(expected=FIRST_GRADED)) if grade else self.reach[k]
 
     def promising(self, row: Row) -> bool:
-        """Whether more speaks for a draft than when the row was last considered.  It sleeps no more then."""
+        """Whether more speaks for a draft than at the last look.  The row sleeps no more then."""
         grades = [arm.grade(row) for arm in self.arms]
-        return any(grades) and self.state(row).promising(grades)
+        state = self.state(row) if any(grades) else self.states.get(row)
+        return state is not None and state.promising(grades)
 
     def learn(self, records: Sequence[StepRecord]) -> None:
         """Take in steps, oldest first."""
@@ -109,7 +109,7 @@ class Evidence:
         for record in records:
             extra = self._costs(record, asked)
             spent, plain = self.sums.add(record, self.states, extra, self.idle / max(1, record.load.batch))
-            self._earn(spent, plain, record.load)
+            self._earn(spent, plain, record.load, record.emitted)
             self._judge(record, host)
         for (k, rows), asks in asked.items():
             depths, seconds = zip(*asks)
@@ -145,13 +145,14 @@ class Evidence:
             self.surprises = 0
             self.idle += (1 - (1 - RATE) ** count) * (propose / count - self.idle)
         tokens, host, self.host = count * batch + beside, self.host, 0.0
-        self._earn((plain := tokens * load.token) + host, plain, load)
+        self._earn((plain := tokens * load.token) + host, plain, load, tokens)
         self.total.add("off", plain + host + propose, plain, steps=tokens)
         self._remember()
 
-    def _earn(self, spent: float, plain: float, load: Load) -> None:
+    def _earn(self, spent: float, plain: float, load: Load, tokens: int) -> None:
         """Enter seconds, and those of plain decoding, into the ledger of all requests."""
         self.ledger.add_steps(spent, plain, load.share)
+        self.tail.credit(plain, tokens)
         for trials in self.trials:
             trials.earn(plain, load.decode, load.allowance)
 
@@ -183,7 +184,7 @@ class Evidence:
         """Complete what is known of rows that have ended in a step."""
         for row in rows:
             self.close(row, load)
-        never_saved = self.tail.learn(batch, load)
+        never_saved = self.tail.learn(batch, self.forward)
         self.ledger.add(never_saved, 0.0)
         self.total.plain_seconds -= never_saved
 
@@ -231,8 +232,7 @@ class Evidence:
         else:
             propose = self._propose(record, asks, asked)
         if load.decodes_only:
-            emitted = sum([len(step.emitted) for step in batch])
-            self.forward.learn_rate(load.batch, emitted, propose + self.idle + measured)
+            self.forward.learn_rate(load.batch, record.emitted, propose + self.idle + measured)
         extra = propose + (measured - load.plain if nodes else 0.0) + self.host
         self.host = 0.0
         return extra
@@ -338,7 +338,7 @@ class Evidence:
                 (own.above or self.reach[k]).learn(outcome)
             option = tried.plan.option(k)
             cost = option.cost if proposed else option.ask_cost
-            state.earned[k] += steps * (right * record.load.worth - cost)
+            state.earned[k] += steps * (right * record.load.accepted_token - cost)
             if right:
                 state.retry[k] = row.steps
             elif k in tried.plan.exploring:

@@ -59,7 +59,8 @@ class MixAsks:
                         depth, tried_by_some = max(depth, option.depth), tried_by_some or exploring
         if tried_by_some or not asks:
             return asks
-        drafting = self.load.pace * self.planner.evidence.drafting.expected(k, len(asks), depth)
+        load, costs = self.load, self.planner.evidence.drafting
+        drafting = load.weight * load.pace * costs.expected(k, len(asks), depth)
         return asks if gain > self.load.rate * (verify + drafting) else {}
 
     def _missed(self, r: int, drafts: Mapping[int, Draft]) -> float:

@@ -13,6 +13,7 @@ from outrider.control.acceptance import Calibration, Reach
 from outrider.control.choose import Option
 from outrider.control.cost import ForwardCost
 from outrider.control.ledger import EXPLORE, SHARE, Ledger, allowance
+from outrider.control.tail import Tail
 from outrider.core.row import NO_DRAFTS, Drafted, DraftingSummary, Row
 from outrider.core.step import Batch
 from outrider.core.tree import Budget
@@ -59,7 +60,7 @@ class RowState:
 
     retry: step from which each drafter may be tried although it does not seem to pay.
     earned: seconds that the drafts of each one have saved.
-    grades: of the next draft of each one, when they were last considered.
+    grades: of the next draft of each one, at the last look.
     asleep: no drafter is considered before this step, unless far fewer rows run than the `crowd` of then.
     steps: those that ledger and summary have.
     """
@@ -76,9 +77,11 @@ class RowState:
     steps: int = 0
 
     def promising(self, grades: list[int]) -> bool:
-        """Whether some grade is better than when the row was last considered.  It sleeps no more then."""
-        if found := any(now > before for now, before in zip(grades, self.grades)):
-            self.grades, self.asleep = grades, 0
+        """Whether some grade is better than at the last look.  The row sleeps no more then."""
+        found = any(now > before for now, before in zip(grades, self.grades))
+        self.grades = grades
+        if found:
+            self.asleep = 0
         return found
 
     def enter(
@@ -154,14 +157,6 @@ FIRST_COSTS = 64  # numbers of draft nodes whose costs are computed together, at
 MOST_NODES = 1024  # that are considered for it
 
 
-Ahead = Callable[[int, ForwardCost], float]  # rows of a plain step -> `Load.ahead`
-
-
-def in_full(rows: int, forward: ForwardCost) -> float:
-    """Where an accepted token is worth as much as a plain one."""
-    return 1.0
-
-
 @dataclass(slots=True)
 class Load:
     """A step without its drafts: emitting rows, rows of the forward, positions they attend to, seconds.
@@ -183,7 +178,7 @@ class Load:
     plain: float = 0.0
     decode: float = 0.0
     rate: float = 0.0  # tokens per second that drafts have to beat
-    ahead: float = 1.0  # part of `token` that an accepted token is worth
+    token_value: float = 1.0  # part of `token` that an accepted token is worth
     base: float = 0.0  # seconds of the rows at pace 1, without context
     most: float = math.inf
     max_nodes: float = 0.0
@@ -191,7 +186,7 @@ class Load:
     costs: list[float] = field(default_factory=list)
 
     @staticmethod
-    def of(batch: Batch, forward: ForwardCost, ahead: Ahead = in_full) -> Load:
+    def of(batch: Batch, forward: ForwardCost, tail: Tail | None = None) -> Load:
         emitting = rows = context = read = 0
         for step in batch:
             known, end = step.known, step.start + step.known
@@ -205,20 +200,22 @@ class Load:
         decode = pace * forward.base(emitting, read)
         plain = decode + added * (forward.base(rows, context) - forward.base(emitting, read))
         load = Load(forward, emitting, rows, context, pace, added, plain=plain, decode=decode, base=base)
-        load.ahead = ahead(emitting, forward)
-        load.rate = max(emitting / decode, forward.rate(emitting)) / load.ahead if emitting else 0.0
+        load.token_value = tail.token_value(emitting, forward) if tail is not None else 1.0
+        load.rate = max(emitting / decode, forward.rate(emitting)) / load.token_value if emitting else 0.0
         if rows > emitting:
             load.most = PREFILL_DELAY * plain
             load.weight = (len(batch) + batch.waiting) / max(1, emitting)
         return load
 
     @staticmethod
-    def plain_step(forward: ForwardCost, rows: int) -> Load:
+    def plain_step(forward: ForwardCost, rows: int, tail: Tail | None = None) -> Load:
         """A step in which so many rows decode, with short contexts."""
         pace, base = forward.pace(rows), forward.base(rows)
         plain, added = pace * base, pace * forward.share(rows)
-        rate = rows / plain
-        return Load(forward, rows, rows, 0, pace, added, plain=plain, decode=plain, rate=rate, base=base)
+        load = Load(forward, rows, rows, 0, pace, added, plain=plain, decode=plain, base=base)
+        load.token_value = tail.token_value(rows, forward) if tail is not None else 1.0
+        load.rate = rows / plain / load.token_value
+        return load
 
     @property
     def decodes_only(self) -> bool:
@@ -231,9 +228,9 @@ class Load:
         return self.decode / max(1, self.batch)
 
     @property
-    def worth(self) -> float:
+    def accepted_token(self) -> float:
         """Seconds that an accepted token saves."""
-        return self.ahead * self.token
+        return self.token_value * self.token
 
     @property
     def allowance(self) -> float:
@@ -322,6 +319,10 @@ class StepRecord:
     @property
     def nodes(self) -> int:
         return sum([len(step.tree.tokens) for step in self.batch])
+
+    @property
+    def emitted(self) -> int:
+        return sum([len(step.emitted) for step in self.batch])
 
     @property
     def asks(self) -> dict[int, list[int]]:

@@ -176,7 +176,7 @@ class Planner:
         if reach.asked < KNOWN:
             return False
         gain = reach.gains(-CAUTION, option.depth)[-1]
-        return gain * self.load.worth > option.cost
+        return gain * self.load.accepted_token > option.cost
 
     def interval(self, plans: Iterable[Plan]) -> int:
         """Steps until plans are made again, while losses leave room: few while drafters are new."""

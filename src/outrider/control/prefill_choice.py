@@ -78,7 +78,7 @@ class PrefillChoice:
             for k in self.drafters:
                 _leave(rows, self.arms[k])
             return
-        load = Load.plain_step(evidence.forward, count)
+        load = Load.plain_step(evidence.forward, count, evidence.tail)
         self.planner.accounts.set_grace(load)
         for k in self.drafters:
             outlook = self._outlook(k, load, most)

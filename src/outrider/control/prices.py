@@ -61,7 +61,7 @@ class Prices:
         if key not in self.hopes:
             price = self.price(k, self.evidence.reach[k], load)._replace(stops=False)
             best = choose.best_option(k, range(1, key[1] + 1), price, load.batch, load.decode)
-            self.hopes[key] = math.isinf(best.cost) or DOUBT * best.gain * load.worth > best.cost
+            self.hopes[key] = math.isinf(best.cost) or DOUBT * best.gain * load.accepted_token > best.cost
         return self.hopes[key]
 
     def floor(self, state: RowState, option: Option, load: Load, crowd: int) -> float:
@@ -88,18 +88,18 @@ class Prices:
             nodes_per_level=reach.per_level,
             verify=lambda nodes: added(round(rows * nodes)) / rows,
             stops=self.arms[k].stops,
-            worth=load.ahead,
+            token_value=load.token_value,
         )
 
 
 def pays_off(option: Option, load: Load) -> bool:
     """Whether the expected tokens of an option are worth its cost."""
-    return option.gain * load.worth > option.cost
+    return option.gain * load.accepted_token > option.cost
 
 
 def saved(option: Option, load: Load) -> float:
     """Seconds that an option saves for each token of the output."""
-    return (option.gain * load.worth - option.cost) / (1 + option.gain)
+    return (option.gain * load.accepted_token - option.cost) / (1 + option.gain)
 
 
 def need(cost: float, pays: bool) -> float:

@@ -30,7 +30,7 @@ class Rest:
     need: seconds that have to be left for the shortest draft.
     crowd: emitting rows when it began.  depth: largest draft that was allowed then.
     rows: of the last step.  taken: steps so far.  quiet: steps until one has to be looked at.
-    promising: rows for which more speaks for a draft than when the rest began.
+    promising: rows that would ask together, since more speaks for their drafts than at the last look.
     Since costs were last taken in:
     decoded: the last step that only decoded; seconds: of each of them; propose: of idle drafters in them.
     beside: tokens that were emitted beside prompts.  records: of steps that tell more.
@@ -114,7 +114,7 @@ class Rest:
         """Hand over those without a record."""
         evidence = self.planner.evidence
         if self.decoded is not None:
-            self.load = Load.of(self.decoded, evidence.forward, evidence.tail.ahead)
+            self.load = Load.of(self.decoded, evidence.forward, evidence.tail)
         if self.seconds or self.beside:
             evidence.rested(self.load, self.seconds, self.propose, self.beside)
             self.decoded, self.seconds, self.propose, self.beside = None, [], 0.0, 0
@@ -125,7 +125,7 @@ class Rest:
         once: seconds of one-time work in it.  at_once: hand over the steps, even if they are few.
         """
         load, seconds = (
-            Load.of(batch, self.planner.evidence.forward, self.planner.evidence.tail.ahead),
+            Load.of(batch, self.planner.evidence.forward, self.planner.evidence.tail),
             times.forward + times.rest,
         )
         ended = any(step.row.finish_reason is not None for step in batch)

@@ -66,7 +66,7 @@ class StepSums:
                 of_row[names] = Sums()
             own = of_row[names]
             spent = token + share * (weights[r] or everyone)
-            plain = token + record.load.worth * (len(step.emitted) - 1)
+            plain = token + record.load.accepted_token * (len(step.emitted) - 1)
             own.steps += 1
             own.spent += spent
             own.plain += plain

@@ -5,7 +5,7 @@ of a batch saves f, too.  While others take the places of those that end, that m
 is worth its share of a step, f / n + m.  In a batch that empties, the last ones are those whose drafts fail:
 where drafts are accepted, requests end first, and leave f to the others.
 
-    ahead = replaced + (1 - replaced) * (m * n + f * shared) / (m * n + f)
+    token_value = replaced + (1 - replaced) * (m * n + f * shared) / (m * n + f)
 
 is the part of that share which an accepted token is worth.
 
@@ -14,17 +14,17 @@ is the part of that share which an accepted token is worth.
 of a batch that has emptied: tokens of its longest answer over the steps of its last request, which is what
 the batch has gained, over the mean gain of its rows.  replaced: how far others take the places, 0 to 1.
 
-When a batch has emptied, its lengths tell what plain decoding would have taken.  What the ledger had credited
-beyond it was never saved.
+When requests that began together have all ended, their lengths tell what plain decoding would have taken.
+What the ledger had credited beyond it was never saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.control.cost import ForwardCost
-from outrider.control.plan import Load
 from outrider.core.row import Row
 from outrider.core.step import Batch
 
@@ -33,81 +33,98 @@ RATE = 0.3  # of a batch that empties, in the moving mean of `shared`
 FORGET = 0.05  # the same, where nothing was gained: what was seen need not hold any more
 LEAST_GAIN = 0.2  # accepted tokens a step, in the mean, that tell something
 REPLACED = 0.1  # of a request that ends, in the moving mean of `replaced`
-YOUNGER = 0.75  # of the steps of a row that ends: others with fewer began later
+YOUNGER = 0.75  # of the steps of a row: another one with fewer began later
 HALF = 0.5  # part of the others that began later where all places are taken again
-LEAST = 0.1  # part of its share that an accepted token is worth at least
 APART = 0.3  # `replaced` below which requests begin together
+LEAST = 0.1  # part of its share that an accepted token is worth at least
+MISSING = 0.02  # part of the tokens of a batch that may have been emitted by others
+
+
+class Ended(NamedTuple):
+    """A request that has ended.  tokens: emitted, in so many steps.  context: positions at its end."""
+
+    tokens: int
+    steps: int
+    context: int
 
 
 @dataclass(slots=True)
 class Tail:
-    """Moving means over requests and batches that end.
+    """Moving means over requests and batches that end, and what is known of the present batch.
 
-    ended: requests since the batch was empty.  running: those that ran on when the last of them ended.
+    ended, running: requests that have ended since the batch was empty, and those that ran on then.
+    apart: they did not begin together, or some left otherwise.
+    credited, emitted: seconds and tokens that the ledger took for plain since the batch was empty.
     """
 
     shared: float = SHARED
     replaced: float = 0.0
-    ended: list[Row] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
     running: set[Row] = field(default_factory=set)
+    apart: bool = False
+    credited: float = 0.0
+    emitted: int = 0
 
-    def ahead(self, rows: int, forward: ForwardCost) -> float:
+    def token_value(self, rows: int, forward: ForwardCost) -> float:
         """Part of a plain token's share of a step that an accepted one is worth, with so many rows."""
         if rows < 2:
             return 1.0
-        alone, together = forward.base(1), forward.base(rows)
+        alone, together = (forward.pace(n) * forward.base(n) for n in (1, rows))
         marginal = min(1.0, max(0.0, (together - alone) / (rows - 1) * rows / together))
         gained = marginal + (1 - marginal) * self.shared
         return max(LEAST, self.replaced + (1 - self.replaced) * gained)
 
-    def learn(self, batch: Batch, load: Load) -> float:
-        """Take in a step in which rows have ended, after their summaries are complete.
+    def credit(self, plain: float, tokens: int) -> None:
+        """Take in what the ledger does: seconds of plain decoding, and tokens that were emitted."""
+        self.credited += plain
+        self.emitted += tokens
+
+    def learn(self, batch: Batch, forward: ForwardCost) -> float:
+        """Take in a step in which rows have ended, after the ledger has.
 
         Returns seconds that the ledger has credited too much, where the batch has emptied.
         """
-        rows = batch.rows
-        if self.running.isdisjoint(rows):  # they were aborted: this is another batch
-            self.ended = []
+        rows, steps = batch.rows, [row.steps for row in batch.rows]
         ended = [row for row in rows if row.finish_reason is not None]
-        self.running = set(rows).difference(ended)
         self._replaced(rows, ended)
-        if self.replaced >= APART:
+        others = bool(self.running) and self.running != {*rows}
+        self.apart |= others or min(steps) < YOUNGER * max(steps)
+        self.running = {*rows}.difference(ended)
+        if self.apart:
             self.ended = []
-            return 0.0
-        self.ended += ended
-        if self.running:
-            return 0.0
-        ended, self.ended = self.ended, []
-        return self._emptied(ended, load) if len(ended) > 1 else 0.0
+        else:
+            self.ended += [Ended(len(row.tokens) - row.prompt, row.steps, len(row.tokens)) for row in ended]
+        return 0.0 if self.running else self._emptied(forward)
 
-    def _replaced(self, rows: Sequence[Row], ended: Sequence[Row]) -> None:
+    def _replaced(self, rows: Collection[Row], ended: Sequence[Row]) -> None:
         if len(rows) > 1:
             for row in ended:
                 younger = sum([other.steps < YOUNGER * row.steps for other in rows]) / (len(rows) - 1)
                 self.replaced += REPLACED * (min(1.0, younger / HALF) - self.replaced)
 
-    def _emptied(self, rows: Sequence[Row], load: Load) -> float:
-        lengths, steps = [len(row.tokens) - row.prompt for row in rows], [row.steps for row in rows]
-        gain = sum(lengths) / max(1, sum(steps)) - 1
+    def _emptied(self, forward: ForwardCost) -> float:
+        group, credited, emitted = self.ended, self.credited, self.emitted
+        self.ended, self.apart, self.credited, self.emitted = [], False, 0.0, 0
+        if len(group) < 2:
+            return 0.0
+        tokens, steps = sum(row.tokens for row in group), sum(row.steps for row in group)
+        gain = tokens / max(1, steps) - 1
         if gain < LEAST_GAIN:
             self.shared += FORGET * (SHARED - self.shared)
             return 0.0
-        seen = (max(lengths) / max(steps) - 1) / gain
+        seen = (max(row.tokens for row in group) / max(row.steps for row in group) - 1) / gain
         self.shared += RATE * (min(1.0, max(0.0, seen)) - self.shared)
-        credited = sum([row.drafting.plain_seconds for row in rows if row.drafting is not None])
-        context = sum([len(row.tokens) - length / 2 for row, length in zip(rows, lengths)]) / len(rows)
-        return (1 - self.replaced / APART) * (credited - plain_seconds(lengths, context, load))
+        if self.replaced >= APART or abs(emitted - tokens) > MISSING * tokens:
+            return 0.0
+        return (1 - self.replaced / APART) * (credited - plain_seconds(group, forward))
 
 
-def plain_seconds(lengths: Sequence[int], context: float, load: Load) -> float:
-    """Seconds of plain decoding until requests that begin together have emitted so many tokens each.
-
-    context: positions that a row attends to, in the mean.
-    """
+def plain_seconds(group: Sequence[Ended], forward: ForwardCost) -> float:
+    """Seconds of plain decoding for requests that begin together."""
     seconds, before = 0.0, 0
-    waiting = sorted(lengths)
-    for i, length in enumerate(waiting):
-        rows = len(waiting) - i
-        seconds += (length - before) * load.forward.base(rows, round(rows * context))
+    context = sum(row.context - row.tokens / 2 for row in group) / len(group)  # of a row, in the mean
+    for i, length in enumerate(sorted(row.tokens for row in group)):
+        rows = len(group) - i
+        seconds += (length - before) * forward.pace(rows) * forward.base(rows, round(rows * context))
         before = length
-    return load.pace * seconds
+    return seconds

@@ -216,7 +216,7 @@ class Suffix(TextDrafter):
             texts = own.find(row.tokens[own.length :], (), ()).of(0)
             if segments := self._finished(row).segments:
                 texts = [*texts, *own.find((), (), segments).of(0)]
-            state.matched = any(agreed >= LONG for agreed, _ in texts)
+            state.matched = any(agreed >= min(LONG, self.longest) for agreed, _ in texts)
         return state.matched
 
     def _repeat(self, row: Row) -> Repeat:
