@@ -26,6 +26,7 @@ SETS = {
     "avx512_vnni": ["-DEMULATE_AVX512", "-DEMULATE_VNNI"],
 }
 AMX = ["-DEMULATE_AMX"]
+ROWS = 19  # two whole tiles of eight rows, and a part of one
 pytestmark = [needs_c, pytest.mark.skipif("avx2" not in targets.available(), reason="no AVX2 here")]
 
 
@@ -48,14 +49,14 @@ def test_linears_are_those_of_this_processor(name: str, tmp_path: Path) -> None:
     library = ctypes.CDLL(
         str(compiled(SETS[name], tmp_path / "linear.so", "-O0", "-shared", "-fPIC", *files))
     )
-    backend, x = c_backend(), torch.randn(7, 96)
+    backend, x = c_backend(), torch.randn(ROWS, 96)
     for bits, offsets in ((8, False), (8, True), (4, False), (4, True)):
         values = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (70, 96), dtype=torch.int8)
         weight = backend.pack(
             QuantizedWeight(values, torch.rand(70, 3), torch.randn(70, 3) if offsets else None, bits, 32)
         )
-        y = torch.empty(7, 70)
-        sizes = ctypes.c_int64(7), ctypes.c_int64(96), ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(70)
+        y = torch.empty(ROWS, 70)
+        sizes = ctypes.c_int64(ROWS), ctypes.c_int64(96), ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(70)
         library.linear_int(ctypes.byref(weight.c), ctypes.c_void_p(structs.address(x)), *sizes, 0)
         assert torch.equal(y, backend.linear(x, weight)), (bits, offsets)
 

@@ -158,7 +158,7 @@ def test_linear_rows_are_independent(bits: int, offsets: bool, group: int) -> No
 
 @needs_c
 @pytest.mark.parametrize(("bits", "least", "most"), [(8, -128, 127), (4, -8, 7)])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_no_sum_of_products_overflows(rows: int, bits: int, least: int, most: int) -> None:
     """Weights and inputs of the largest magnitude, with every sign."""
     backend = c_backend(torch.float32)

@@ -50,6 +50,10 @@ EMULATED __m128i emulated_cvtepi32_epi8(__m512i ints) {
 EMULATED __m512 emulated_cvtepi32_ps(__m512i ints) {
     return (__m512)__builtin_convertvector((ints16)ints, __m512);
 }
+EMULATED __m512i emulated_max_epi32(__m512i a, __m512i b) {
+    const ints16 x = (ints16)a, y = (ints16)b, larger = x > y;
+    return (__m512i)((x & larger) | (y & ~larger));
+}
 EMULATED __m512i emulated_abs_epi8(__m512i a) {
     const bytes64 bytes = (bytes64)a, negative = bytes < 0;
     return (__m512i)((bytes ^ negative) - negative);
@@ -91,6 +95,7 @@ EMULATED __m512i emulated_dpbusd_512(__m512i sum, __m512i a, __m512i b) {
 #define _mm512_cvtepi8_epi32 emulated_cvtepi8_epi32
 #define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
+#define _mm512_max_epi32 emulated_max_epi32
 #define _mm512_abs_epi8 emulated_abs_epi8
 #define _mm512_movepi8_mask emulated_movepi8_mask
 #define _mm512_mask_sub_epi8 emulated_mask_sub_epi8
