@@ -192,7 +192,7 @@ def test_turns_of_conversations_find_what_is_cached(pair: Served) -> None:
 def test_a_full_replica_hands_on_and_a_client_that_leaves_frees_its_place(pair: Served) -> None:
     """Eight places each; the prompt is cached at one."""
     await_ready(pair)
-    body = {**TEXT, "prompt": "The future of AI is " * 10, "max_tokens": LONGEST, "stream": True}
+    body = {**TEXT, "prompt": "The future of AI is " * 10, "max_tokens": 2 * LONGEST, "stream": True}
     body["speculation"] = {"enabled": False}  # so that no answer ends before the last request comes
 
     def first_line() -> httpx.Response:
