@@ -80,6 +80,23 @@ def test_what_becomes_known_within_a_text_ends_a_rest_soon(auto: AutoController)
     assert any(step(auto, [row], True)[0] for _ in range(LISTEN + 2))
 
 
+def test_a_grade_that_falls_and_rises_in_a_rest_is_considered_again(
+    auto: AutoController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    considered = []
+    monkeypatch.setattr("outrider.control.rest.may_pay", lambda *given: considered.append(given))
+    (row,) = rows(1)
+    while auto.rest is None:
+        step(auto, [row], False)
+    rest, ledger = auto.rest, auto.evidence.ledger
+    rest.longest, rest.need, ledger.loss = 8 * LISTEN, 0.0, -1.0  # it is long, and there is room for a plan
+    for grade in (1, 0, 1):
+        GRADES["row 0"] = grade
+        for _ in range(LISTEN):
+            step(auto, [row], False)
+    assert auto.rest is rest and len(considered) == 2
+
+
 def test_drafts_of_a_grade_deepen_over_requests(auto: AutoController) -> None:
     """The first ones are no short trials.  Rows of no grade are not drafted for."""
     deepest = []

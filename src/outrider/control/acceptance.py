@@ -183,7 +183,7 @@ class Reach:
             means, prior, empty = [], self.expected, unit * self.empty
             for hit, count in zip(hits, counts):
                 means.append((weight * prior + hit) / count)
-                # the next level is expected to be like this one, asks without a proposal left out
+                # the next level is expected to be like this one, but for asks that proposed nothing
                 prior, empty = (weight * prior + hit) / (count - empty), 0.0
         else:
             priors = above.estimates[0]

@@ -313,7 +313,7 @@ class StepRecord:
 
     @property
     def usual(self) -> bool:
-        """Whether it is like later steps with drafts: not the first one, nor one of trials alone."""
+        """Whether its cost tells that of later steps: it is not the first, and not only of trials."""
         return not self.cold and any(not tried.plan.exploring for tried in self.tries.values())
 
     @property

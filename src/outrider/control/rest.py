@@ -95,10 +95,10 @@ class Rest:
         rows = [step.row for step in batch if step.emits]
         if self.taken % LISTEN:
             rows = [row for row in rows if not row.steps]  # the new ones
-        arms = self.planner.arms
-        graded = [row for row in rows if row.draft_depth and any(arm.grade(row) for arm in arms)]
-        promising = [row for row in graded if evidence.promising(row)]
-        if promising:
+        able = [row for row in rows if row.draft_depth]
+        promising = [evidence.promising(row) for row in able]  # of all: a grade that falls may rise again
+        if any(promising):
+            graded = [row for row in able if any(arm.grade(row) for arm in self.planner.arms)]
             crowd = len(graded) + (self.promising if self.taken % LISTEN else 0)
             self.promising = crowd if any(may_pay(self.planner, row, load, crowd) for row in graded) else 0
         return self.promising * PROMISED * load.token > look_seconds
@@ -124,10 +124,8 @@ class Rest:
 
         once: seconds of one-time work in it.  at_once: hand over the steps, even if they are few.
         """
-        load, seconds = (
-            Load.of(batch, self.planner.evidence.forward, self.planner.evidence.tail),
-            times.forward + times.rest,
-        )
+        evidence, seconds = self.planner.evidence, times.forward + times.rest
+        load = Load.of(batch, evidence.forward, evidence.tail)
         ended = any(step.row.finish_reason is not None for step in batch)
         self.records.append(StepRecord(batch, load, {}, times.propose, seconds, {}, ended, once))
         if at_once or len(self.records) >= MOST_RECORDS:

@@ -106,7 +106,8 @@ class DraftingSummary:
     expected         expected number of accepted ones among them
     accepted         number of accepted ones
     seconds          its part of the time of the steps, with drafting and without prompts beside it
-    plain_seconds    time that plain decoding would have taken for the same tokens, by the measured costs
+    plain_seconds    time that plain decoding would have taken for the same tokens, by the measured costs; an
+                     accepted one counts by what it saves in its batch
     """
 
     steps: dict[str, int] = field(default_factory=dict)

@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -306,8 +306,9 @@ def _provenance(name: str, trainer: Trainer, texts: Texts, path: Path) -> str:
 
 def _seconds(trainer: Trainer, path: Path) -> dict[str, float]:
     """Seconds by part of the work, of the last process that took a step."""
-    if not trainer.tokens and path.exists():
-        before = json.loads(path.read_text("utf-8")).get("seconds of the last process")
-        if isinstance(before, dict):
-            return before
+    if not trainer.tokens:
+        with suppress(OSError, ValueError, AttributeError):  # there is none, or it was changed
+            before = json.loads(path.read_text("utf-8")).get("seconds of the last process")
+            if isinstance(before, dict):
+                return before
     return {what: round(spent, 2) for what, spent in trainer.seconds.items()}
