@@ -69,9 +69,8 @@ class Tail:
         """Part of a plain token's share of a step that an accepted one is worth, with so many rows."""
         if rows < 2:
             return 1.0
-        alone, together = (forward.pace(n) * forward.base(n) for n in (1, rows))
-        marginal = min(1.0, max(0.0, (together - alone) / (rows - 1) * rows / together))
-        gained = marginal + (1 - marginal) * self.shared
+        growing = forward.growing(rows)
+        gained = growing + (1 - growing) * self.shared
         return max(LEAST, self.replaced + (1 - self.replaced) * gained)
 
     def credit(self, plain: float, tokens: int) -> None:
