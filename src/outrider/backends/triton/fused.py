@@ -34,8 +34,8 @@ from outrider.core.stop_rule import Chained
 
 # Rows with logits in graphs of as many rows and more: as fast as one, for the weights of the head are read.
 FEW_WANTED = 64
-# Rows with logits that add as much as the first row of a step takes, by the operations and bytes of 8 B weights:
-# the other sizes of a graph matter more.
+# Rows with logits that add as much as the first row of a step takes: by operations and bytes of 8 B weights,
+# not measured.
 WANTED_AS_LONG = 2000
 
 
