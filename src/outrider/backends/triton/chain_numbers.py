@@ -119,21 +119,29 @@ class ChainNumbers:
         return array("q", owners.tobytes() + padded + temperatures.tobytes())
 
     def _level_numbers(self, tips: Sequence[_Tip]) -> array[int]:
-        numbers, width, length = array("i"), aligned(self.count), len(tips)
-        shifts, places = [tip.position - tip.entry for tip in tips], [tip.place for tip in tips]
+        length = len(tips)
         pieces = [0, 1, ALL] * length + [0, 0, ALL] * (self.count - length)
         pieces[::3] = range(self.count)
+        shifts, places = [tip.position - tip.entry for tip in tips], [tip.place for tip in tips]
+        # of every level
+        numbers, last = array("i"), self._padded(shifts, [ALL] * self.count, places)
+        last.extend(pieces)
+        last.extend([0] * (aligned(3 * self.count) - 3 * self.count))
         for level in range(1, self.levels):
             # the forward of the tokens before this level; a chain without it has no keys
             keys = [tip.entry + level if level < tip.levels else 0 for tip in tips]
             slots = [tip.table[end - 1] if end else NOT_STORED for tip, end in zip(tips, keys)]
             slots += [NOT_STORED] * (self.count - length)
             positions = [tip.position + level - 1 if end else 0 for tip, end in zip(tips, keys)]
-            for column in positions, slots, keys, keys, shifts, [ALL] * self.count, places:
-                numbers.extend(column)
-                numbers.extend([0] * (width - len(column)))
-            numbers.extend(pieces)
-            numbers.extend([0] * (aligned(3 * self.count) - 3 * self.count))
+            numbers += self._padded(positions, slots, keys, keys) + last
+        return numbers
+
+    def _padded(self, *columns: Sequence[int]) -> array[int]:
+        """Columns of a plan, one behind the other."""
+        numbers, width = array("i"), aligned(self.count)
+        for column in columns:
+            numbers.extend(column)
+            numbers.extend([0] * (width - len(column)))
         return numbers
 
 

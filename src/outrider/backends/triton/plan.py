@@ -37,7 +37,9 @@ class Sizes(NamedTuple):
     @staticmethod
     def of(step: StepInput, tables: Tables | None = None, more: int = 0) -> Sizes:
         """tables: of this step and others.  more: keys that later steps add to each table."""
-        pieces = sum(-(-(end - first) // PIECE) for first, end in pairwise(step.query_start))
+        pieces = step.length
+        if not _one_row_each(step):
+            pieces = sum([-(-(end - first) // PIECE) for first, end in pairwise(step.query_start)])
         table = len((tables or tables_of(step, more)).slots)
         return Sizes(step.length, pieces, step.max_seq_len + more, step.max_path_len, table, step.pinned)
 
@@ -151,9 +153,14 @@ class Tables:
         self.slots.extend([0] * (ALIGNED - len(self.slots)))  # none is empty
 
 
+def _one_row_each(step: StepInput) -> bool:
+    """Whether every request has one row, as in a level of chains."""
+    return len(step.slot_tables) == step.length
+
+
 def _longest_contexts(step: StepInput) -> Sequence[int]:
     """The longest context of a row of each request."""
-    if len(step.slot_tables) == step.length:  # one row each
+    if _one_row_each(step):
         return step.context_lens
     return [max(step.context_lens[first:end]) for first, end in pairwise(step.query_start)]
 
@@ -170,7 +177,7 @@ def columns_of(step: StepInput, sizes: Sizes, shared_tables: Tables) -> array[in
     pieces beyond its pieces have no rows.
     """
     places = [shared_tables.places[id(table)] for table in step.slot_tables]
-    if len(places) < step.length:
+    if not _one_row_each(step):
         requests = zip(places, pairwise(step.query_start))
         places = [place for place, (first, end) in requests for _ in range(first, end)]
     keys, shifts = step.context_lens, list[int]()
@@ -212,6 +219,10 @@ def _widened(step: StepInput, path: int) -> Sequence[int]:
 def _pieces(step: StepInput) -> tuple[list[int], list[int]]:
     """`Plan.shared` and `Plan.pieces`: consecutive rows of one request."""
     shared, pieces = list[int](), list[int]()
+    if _one_row_each(step) and not step.max_path_len:
+        pieces = [0, 1, ALL] * step.length
+        pieces[::3] = range(step.length)
+        return [ALL] * step.length, pieces
     if not step.max_path_len:
         for first, end in pairwise(step.query_start):
             for at in range(first, end, PIECE):
