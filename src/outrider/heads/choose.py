@@ -107,6 +107,25 @@ class Chooser:
         words = top_next.asked([row.distribution for row in rows], keys, self.vocabulary)
         return RankingInputs(words, Numbers.of(has_noise, len(has_noise)))
 
+    def level_inputs(self, levels: Sequence[Sequence[Row]]) -> list[RankingInputs]:
+        """`ranking_inputs` of each level, whose paths have as many tokens as there are levels above it.
+
+        levels: the request of each path
+        """
+        top_next, made = self.backend.top_next, list[RankingInputs]()
+        assert top_next is not None, "`stays_on_device` says whether it is supported"
+        for depth, rows in enumerate(levels):
+            if not made or rows != levels[depth - 1]:
+                made.append(self.ranking_inputs(rows, [depth] * len(rows)))
+                continue
+            words, noise_mask = made[-1]  # of other keys
+            if any(noise_mask.values):
+                noises = zip(rows, noise_mask.values)
+                keys = [self._key(row, depth) if noise else 0 for row, noise in noises]
+                words = top_next.with_keys(words, keys)
+            made.append(RankingInputs(words, noise_mask))
+        return made
+
     def top(self, logits: Tensor, inputs: RankingInputs, k: int) -> tuple[Tensor, Tensor]:
         """`next_tokens` with inputs on the device, RANKED_AT_ONCE logits at a time."""
         top_next, logits = self.backend.top_next, self._without_padding(logits)

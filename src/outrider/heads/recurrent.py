@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.launch import RECORDED_ROWS, Call, ForwardShape
-from outrider.cache.catch_up import CatchUp, Cursor, DeferredStates
+from outrider.cache.catch_up import CatchUp, Cursor, DeferredStates, drop_written
 from outrider.checkpoints.heads import Head
 from outrider.core.device import Numbers, power_of_two, take
 from outrider.core.row import Row
@@ -267,12 +267,12 @@ class Recurrent(HeadDrafter):
     def _read_prompts(self, commit: Commit) -> None:
         """Read the chunks of prompts that the rows have computed."""
         readings: list[Reading] = []
-        for r, step in enumerate(commit.batch):
+        for step, states in zip(commit.batch, commit.states.of_all(self.net.taps)):
             row, cursor = step.row, self.catch_up.cursors[step.row]
             if cursor.end != step.start and self.deferred.num_steps:
                 self._append_deferred()  # the chunk before had one token
             cursor.drop_written(self.overlap)
-            cursor.append(step.start, commit.states.of(r, self.net.taps))
+            cursor.append(step.start, states)
             # The last pair is beside the pending token, whose slot may be missing.
             if row.error is None and row.table is not None and row.table.room > row.computed:
                 readings.append(Reading(row, cursor, row.slots[: row.computed + 1]))
@@ -280,8 +280,8 @@ class Recurrent(HeadDrafter):
                 self.deferred.note(cursor)
         if readings:
             self._catch_up(self.forwards(readings))
-        for reading in readings:
-            reading.cursor.drop_written(self.overlap + 1)  # the next first level needs the last pair again
+            # the next first level needs the last pair again
+            drop_written([reading.cursor for reading in readings], self.overlap + 1)
 
     def _append_deferred(self) -> None:
         self.deferred.append_to(self.catch_up, self.net.taps, self.overlap)
