@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from outrider.checkpoints.hub import Checkpoint
@@ -20,7 +18,6 @@ from outrider.parallel.model import ParallelModel
 from outrider.parallel.stage import ModelOptions, Stage
 from outrider.parallel.start import join, placed, start, threads_of_rank
 
-log = logging.getLogger("outrider")
 SELF_TEST = 32  # positions that the self-test computes
 
 
