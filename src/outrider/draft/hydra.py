@@ -238,8 +238,8 @@ class Hydra(RankedDrafter):
     def tree(self, step: RowStep) -> RankTree | SampledTree:
         row, budget = step.row, step.budget.within(depth=self.levels)
         if self.samples(row):
-            siblings = 1 if self.options.tree == CHAIN else max(1, budget.nodes // budget.depth)
-            return SampledTree(row, row.slots, step.end, budget, siblings, self.target.stream_id)
+            k = 1 if self.options.tree == CHAIN else budget.nodes
+            return self.sampled_tree(row, row.slots, step.end, budget, k)
         return RankTree(row, self.shape(budget))
 
     def advance(self, level: int, state: State, tokens: Ids) -> tuple[State, Tensor]:

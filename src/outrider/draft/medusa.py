@@ -75,7 +75,7 @@ VLLM = Layout(
 
 def _with_all_blocks(head: Head) -> Head:
     """The head with every block under its own name.  Raises ModelError for a missing tensor."""
-    stored, (heads, _), blocks = dict(head.stored), counts(head), _blocks_per_head(head)
+    stored, heads, blocks = dict(head.stored), counts(head)[0], _blocks_per_head(head)
     if len(numbers(head, BLOCK, field="j")) == 1:  # aliases were dropped, if there were any
         for name, own in head.stored.items():
             if block := parse(BLOCK, name):

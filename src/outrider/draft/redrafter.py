@@ -243,12 +243,10 @@ class ReDrafter(StateDrafter):
         return min(self.nodes, depth * width)
 
     def tree(self, step: RowStep) -> Beams | SampledTree:
-        """Where samples are needed, a level has as many as leave the same number to the levels below."""
         row, budget, width = step.row, step.budget, self.options.beam_width
         if not self.samples(row):
             return Beams(row, budget, width)
-        siblings = min(width, max(1, budget.nodes // budget.depth))
-        return SampledTree(row, NO_VIEW.slots, 0, budget, siblings, self.target.stream_id)
+        return self.sampled_tree(row, NO_VIEW.slots, 0, budget, width)
 
     def begin(self, states: Tensor) -> State:
         return states, torch.zeros_like(states)

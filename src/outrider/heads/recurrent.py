@@ -45,7 +45,7 @@ from outrider.heads.device_trees import on_device
 from outrider.heads.growth import DeviceGrowth, GrowthPlan
 from outrider.heads.ranks import EAGLE, Path, paths, prior_paths
 from outrider.heads.recurrent_net import Net
-from outrider.heads.trees import DynamicTree, Growth, LevelTree, RankTree, SampledTree
+from outrider.heads.trees import DynamicTree, Growth, LevelTree, RankTree
 
 CHAIN, DYNAMIC = "chain", "dynamic"
 CPU_DEPTH = 7  # levels of one node cost little; with 8 nodes a tree of 5 levels has two in each forward
@@ -226,8 +226,7 @@ class Recurrent(HeadDrafter):
     def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> LevelTree:
         k = 1 if self.options.tree == CHAIN else self.options.top_k
         if self.samples(row):
-            siblings = min(k, max(1, budget.nodes // budget.depth))
-            return SampledTree(row, table, base, budget, siblings, self.target.stream_id)
+            return self.sampled_tree(row, table, base, budget, k)
         if not self.paths:
             return DynamicTree(row, table, base, budget, k)
         return RankTree(row, prior_paths(budget.nodes, budget.depth, 10, self.paths), base, table)

@@ -58,6 +58,11 @@ class ApiError(Exception):
         return Json(self.body(), self.status, self.headers)
 
 
+def not_ready(status: str) -> ApiError:
+    """The error of a server that is "loading" or "stopping"."""
+    return ApiError(503, f"the server is {status}.", code=status, retry_after=5)
+
+
 def api_error(error: Exception) -> ApiError:
     """The error that a client gets for an exception.  Unexpected ones are logged."""
     if isinstance(error, ApiError):

@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.serve.errors import ApiError, api_error
+from outrider.serve.errors import ApiError, api_error, not_ready
 from outrider.serve.options import ServerOptions
 from outrider.serve.traces import HEADERS
 from outrider.serve.wire import Left
@@ -91,7 +91,7 @@ class Guard:
         if self.keys and not self._has_key(scope):
             raise ApiError(401, "the API key is missing or wrong.", code="invalid_api_key")
         if self.server.status == "stopping":
-            raise ApiError(503, "the server is stopping.", code="stopping", retry_after=5)
+            raise not_ready(self.server.status)
         if path in GENERATING:
             self.server.check_ready()
             self.server.check_room()
@@ -111,7 +111,7 @@ class Guard:
         most = self.server.options.max_body_bytes
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > most:
-            raise ApiError(413, f"the body of a request may have {most} bytes at most.", code="too_large")
+            raise _too_large(most)
         parts, size = [], 0
         try:
             async with asyncio.timeout(self.server.options.body_timeout):
@@ -124,7 +124,7 @@ class Guard:
                     size += len(parts[-1])
                     more = message.get("more_body", False)
                     if size > most:
-                        raise ApiError(413, f"the body of a request may have {most} bytes at most.")
+                        raise _too_large(most)
         except TimeoutError:
             raise ApiError(408, "the body of the request came too slowly.", code="timeout") from None
         return b"".join(parts)
@@ -142,6 +142,10 @@ def middleware(server: Gate) -> list[Middleware]:
         allow_headers=["*"],  # OpenAI's client in a browser sends its version and more
     )
     return [allowed, guard]
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body of a request may have {most} bytes at most.", code="too_large")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

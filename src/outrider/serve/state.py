@@ -22,7 +22,7 @@ from outrider.llm import LLM
 from outrider.outputs import RequestOutput
 from outrider.progress import Request
 from outrider.requests import Prompt, Reader
-from outrider.serve.errors import ApiError
+from outrider.serve.errors import ApiError, not_ready
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServerOptions
 from outrider.serve.tools import ToolParser, parser_for
@@ -68,7 +68,7 @@ class Server:
     def check_ready(self) -> None:
         """Raise ApiError while the server is loading or stopping, and after a failure."""
         if self.engine_ is None or self.status != "ready":
-            raise ApiError(503, f"the server is {self.status}.", code=self.status, retry_after=5)
+            raise not_ready(self.status)
         if not self.engine_.is_running:
             raise ApiError(503, str(self.engine_.error or "the engine has stopped."), code="engine_stopped")
 
@@ -76,7 +76,7 @@ class Server:
     def engine(self) -> AsyncLLM:
         """The engine, also for admitted requests of a server that stops.  Raises ApiError while loading."""
         if self.engine_ is None:
-            raise ApiError(503, f"the server is {self.status}.", code=self.status, retry_after=5)
+            raise not_ready(self.status)
         return self.engine_
 
     @property
