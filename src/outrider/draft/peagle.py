@@ -43,7 +43,7 @@ from outrider.heads.tapped_parts import SPECULATORS, PathLayer, TapNetwork
 from outrider.heads.trees import BlockTree, LevelTree
 
 ANCHORS = 128  # of a text, at most, in one loss
-KEPT, LEAST = 0.7, 0.2  # share of the anchors that go on with every further depth; of all, at least
+KEPT, LEAST = 0.7, 0.2  # share of the anchors that have the next depth, too; least share of all
 
 
 class Network(TapNetwork):

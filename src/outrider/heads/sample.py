@@ -33,7 +33,7 @@ class Sample:
     lengths: tokens of each text, where there are several.
     seeds: of the random numbers of each text.  Empty: those of the default generator.
 
-    Places are chosen on the host: a device would have to be waited for.
+    Places are chosen on the host, without a wait for the device.
     """
 
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""The folder of learned weights: what it holds is complete at every moment.
+"""The folder of learned weights.  A kill at any moment leaves complete files.
 
     model.safetensors   the weights in float32; as metadata hashes of target, base and weights, and statistics
     config.json         with it the folder is a head or draft model as any other

@@ -29,7 +29,7 @@ from outrider.parallel.rank import RankProcess, Sockets
 JOIN_TIMEOUT = 60.0  # seconds for all ranks of a launcher to connect
 CONTROL = "outrider/control"  # key in the store of the address where rank 0 listens
 END_TIMEOUT = 10.0  # seconds
-LOST = 8.0  # seconds without an acknowledgement after which another rank takes its network for lost
+LOST = 8.0  # seconds without an acknowledgement after which another rank treats its network as lost
 
 
 class Ranks(Protocol):

@@ -16,9 +16,9 @@ from outrider.serve.options import ServerOptions
 from outrider.serve.traces import HEADERS
 from outrider.serve.wire import Left
 
-# need no key, answer in every state; "" is redirected to "/"
+# routes that need no key and answer in every state; "" is redirected to "/"
 OPEN = ("", "/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json")
-FILES = "/static/"  # of the page at /, which has no data and asks for the key itself
+FILES = "/static/"  # of the page at /, which has no data and prompts for the key itself
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 log = logging.getLogger("outrider.serve")
 

@@ -61,7 +61,7 @@ def _ranked(entry: Entry) -> dict[str, Any]:
 class TextOffsets:
     """Where tokens begin in a text, in characters.
 
-    A token that goes on with a character begins where the character does.
+    A token with the further bytes of a character begins where the character does.
     """
 
     def __init__(self, reader: Reader) -> None:

@@ -1,6 +1,6 @@
 """Metrics of the server, for Prometheus.  Names are vLLM's with the prefix `outrider:`.
 
-What the engine counts is read when the metrics are asked for, so a step pays nothing for them.
+Counts of the engine are read at each scrape, so a step pays nothing for them.
 """
 
 from __future__ import annotations

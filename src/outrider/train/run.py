@@ -83,7 +83,7 @@ class Result:
 
 
 def collect(llm: LLM, options: TrainOptions, report: Report, deadline: float, ask: bool = True) -> Texts:
-    """Read the data and have the target answer it, if `ask`.  Raises OutOfTime at the deadline."""
+    """Read the data, and generate the missing answers if `ask`.  Raises OutOfTime at the deadline."""
     items, sources = data.read(llm, options)
     report.sources(sources)
     target = target_parts(llm)

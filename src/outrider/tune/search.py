@@ -31,7 +31,7 @@ from outrider.tune.layerskip import import_optuna
 
 MOST = 9  # prompts of a proposal
 RUNGS = (1, 3)  # prompts after which it has to be one of the best
-KEEP = 3  # one in KEEP goes on
+KEEP = 3  # one in KEEP is promoted
 FINALISTS = 3
 SEARCH_SHARE = 0.7  # of the time; the rest is for the finalists
 RESAMPLES, LEVEL, LEAST = 2000, 95, 3  # of the bootstrap; per cent of the interval; pairs that make one
@@ -78,7 +78,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """A method, and the values that its parameters are tried with.  ahead: a method that is asked first."""
+    """A method, and the values that its parameters are tried with.  ahead: a method that drafts first."""
 
     label: str
     config: Mapping[str, Any]

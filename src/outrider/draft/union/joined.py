@@ -51,7 +51,7 @@ class Proposal:
 
 
 class Learner(Protocol):
-    """Goes on training a drafter: see online/learner.py."""
+    """Training of a drafter while serving: see online/learner.py."""
 
     def train(self) -> None: ...
     def observe(self, commit: Commit) -> None: ...
