@@ -216,7 +216,8 @@ class PEagle(Recurrent):
         return BlockTree(row, torch.empty(0), shape, self.samples(row), self.target.stream_id)
 
     def _grow(self, forwards: Forwards, trees: list[LevelTree]) -> None:
-        o, blocks = self._catch_up(forwards), [tree for tree in trees if isinstance(tree, BlockTree)]
+        o = self._catch_up(forwards)
+        blocks = [tree for tree in trees if isinstance(tree, BlockTree)]
         if blocks:
             depths = [tree.budget.depth for tree in blocks]
             for tree, logits in zip(blocks, torch.split(self.net.logits(o), depths)):

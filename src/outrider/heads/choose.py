@@ -64,10 +64,11 @@ class Chooser:
     ) -> list[list[tuple[int, float]]]:
         """`best` as a list of (token, probability) for each path."""
         tokens, confidences = self.best(row, paths, logits, k)
-        return [
-            [(token, confidence) for token, confidence in zip(*path) if token >= 0]
-            for path in zip(tokens.tolist(), confidences.tolist())
-        ]
+        found = list[list[tuple[int, float]]]()
+        for own_tokens, own_confidences in zip(tokens.tolist(), confidences.tolist()):
+            pairs = zip(own_tokens, own_confidences)
+            found.append([(token, confidence) for token, confidence in pairs if token >= 0])
+        return found
 
     def top_entries(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> TopEntries:
         """`best` as entries of the head's vocabulary."""

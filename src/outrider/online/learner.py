@@ -242,7 +242,8 @@ class Learner:
         self.drafter.adopt(old)
         log.info("online: acceptance fell from %.3f to %.3f", self.before.share, self.now.share)
         self._note()
-        self.in_use, self.old, self.returns, self.now = old, None, self.returns + 1, Acceptance()
+        self.in_use, self.old, self.now = old, None, Acceptance()
+        self.returns += 1
         self.rest = self.texts.count + FIRST * 2 ** min(self.returns, 10)  # back off: that many further texts
         self._begin()
         self._save()

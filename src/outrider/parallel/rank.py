@@ -145,7 +145,8 @@ class Sockets:
 
 def main(everyone: Sequence[Sockets]) -> None:
     """Fork the ranks that have these sockets; kill them when stdin ends."""
-    children, descriptors = [], {each for sockets in everyone for each in sockets.descriptors}
+    children = []
+    descriptors = {each for sockets in everyone for each in sockets.descriptors}
     gc.freeze()  # a collection in a rank would write to the pages of all objects, and so copy them
     for own in everyone:
         child = os.fork()

@@ -193,14 +193,10 @@ class Search:
             raise ConfigError(f"this model supports none of the settings.{reasons}" if reasons else few)
         finalists = [one for one in found if len(one.pairs) >= LEAST][:FINALISTS] or found[:FINALISTS]
         ranking = self._final(finalists, began + seconds, tick)
+        dropped = [one for one in found if one not in finalists]
         defaults = [space.candidate({}).label for space in asked]
-        return Outcome(
-            ranking,
-            [one for one in found if one not in finalists],
-            [label for label in defaults if not self._ran(label) and label not in self.refused],
-            self.refused,
-            self.interrupted,
-        )
+        untried = [label for label in defaults if not self._ran(label) and label not in self.refused]
+        return Outcome(ranking, dropped, untried, self.refused, self.interrupted)
 
     def _ran(self, label: str) -> bool:
         return label in self.tried and bool(self.tried[label].pairs)
