@@ -55,7 +55,7 @@ class Run:
 
     @property
     def tokens_per_step(self) -> float:
-        """Of the answer with the most; infinite for another engine, whose steps are not known."""
+        """Tokens per step of the best answer; infinite for another engine, whose steps are not known."""
         return max((a.speculation.tokens_per_step or math.inf for a in self.answers), default=math.inf)
 
 

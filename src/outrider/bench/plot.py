@@ -119,7 +119,7 @@ def lines(series: Mapping[str, Sequence[float]], x: str, y: str, title: str, out
 
 
 def choices(history: Sequence[Moment], title: str, out: Path) -> None:
-    """What an adaptive controller chose over time: steps by drafters, gain, and the ledger of losses.
+    """Choices of an adaptive controller over time: steps by drafters, gain, and the ledger of losses.
 
     history: of `llm.engine.report()["history"]`.
     """

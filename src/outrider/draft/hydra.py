@@ -83,7 +83,7 @@ FORMAT = HeadFormat(
 
 
 class Network(nn.Module):
-    """For training, with the names and config of the reference's files.
+    """Network for training, with the names and config of the reference's files.
 
     prefix: sizes of the prefix layer of a `prefix-mlp` head, None for a plain `mlp` head.
     own: every head has an lm_head; otherwise they use the target's.

@@ -132,7 +132,7 @@ DECAY = 0.8  # weight of a head's loss relative to the head before it
 
 
 class Network(nn.ModuleList):
-    """For training, with the names and config of the reference's files: heads of one repeated residual block
+    """Network for training, with the reference's names and config: heads of one repeated residual block
     and a linear.  own=False: the target's lm_head serves all.
     """
 

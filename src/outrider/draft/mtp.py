@@ -162,7 +162,7 @@ class PredictionLayer(Layer):
 
 
 class Network(nn.Module):
-    """For training, with DeepSeek's names and Llama's block.
+    """Network for training, with DeepSeek's names and Llama's block.
 
     first: layers of the target.  layers: prediction layers.  steps: depths in the loss, by default one per
     layer.  prenorm: the layers read states before the target's last norm.

@@ -47,7 +47,7 @@ KEPT, LEAST = 0.7, 0.2  # share of the anchors that have the next depth, too; le
 
 
 class Network(TapNetwork):
-    """For training, with the names of speculators' files.
+    """Network for training, with the names of speculators' files.
 
     A row has an anchor a and a depth d.  Row (a, 0) is EAGLE-3's pair (f_a, x_a+1); deeper ones have neither
     state nor token:

@@ -105,7 +105,7 @@ STEPS = 5  # in the loss
 
 
 class Network(nn.Module):
-    """For training, with the reference's names.
+    """Network for training, with the reference's names.
 
     layers: residual blocks.  exit_dim: their width, 2 * hidden unless given.  rnn: otherwise states are sums
     of embeddings.

@@ -26,7 +26,7 @@ RANKED_AT_ONCE = 1 << 24  # logits that `top` ranks in one call, which takes som
 
 
 class RankingInputs(NamedTuple):
-    """What `Chooser.top` needs beside the logits after n paths, on the host or on the device.
+    """Inputs of `Chooser.top` beside the logits after n paths, on the host or on the device.
 
     words:      sampling parameters and noise keys, as `TopNext.asked` packs them
     noise_mask: int64 [n], 1 for paths of requests with a temperature: their logits get noise
@@ -100,7 +100,7 @@ class Chooser:
         return self.top(logits, moved, k)
 
     def ranking_inputs(self, rows: Sequence[Row], depths: Sequence[int]) -> RankingInputs:
-        """Of paths of these requests and lengths, on the host."""
+        """Inputs of `top` for paths of these requests and lengths, on the host."""
         top_next = self.backend.top_next
         assert top_next is not None, "`stays_on_device` says whether it is supported"
         has_noise = [row.distribution.temperature > 0 for row in rows]

@@ -249,7 +249,7 @@ class HeadFormat:
         return replace(ours, config=config, tensors=tensors)
 
     def translate(self, head: Head) -> Head:
-        """As `renamed`.  Raises ModelError for a head of another kind, or with tensors of unknown meaning."""
+        """The head as `renamed`.  Raises ModelError for another kind, or for tensors of unknown meaning."""
         if why := self.refused(replace(head, config=flat(head.config))):
             raise ModelError(f"{head.name!r} is not supported: {why}.")
         if self.layouts and self.layout_of(head) is None:

@@ -216,7 +216,7 @@ class Recurrent(HeadDrafter):
         return Draft([trees[step.row].draft_tree if step.row in trees else EMPTY_TREE for step in batch])
 
     def _reading(self, step: RowStep, cursor: Cursor, drafting: bool) -> Reading:
-        """What is read for a row in this step, with an empty tree if it is drafted for."""
+        """The pending states of a row, with an empty tree if it is drafted for in this step."""
         row, end, budget = step.row, step.end, step.budget
         reading = Reading(row, cursor, row.slots[: end + budget.nodes])
         if drafting:

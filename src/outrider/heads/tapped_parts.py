@@ -1,4 +1,4 @@
-"""What the networks of EAGLE-3 and P-EAGLE share, for training and export."""
+"""Common parts of the networks of EAGLE-3 and P-EAGLE, for training and export."""
 
 from __future__ import annotations
 

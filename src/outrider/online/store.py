@@ -157,7 +157,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def ours(path: Path) -> list[Path]:
-    """What a store has written in a folder.  Raises ConfigError for the files of others."""
+    """Files that a store has written in a folder.  Raises ConfigError for the files of others."""
     read(path)
     names = (WEIGHTS, CONFIG, LOCK, *TEMPORARY)
     return [file for name in names if (file := path / name).is_file()]

@@ -102,7 +102,7 @@ class Group:
         return number, self._reports(report, setup.options.layout.size)
 
     def _reports(self, report: Report, size: int) -> list[Report]:
-        """Those of all `size` ranks of a model, once they have loaded it.  report: rank 0's."""
+        """Reports of all `size` ranks of a model, once they have loaded it.  report: rank 0's."""
         reports = {0: report}
         while len(reports) < size:
             rank, message = self._next_message()

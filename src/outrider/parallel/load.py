@@ -101,7 +101,7 @@ def _several(target: Model, ranks: int) -> ParallelModel:
 def _options(
     checkpoint: Checkpoint, layout: Layout, device: torch.device, precision: Precision, max_len: int
 ) -> ModelOptions:
-    """What the ranks need to know.  Raises ConfigError for a model that cannot be divided so."""
+    """Options for all ranks.  Raises ConfigError for a model that cannot be divided so."""
     spec = checkpoint.spec
     if not isinstance(spec, Spec):
         raise ConfigError(

@@ -38,7 +38,7 @@ LOAD, UNLOAD = "load", "unload"  # commands that add and drop a model
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What every rank needs to know of a model.
+    """Options of a model that every rank has.
 
     device: a kind of device; rotations: see `models.decoder.rotations`
     blocks: names and inputs of layers without a model around them, as `LayerReader.layer` takes them
@@ -307,7 +307,7 @@ class Stage:
 
 
 class Activity(NamedTuple):
-    """What a rank does.  commands, transfers: completed ones.  computing: neither idle nor in a transfer."""
+    """State of a rank.  commands, transfers: completed ones.  computing: neither idle nor in a transfer."""
 
     commands: int = 0
     transfers: int = 0

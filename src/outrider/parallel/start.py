@@ -215,7 +215,7 @@ def _accept(listener: socket.socket, key: bytes, size: int) -> Connection[Any, A
 
 
 def _connection(sock: socket.socket) -> Connection[Any, Any]:
-    """For commands and beats."""
+    """The connection for commands and heartbeats."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(sock.detach())

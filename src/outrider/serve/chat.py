@@ -106,7 +106,7 @@ def reply_for(server: Server, use: ToolUse, parallel: bool) -> Reply:
 
 @dataclass
 class Sent:
-    """What has been sent of one choice: characters of content and of each call's arguments, tokens with
+    """Progress of one choice, as sent: characters of content and of each call's arguments, tokens with
     log-probabilities.
     """
 

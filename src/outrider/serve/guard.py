@@ -1,4 +1,4 @@
-"""What a request passes before its route: state of the server, keys, size and time of its body."""
+"""Checks of a request before its route: state of the server, keys, size and time of its body."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("outrider.serve")
 
 
 class Gate(Protocol):
-    """What decides whether requests are accepted.  status: "loading", "ready" or "stopping"."""
+    """The part of a server or router that admits requests.  status: "loading", "ready" or "stopping"."""
 
     options: ServerOptions
     status: str
@@ -131,7 +131,7 @@ class Guard:
 
 
 def middleware(server: Gate) -> list[Middleware]:
-    """What is in front of all routes: CORS where other pages may call the server, and the guard."""
+    """Middleware of all routes: CORS where other pages may call the server, and the guard."""
     guard = Middleware(Guard, server=server)
     if not (origins := server.options.allowed_origins):
         return [guard]

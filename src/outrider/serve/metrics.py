@@ -190,7 +190,7 @@ class EngineMetrics(Collector):
         yield found
 
     def _adaptive(self) -> Iterator[Metric]:
-        """What adaptive controllers have chosen, and their ledger."""
+        """Choices of the adaptive controllers, and their ledger."""
         if not (controllers := self.core.adaptive):
             return
         evidence = controllers[0].evidence  # of all

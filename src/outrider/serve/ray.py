@@ -212,7 +212,7 @@ def _scope(question: Question) -> dict[str, Any]:
 
 
 class Front(Pool):
-    """What clients talk to: a pool of one handle, behind which Ray chooses the replica."""
+    """Front end for clients: a pool of one handle, behind which Ray chooses the replica."""
 
     def __init__(self, handle: DeploymentHandle, options: ServerOptions) -> None:
         self.handle, self.options, self.status = handle.options(stream=True), options, "ready"
@@ -239,7 +239,7 @@ class Front(Pool):
 
 
 async def _next(parts: Any) -> Any:
-    """What a replica yields next.  Raises StopAsyncIteration at the end, and ReplicaLost."""
+    """The next part that a replica yields.  Raises StopAsyncIteration at the end, and ReplicaLost."""
     try:
         return await anext(parts)
     except RayError as error:
@@ -300,7 +300,7 @@ class PrefixRouter(RequestRouter):
         self.prefixes.setdefault(replica_id, Prefixes()).add(_blocks(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Also called for a request that the replica rejected, without `on_request_routed`."""
+        """Count a request as ended.  Ray also calls it for rejected ones, without `on_request_routed`."""
         if replica_id in self.open:  # not of a replica that has been forgotten
             self.open[replica_id].discard(internal_request_id)
 

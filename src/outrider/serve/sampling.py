@@ -1,4 +1,4 @@
-"""From the body of a request to SamplingParams."""
+"""Conversion of the body of a request into SamplingParams."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ log = logging.getLogger("outrider.serve")
 
 @dataclass
 class Server:
-    """What the routes share.
+    """State shared by all routes.
 
     status: "loading", "ready" or "stopping".  open: samples that are read, queued or running.
     seconds: mean duration of the last requests.
@@ -257,7 +257,7 @@ class Server:
             self.traces.finished(output)
 
     async def apart(self, work: Callable[[Reader], Result]) -> Result:
-        """What `work` returns, in another thread, of a reader with a tokenizer of its own.
+        """The result of `work`, run in another thread with a reader that has a tokenizer of its own.
 
         For texts of any length: no request waits for that tokenizer.  The calls take turns, so that they take
         one thread.  Raises ApiError without a tokenizer.

@@ -37,7 +37,7 @@ class Parsed(NamedTuple):
     calls_before: int = 0
 
     def only(self, names: Container[str]) -> Parsed:
-        """Without the calls of other functions."""
+        """The same without calls of other functions."""
         before = sum(call.name in names for call in self.calls[: self.calls_before])
         return Parsed(self.content, [call for call in self.calls if call.name in names], before)
 

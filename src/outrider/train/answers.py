@@ -81,7 +81,7 @@ class AnswerFile:
 
     @property
     def texts(self) -> list[Text]:
-        """In the order of the items; a missing answer is empty."""
+        """The texts in the order of the items; a missing answer is empty."""
         return texts_of(self.items, self.answers)
 
 

@@ -195,7 +195,7 @@ class Trainer:
         return True
 
     def _identity(self) -> dict[str, Any]:
-        """What the weights depend on."""
+        """All that the weights depend on."""
         return {**identity(self.method), "data": self.data, "steps": self.steps}
 
     def _text(self, place: int) -> int:
@@ -234,7 +234,7 @@ def read_checkpoint(options: TrainOptions, device: Any = "cpu", mmap: bool = Fal
 
 
 def identity(method: Method) -> dict[str, Any]:
-    """What the weights depend on, as far as it is known without the texts."""
+    """All that the weights depend on, as far as it is known without the texts."""
     options: TrainOptions = method.options
     target = method.target.checkpoint.fingerprint
     known = {"method": type(method).__module__, "target": target}

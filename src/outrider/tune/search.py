@@ -206,7 +206,7 @@ class Search:
         return sorted((one for one in self.tried.values() if one.pairs), key=lambda one: -one.gain)
 
     def _promoted(self, count: int) -> list[Candidate]:
-        """Those that are worth more than `count` prompts: the best over so many, which all have answered."""
+        """The candidates to run on more than `count` prompts: the best of those that answered as many."""
         rivals = [one for one in self.tried.values() if len(one.pairs) >= count]
         rivals.sort(key=lambda one: -one.gain_over(count))
         return rivals[: max(1, len(rivals) // KEEP)]

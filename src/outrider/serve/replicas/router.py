@@ -29,7 +29,7 @@ log = logging.getLogger("outrider.serve")
 
 
 class Router:
-    """What the router's application shares; a `Pool` of its replicas.
+    """State shared by the router's routes; a `Pool` of its replicas.
 
     status: "loading", "ready" or "stopping".  model: its name in messages.
     folder: for the sockets, readable by this user only.
