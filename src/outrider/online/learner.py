@@ -13,7 +13,7 @@ Weights change between steps only:
     candidate ── lower loss on held-out texts ──▶ in use ── fewer drafts accepted than before ──▶ the old ones
 
 Match verification makes the text independent of the drafts, so none of this changes an output.  An error in
-training ends it: the engine keeps drafting with the weights in use.
+training ends it: the engine goes on drafting with the weights in use.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Learner:
     def train(self) -> None:
         """Before a step drafts: one unit of work, if enough time was earned.
 
-        An error is logged and ends learning.  An interrupt is raised, and learning resumes afterwards.
+        An error is logged and ends learning.  An interrupt is raised, and learning goes on afterwards.
         """
         began = time.perf_counter()
         try:
@@ -242,8 +242,7 @@ class Learner:
         self.drafter.adopt(old)
         log.info("online: acceptance fell from %.3f to %.3f", self.before.share, self.now.share)
         self._note()
-        self.in_use, self.old, self.now = old, None, Acceptance()
-        self.returns += 1
+        self.in_use, self.old, self.returns, self.now = old, None, self.returns + 1, Acceptance()
         self.rest = self.texts.count + FIRST * 2 ** min(self.returns, 10)  # back off: that many further texts
         self._begin()
         self._save()
