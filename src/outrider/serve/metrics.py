@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -32,28 +31,22 @@ def _of_steps(name: str) -> Callable[[Engine], float]:
     return lambda engine: float(getattr(engine.prefill, name) + getattr(engine.decode, name))
 
 
-class Count(NamedTuple):
-    """A sum of an engine: what it counts, and how it is read."""
-
-    help: str
-    read: Callable[[Engine], float]
-
-
-COUNTERS = {
-    "prompt_tokens": Count("Prompt tokens computed.", _of_steps("prompt")),
-    "generation_tokens": Count("Emitted tokens.", _of_steps("emitted")),
-    "prefix_cache_queries": Count(
+# Metric -> its help, and how it is read.
+COUNTERS: dict[str, tuple[str, Callable[[Engine], float]]] = {
+    "prompt_tokens": ("Prompt tokens computed.", _of_steps("prompt")),
+    "generation_tokens": ("Emitted tokens.", _of_steps("emitted")),
+    "prefix_cache_queries": (
         "Prompt tokens looked up in the prefix cache.", attrgetter("scheduler.prefix_queries"),
     ),
-    "prefix_cache_hits": Count("Prompt tokens found there.", attrgetter("scheduler.prefix_hits")),
-    "num_preemptions": Count("Preempted samples.", attrgetter("scheduler.preemptions")),
-    "engine_steps": Count("Steps of the engine.", attrgetter("steps")),
-    "engine_propose_seconds": Count("Time in drafting.", attrgetter("times.propose")),
-    "engine_forward_seconds": Count("Time in the target's forward.", attrgetter("times.forward")),
-    "engine_other_seconds": Count("Time in the rest of steps.", attrgetter("times.rest")),
-    "spec_decode_num_drafts": Count("Draft trees verified.", _of_steps("drafts")),
-    "spec_decode_num_draft_tokens": Count("Draft tokens.", _of_steps("drafted")),
-    "spec_decode_num_accepted_tokens": Count("Accepted draft tokens.", _of_steps("accepted")),
+    "prefix_cache_hits": ("Prompt tokens found there.", attrgetter("scheduler.prefix_hits")),
+    "num_preemptions": ("Preempted samples.", attrgetter("scheduler.preemptions")),
+    "engine_steps": ("Steps of the engine.", attrgetter("steps")),
+    "engine_propose_seconds": ("Time in drafting.", attrgetter("times.propose")),
+    "engine_forward_seconds": ("Time in the target's forward.", attrgetter("times.forward")),
+    "engine_other_seconds": ("Time in the rest of steps.", attrgetter("times.rest")),
+    "spec_decode_num_drafts": ("Draft trees verified.", _of_steps("drafts")),
+    "spec_decode_num_draft_tokens": ("Draft tokens.", _of_steps("drafted")),
+    "spec_decode_num_accepted_tokens": ("Accepted draft tokens.", _of_steps("accepted")),
 }  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
@@ -171,7 +164,7 @@ class EngineMetrics(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         for name, value in counts_of(self.core).items():
-            yield CounterMetricFamily(f"{PREFIX}{name}", COUNTERS[name].help, value=value)
+            yield CounterMetricFamily(f"{PREFIX}{name}", COUNTERS[name][0], value=value)
         restarts, undone = f"{PREFIX}engine_restarts", "Steps that failed and were undone."
         yield CounterMetricFamily(restarts, undone, value=self.engine.restarts)
 
@@ -210,7 +203,7 @@ class EngineMetrics(Collector):
 
 def counts_of(engine: Engine) -> dict[str, float]:
     """Sums of an engine, by the names of their metrics."""
-    return {name: count.read(engine) for name, count in COUNTERS.items()}
+    return {name: read(engine) for name, (_, read) in COUNTERS.items()}
 
 
 def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
