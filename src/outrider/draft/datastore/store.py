@@ -26,12 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.checkpoints.hub import SHIPPED
 from outrider.errors import ConfigError
 
 FORMAT, VERSION, HEADER = "outrider-datastore", 1, 16384
 SPAN = 16  # number of tokens that places are sorted by, and of the longest match
-BUILTIN = {"builtin-datastore": SHIPPED / "datastore" / "answers.store"}
+BUILTIN = {"builtin-datastore": Path(__file__).parents[2] / "builtin" / "datastore" / "answers.store"}
 
 
 class Section(NamedTuple):
