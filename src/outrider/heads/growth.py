@@ -83,7 +83,7 @@ class DeviceGrowth(Protocol):
 
 
 class GrowthPlan(NamedTuple):
-    """What `grow` reads: the shape, the number of rows of each forward, and by level the `RankingInputs`.
+    """Inputs of `grow`: the shape, the number of rows of each forward, and by level the `RankingInputs`.
 
     All levels but the first have inputs for as many rows, at least those of the first; those that a level
     lacks are not read.

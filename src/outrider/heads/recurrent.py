@@ -45,7 +45,7 @@ from outrider.heads.device_trees import on_device
 from outrider.heads.growth import DeviceGrowth, GrowthPlan
 from outrider.heads.ranks import EAGLE, Path, paths, prior_paths
 from outrider.heads.recurrent_net import Net
-from outrider.heads.trees import DynamicTree, Growth, LevelTree, RankTree, SampledTree
+from outrider.heads.trees import DynamicTree, Growth, LevelTree, RankTree
 
 CHAIN, DYNAMIC = "chain", "dynamic"
 CPU_DEPTH = 7  # levels of one node cost little; with 8 nodes a tree of 5 levels has two in each forward
@@ -55,7 +55,7 @@ CPU_DEPTH = 7  # levels of one node cost little; with 8 nodes a tree of 5 levels
 class RecurrentOptions(LayerOptions):
     """tree: "dynamic" (EAGLE-2), "chain", or the name of a published static tree (EAGLE-1).
 
-    top_k: candidates after a node of a dynamic tree, and nodes of a level that go on.  nodes: of a tree
+    top_k: candidates after a node of a dynamic tree, and expanded nodes of a level.  nodes: of a tree
     at most, but never fewer than levels (None: 59, EAGLE-2's total_token of 60 without the root; 8 on a
     CPU, where every node costs time, for published trees too).  A dynamic tree on a CPU has CPU_DEPTH
     levels by default, but no more than nodes.
@@ -216,7 +216,7 @@ class Recurrent(HeadDrafter):
         return Draft([trees[step.row].draft_tree if step.row in trees else EMPTY_TREE for step in batch])
 
     def _reading(self, step: RowStep, cursor: Cursor, drafting: bool) -> Reading:
-        """What is read for a row in this step, with an empty tree if it is drafted for."""
+        """The pending states of a row, with an empty tree if it is drafted for in this step."""
         row, end, budget = step.row, step.end, step.budget
         reading = Reading(row, cursor, row.slots[: end + budget.nodes])
         if drafting:
@@ -226,8 +226,7 @@ class Recurrent(HeadDrafter):
     def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> LevelTree:
         k = 1 if self.options.tree == CHAIN else self.options.top_k
         if self.samples(row):
-            siblings = min(k, max(1, budget.nodes // budget.depth))
-            return SampledTree(row, table, base, budget, siblings, self.target.stream_id)
+            return self.sampled_tree(row, table, base, budget, k)
         if not self.paths:
             return DynamicTree(row, table, base, budget, k)
         return RankTree(row, prior_paths(budget.nodes, budget.depth, 10, self.paths), base, table)

@@ -38,7 +38,7 @@ log = logging.getLogger("outrider.serve")
 
 @dataclass(frozen=True)
 class Service:
-    """What a process serves.
+    """Options of a serving process.
 
     engine: options of `LLM`, with the model.  config: its speculative_config.  threads: of the CPU.
     number, socket, gpus: of a replica, which listens on a Unix socket
@@ -125,7 +125,7 @@ def _bound(families: Mapping[Any, int]) -> list[socket]:
 
 
 def _loading(load: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
-    """What `load` returns, in a daemon thread: a process that ends does not wait for it."""
+    """The result of `load`, run in a daemon thread: a process that ends does not wait for it."""
     future = Future[AsyncLLM]()
     future.set_running_or_notify_cancel()
 
@@ -148,7 +148,7 @@ async def watch_engine(process: Process, server: Server) -> None:
 
 
 class Ending(Gate, Protocol):
-    """What a process serves.  open: samples that are queued or running."""
+    """A server or router that can be shut down.  open: samples that are queued or running."""
 
     @property
     def open(self) -> int: ...
