@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from outrider.async_llm import AsyncLLM
 from outrider.backends.cpu.threads import use
+from outrider.core.collector import set_apart
 from outrider.errors import ConfigError, EngineError
 from outrider.serve.app import make_app
 from outrider.serve.connection import connection_within
@@ -55,9 +56,11 @@ class Service:
     def load(self) -> AsyncLLM:
         use(self.threads)
         restarts, warm_up = self.options.restart_engine, self.options.warmup
-        return AsyncLLM(
+        llm = AsyncLLM(
             speculative_config=self.config, restart_on_error=restarts, warm_up=warm_up, **self.engine
         )
+        set_apart()
+        return llm
 
 
 def run(service: Service) -> None:
