@@ -28,7 +28,7 @@ from outrider.control.cost import ForwardCost
 from outrider.core.row import Row
 from outrider.core.step import Batch
 
-SHARED = 0.75  # before any batch has emptied
+SHARED = 0.8  # before any batch has emptied
 RATE = 0.3  # of a batch that empties, in the moving mean of `shared`
 FORGET = 0.05  # the same, where nothing was gained: what was seen need not hold any more
 LEAST_GAIN = 0.2  # accepted tokens a step, in the mean, that tell something

@@ -33,7 +33,7 @@ class RareCollections:
     def __exit__(self, *error: object) -> None:
         with self.lock:
             self.running -= 1
-            if not self.running and gc.get_threshold() == self.raised:  # nobody else has set them meanwhile
+            if not self.running and gc.get_threshold() == self.raised:  # unless they were set meanwhile
                 gc.set_threshold(*self.usual)
 
 

@@ -1,0 +1,135 @@
+"""Rows that are alike share a plan, and a warm-up tells what drafts cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.control.acceptance import Outcome, Reach
+from outrider.control.alike import FEW, kind_of
+from outrider.control.auto import AutoController
+from outrider.control.cost import ForwardCost
+from outrider.control.evidence import Evidence
+from outrider.control.first_costs import FirstCosts
+from outrider.control.fixed import FixedController, Options
+from outrider.control.ledger import CROWD
+from outrider.control.plan import Arm, Load
+from outrider.control.planner import Planner
+from outrider.core.clock import Times, add_one_time
+from outrider.core.row import Row
+from outrider.core.step import Batch, Commit, RowStep
+from outrider.core.tree import DraftTree
+from outrider.testing import make_row
+
+DEPTH, SECONDS = 4, 0.005
+LIMITS = FixedController(Options(), DEPTH, lambda depth: depth, 100)
+
+
+def evidence() -> Evidence:
+    arms = [Arm((name,), DEPTH, lambda depth: depth) for name in ("first", "second")]
+    return Evidence(arms, ForwardCost(dict.fromkeys((1, 8, 64), SECONDS)))
+
+
+def rows(count: int) -> list[Row]:
+    made = [make_row([1, 2, 3], id=str(i), limit=200) for i in range(count)]
+    for row in made:
+        row.steps = 3
+    return made
+
+
+def batch_of(made: list[Row]) -> Batch:
+    return Batch([RowStep(row, len(row.tokens) - 1, 1) for row in made])
+
+
+def outcome(right: bool) -> Outcome:
+    return Outcome(1, False) if right else Outcome(0, True)
+
+
+def test_few_rows_are_planned_for_one_by_one_once_they_have_a_state() -> None:
+    made, (row,) = evidence(), rows(1)
+    assert kind_of(row, None, [], CROWD) is not None
+    assert kind_of(row, made.state(row), [], CROWD) is None
+    assert kind_of(row, made.state(row), [], CROWD + 1) is not None
+
+
+def test_many_rows_are_alike_by_what_was_accepted_of_them() -> None:
+    made, (good, bad, new) = evidence(), rows(3)
+    for row, right in ((good, True), (bad, False)):
+        for _ in range(FEW):
+            made.state(row).reach[0].learn(outcome(right))
+    made.state(new).reach[0].learn(outcome(False))  # one draft tells little
+    good_kind, bad_kind, new_kind = (kind_of(row, made.state(row), [], 32) for row in (good, bad, new))
+    assert len({good_kind, bad_kind, new_kind}) == 3
+    assert kind_of(good, made.state(good), [1], 32) != kind_of(good, made.state(good), [0], 32)
+
+
+@pytest.mark.parametrize("count", [4, 32])
+def test_alike_rows_get_the_same_plan_and_choices_are_made_once(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, known = evidence(), rows(count)
+    for reach in made.reach:
+        for _ in range(50):
+            reach.learn(outcome(True))
+    planner, chosen = Planner(LIMITS, made), list[Row]()
+    choose = planner._choose
+
+    def counted(row: Row, *more: object) -> object:
+        chosen.append(row)
+        return choose(row, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planner, "_choose", counted)
+    batch = batch_of(known)
+    plans = planner.plans(batch, Load.of(batch, made.forward))
+    again = planner.plans(batch, Load.of(batch, made.forward))  # now all have a state
+    assert len(plans) == len(again) == count
+    assert len({id(plan.state) for plan in again.values()}) == count
+    assert len({(plan.budget, plan.loss) for plan in plans.values()}) == 1
+    assert len(chosen) == (2 if count > CROWD else 1 + count)
+
+
+def test_plain_steps_of_nearly_as_many_requests_need_not_be_measured_again() -> None:
+    forward = ForwardCost({1: SECONDS})
+    forward.learn_plain(32, 32, 0, SECONDS, steps=7)
+    assert [forward.plain_near(n) for n in (24, 26, 32, 42, 60)] == [0, 7, 7, 7, 0]
+
+
+def step(controller: FirstCosts, made: list[Row], nodes: int, times: Times, once: float = 0.0) -> None:
+    batch = batch_of(made)
+    for each, budget in zip(batch, controller.budget(batch)):
+        each.budget = budget
+        each.tree = DraftTree.chain([7] * nodes, [0.5] * nodes)
+        each.emitted = [7]
+    if once:
+        add_one_time(once)
+    controller.learn(Commit(batch), times)
+
+
+def test_a_warm_up_teaches_what_drafts_cost_by_depth_and_rows() -> None:
+    made, two = evidence(), rows(2)
+    controller = FirstCosts(LIMITS, made)
+    for draft_method, depth, seconds in (("second", 1, 0.002), ("second", DEPTH, 0.0026), (None, DEPTH, 9.0)):
+        for row in two:
+            row.params = row.params.__class__(draft_method=draft_method, max_draft_tokens=depth)
+        for once in (1.0, 0.0, 0.0, 0.0):  # the first one records a graph
+            step(controller, two, depth, Times(9.0 if once else seconds, SECONDS, 0.0), once)
+    controller.teach()
+    fixed, per_level = made.drafting.line(1, 2)
+    assert fixed == pytest.approx(0.0018, rel=0.1) and per_level == pytest.approx(0.0002, rel=0.2)
+    assert not made.drafting.known(0), "both draft where no method is named"
+    assert made.reach[1].asked == 0
+
+
+def test_drafts_whose_cost_a_warm_up_told_are_deep_at_once() -> None:
+    """Their cost hardly depends on the depth: the first trial that counts is no draft of one token."""
+    made = evidence()
+    for k in range(2):
+        made.drafting.learn(k, 32, 1, 0.0018)
+        made.drafting.learn(k, 32, DEPTH, 0.0021)
+    auto = AutoController(LIMITS, made)
+    for reach in made.reach:
+        reach.learn(outcome(True))
+        reach.learn(outcome(True))
+    batch = batch_of(rows(32))
+    budgets = auto.budget(batch)
+    assert max(budget.depth for budget in budgets) in (0, DEPTH)
+    assert isinstance(made.reach[0], Reach)
