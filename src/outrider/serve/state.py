@@ -56,8 +56,9 @@ class Server:
     _adapter_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
-        if self.options.chat_template is not None:
-            self.template = text_of(self.options.chat_template, "chat_template")
+        given = self.options.chat_template
+        if given is not None:  # as vLLM, which takes a text with a brace for the template itself
+            self.template = given if "{" in given or "\n" in given else text_of(given, "chat_template")
         if self.options.otlp_traces_endpoint is not None:
             self.traces = Traces(self.options.otlp_traces_endpoint, self.names[0])
 
