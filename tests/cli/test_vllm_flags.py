@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +74,50 @@ def test_a_key_that_has_a_value_has_no_keys(run: Run) -> None:
     line = "--speculative-config.online x --speculative-config.online.path y"
     result = run("serve", "builtin", *line.split())
     assert result.status == 2 and "'online' already has a value" in result.err
+
+
+CONFIG = """
+model: builtin-draft
+served-model-name: [a, b]
+max_model_len: 1k
+enable-prefix-caching: false
+enforce-eager: true
+trust-remote-code: false
+seed:
+speculative-config: {method: ngram, num_speculative_tokens: 5}
+"""
+
+
+def test_a_file_gives_options_that_the_command_line_overrides(
+    run: Run, started: list[Started], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    assert run("serve", "--config", file, "--seed", "3").status == 0
+    assert run("serve", "builtin", f"--config={file}", "--max-model-len", "64").status == 0
+    (options, engine, speculation), (_, other, _) = started
+    assert (engine["model"], other["model"]) == ("builtin-draft", "builtin")
+    assert (engine["max_model_len"], other["max_model_len"]) == (1000, 64)
+    assert (engine["seed"], engine["enable_prefix_caching"]) == (3, False)
+    assert options.served_model_name == ("a", "b")
+    assert speculation == {"method": "ngram", "num_speculative_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("- a\n", "must have an option a line, such as port: 8000"),
+        ("a: [", "is no YAML: "),
+        ("nope: 1", "--nope"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(content: str | None, text: str, run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    if content is not None:
+        file.write_text(content)
+    result = run("serve", "builtin", "--config", file)
+    assert result.status == 2 and text in " ".join(result.err.split()), result.err
 
 
 def test_adapters_may_be_objects(run: Run, started: list[Started]) -> None:

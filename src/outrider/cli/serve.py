@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.main import get_command
 
 from outrider.cli.flags import (
     CONTEXT,
@@ -29,7 +30,7 @@ from outrider.cli.flags import (
 )
 from outrider.cli.serve_flags import ALIASES, IGNORED, REFUSED, repeated
 from outrider.cli.speculation import AUTO, config_of
-from outrider.cli.vllm import adapters, nested, sized
+from outrider.cli.vllm import adapters, configured, nested, sized
 from outrider.errors import ConfigError
 
 PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")  # of the extra `serve`
@@ -54,7 +55,8 @@ def serve(context: typer.Context) -> None:
     """Serve a model with OpenAI's protocol: outrider serve MODEL --port 8000.  --help lists the options."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=CONTEXT)
     app.command()(command())
-    words = sized(nested(context.args, OBJECTS))
+    options = {name for each in get_command(app).params for name in (*each.opts, *each.secondary_opts)}
+    words = sized(nested(configured(context.args, options), OBJECTS))
     app(repeated(words, SEVERAL), prog_name="outrider serve", standalone_mode=False)
 
 

@@ -236,7 +236,6 @@ _REFUSED = (  # what would be missed; the help is the cure
     Flag("", str, "--log-file", "redirect standard error to a file"),
     Flag("", str, "--log-config-file", "redirect standard error to a file"),
     Flag("", bool, "--enable-log-outputs", "the log has no texts of answers: leave it out", False),
-    Flag("", str, "--config", "give its keys as options"),
     Flag("", bool, "--enable-sleep-mode", "stop the server to free its memory", False),
     Flag("", str, "--mmproj -mm", "the server generates text"),
     Flag("", bool, "--enable-prompt-embeds", "give token ids or text in the requests", False),

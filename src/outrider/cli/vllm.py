@@ -8,7 +8,8 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from outrider.cli.flags import STEP, Flag
-from outrider.errors import ConfigError
+from outrider.core.validate import text_of
+from outrider.errors import ConfigError, first_line
 
 _BACKEND = "the backend chooses its kernels"
 _FILES = "the files of the model decide"
@@ -106,6 +107,7 @@ def _flags(table: dict[str, tuple[str, str]]) -> tuple[Flag, ...]:
 IGNORED = _flags(_WITHOUT_EFFECT)
 REFUSED = _flags(_REFUSED)
 
+FILE = "--config"
 SIZES = ("--max-model-len", "--ctx-size", "-c", "--max-num-batched-tokens", "--kv-cache-memory-bytes")
 CONTEXT = SIZES[:3]
 UNITS = {
@@ -118,6 +120,53 @@ UNITS = {
     "G": 1 << 30,
     "T": 1 << 40,
 }
+
+
+def configured(words: Sequence[str], options: Container[str]) -> list[str]:
+    """Arguments with those of the YAML file of `--config FILE` before them, so that they override these.
+
+    options: names of all options, with those that switch one off.
+    Raises ConfigError for a file that cannot be read, and for one without options.
+    """
+    rest, files = list[str](), list[str]()
+    given = iter(words)
+    for word in given:
+        name, equals, value = word.partition("=")
+        if name == FILE:
+            files.append(value if equals else next(given, ""))
+        else:
+            rest.append(word)
+    model = rest[:1] if rest and not rest[0].startswith("-") else []
+    made: list[str] = []
+    for file in files:
+        for key, value in _entries(file).items():
+            if not (model and key == "model"):  # that of the command line counts
+                made += _option(f"--{key}".replace("_", "-"), value, options)
+    return [*model, *made, *rest[len(model) :]]
+
+
+def _entries(file: str) -> dict[str, Any]:
+    import yaml  # comes with transformers
+
+    try:
+        entries = yaml.safe_load(text_of(file, FILE))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{FILE}: {file!r} is no YAML: {first_line(error)}.") from error
+    if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
+        raise ConfigError(f"{FILE}: {file!r} must have an option a line, such as port: 8000.")
+    return entries
+
+
+def _option(name: str, value: Any, options: Container[str]) -> list[str]:
+    """The arguments for an option of a file: none for null, and for a switch that is off anyway."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        off = f"--no-{name[2:]}"
+        return [name] if value else [off] if off in options else []
+    if isinstance(value, list):
+        return [word for each in value for word in _option(name, each, options)]
+    return [name, json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
 def sized(words: Sequence[str]) -> list[str]:
