@@ -67,7 +67,18 @@ def test_keys_of_an_object_are_options(run: Run, started: list[Started]) -> None
 
 def test_objects_in_objects_and_other_words_with_dots() -> None:
     words = ["a.b", "--o.a.b", "1", "--p.q", "2", "--o.a.c=x.y", "--o.d"]
+    assert nested(["--o", "@f", "--o"], {"--o"}) == ["--o", "@f", "--o"]
     assert nested(words, {"--o"}) == ["a.b", "--p.q", "2", "--o", '{"a": {"b": 1, "c": "x.y"}, "d": ""}']
+
+
+def test_keys_are_added_to_an_object_that_is_given(run: Run, started: list[Started]) -> None:
+    for given in (
+        ["--speculative-config", '{"method": "ngram"}'],
+        ['--speculative_config={"method": "ngram"}'],
+    ):
+        result = run("serve", "builtin", *given, "--speculative-config.num_speculative_tokens", "5")
+        assert result.status == 0, result.err
+        assert started.pop()[2] == {"method": "ngram", "num_speculative_tokens": 5}
 
 
 def test_a_key_that_has_a_value_has_no_keys(run: Run) -> None:

@@ -207,22 +207,32 @@ def nested(words: Sequence[str], options: Container[str]) -> list[str]:
     objects: dict[str, dict[str, Any]] = {}
     given = iter(words)
     for word in given:
-        name, dot, rest = word.partition(".")
+        name, equals, value = word.partition("=")
+        name, dot, path = name.partition(".")
         option = name.replace("_", "-")
-        if not dot or option not in options:
+        if option not in options:
             made.append(word)
             continue
-        path, equals, value = rest.partition("=")
-        content = objects.setdefault(option, {})
-        *outer, last = path.split(".")
-        for key in outer:
-            content = content.setdefault(key, {})
-            if not isinstance(content, dict):
-                raise ConfigError(f"{word}: {key!r} already has a value.")
-        content[last] = _value(value if equals else next(given, ""))
+        value = value if equals else next(given, "")
+        content = _value(value)
+        if dot:
+            _put(objects.setdefault(option, {}), path, content)
+        elif isinstance(content, dict):
+            objects[option] = objects.get(option, {}) | content
+        else:  # a method, @FILE, or a mistake
+            made += [name, value] if value or equals else [word]
     for option, content in objects.items():
         made += [option, json.dumps(content)]
     return made
+
+
+def _put(content: dict[str, Any], path: str, value: Any) -> None:
+    *outer, last = path.split(".")
+    for key in outer:
+        content = content.setdefault(key, {})
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: {key!r} already has a value.")
+    content[last] = value
 
 
 def _value(text: str) -> Any:
