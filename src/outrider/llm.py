@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.checkpoints.hub import read_tokenizer
 from outrider.config import EngineOptions, SpeculativeOptions, options
+from outrider.core.collector import rare_collections
 from outrider.core.params import SamplingParams, to_int
 from outrider.core.row import LoRARequest
 from outrider.core.validate import path_text
@@ -145,8 +146,9 @@ class LLM:
                 tick()
             return ticket.finished
 
-        for ticket in tickets:
-            self.loop.run_until(partial(done, ticket))
+        with rare_collections:
+            for ticket in tickets:
+                self.loop.run_until(partial(done, ticket))
 
     def stream(
         self, prompts: Prompts, sampling_params: Params = None, lora_request: Loras = None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from outrider.control.first_costs import FirstCosts
 from outrider.core.clock import record_at_once
 from outrider.core.device import power_of_two
 from outrider.core.params import SamplingParams
@@ -26,8 +27,8 @@ def warm_up(engine: Engine, answer: Answer) -> None:
 
     answer: takes prompts, and parameters for all of them.  Batches are plain, drafted for by each drafter
     alone, and by all of them.  Drafts have their full depth, and then, of a drafter that finds something to
-    draft, every smaller one, which controllers may ask for: they are not asked here.  Neither they nor
-    drafters learn from it, and no statistics count it.
+    draft, every smaller one, which adaptive controllers may ask for.  These are not asked here, and learn
+    only what steps cost.  Drafters learn nothing from it, and no statistics count it.
     """
     plain = SamplingParams(
         max_tokens=ANSWER, temperature=0, ignore_eos=True, detokenize=False, speculate=False
@@ -79,20 +80,27 @@ class _MadeUp:
             # smaller batch has as many.
             fitting = max(1, min(count, engine.options.max_num_batched_tokens // (1 + depth)))
             if power_of_two(fitting) == power_of_two(count):
-                # one draft, beside two other tokens
-                short = replace(params, max_draft_tokens=depth, max_tokens=depth + 2)
+                # one draft, beside two other tokens; of one token several, for their costs beside deep ones
+                tokens = ANSWER if depth == 1 else depth + 2
+                short = replace(params, max_draft_tokens=depth, max_tokens=tokens)
                 self.requests(fitting, PROMPTS // count, short)
 
 
 @contextmanager
 def _left_as_it_was(engine: Engine) -> Iterator[None]:
-    """Draft without a controller that chooses, and forget what was learned and counted in between."""
+    """Draft without a controller that chooses, and forget what was learned and counted in between.
+
+    Adaptive controllers keep what steps have cost.
+    """
     controller, adaptive = engine.controller, engine.adaptive
     memory, paced = copy.deepcopy(engine.drafter.memory), copy.deepcopy(vars(engine.pacer))
-    if adaptive:
-        engine.controller, engine.adaptive = adaptive[0].limits, []
+    costs = FirstCosts(adaptive[0].limits, adaptive[0].evidence) if adaptive else None
+    if costs is not None:
+        engine.controller, engine.adaptive = costs, []
     try:
         yield
+        if costs is not None:
+            costs.teach()
     finally:
         engine.controller, engine.adaptive = controller, adaptive
         engine.drafter.memory = memory

@@ -107,3 +107,28 @@ def test_nothing_is_launched_or_recorded_after_a_warm_up(
         assert (found.launched, found.recorded) == (warm.launched, warm.recorded), temperatures
     assert found.replayed > warm.replayed + 100
     assert found.padded - warm.padded < 0.1 * (found.replayed - warm.replayed)
+
+
+def test_a_step_of_many_prompts_computes_the_logits_of_their_last_tokens(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 80 prompts, with 6 tokens each: 512 rows with 128 logits, by a graph of the warm-up."""
+    from outrider.backends.triton import fused
+    from outrider.backends.triton.graphs import counts_of_all
+
+    without_kernels.install(monkeypatch)
+    compute, seen = fused._Step.compute, list[tuple[int, int]]()
+
+    def noting(job: Any, inputs: Any) -> Any:
+        seen.append((job.padded.step.rows, job.wanted))
+        return compute(job, inputs)
+
+    monkeypatch.setattr(fused._Step, "compute", noting)
+    llm = LLM(checkpoint, device="cpu", enable_prefix_caching=False, max_num_seqs=80)
+    llm.warm_up()
+    before = counts_of_all()
+    seen.clear()
+    prompts = [{"prompt_token_ids": [3 + (i + j) % 37 for j in range(6)]} for i in range(80)]
+    llm.generate(prompts, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    assert (512, 128) in seen and not [wanted for _, wanted in seen if wanted > 128]
+    assert counts_of_all().launched == before.launched

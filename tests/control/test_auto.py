@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,16 +120,43 @@ def right_step(auto: AutoController, row: Row) -> Batch:
     return batch
 
 
+def begun(auto: AutoController, row: Row) -> Batch:
+    """A step up to the launch of its forward, with one draft token if the plans allow it."""
+    batch = step_of(row)
+    batch[0].budget = auto.budget(batch)[0]
+    if batch[0].budget.depth:
+        batch[0].tree = DraftTree.chain([7], [0.99])
+    auto.trim(batch)
+    return batch
+
+
+def step_on_a_device(auto: AutoController, row: Row, right: bool = True, last: bool = False) -> Batch:
+    """A step whose outcome is learned after that of the one before it was taken in."""
+    batch = begun(auto, row)
+    auto.settle()
+    drafted = bool(batch[0].tree.tokens)
+    batch[0].accepted = [0] if right and drafted else []
+    batch[0].emitted = [7] * (1 + len(batch[0].accepted))
+    row.steps += 1
+    row.finish_reason = "stop" if last else None
+    auto.learn(Commit(batch), PLAIN._replace(propose=0.0005 if drafted and not right else 0.0))
+    return batch
+
+
+def on_a_device() -> tuple[AutoController, Row]:
+    auto, ticks = controller(), itertools.count()
+    auto.settles, auto.clock = True, lambda: 1e-7 * next(ticks)
+    return auto, make_row([1, 2, 3], limit=1000)
+
+
 def test_on_a_device_outcomes_are_taken_in_while_the_next_step_is_computed() -> None:
     """That step has the plans of before, those after it have new ones, and the work is no loss."""
-    auto, row = controller(), make_row([1, 2, 3], limit=1000)
-    ticks = itertools.count()
-    auto.settles, auto.clock = True, lambda: 1e-7 * next(ticks)
-    auto.learn(Commit(right_step(auto, row)), PLAIN)
-    while not auto.due:  # the first trials are taken in at once
-        auto.learn(Commit(right_step(auto, row)), PLAIN)
+    auto, row = on_a_device()
+    while not (auto.due and auto.plans and not auto.stale):
+        step_on_a_device(auto, row)
     (before,), log = auto.plans.values(), len(auto.log)
-    batch = right_step(auto, row)
+    batch = begun(auto, row)
+    batch[0].accepted, batch[0].emitted = [0], [7, 7]
     assert [*auto.plans.values()] == [before] and len(auto.log) == log > 0
     auto.settle()
     (after,) = auto.plans.values()
@@ -136,6 +164,38 @@ def test_on_a_device_outcomes_are_taken_in_while_the_next_step_is_computed() -> 
     assert auto.evidence.host == auto.looked == 0
     auto.learn(Commit(batch), PLAIN)
     assert auto.room.of_row[row] < after.state.ledger.room + auto.load.token
+
+
+def test_on_a_device_no_step_waits_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until there is one, steps are plain; where none pays, a rest begins."""
+    auto, row = on_a_device()
+    waiting = [True]
+    plans, settle = auto.planner.plans, auto.settle
+
+    def planned(*args: Any) -> Any:
+        assert not waiting[0]
+        return plans(*args)
+
+    def settled() -> None:
+        waiting[0] = False
+        settle()
+        waiting[0] = True
+
+    monkeypatch.setattr(auto.planner, "plans", planned)
+    monkeypatch.setattr(auto, "settle", settled)
+    drafted = [bool(step_on_a_device(auto, row, right=False)[0].tree.tokens) for _ in range(200)]
+    assert not drafted[0] and any(drafted) and auto.rest is not None
+
+
+def test_on_a_device_the_last_step_of_a_row_is_taken_in_before_it_leaves() -> None:
+    auto, row = on_a_device()
+    while not step_on_a_device(auto, row)[0].tree.tokens:
+        pass
+    step_on_a_device(auto, row, last=True)
+    assert auto.ended and row in auto.evidence.states
+    auto.settle(computes=False)
+    assert not auto.ended and not auto.log and row not in auto.evidence.states
+    assert sum(row.drafting.steps.values()) == row.steps
 
 
 def test_without_a_device_outcomes_are_taken_in_at_once() -> None:

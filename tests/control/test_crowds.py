@@ -67,9 +67,9 @@ def test_drafts_that_surely_pay_go_on_in_debt(batch: int, most: float) -> None:
 @pytest.mark.parametrize("debt", [0.0, 0.078])
 @pytest.mark.parametrize("batch", [4, 16, 32])
 def test_useless_drafts_lose_little_in_a_crowd(batch: int, debt: float) -> None:
-    """The grace is 20 ms at most."""
+    """The grace is 20 ms at most, and one step, in which all rows may ask, may go beyond it."""
     outcome = stream(USELESS, batch, 0, debt).run()
-    assert outcome.worst_loss < 25
+    assert outcome.worst_loss < 20 + 1.5 * STEP
 
 
 @pytest.mark.parametrize("batch", [8, 32])

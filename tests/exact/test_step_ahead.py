@@ -81,10 +81,10 @@ def always_settling(controller: AutoController) -> list[bool]:
     """Let it make plans beside every step, unless it rests.  Returns whether it did, by step."""
     settle, settled = controller.settle, list[bool]()
 
-    def forced() -> None:
+    def forced(computes: bool = True) -> None:
         controller.due = controller.rest is None and bool(controller.log)
         settled.append(controller.due)
-        settle()
+        settle(computes)
         controller.interval = 99  # nothing else takes in the log
 
     controller.settle = forced  # type: ignore[method-assign]

@@ -56,8 +56,8 @@ class NoKernels:
         """As `TreeQueries.read` takes them."""
         answers = array("i")
         for first, n in zip(queries.trees[1::3], queries.trees[2::3]):
-            nodes = queries.nodes[2 * first : 2 * (first + n)]
-            tokens, parents, path, at = nodes[::2], nodes[1::2], list[int](), -1
+            tokens, parents = queries.tokens[first : first + n], queries.parents[first : first + n]
+            path, at = list[int](), -1
             while (next_to := [i for i in range(n) if parents[i] == at]) and self.random.random() < ACCEPTED:
                 at = self.random.choice(next_to)
                 path.append(at)

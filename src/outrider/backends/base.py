@@ -156,6 +156,9 @@ class TopNext(Protocol):
         Returns `Numbers`, which `on_device` moves, or a list of pairs, which stays on the host.
         """
 
+    def with_keys(self, asked: Any, keys: Sequence[int]) -> Any:
+        """What `asked` returned, with other keys."""
+
     def __call__(self, logits: Tensor, asked: Any, k: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """The best entries int64 and their probabilities float32, [n, min(k, V)], padded with -1 and 0.
 

@@ -47,7 +47,7 @@ def conditions() -> dict[str, Any]:
 
 
 def _named(argument: str) -> str:
-    """An argument without the folders of an absolute path, which say nothing elsewhere."""
+    """An argument without the folders of an absolute path, which mean nothing on another machine."""
     option, equals, value = argument.rpartition("=")
     return f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else argument
 

@@ -34,7 +34,7 @@ SIZE = (
 
 @dataclass(frozen=True)
 class Show:
-    """What to show: prompts, methods (plain decoding first), and the one of the right pane."""
+    """Contents of the demo: prompts, methods (plain decoding first), and the one of the right pane."""
 
     llm: LLM
     prompts: list[Prompt]

@@ -70,7 +70,7 @@ def _most_drafted(engine: Engine) -> str:
 
 
 def _adaptive(output: RequestOutput) -> list[str]:
-    """What an adaptive controller chose, what it expected of it, and its estimate of the gain."""
+    """Choices of an adaptive controller, its expectations, and its estimate of the gain."""
     lines = []
     for drafting in (sample.drafting for sample in output.outputs):
         if drafting is not None and drafting.steps:

@@ -16,7 +16,7 @@ from outrider.core.clock import Times
 from outrider.core.params import SamplingParams
 from outrider.core.row import Speculation
 from outrider.llm import LLM
-from outrider.outputs import CompletionOutput
+from outrider.outputs import CompletionOutput, RequestOutput
 
 PLAIN, ALL = "plain decoding", "all"
 TOLERANCE = 1.01  # of a speed-up above the limit
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def tokens_per_step(self) -> float:
-        """Of the answer with the most; infinite for another engine, whose steps are not known."""
+        """Tokens per step of the best answer; infinite for another engine, whose steps are not known."""
         return max((a.speculation.tokens_per_step or math.inf for a in self.answers), default=math.inf)
 
 
@@ -234,7 +234,12 @@ def once(llm: LLM, kind: str, prompts: list[Any], params: SamplingParams, memory
     began = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - began
+    return Run(kind, seconds, llm.engine.times, answers_of(outputs))
+
+
+def answers_of(outputs: Sequence[RequestOutput]) -> list[CompletionOutput]:
+    """The first answer to each prompt.  Raises the error of the first prompt that failed."""
     for output in outputs:
         if output.error is not None:
             raise output.error
-    return Run(kind, seconds, llm.engine.times, [output.outputs[0] for output in outputs])
+    return [output.outputs[0] for output in outputs]

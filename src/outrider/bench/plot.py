@@ -11,7 +11,7 @@ from outrider.control.ledger import Moment
 from outrider.errors import ConfigError, write_fault
 
 FORMATS = (".png", ".svg", ".pdf")
-BLUE, RED, GREY = "#0072b2", "#d55e00", "#7a7a7a"  # of Okabe and Ito, whom colour-blind readers can follow
+BLUE, RED, GREY = "#0072b2", "#d55e00", "#7a7a7a"  # Okabe and Ito: safe for colour-blind readers
 TICKS, NEAR_TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20), (0.5, 0.7, 1, 1.5, 2, 3)
 
 
@@ -119,7 +119,7 @@ def lines(series: Mapping[str, Sequence[float]], x: str, y: str, title: str, out
 
 
 def choices(history: Sequence[Moment], title: str, out: Path) -> None:
-    """What an adaptive controller chose over time: steps by drafters, gain, and the ledger of losses.
+    """Choices of an adaptive controller over time: steps by drafters, gain, and the ledger of losses.
 
     history: of `llm.engine.report()["history"]`.
     """

@@ -24,7 +24,6 @@ def _read(name: str) -> tuple[Prompt, ...]:
 
 PROMPTS = _read("PROMPTS")
 TASKS = _read("TASKS")  # that the built-in target answers correctly
-KINDS = tuple(dict.fromkeys(prompt.kind for prompt in PROMPTS))
 
 
 def rendered(prompt: Prompt, tokenizer: Any, raw: bool = False) -> dict[str, list[int]]:

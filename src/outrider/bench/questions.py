@@ -121,7 +121,7 @@ def prompts_for(
 def _fitting(
     llm: LLM, asked: Sequence[tuple[str, list[int]]], params: SamplingParams
 ) -> list[tuple[str, list[int]]]:
-    """Those that fit into the context together with their answers."""
+    """The prompts that fit into the context together with their answers."""
     return [(kind, ids) for kind, ids in asked if len(ids) + (params.max_tokens or 1) <= llm.engine.max_len]
 
 

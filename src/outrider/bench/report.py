@@ -161,13 +161,14 @@ def _latency_table(
 
 def figures(results: Sequence[Measured]) -> dict[str, Any]:
     """Method -> category -> figures, for JSON; the category "all" holds all prompts."""
-    plain, kinds = results[0], (ALL, *results[0].kinds)
-    return {
-        r.method: {ALL: {"stopped": r.stopped}}
-        if r.stopped
-        else {kind: _figures(r.only(kind), plain.only(kind)) for kind in kinds}
-        for r in results
-    }
+    plain, found = results[0], dict[str, Any]()
+    for result in results:
+        if result.stopped:
+            found[result.method] = {ALL: {"stopped": result.stopped}}
+            continue
+        kinds = (ALL, *plain.kinds)
+        found[result.method] = {kind: _figures(result.only(kind), plain.only(kind)) for kind in kinds}
+    return found
 
 
 def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:

@@ -63,6 +63,10 @@ class Cursor:
         """Forget the states whose K/V was written, except the last `keep` rows."""
         if not self.num_written:
             return
+        if not keep and self.num_written == len(self.states):  # after most steps
+            self.first, self.count, self.num_written = self.end, 0, 0
+            self.states.clear()
+            return
         written = self.states[: self.num_written]
         kept: list[Tensor] = []
         if written and keep:  # a copy: a view would keep the whole chunk alive
@@ -73,6 +77,24 @@ class Cursor:
         self.first, self.count = self.first + dropped, self.count - dropped
         self.states[: self.num_written] = kept
         self.num_written = 0
+
+
+def drop_written(cursors: Sequence[Cursor], keep: int) -> None:
+    """Forget the states of these cursors, whose K/V was all written, except the last `keep` rows of each.
+
+    One copy for all whose last states are so many: on a device a copy costs more than what it copies.
+    """
+    long = list[Cursor]()
+    for cursor in cursors:
+        if cursor.states[-1].size(0) >= keep:
+            long.append(cursor)
+        else:
+            cursor.drop_written(keep)
+    if long:
+        last = torch.cat([cursor.states[-1][-keep:] for cursor in long])
+        for cursor, kept in zip(long, torch.split(last, keep)):
+            cursor.first, cursor.count, cursor.num_written = cursor.end - keep, keep, 0
+            cursor.states[:] = [kept]
 
 
 @dataclass(slots=True)
@@ -167,8 +189,8 @@ class DeferredStates:
 
 def _by_row(commit: Commit, wanted: Sequence[int]) -> Iterator[tuple[Row, int, Tensor]]:
     """Each row of a step, its first position, and the wanted states from there on, [positions, width]."""
-    for r, step in enumerate(commit.batch):
-        yield step.row, step.start, commit.states.of(r, wanted)
+    for step, own in zip(commit.batch, commit.states.of_all(wanted)):
+        yield step.row, step.start, own
 
 
 class CatchUp:

@@ -84,7 +84,8 @@ def combine(results: Sequence[ChiSquareResult], n: int, m: int, level: float) ->
     if not tested:
         return NO_TEST
     count = len(tested)
-    statistic, dof = sum(result.statistic for result in tested), sum(r.degrees_of_freedom for r in tested)
+    statistic = sum(result.statistic for result in tested)
+    dof = sum(result.degrees_of_freedom for result in tested)
     distance = sum(result.distance for result in tested) / count
     expected = sum(result.expected_distance for result in tested) / count
     detectable = minimum_detectable(n * count, m * count, dof, level)

@@ -18,7 +18,7 @@ def random_prompts(llm: LLM, seed: int) -> list[list[int]]:
 
 
 class PromptSource:
-    """Prompts, cut to their last max_tokens.  extend: go on with passages of the texts in `add_text`."""
+    """Prompts, cut to their last max_tokens.  extend: then passages of the texts in `add_text`."""
 
     def __init__(self, prompts: Sequence[list[int]], max_tokens: int, extend: bool, seed: int) -> None:
         self.prompts = [ids[-max_tokens:] for ids in prompts]

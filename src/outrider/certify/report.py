@@ -29,7 +29,7 @@ PROMISES = {
 
 
 def subject(llm: LLM, config: Mapping[str, Any], certificate: Certificate) -> dict[str, str]:
-    """What was tested: model, method, rule, number formats and kernels."""
+    """The tested configuration: model, method, rule, number formats and kernels."""
     decoder, options = llm.engine.decoder, llm.engine.options
     bits = f", weights in {options.quantization}" if options.quantization else ""
     cache = f", K/V in {options.kv_cache_dtype}" if options.kv_cache_dtype != "auto" else ""

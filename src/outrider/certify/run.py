@@ -35,7 +35,7 @@ Tick = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to test.
+    """Effort of a test.
 
     minutes: time for the tests, without loading.  tokens: maximum length of the compared texts.
     samples: minimum number of sampled texts per case and engine, however long they take.
@@ -131,7 +131,7 @@ def _explain(llm: LLM, differences: list[Difference]) -> None:
 
 
 def _logprob_tolerance(llm: LLM, texts: Sequence[list[int]]) -> float:
-    """How far rounding may move a log-probability: that of a logit, twice, as the normaliser moves too."""
+    """Rounding error of a log-probability, at most: twice that of a logit, as the normaliser moves too."""
     decoder, largest = llm.engine.decoder, 0.0
     for text in texts:
         middle = len(text) // 2

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from outrider.bench.measure import answers_of
 from outrider.certify.ties import Gap
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
@@ -135,8 +136,4 @@ def answers(
     llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
 ) -> list[CompletionOutput]:
     """Raise the error of a prompt that was not answered."""
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    for output in outputs:
-        if output.error is not None:
-            raise output.error
-    return [output.outputs[0] for output in outputs]
+    return answers_of(llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params))

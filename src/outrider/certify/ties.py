@@ -66,7 +66,7 @@ def reference_logits(decoder: Model, prompt: Sequence[int], text: Sequence[int])
 
 
 def tolerance(alone: Tensor, together: Tensor, dtype: torch.dtype) -> float:
-    """How far rounding may move a logit: SAFETY times the measured difference, at least one ulp."""
+    """Rounding error of a logit, at most: SAFETY times the measured difference, at least one ulp."""
     ulp = torch.finfo(dtype).eps * float(alone.abs().max())
     return min(max(SAFETY * float((alone - together).abs().max()), ulp), max_rounding(alone, dtype))
 

@@ -20,8 +20,9 @@ LENGTH, EPSILON = whole(1, 1 << 24), real(0, 1, above=True)
 WINDOW = whole(0, INT32)
 POSITIVE, SHARE, SCALE = real(0, 1e6, above=True), real(0, 1), real(-1e9, 1e9)
 TOKEN = whole(-1, INT32)  # -1: none
+VOCABULARY = whole(1, 1 << 26)
 THETA = real(1, 1e15)
-RANK, ALPHA = whole(1, 1 << 20), real(-1e9, 1e9)
+RANK = whole(1, 1 << 20)
 
 
 def _table(*rows: tuple[Kind | Section, str]) -> dict[str, Kind | Section]:
@@ -63,7 +64,7 @@ CONFIG = GENERATION | _table(
     (_HEADS, "num_attention_heads n_head n_heads num_heads num_key_value_heads num_kv_heads"),
     (whole(1, 1 << 16), "head_dim qk_head_dim"),
     (_DIMENSION, "v_head_dim qk_rope_head_dim qk_nope_head_dim kv_lora_rank q_lora_rank rotary_dim"),
-    (whole(1, 1 << 26), "vocab_size"),
+    (VOCABULARY, "vocab_size"),
     (LENGTH, "max_position_embeddings n_positions max_seq_len seq_length n_ctx"),
     (WINDOW, "sliding_window window_size max_window_layers"),
     (EPSILON, "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon"),
@@ -92,7 +93,7 @@ HEAD = CONFIG | _table(
     (whole(1, 4096), "block_size"),
     (whole(0, INT32), "mask_token_id"),
     (WINDOW, "swa_window_size"),
-    (whole(1, 1 << 26), "draft_vocab_size"),
+    (VOCABULARY, "draft_vocab_size"),
     (whole(0, 1 << 24), "n_candidates"),
     (each(whole(0, 1 << 24), MOST_STEPS), "top_k_tokens_per_head"),
     (_LAYER_LIST, "target_layer_ids aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids"),

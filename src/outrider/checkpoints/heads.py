@@ -41,7 +41,7 @@ class Tensors(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
     def raw(self, name: str) -> Tensor: ...
     def weight(self, name: str) -> Tensor | QuantizedWeight:
-        """As `raw`, or the quantized weight if it is stored so."""
+        """The tensor as `raw`, or the quantized weight if it is stored so."""
 
 
 def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | PackedWeights:

@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the layers of a checkpoint are quantized.
+    """Quantization of the layers of a checkpoint.
 
     sizes: those that may occur.
     symmetric: zero points may be missing.  zero_shift: is added to a stored zero point.

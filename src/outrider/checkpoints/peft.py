@@ -14,7 +14,7 @@ from os.path import expanduser, isdir
 from pathlib import Path
 from typing import Any
 
-from outrider.checkpoints.fields import ALPHA, PEFT, RANK
+from outrider.checkpoints.fields import PEFT, RANK, SCALE
 from outrider.checkpoints.hub import download, on_hub
 from outrider.checkpoints.spec import Spec
 from outrider.checkpoints.validate import read_json
@@ -151,7 +151,7 @@ def _part(config: Mapping[str, Any], module: str, tensors: dict[str, str], spec:
     rank = _setting(config, "rank_pattern", module, config.get("r", 8))
     alpha = _setting(config, "alpha_pattern", module, config.get("lora_alpha", 8))
     RANK.check(rank, f"the rank of {module} (r, rank_pattern)", ModelError)
-    ALPHA.check(alpha, f"the lora_alpha of {module} (alpha_pattern)", ModelError)
+    SCALE.check(alpha, f"the lora_alpha of {module} (alpha_pattern)", ModelError)
     if rank > max_rank:
         raise ModelError(f"{module} has rank {rank}, max_lora_rank is {max_rank}: raise max_lora_rank.")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

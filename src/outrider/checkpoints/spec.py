@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.checkpoints.context import Context
-from outrider.checkpoints.fields import EPSILON, HEAD_COUNT, LAYER_COUNT, LENGTH, WIDTH, WINDOW
+from outrider.checkpoints.fields import EPSILON, HEAD_COUNT, LAYER_COUNT, LENGTH, VOCABULARY, WIDTH, WINDOW
 from outrider.checkpoints.plain_config import TYPES
 from outrider.core.limits import MAX_HEAD_DIM, check_attention
 from outrider.core.validate import Kind, whole
@@ -33,7 +33,7 @@ STATEFUL = (
     "falcon_mamba", "bamba", "nemotron_h", "kimi_linear", "zaya",
 )  # fmt: skip
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-VOCABULARY, INNER = whole(1, 1 << 26), whole(1, 1 << 24)
+INNER = whole(1, 1 << 24)
 
 
 @dataclass(frozen=True)

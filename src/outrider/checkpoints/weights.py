@@ -56,7 +56,7 @@ class Weights:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what has been read: another process opens the files itself."""
+        """State without the loaded tensors: another process opens the files itself."""
         return {**vars(self), "loaded": {}}
 
     def _list(self, folder: Path, stems: Sequence[str]) -> Iterator[tuple[str, Path]]:

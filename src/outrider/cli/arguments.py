@@ -1,4 +1,4 @@
-"""What commands share beside their flags: arguments by place, prompts, a bar over time, the last line."""
+"""Common parts of commands beside flags: positional arguments, prompts, a bar over time, the last line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Temperature = Annotated[float, Option(*TEMPERATURE, help=LATER)]
 
 
 def one_of(what: str, first: Any, second: Any) -> Any:
-    """What was given, by its place or by flag.  Raises ConfigError for both."""
+    """The value that was given, by position or by flag.  Raises ConfigError for both."""
     if first is not None and second is not None:
         raise ConfigError(
             f"the {what} is given twice, as {str(first)!r} and as {str(second)!r}: leave one out."

@@ -213,7 +213,7 @@ def _show_tables(results: Sequence[Measured], console: Console) -> None:
 
 
 def ran(results: Sequence[Measured]) -> list[Measured]:
-    """Without the engines that were stopped."""
+    """The results without the engines that were stopped."""
     return [result for result in results if not result.stopped]
 
 

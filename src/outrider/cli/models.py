@@ -173,5 +173,5 @@ def _bytes(number: int) -> str:
 
 
 def _in_units(number: int, units: Mapping[str, int]) -> str | None:
-    """In the first unit that is not too large; None if all are."""
+    """The number in the first unit that is not too large; None if all are."""
     return next((f"{number / size:.1f}{unit}" for unit, size in units.items() if number >= size), None)

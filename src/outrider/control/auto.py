@@ -5,12 +5,9 @@
     trim        the nodes of the whole batch that pay, by calibrated probability (trim.py)
     learn       costs, acceptance, and the ledger that bounds what all of this may lose (evidence.py)
 
-Plans hold for several steps, up to `DIGEST`, where planning takes longer than `PLANNING` of a step and the
-ledgers have room for what the next step may lose; then the outcomes are taken in together.  Where a row
-begins, ends or has tried a drafter, those of the others go on: a large batch changes every few steps.
-
-While no row drafts, the controller rests (rest.py): it counts plain steps and decides nothing, whichever
-requests come and go.  Which drafters prefill new requests is decided apart (prefill_choice.py).
+Plans hold for several steps (standing.py).  While no row drafts, the controller rests (rest.py): it counts
+plain steps and decides nothing, whichever requests come and go.  Which drafters prefill new requests is
+decided apart (prefill_choice.py).
 
 No decision changes the text under the rule "match".  Under the other rules the distribution stays, but a seed
 does not repeat the text, because budgets depend on the clock.
@@ -20,20 +17,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
-from outrider.control.cost import OUTLIER
 from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.mix import MixAsks
 from outrider.control.outcomes import note_depths
-from outrider.control.plan import Load, Plan, StepRecord, Try
-from outrider.control.planner import USUAL, Planner, Settings
-from outrider.control.prefill_choice import PrefillChoice
+from outrider.control.plan import Load, StepRecord, Try
+from outrider.control.planner import USUAL, Settings
 from outrider.control.report import report
 from outrider.control.rest import Rest
-from outrider.control.room import Room, enter_losses
+from outrider.control.room import enter_losses
+from outrider.control.standing import StandingPlans
 from outrider.control.trim import keep_what_pays
 from outrider.control.waits import closed, least_need
 from outrider.core.clock import Times, one_time, take_one_time
@@ -41,58 +37,39 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import NO_BUDGET, Budget
 
-PLANNING = 0.005  # of a plain step: plans hold for several steps where making them takes more
-# The same while drafters are new, which is when plans are made again soon, and the most steps of such a plan.
-MOST_PLANNING, NEW_STEPS = 0.02, 4
-LONG_PLAN = 5e-4  # seconds of a plan beyond OUTLIER times the average: it was interrupted
 ANCHOR = 96  # steps with drafts after which a plain one measures its cost again
 
 
-class AutoController:
+class AutoController(StandingPlans):
     """Controller that chooses by measured cost and acceptance.
 
     limits: upper bounds, from options that were given.
     evidence: shared with the controllers of other rows, where several steps are in flight.  It has the arms:
     the drafters of a mix, or the only one.
 
-    settles: whether `settle` is called in every step.  rest: the present one, if no drafter is considered.
-
-    Of the plans:
-    plans, considered: of rows; those for which the drafters were considered, until `stale`.
-    load, rows: beside which they were made, and the rows of the last step.
-    age, interval: steps since all of them were made, and steps that they hold for.
-    room: what may be lost before they are made again.  due: `settle` has to make them again.
-    look_seconds: moving average of making them and of taking in what led to them.
-    looked, digested: seconds of both, the last time.
+    settles: whether `settle` is called in every step, where all plans are made then.  due: it has to.
+    rest: the present one, if no drafter is considered.
 
     Of this step:
     batch, tries: its rows, and the drafts of those that have a plan.
     anchored, guided: it stays plain to be measured; some row gets forced text.
     mix: asks, if there are several drafters.  began: one-time work before it.
 
-    log: steps since the last digest.  since_plain: steps with drafts since the last plain one.
-    cold: no step had drafts since the last rest.
+    ended: rows to be completed, and steps and loads in which they ended.
+    since_plain: steps with drafts since the last plain one.  cold: no step had drafts since the last rest.
     """
 
     def __init__(self, limits: FixedController, evidence: Evidence, settings: Settings = USUAL) -> None:
-        self.limits, self.evidence, self.arms = limits, evidence, evidence.arms
-        self.clock = settings.clock
+        super().__init__(limits, evidence, settings)
+        self.limits, self.arms = limits, evidence.arms
         self.prefills = any(arm.prefills for arm in self.arms)
-        self.planner = Planner(limits, evidence, settings)
-        self.prefill_choice = PrefillChoice(self.planner)
-        self.settles = False
+        self.settles = self.due = False
         self.rest: Rest | None = None
-        self.plans: dict[Row, Plan] = {}
-        self.considered: set[Row] = set()
-        self.load, self.rows = self.planner.load, list[Row]()
-        self.stale, self.due, self.age, self.interval = True, False, 0, 1
-        self.room = Room()
-        self.looked = self.digested = self.look_seconds = 0.0
         self.batch, self.tries = Batch(), dict[int, Try]()
         self.anchored = self.guided = False
         self.mix: MixAsks | None = None
         self.began = (0, 0.0)
-        self.log: list[StepRecord] = []
+        self.ended: list[tuple[list[Row], Batch, Load]] = []
         self.since_plain, self.cold = 0, True
 
     def nodes(self, rows: int) -> int:
@@ -111,15 +88,17 @@ class AutoController:
             return [NO_BUDGET] * len(batch)
         self.guided, self.tries, self.mix = False, {}, None
         self.began = one_time()
-        if self.stale:
+        if self.settles:
+            self._follow(batch)
+        elif self.stale:
             self._look(batch)
-            if not self.plans and self.load.batch:
-                self._begin_rest()
-                return [NO_BUDGET] * len(batch)
         else:
             self._look_at_new(batch)
+        if self.vain and self.load.batch:
+            self._begin_rest()
+            return [NO_BUDGET] * len(batch)
         self.anchored = self._anchor()
-        if self.anchored:
+        if self.anchored or self.stale:
             return [NO_BUDGET] * len(batch)
         if len(self.arms) > 1 and self.plans:
             batch.mix_budgets = self.mix = MixAsks(self.planner, self.load, self.tries, self.clock)
@@ -144,13 +123,9 @@ class AutoController:
         count = len(self.rows)
         depth, need = self.limits.depth_for(count), least_need(self.planner)
         self.rest = Rest(self.planner, self.load, longest - 1, new, need, depth, count)
-        self.anchored, self.since_plain = False, 0
+        self.anchored, self.vain, self.since_plain = False, False, 0
         self._charge(self.looked)
         self.looked = 0.0
-
-    def _charge(self, seconds: float) -> None:
-        """Enter seconds of the controller's own work.  What an interruption adds is the machine's."""
-        self.evidence.host += min(seconds, OUTLIER * self.look_seconds + LONG_PLAN)
 
     def _rests(self, rest: Rest, batch: Batch) -> bool:
         """Whether a rest goes on in a step in which something has to be looked at."""
@@ -164,7 +139,7 @@ class AutoController:
 
     def _anchor(self) -> bool:
         """Whether a plain step, without prompt tokens, is due to measure its cost again."""
-        seen = self.evidence.forward.plain_steps[self.load.batch]
+        seen = self.evidence.forward.plain_near(self.load.batch)
         longest = min(ANCHOR, 4 << min(5, seen)) if seen else 0
         due = self.since_plain >= longest or self.evidence.surprises >= 4
         return not self.load.batch or (due and self.load.decodes_only)
@@ -177,67 +152,11 @@ class AutoController:
         self.tries.pop(r, None)
         return not self.anchored
 
-    def _look(self, batch: Batch) -> None:
-        """Plan the next steps of all rows."""
-        if self.log:
-            self._digest()
-        began = self.clock()
-        self._take_rows(batch)
-        self.considered.clear()
-        self.evidence.refresh()
-        self.plans = self.planner.plans(batch, self.load)
-        self._mark_considered(batch)
-        self.looked, self.stale, self.due, self.age = self.clock() - began, False, False, 0
-        took = min(self.looked + self.digested, OUTLIER * self.look_seconds + LONG_PLAN)
-        self.look_seconds += 0.1 * (took - self.look_seconds)
-        self.digested = 0.0
-        self.interval = self._steps_of_plans(took)
-        self.room.set(self.evidence.ledger, self.plans)
-
-    def _look_at_new(self, batch: Batch) -> None:
-        """Plan for rows that were not considered yet, or have tried a drafter; the plans of others go on."""
-        new = [step for step in batch if step.emits and step.row not in self.considered]
-        if new and self.log:
-            self._digest()
-        began = self.clock()
-        changed = batch.prefill or not self.load.decodes_only or batch.rows != self.rows
-        if changed:
+    def _follow(self, batch: Batch) -> None:
+        """Go on with the plans so far, while they hold: others are made while the device computes."""
+        if batch.prefill or not self.load.decodes_only or batch.rows != self.rows:
             self._take_rows(batch)
-        if new:
-            rows = [step.row for step in new]
-            self._drop_plans(rows)
-            self.evidence.refresh(rows)
-            plans = self.planner.plans(batch, self.load, new, [*self.plans.values()])
-            self.plans.update(plans)
-            self._mark_considered(new)
-            self.room.add(self.evidence.ledger, plans)
-        if new or changed:
-            self.stale = not self.plans
-            self.looked = self.clock() - began
-
-    def _mark_considered(self, steps: Iterable[RowStep]) -> None:
-        """Rows are considered again after the end of their prompt, when it is known what drafters lack."""
-        self.considered.update([step.row for step in steps if step.emits and step.known == 1])
-
-    def _take_rows(self, batch: Batch) -> None:
-        """Take the rows of a batch, which have changed, or have or had prompt tokens."""
-        self.prefill_choice.leave_out(batch)
-        self.load, self.rows = Load.of(batch, self.evidence.forward, self.evidence.tail), batch.rows
-        if gone := (self.considered | self.plans.keys()).difference(batch.rows):  # preempted, or aborted
-            self._drop_plans(gone)
-
-    def _drop_plans(self, rows: Iterable[Row]) -> None:
-        """Drop what was planned for rows, which have ended or have to be considered again."""
-        for row in rows:
-            self.plans.pop(row, None)
-            self.considered.discard(row)
-        self.stale |= not self.plans
-
-    def _steps_of_plans(self, took: float) -> int:
-        """Steps that the plans hold for.  took: seconds of making them and of taking in what led to them."""
-        often = math.ceil(self.look_seconds / (PLANNING * self.load.plain))
-        least = min(NEW_STEPS, math.ceil(took / (MOST_PLANNING * self.load.plain)))
-        return max(1, least, min(often, self.planner.interval(self.plans.values())))
+        self.due |= self.stale or any(step.emits and step.row not in self.considered for step in batch)
 
     # ---- while drafting
 
@@ -278,11 +197,20 @@ class AutoController:
         if ended:
             if rest is not None and len(ended) == len(batch):
                 rest.settle()
-            load = self.load if rest is None else rest.load
-            self.evidence.finish(ended, batch, load)
-            self.evidence.save(time.perf_counter())
+            self.ended.append((ended, batch, self.load if rest is None else rest.load))
             self._drop_plans(ended)
             self.rows, self.tries = [], {}
+            if not self.settles:
+                self._finish()
+
+    def _finish(self) -> None:
+        """Complete what is known of rows that have ended."""
+        if self.log:
+            self._digest()
+        for ended, batch, load in self.ended:
+            self.evidence.finish(ended, batch, load)
+        self.evidence.save(time.perf_counter())
+        self.ended = []
 
     def _note(self, batch: Batch, times: Times, ended: bool, once: float) -> None:
         """Log a step, and take in the log if it is due."""
@@ -299,36 +227,41 @@ class AutoController:
             self.since_plain = 0
         room = self.room.enter(batch, self.tries, self.load.accepted_token)
         self.age += 1
-        if self.room.surprising or not room or not (self.tries or self.anchored):
+        waits = self.settles and bool(self.plans)  # of this step there were none yet
+        if self.room.surprising or not room or not (self.tries or self.anchored or waits):
             self.stale = True
         elif self.age >= self.interval:
             self.due, self.stale = self.settles, not self.settles
         tried = [batch[r].row for r, tried in self.tries.items() if tried.plan.exploring]
-        if tried or ended or self.anchored or self.stale:
-            self._digest()
+        if tried or self.anchored or self.stale:
+            self.due |= self.settles
+            if not self.settles:
+                self._digest()
             self._drop_plans(tried)
 
-    def settle(self) -> None:
-        """Take in the log if it is due, and plan, while a device computes the next step with its old plans.
+    def settle(self, computes: bool = True) -> None:
+        """Take in what is due, and plan, while a device computes the next step with its old plans.
+
+        computes: it does; otherwise only what is known of rows that have ended is completed.
 
         That step takes longer, as a rule, and hides it: its time is no loss.
         """
-        if self.due:
+        if self.ended:
+            self._finish()
+        if self.due and computes:
             tries, ledger = self.tries, self.evidence.ledger
             going = {self.batch[r].row: tried.plan for r, tried in tries.items()}
             enter_losses(ledger, tries.values(), 1)
-            self._look(self.batch)
+            if self.log:
+                self._digest()
+            if self.stale or self.age >= self.interval:
+                self._look(self.batch)
+            else:
+                self._look_at_new(self.batch)
             enter_losses(ledger, tries.values(), -1)
             self.room.set(ledger, {**going, **self.plans})
             self.evidence.host = self.looked = 0.0  # what was charged before is in the ledger now
-            self.stale = not self.plans  # then a rest may begin
-
-    def _digest(self) -> None:
-        began = self.clock()
-        self.evidence.learn(self.log)
-        self.log = []
-        self.digested = self.clock() - began
-        self._charge(self.digested)
+            self.due = False
 
     def shared(self, rows: Collection[Row]) -> int:
         """How many of these rows were in its last step."""

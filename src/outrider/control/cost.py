@@ -78,6 +78,11 @@ class ForwardCost:
             self.paces[batch] = 1.0 if nearest is None else self.paces[nearest]
         return self.paces[batch]
 
+    def plain_near(self, batch: int) -> int:
+        """Steps without drafts that were seen of so many requests, or of at most a quarter more or less."""
+        near = [n for other, n in self.plain_steps.items() if 4 * abs(other - batch) <= batch]
+        return max(near, default=0)
+
     def share(self, batch: int) -> float:
         """What a row beyond one a request takes, as a part of the table at the pace of so many requests."""
         return self.shares.get(batch, 1.0)
@@ -94,6 +99,13 @@ class ForwardCost:
         found = self.table[rows : rows + count]
         beyond = range(max(rows, last + 1), rows + count)
         return found + [self.table[last] + (n - last) * self.slope for n in beyond]
+
+    def growing(self, batch: int) -> float:
+        """Part of a step of so many requests that is taken for each of them, 0 to 1."""
+        if batch < 2:
+            return 1.0
+        alone, together = (self.pace(n) * self.base(n) for n in (1, batch))
+        return min(1.0, max(0.0, (together - alone) / (batch - 1) * batch / together))
 
     def rate(self, batch: int) -> float:
         """Tokens per second of the last steps with so many requests; 0 before the first."""

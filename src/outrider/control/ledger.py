@@ -1,7 +1,7 @@
 """Ledger of a conservative bandit: time spent against the time that plain decoding would have taken.
 
     loss = spent - plain          for the same tokens
-    room = share * plain + grace - loss         share: 1 %, less in batches of more than `CROWD` requests
+    room = share * plain + grace - loss         share: 1 %, less where more than `CROWD` requests share a step
 
 A step may draft only if its whole extra cost fits into the room, so a stream of requests never loses more
 than 1 % and `grace` seconds, however badly its drafts fail (conservative bandits: Wu et al. 2016,
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 SHARE = 0.01  # of the time of plain decoding
 # Requests up to which a batch may lose all that is allowed; one of n > CROWD, CROWD / n of it: drafts gain
-# less there.
+# less there, as far as a step takes longer for more rows.
 CROWD = 8
 KNOWN_GRACE = 4.0  # `Grace.total`, where every drafter is known from an earlier start
 # Seconds for all together, or KNOWN_GRACE plain steps of one request, if these take longer: in a large batch
@@ -130,6 +130,9 @@ class Trials:
         return math.ceil((cost - self.room) / (part * EXPLORE * step)) if within_reach else math.inf
 
 
-def allowance(batch: int) -> float:
-    """Part of the usual losses that a batch of so many requests may have."""
-    return min(1.0, CROWD / max(1, batch))
+def allowance(batch: int, growing: float = 1.0) -> float:
+    """Part of the usual losses that a batch of so many requests may have.
+
+    growing: part of its steps that is taken for each request (`ForwardCost.growing`); half counts as all
+    """
+    return min(1.0, CROWD / (1 + min(1.0, 2 * growing) * max(0, batch - 1)))

@@ -43,17 +43,6 @@ class Arm(NamedTuple):
         return "/".join(self.sources)
 
 
-class Crowd(NamedTuple):
-    """The rows that share what a draft of one drafter costs.
-
-    rows: that are assumed to ask together.  trial: that a trial takes at least.  due: that may try it.
-    """
-
-    rows: int = 0
-    trial: int = 0
-    due: int = 0
-
-
 @dataclass(slots=True)
 class RowState:
     """What is known of one request.
@@ -109,8 +98,8 @@ class Plan(NamedTuple):
 
     exploring: drafters that do not seem to pay.  budget: for all options together.
     floors: drafter -> that of its budget.  loss: seconds that a step of it may lose.
-    late: some drafter lacks many tokens of the row.  sure: room is short, but they pay even by a cautious
-    estimate.  tests: a node is verified in any case, since little is known of such drafts.
+    late: some drafter lacks many tokens of the row.  sure: they pay even by a cautious estimate.
+    tests: a node is verified in any case, since little is known of such drafts.
     """
 
     state: RowState
@@ -179,6 +168,7 @@ class Load:
     decode: float = 0.0
     rate: float = 0.0  # tokens per second that drafts have to beat
     token_value: float = 1.0  # part of `token` that an accepted token is worth
+    allowance: float = 1.0  # part of the usual losses that it may have
     base: float = 0.0  # seconds of the rows at pace 1, without context
     most: float = math.inf
     max_nodes: float = 0.0
@@ -201,6 +191,7 @@ class Load:
         plain = decode + added * (forward.base(rows, context) - forward.base(emitting, read))
         load = Load(forward, emitting, rows, context, pace, added, plain=plain, decode=decode, base=base)
         load.token_value = tail.token_value(emitting, forward) if tail is not None else 1.0
+        load.allowance = allowance(emitting, forward.growing(emitting))
         load.rate = max(emitting / decode, forward.rate(emitting)) / load.token_value if emitting else 0.0
         if rows > emitting:
             load.most = PREFILL_DELAY * plain
@@ -214,6 +205,7 @@ class Load:
         plain, added = pace * base, pace * forward.share(rows)
         load = Load(forward, rows, rows, 0, pace, added, plain=plain, decode=plain, base=base)
         load.token_value = tail.token_value(rows, forward) if tail is not None else 1.0
+        load.allowance = allowance(rows, forward.growing(rows))
         load.rate = rows / plain / load.token_value
         return load
 
@@ -231,11 +223,6 @@ class Load:
     def accepted_token(self) -> float:
         """Seconds that an accepted token saves."""
         return self.token_value * self.token
-
-    @property
-    def allowance(self) -> float:
-        """Part of the usual losses that it may have."""
-        return allowance(self.batch)
 
     @property
     def share(self) -> float:

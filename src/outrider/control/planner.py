@@ -11,15 +11,17 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from outrider.control.acceptance import Reach
 from outrider.control.accounts import Accounts
+from outrider.control.alike import Candidate, Choice, Kind, kind_of
 from outrider.control.choose import Option
+from outrider.control.crowds import Crowd, crowd_of, relieved, shrink
 from outrider.control.evidence import FEW_TOKENS, KNOWN, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import USED, USUAL_GRACE, Grace
-from outrider.control.plan import Crowd, Load, Plan, RowState
+from outrider.control.plan import Load, Plan, RowState
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
 from outrider.core.clock import working_time
 from outrider.core.row import Row
@@ -28,7 +30,6 @@ from outrider.core.tree import Budget
 
 OPTIMISM = 0.2  # standard deviations of a draw of an estimate
 DIGEST = 16  # steps that are taken in together, once the drafters are known
-LATE = 64  # tokens that drafters lack: rows are alike up to so many
 CAUTION = 2.0  # standard deviations below the estimates of drafts that surely pay
 
 
@@ -46,19 +47,6 @@ class Settings(NamedTuple):
 USUAL = Settings()
 
 
-class Candidate(NamedTuple):
-    """A drafter that one row may ask.
-
-    option: its best depth.  late: seconds to catch up with the row's text.
-    pays: it is expected to.  sure: it is by a cautious estimate, too, which counts where room is short.
-    """
-
-    option: Option
-    late: float
-    pays: bool
-    sure: bool
-
-
 class Planner:
     """Chooses the drafters that each row asks, and their depth.
 
@@ -68,9 +56,9 @@ class Planner:
     accounts: what they have left to lose.
     wait: steps until a row without a plan may get one.
     zs: drawn standard deviations, by drafter.  options: of rows that never asked, by acceptance, largest
-    depth, and rows that ask together.
+    depth, and rows that ask together.  cautious: gains by a cautious estimate, by acceptance and depth.
     crowds: by drafter.  trying: drafters that some row tries.
-    refused: kind of such rows that get no plan -> their `wait`.
+    refused: kind of rows that get no plan -> their `wait`.  granted: kind -> what its first row got.
     prices: of the drafters beside that load.
     """
 
@@ -84,9 +72,10 @@ class Planner:
         self.wait = LONGEST_PAUSE
         self.zs = [0.0] * len(arms)
         self.options: dict[tuple[Reach, int, int], Option] = {}
+        self.cautious: dict[tuple[Reach, int], float] = {}
         self.crowds = [Crowd()] * len(arms)
         self.trying: set[int] = set()
-        self.refused: dict[tuple[Any, ...], int] = {}
+        self.refused, self.granted = dict[Kind, int](), dict[Kind | None, Choice]()
         self.prices = Prices(arms, evidence)
 
     def plans(
@@ -105,7 +94,7 @@ class Planner:
         aside = sum([plan.loss for plan in others])
         self._begin(load, rows, asking)
         plans, wait = self._plans(rows, most, aside), self.wait
-        while self._shrink(plans.values(), asking):
+        while shrink(self.crowds, plans.values(), asking):
             plans = self._plans(plans, most, aside)
             self.wait = wait = min(wait, self.wait)  # rows that had no plan before are not seen again
         for row, plan in plans.items():
@@ -118,7 +107,10 @@ class Planner:
         """Prepare plans of rows beside a load, and beside others that ask drafters."""
         self.load, drafters = load, range(len(self.arms))
         self.prices.clear()
-        self.crowds = [self._crowd(k, rows, asking[k]) for k in drafters]
+        self.cautious.clear()
+        self.crowds = [
+            crowd_of(k, rows, asking[k], self.evidence, self.prices.trial_rows(k, load)) for k in drafters
+        ]
         # one draw for all rows, since they share what an ask costs
         self.zs = [OPTIMISM * abs(self.random.gauss(0.0, 1.0)) for _ in self.arms]
         if len(self.arms) > 1:
@@ -128,7 +120,7 @@ class Planner:
     def _plans(self, rows: Iterable[Row], most: int, aside: float) -> dict[Row, Plan]:
         """Plans for the present crowds.  aside: seconds that those of further rows may lose."""
         plans, self.wait = dict[Row, Plan](), LONGEST_PAUSE
-        for of_last in (self.options, self.refused, self.trying):
+        for of_last in (self.options, self.refused, self.granted, self.trying):
             of_last.clear()
         self.accounts.begin(self.load, aside)
         if self.load.batch and (lacks := self._lacks_room()):
@@ -139,44 +131,30 @@ class Planner:
                 plans[row] = plan
         return plans
 
-    def _crowd(self, k: int, rows: Iterable[Row], asking: int) -> Crowd:
-        """The crowd of drafter k.  asking: further rows that ask it."""
-        able = [row for row in rows if row.draft_depth and row.accepts(self.arms[k].sources)]
-        states = [(row, self.evidence.states.get(row)) for row in able]
-        due = sum(state is None or state.retry[k] <= row.steps for row, state in states)
-        return Crowd(max(1, len(able) + asking), self.prices.trial_rows(k, self.load), due)
-
-    def _shrink(self, plans: Collection[Plan], others: Counter[int]) -> bool:
-        """Set the crowds to the rows that ask, where these are half as many or fewer."""
-        asking = others + Counter(o.drafter for plan in plans for o in plan.options)
-        paying = Counter(o.drafter for plan in plans for o in plan.options if o.drafter not in plan.exploring)
-        shrunk = [k for k in paying if 2 * asking[k] <= self.crowds[k].rows]
-        for k in shrunk:
-            self.crowds[k] = self.crowds[k]._replace(rows=asking[k])
-        return bool(shrunk)
-
     def need(self, k: int, load: Load, pays: bool) -> float:
         """Seconds that have to be left for a draft of one token beside a load; infinite if unknown."""
         return need(self.prices.best(k, self.evidence.reach[k], 0.0, load, 1).cost, pays)
 
     def _lacks_room(self) -> int:
         """Steps until there is room for the shortest draft; 0 if there is, or it is none of known cost."""
-        most, waits = self.limits.depth_for(self.load.batch), list[int]()
+        most, lacks, accounts = self.limits.depth_for(self.load.batch), list[float](), self.accounts
         for k, reach in enumerate(self.evidence.reach):
-            least = self.need(k, self.load, True)
+            least, sure = self.need(k, self.load, True), False
             if math.isfinite(least):
-                sure = False
-                if least > self.accounts.room and (depth := self.depth(k, reach, most)):
+                if depth := self.depth(k, reach, most):
                     sure = self.surely_pays(reach, self._option(k, reach, 0.0, depth))
-                waits.append(self.accounts.until(least - self.accounts.room_of(sure)))
-        return min(waits, default=0)
+                accounts.reserved |= sure
+                lacks.append(least - accounts.room_of(sure))
+        return accounts.until(min(lacks, default=0.0))
 
     def surely_pays(self, reach: Reach, option: Option) -> bool:
         """Whether a draft pays by a cautious estimate of what all requests have shown."""
         if reach.asked < KNOWN:
             return False
-        gain = reach.gains(-CAUTION, option.depth)[-1]
-        return gain * self.load.accepted_token > option.cost
+        place = reach, option.depth
+        if place not in self.cautious:
+            self.cautious[place] = reach.gains(-CAUTION, option.depth)[-1]
+        return self.cautious[place] * self.load.accepted_token > option.cost
 
     def interval(self, plans: Iterable[Plan]) -> int:
         """Steps until plans are made again, while losses leave room: few while drafters are new."""
@@ -197,27 +175,56 @@ class Planner:
             if state.asleep > row.steps and not (self.trying or relieved(self.load.batch, state.crowd)):
                 self.wait = min(self.wait, state.asleep - row.steps)
                 return None
-            for reach in state.reach:
-                reach.fade(row.steps)
             state.ledger.grace = accounts.row_grace
             room = state.ledger.room
-        kind = None if state is not None else self._kind(row, most)
+        kind = self._kind(row, state)
         if kind is not None and kind in self.refused:
             self.wait = min(self.wait, self.refused[kind])
             return None
+        like = self.granted.get(kind)
+        if like is not None and self._takes(like, room):
+            return like.plan._replace(state=self._begun(row))
+        for reach in state.reach if state is not None else ():
+            reach.fade(row.steps)
         chosen, exploring, wait = self._choose(row, state, most, room)
         if chosen:
             chosen.sort(key=lambda candidate: candidate.option.cost)
-            state = state or self.evidence.state(row)
-            state.ledger.grace = accounts.row_grace
-            return self._plan_of(row, state, chosen, exploring)
+            plan = self._plan_of(row, self._begun(row), chosen, exploring)
+            # one row is enough to tell what computing a text costs a drafter
+            if kind is not None and (not plan.late or all(self.evidence.prefills[k] for k in plan.floors)):
+                self.granted[kind] = Choice(chosen, exploring, plan)
+            return plan
         wait = max(wait, min(DIGEST, self.load.batch))  # with many rows one of them is always due
-        if state is not None:
-            state.asleep, state.crowd = row.steps + wait, self.load.batch
         if kind is not None:
             self.refused[kind] = wait  # the room only shrinks while plans are made
+        elif state is not None:
+            state.asleep, state.crowd = row.steps + wait, self.load.batch
         self.wait = min(self.wait, wait)
         return None
+
+    def _begun(self, row: Row) -> RowState:
+        """The state of a row that gets a plan."""
+        state = self.evidence.state(row)
+        state.ledger.grace = self.accounts.row_grace
+        return state
+
+    def _takes(self, like: Choice, room: float) -> bool:
+        """Set aside what a row like another one may lose, if there is room for the same drafters.
+
+        room: seconds that the row may still lose.
+        """
+        accounts = self.accounts
+        for option, late, pays, sure in like.chosen:
+            if need(option.cost, pays) > min(room, accounts.room_of(sure, late)):
+                return False
+            if not pays and accounts.wait(option.drafter, option.cost + late):
+                return False
+            room -= MARGIN * option.cost
+        for option, late, pays, sure in like.chosen:
+            if not pays:
+                accounts.trials[option.drafter].room -= option.cost + late
+            accounts.take(MARGIN * option.cost, late, sure)
+        return True
 
     def _plan_of(self, row: Row, state: RowState, chosen: Sequence[Candidate], exploring: set[int]) -> Plan:
         options = [candidate.option for candidate in chosen]
@@ -230,13 +237,9 @@ class Planner:
         tests = bool(exploring) or any(self.evidence.reach_of(o.drafter, row).asked < KNOWN for o in options)
         return Plan(state, options, exploring, self._bound(options, floors), floors, loss, late, sure, tests)
 
-    def _kind(self, row: Row, most: int) -> tuple[Any, ...]:
-        """What the plan of a row without a state depends on, roughly.
-
-        Nothing speaks for drafts for such a row: its grades are 0.
-        """
-        late = [self._lacks(k, row) // LATE for k, arm in enumerate(self.arms) if arm.prefills]
-        return most, row.steps > 0, row.left_out, row.params.draft_method, *late
+    def _kind(self, row: Row, state: RowState | None) -> Kind | None:
+        lacks = [self._lacks(k, row) for k, arm in enumerate(self.arms) if arm.prefills]
+        return kind_of(row, state, lacks, self.load.batch)
 
     def _choose(
         self, row: Row, state: RowState | None, most: int, room: float
@@ -285,7 +288,7 @@ class Planner:
         """A drafter at its best depth, a shorter one where the best is too much for the room, or a trial."""
         reach, load = self.evidence.reach_of(k, row), self.load
         late, pays = self.evidence.prefill_cost[k] * self._lacks(k, row), pays_off(best, load)
-        sure = pays and need(best.cost, pays) > self.accounts.room and self.surely_pays(reach, best)
+        sure = pays and self.surely_pays(reach, best)
         room = min(room, self.accounts.room_of(sure))
         while need(best.cost, pays) > room and best.depth > 1:
             best = self.best(k, state, reach, best.depth // 2, courage)
@@ -343,8 +346,3 @@ class Planner:
         if len(self.arms) == 1:
             return Budget(depth, nodes, floors[0])
         return Budget(depth, min(nodes, self.limits.size(depth)))
-
-
-def relieved(now: int, before: int) -> bool:
-    """Whether so many fewer rows run that what did not pay may pay."""
-    return 2 * now <= before

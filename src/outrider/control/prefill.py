@@ -34,7 +34,8 @@ N is max_num_batched_tokens, d1 the seconds in which one row alone emits a token
 
 All costs are measured while serving.  A decode step without a chunk precedes the first chunk and follows
 every `REFRESH_STEPS` steps with one, so that d stays up to date; beside a new number of rows, one follows
-every chunk until there were two.  Every fourth chunk is halved to tell fixed(k) from per_token(k).
+every chunk until there were two.  Where chunks are of similar sizes, every fourth one is halved to tell
+fixed(k) from per_token(k).
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ CONTEXT_BUCKET = 1024  # positions that share one cost estimate
 RIDGE = 0.02
 MIN_SLOPE = 0.25  # least per_token, as a part of the seconds per token: noise must not make tokens look free
 ALIKE = 1e-6  # rounding of the variance of sizes that are all the same
+SIMILAR = 0.04  # variance of sizes, over the square of their mean, up to which chunks are halved
+NEARLY = 0.5  # of the largest chunk: where prompts wait, that is taken instead, for a step less in the end
 FREE = 1e-9  # seconds of a prompt token that costs nothing measurable
 
 
@@ -130,7 +133,15 @@ class ChunkCost:
     @property
     def alike(self) -> bool:
         """Whether all chunks had the same size, which does not tell what a token more costs."""
-        return self.weight * self.tokens_tokens < (1 + ALIKE) * self.tokens**2
+        return self._varies_less(ALIKE)
+
+    @property
+    def similar(self) -> bool:
+        """Whether their sizes tell little of it."""
+        return self._varies_less(SIMILAR)
+
+    def _varies_less(self, variance: float) -> bool:
+        return self.weight * self.tokens_tokens < (1 + variance) * self.tokens**2
 
     def predict(self, tokens: int) -> float:
         fixed, per_token = self.line()
@@ -192,9 +203,11 @@ class PrefillPacer:
             chunk = self._paced(decode, *cost.line(), target)
             if self.max_slowdown is None:
                 whole = self._paced(decode, *cost.line(), min(target, END_TARGET))
+            if waiting > 1 and chunk > NEARLY * self.max_tokens and self.max_slowdown is None:
+                chunk = self.max_tokens
         most = min(self.max_tokens, self.recent_chunk * (1 if self.surprises else MAX_GROWTH))
         chunk = min(chunk, most)
-        if self.steps_since_refresh % 4 == 3:
+        if self.steps_since_refresh % 4 == 3 and (cost is None or cost.similar):
             chunk /= 2  # another size tells what a token costs
         elif wanted <= min(whole, most):
             chunk = max(chunk, wanted)

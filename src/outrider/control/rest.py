@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.control.crowds import relieved
 from outrider.control.plan import Load, StepRecord
-from outrider.control.planner import Planner, relieved
+from outrider.control.planner import Planner
 from outrider.control.waits import may_pay
 from outrider.core.clock import Times
 from outrider.core.step import Batch

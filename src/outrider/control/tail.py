@@ -28,7 +28,7 @@ from outrider.control.cost import ForwardCost
 from outrider.core.row import Row
 from outrider.core.step import Batch
 
-SHARED = 0.8  # before any batch has emptied
+SHARED = 0.75  # before any batch has emptied
 RATE = 0.3  # of a batch that empties, in the moving mean of `shared`
 FORGET = 0.05  # the same, where nothing was gained: what was seen need not hold any more
 LEAST_GAIN = 0.2  # accepted tokens a step, in the mean, that tell something
@@ -69,9 +69,8 @@ class Tail:
         """Part of a plain token's share of a step that an accepted one is worth, with so many rows."""
         if rows < 2:
             return 1.0
-        alone, together = (forward.pace(n) * forward.base(n) for n in (1, rows))
-        marginal = min(1.0, max(0.0, (together - alone) / (rows - 1) * rows / together))
-        gained = marginal + (1 - marginal) * self.shared
+        growing = forward.growing(rows)
+        gained = growing + (1 - growing) * self.shared
         return max(LEAST, self.replaced + (1 - self.replaced) * gained)
 
     def credit(self, plain: float, tokens: int) -> None:

@@ -204,6 +204,12 @@ class States:
             self._gathered[key] = self._gather(self.places, wanted)
         return self._gathered[key][r]
 
+    def of_all(self, wanted: Sequence[int]) -> Sequence[Tensor]:
+        """`of` every row."""
+        if max(map(len, self.places)) > MAX_GATHERED:
+            return [self.of(r, wanted) for r in range(len(self.places))]
+        return [*self._gather(self.places, wanted).values()]
+
     def only(self, rows: Sequence[int], wanted: Sequence[int]) -> States:
         """The wanted states of these rows: a copy, of at least one state."""
         index = [place for r in rows for place in self.places[r]]

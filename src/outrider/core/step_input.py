@@ -66,6 +66,7 @@ class StepInput:
     query_start:                        [B + 1], first row of every request, then N
     slot_tables:                        [B], int32, the slot of each position, or of each entry of a view
     max_seq_len:                        largest number of keys of a row
+    shifted:                            whether a row is of a view with a shift
     adapters:                           the rows that use a LoRA adapter, ascending
     device_ids:                         int64 [N] or None: ids that only a device knows, in place of input_ids
     device_paths:                       int32 [N, max_path_len] or None: slots, as `path_slots`, that only a
@@ -81,6 +82,7 @@ class StepInput:
     length: int = 0
     max_seq_len: int = 0
     max_path_len: int = 0
+    shifted: bool = False
     input_ids: list[int] = field(default_factory=list)
     device_ids: Tensor | None = None
     device_paths: Tensor | None = None
@@ -125,6 +127,7 @@ class StepInput:
         n = len(tokens)
         end = start + n
         self._add(table, n, end)
+        self.shifted |= shift != 0
         self.input_ids += tokens
         self.positions += range(start + shift, end + shift)
         self.slot_mapping += table[start:end]
@@ -139,6 +142,19 @@ class StepInput:
         self.slot_mapping.append(table[position])
         self.context_lens.append(position + 1)
         self._paths.append(())
+
+    def tokens(self, tables: Sequence[array[int]], positions: Sequence[int]) -> None:
+        """Add one token, of id 0, of each of several requests with these tables: `token` for all of them."""
+        n = len(tables)
+        self.slot_tables += tables
+        self.query_start += range(self.length + 1, self.length + n + 1)
+        self.length += n
+        self.input_ids += [0] * n
+        self.positions += positions
+        self.slot_mapping += [table[position] for table, position in zip(tables, positions)]
+        self.context_lens += [position + 1 for position in positions]
+        self.max_seq_len = max(self.max_seq_len, *self.context_lens[-n:])
+        self._paths += [()] * n
 
     def node(self, table: array[int], context: int, path: Sequence[int], token: int, shift: int = 0) -> None:
         """Add one tree node.
@@ -159,6 +175,7 @@ class StepInput:
         n, depths, root = len(paths), [*map(len, paths)], context - 1 + shift
         deepest = max(depths)
         self.max_path_len = max(self.max_path_len, deepest)
+        self.shifted |= shift != 0
         self._add(table, n, context + deepest)
         self.input_ids += tokens
         self.positions += [root + depth for depth in depths]
@@ -198,7 +215,7 @@ class StepInput:
 
         Rows attend to earlier rows only, so parts may run one after another.  Rows of `block` do not.
         """
-        part = StepInput(self.pinned, len(rows))
+        part = StepInput(self.pinned, len(rows), shifted=self.shifted)
         for name in ("input_ids", "positions", "slot_mapping", "context_lens", "_paths"):
             column = getattr(self, name)
             setattr(part, name, [column[i] for i in rows])

@@ -1,4 +1,4 @@
-"""Adaptive speculation, the default: several drafters, of which the controller asks those that pay.
+"""Adaptive speculation, the default: several drafters, of which the controller uses those that pay.
 
 Without drafters `suffix` is used, and the draft `model` or head, if one is given.
 """

@@ -44,7 +44,7 @@ FORMAT = block_format(
 
 
 class Network(BlockNetwork):
-    """With the names and config of SpecForge's files."""
+    """Network for training, with the names and config of SpecForge's files."""
 
     def __init__(self, *block: Any, width: int, **options: Any) -> None:
         """block, options: as of `BlockNetwork`.  width: of the recurrent state."""

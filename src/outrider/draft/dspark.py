@@ -67,7 +67,7 @@ FORMAT = block_format(
 
 
 class MarkovHead(nn.Module):
-    """Of blocks [A, block].  rank: of the table."""
+    """Markov table of blocks [A, block].  rank: of the table."""
 
     def __init__(self, hidden: int, vocabulary: int, outputs: int, rank: int, kind: str = VANILLA) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class ConfidenceHead(nn.Module):
 
 
 class Network(BlockNetwork):
-    """For training, with the published names."""
+    """Network for training, with the published names."""
 
     def __init__(
         self, *block: Any, markov: int = 0, kind: str = VANILLA, confidence: bool = False, **options: Any

@@ -110,7 +110,7 @@ TOKEN_WEIGHT = 0.1  # of the cross entropy beside the loss of the states
 
 
 class Network(nn.Module):
-    """For training, with the names and config of the reference's files: fc over [embedding; state], then one
+    """Network for training, with the reference's names and config: fc over [embedding; state], then one
     layer without an input norm.
     """
 

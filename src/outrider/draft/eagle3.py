@@ -76,7 +76,7 @@ FORMAT = HeadFormat(
 
 
 class Network(TapNetwork):
-    """For training, with the reference's names, and its training-time-test loss.
+    """Network for training, with the reference's names, and its training-time-test loss.
 
     Step 0 reads the target's states, step s the output of step s - 1, as in drafting; the tokens are the
     text's.
@@ -168,7 +168,7 @@ class Eagle3(Recurrent):
 
     @dataclass(frozen=True)
     class Options(TapOptions, RecurrentOptions):
-        """As of all recurrent heads, and which states of the target the head reads."""
+        """Options of all recurrent heads, and the states of the target that the head reads."""
 
     def network(self) -> TapNet:
         return TapNet(self.reader, self.target, self.options)

@@ -36,7 +36,7 @@ class First(Union):
         return self._capped(max(self._sizes(depth)))
 
     def propose(self, batch: Batch) -> Draft:
-        """Ask all drafters in every step, since those with K/V must keep up.
+        """Call all drafters in every step, since those with K/V must catch up.
 
         A row that has draft tokens has no budget left.  Probes are not draft tokens: the next drafter is
         used for the nodes that they leave.

@@ -83,7 +83,7 @@ FORMAT = HeadFormat(
 
 
 class Network(nn.Module):
-    """For training, with the names and config of the reference's files.
+    """Network for training, with the names and config of the reference's files.
 
     prefix: sizes of the prefix layer of a `prefix-mlp` head, None for a plain `mlp` head.
     own: every head has an lm_head; otherwise they use the target's.
@@ -238,8 +238,8 @@ class Hydra(RankedDrafter):
     def tree(self, step: RowStep) -> RankTree | SampledTree:
         row, budget = step.row, step.budget.within(depth=self.levels)
         if self.samples(row):
-            siblings = 1 if self.options.tree == CHAIN else max(1, budget.nodes // budget.depth)
-            return SampledTree(row, row.slots, step.end, budget, siblings, self.target.stream_id)
+            k = 1 if self.options.tree == CHAIN else budget.nodes
+            return self.sampled_tree(row, row.slots, step.end, budget, k)
         return RankTree(row, self.shape(budget))
 
     def advance(self, level: int, state: State, tokens: Ids) -> tuple[State, Tensor]:

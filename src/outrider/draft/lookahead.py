@@ -161,7 +161,7 @@ class Lookahead(Drafter):
         return Memory(NgramPool(self.max_grams, max_tokens), MatchAcceptance(self.level))
 
     def _known(self, row: Row) -> Memory:
-        """What a row is drafted from, and contributes to."""
+        """The memory that a row is drafted from, and contributes to."""
         memory: Memory = self.memory if row.cache_salt is None else self.salted.of(row)
         return memory
 

@@ -42,7 +42,7 @@ ROWS = unchanged(
 
 
 def _steps(head: Head) -> list[int]:
-    """For every step, the number of its lm_head."""
+    """The number of the lm_head of every step."""
     return steps_of(head, ("head",), shared=True)["head"]
 
 

@@ -75,7 +75,7 @@ VLLM = Layout(
 
 def _with_all_blocks(head: Head) -> Head:
     """The head with every block under its own name.  Raises ModelError for a missing tensor."""
-    stored, (heads, _), blocks = dict(head.stored), counts(head), _blocks_per_head(head)
+    stored, heads, blocks = dict(head.stored), counts(head)[0], _blocks_per_head(head)
     if len(numbers(head, BLOCK, field="j")) == 1:  # aliases were dropped, if there were any
         for name, own in head.stored.items():
             if block := parse(BLOCK, name):
@@ -132,7 +132,7 @@ DECAY = 0.8  # weight of a head's loss relative to the head before it
 
 
 class Network(nn.ModuleList):
-    """For training, with the names and config of the reference's files: heads of one repeated residual block
+    """Network for training, with the reference's names and config: heads of one repeated residual block
     and a linear.  own=False: the target's lm_head serves all.
     """
 

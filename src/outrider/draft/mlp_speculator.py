@@ -93,7 +93,7 @@ class ShiftedNorm(nn.RMSNorm):
 
 
 class Network(nn.Module):
-    """For training, with the names and config of IBM's files.
+    """Network for training, with the names and config of IBM's files.
 
     inner: width of the recurrent state.  tie_weights: all steps share their weights.  scale_input: the
     target's state is normalized first.

@@ -162,7 +162,7 @@ class PredictionLayer(Layer):
 
 
 class Network(nn.Module):
-    """For training, with DeepSeek's names and Llama's block.
+    """Network for training, with DeepSeek's names and Llama's block.
 
     first: layers of the target.  layers: prediction layers.  steps: depths in the loss, by default one per
     layer.  prenorm: the layers read states before the target's last norm.
@@ -179,7 +179,8 @@ class Network(nn.Module):
     ) -> None:
         super().__init__()
         self.sizes, self.vocabulary, self.first = sizes, vocabulary, first
-        self.steps, self.prenorm, self.taps = steps or layers, prenorm, (first if prenorm else FINAL,)
+        self.steps, self.prenorm = steps or layers, prenorm
+        self.taps = (first if prenorm else FINAL,)
         by_number = nn.ModuleDict({str(first + i): PredictionLayer(sizes) for i in range(layers)})
         self.model = nn.ModuleDict({"layers": by_number})
         self.layers: list[Any] = list(by_number.values())

@@ -43,11 +43,11 @@ from outrider.heads.tapped_parts import SPECULATORS, PathLayer, TapNetwork
 from outrider.heads.trees import BlockTree, LevelTree
 
 ANCHORS = 128  # of a text, at most, in one loss
-KEPT, LEAST = 0.7, 0.2  # share of the anchors that go on with every further depth; of all, at least
+KEPT, LEAST = 0.7, 0.2  # share of the anchors that have the next depth, too; least share of all
 
 
 class Network(TapNetwork):
-    """For training, with the names of speculators' files.
+    """Network for training, with the names of speculators' files.
 
     A row has an anchor a and a depth d.  Row (a, 0) is EAGLE-3's pair (f_a, x_a+1); deeper ones have neither
     state nor token:
@@ -216,7 +216,8 @@ class PEagle(Recurrent):
         return BlockTree(row, torch.empty(0), shape, self.samples(row), self.target.stream_id)
 
     def _grow(self, forwards: Forwards, trees: list[LevelTree]) -> None:
-        o, blocks = self._catch_up(forwards), [tree for tree in trees if isinstance(tree, BlockTree)]
+        o = self._catch_up(forwards)
+        blocks = [tree for tree in trees if isinstance(tree, BlockTree)]
         if blocks:
             depths = [tree.budget.depth for tree in blocks]
             for tree, logits in zip(blocks, torch.split(self.net.logits(o), depths)):

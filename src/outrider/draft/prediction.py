@@ -2,7 +2,7 @@
 `prediction`).
 
 The text comes with the request.  Its next token is `next`: behind those that the output has repeated so far.
-After a token that differs, the place where the output goes on is searched for:
+After a token that differs, the place where the output continues is searched for:
 
     prediction   a b c d e f g h i
     output       a b c X            as if X replaced d:                            draft e f g h
@@ -54,7 +54,7 @@ class Follower:
             self.behind.setdefault(token, []).append(i)
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Take in further tokens of the output.  One that differs is taken for a replaced one."""
+        """Advance by further tokens of the output.  One that differs counts as a replaced one."""
         for token in tokens:
             self.following = self.next < len(self.tokens) and self.tokens[self.next] == token
             self.next += 1
@@ -86,7 +86,7 @@ class Follower:
         return best, best_length
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Take in how much of a draft was accepted."""
+        """Update reach and misses after a draft was verified."""
         if accepted == drafted:
             self.reach = min(LONGEST, self.reach + GROWTH)
         else:

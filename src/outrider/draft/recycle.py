@@ -91,15 +91,13 @@ class Recycle(TextDrafter):
     def propose(self, batch: Batch) -> Draft:
         if not any(step.budget.nodes for step in batch):
             return Draft([EMPTY_TREE] * len(batch))
-        order = self._order(self.memory)
-        return Draft(
-            [
-                self._tree(step.row.tokens[-1], self.memory, order, step.budget)
-                if step.row.cache_salt is None
-                else self.after(step.row, (), step.budget)
-                for step in batch
-            ]
-        )
+        order, trees = self._order(self.memory), list[DraftTree]()  # the order of all rows without a salt
+        for step in batch:
+            if step.row.cache_salt is None:
+                trees.append(self._tree(step.row.tokens[-1], self.memory, order, step.budget))
+            else:
+                trees.append(self.after(step.row, (), step.budget))
+        return Draft(trees)
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
         table = self._known(row)

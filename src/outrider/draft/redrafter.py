@@ -105,7 +105,7 @@ STEPS = 5  # in the loss
 
 
 class Network(nn.Module):
-    """For training, with the reference's names.
+    """Network for training, with the reference's names.
 
     layers: residual blocks.  exit_dim: their width, 2 * hidden unless given.  rnn: otherwise states are sums
     of embeddings.
@@ -167,7 +167,7 @@ TOP = 50  # continuations of a beam, and all that equal the last of them
 
 
 class Beams(Tree):
-    """The beams of one row as a tree: a level goes on with the `width` likeliest continuations of its beams,
+    """The beams of one row as a tree: a level keeps the `width` likeliest continuations of its beams,
     and every prefix is a node.
 
     The likeliest nodes of all levels are kept, as many as the budget has.  A beam that is not among them
@@ -207,7 +207,7 @@ class ReDrafter(StateDrafter):
 
     @dataclass(frozen=True)
     class Options(HeadOptions):
-        """beam_width: beams that a level goes on with (TensorRT-LLM: redrafter_num_beams).  beam_length:
+        """beam_width: beams that a level keeps (TensorRT-LLM: redrafter_num_beams).  beam_length:
         tokens of a beam with the pending token, one more than levels (redrafter_draft_len_per_beam), unless
         num_speculative_tokens is given.  nodes: of a tree at most, the likeliest (None: all prefixes of
         beams, but 8 on a CPU, where every node costs time).
@@ -243,12 +243,10 @@ class ReDrafter(StateDrafter):
         return min(self.nodes, depth * width)
 
     def tree(self, step: RowStep) -> Beams | SampledTree:
-        """Where samples are needed, a level has as many as leave the same number to the levels below."""
         row, budget, width = step.row, step.budget, self.options.beam_width
         if not self.samples(row):
             return Beams(row, budget, width)
-        siblings = min(width, max(1, budget.nodes // budget.depth))
-        return SampledTree(row, NO_VIEW.slots, 0, budget, siblings, self.target.stream_id)
+        return self.sampled_tree(row, NO_VIEW.slots, 0, budget, width)
 
     def begin(self, states: Tensor) -> State:
         return states, torch.zeros_like(states)

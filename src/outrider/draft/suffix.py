@@ -118,7 +118,7 @@ class Repeat:
     drafted: bool = False
 
     def follow(self, output: Sequence[int]) -> None:
-        """Take in further tokens of the row's output."""
+        """Advance by further tokens of the row's output."""
         if self.tokens[self.count : self.count + len(output)] != array("i", output):
             self.tokens = array("i")
         self.count += len(output)

@@ -182,10 +182,11 @@ class Engine:
 
     def _settle(self) -> None:
         """Let the controller take in what steps have shown while the device computes the next one."""
-        if self.adaptive and self.flights:
+        if self.adaptive:
             began = working_time()
-            self.adaptive[0].settle()
-            self.flights[-1].forward += working_time() - began
+            self.adaptive[0].settle(computes=bool(self.flights))
+            if self.flights:
+                self.flights[-1].forward += working_time() - began
 
     def abort(self, row: Row) -> None:
         """End a row between two steps.
@@ -207,7 +208,9 @@ class Engine:
         propose = working_time()
         batch.take(self.proposer.propose(batch))
         controller.trim(batch)
-        forward, drafted = working_time(), self._event() if self.times_device else None
+        forward, drafted = working_time(), None
+        if self.times_device and (batch.prefill or any(step.budget.depth for step in batch)):
+            drafted = self._event()
         complete = self.runner.begin(batch, self.drafter.needs)
         drafting = forward - propose
         if self.learner is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from outrider.checkpoints.quantize import Quantization, bits_of
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
-from outrider.core.tree import EMPTY_TREE, Draft, DraftTree
+from outrider.core.tree import EMPTY_TREE, Budget, Draft, DraftTree
 from outrider.core.validate import Checked, Count, Kind, Text, is_whole
 from outrider.drafting.base import DEPTHS, Drafter, Storage, Target
 from outrider.errors import ConfigError, ModelError
@@ -38,7 +39,7 @@ from outrider.heads.growth import DeviceGrowth, Front, GrowthPlan, LevelInput, g
 from outrider.heads.layouts import HeadFormat
 from outrider.heads.outer import Ids
 from outrider.heads.reader import Reader
-from outrider.heads.trees import Growth, LevelTree, frontier_tokens
+from outrider.heads.trees import Growth, LevelTree, SampledTree, frontier_tokens
 from outrider.heads.vocabulary import check_size
 
 FINGERPRINT = "target_fingerprint"  # in the config of a head: `Checkpoint.fingerprint` of its target
@@ -209,6 +210,14 @@ class HeadDrafter(Drafter):
             step_input.chain(row.slots, cursor.first, [0] * cursor.count)
             states += cursor.states
         return step_input.build(), torch.cat(states)
+
+    def sampled_tree(self, row: Row, table: array[int], base: int, budget: Budget, k: int) -> SampledTree:
+        """An empty tree of samples: at most k on a level, and few enough that every level can have as many.
+
+        table, base: as of `DynamicTree`.
+        """
+        siblings = min(k, max(1, budget.nodes // budget.depth))
+        return SampledTree(row, table, base, budget, siblings, self.target.stream_id)
 
     def propose_for(self, batch: Batch, trees: Mapping[int, DraftTree]) -> Draft:
         """The draft with these trees, by row of the batch; `learn` judges them."""

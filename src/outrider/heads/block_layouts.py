@@ -126,7 +126,7 @@ def spread(target_layers: int, taps: int) -> list[int]:
 
 
 def kind_of(head: Head) -> str | None:
-    """What the config calls this kind of block; None where it names none."""
+    """The name of this kind of block in the config; None without one."""
     config = flat(head.config)
     kind: str | None = config.get("projector_type") or config.get("speculators_model_type")
     return kind

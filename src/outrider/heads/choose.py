@@ -26,7 +26,7 @@ RANKED_AT_ONCE = 1 << 24  # logits that `top` ranks in one call, which takes som
 
 
 class RankingInputs(NamedTuple):
-    """What `Chooser.top` needs beside the logits after n paths, on the host or on the device.
+    """Inputs of `Chooser.top` beside the logits after n paths, on the host or on the device.
 
     words:      sampling parameters and noise keys, as `TopNext.asked` packs them
     noise_mask: int64 [n], 1 for paths of requests with a temperature: their logits get noise
@@ -64,10 +64,11 @@ class Chooser:
     ) -> list[list[tuple[int, float]]]:
         """`best` as a list of (token, probability) for each path."""
         tokens, confidences = self.best(row, paths, logits, k)
-        return [
-            [(token, confidence) for token, confidence in zip(*path) if token >= 0]
-            for path in zip(tokens.tolist(), confidences.tolist())
-        ]
+        found = list[list[tuple[int, float]]]()
+        for own_tokens, own_confidences in zip(tokens.tolist(), confidences.tolist()):
+            pairs = zip(own_tokens, own_confidences)
+            found.append([(token, confidence) for token, confidence in pairs if token >= 0])
+        return found
 
     def top_entries(self, row: Row, paths: Sequence[Sequence[int]], logits: Tensor, k: int) -> TopEntries:
         """`best` as entries of the head's vocabulary."""
@@ -99,13 +100,32 @@ class Chooser:
         return self.top(logits, moved, k)
 
     def ranking_inputs(self, rows: Sequence[Row], depths: Sequence[int]) -> RankingInputs:
-        """Of paths of these requests and lengths, on the host."""
+        """Inputs of `top` for paths of these requests and lengths, on the host."""
         top_next = self.backend.top_next
         assert top_next is not None, "`stays_on_device` says whether it is supported"
         has_noise = [row.distribution.temperature > 0 for row in rows]
         keys = [self._key(row, depth) if noise else 0 for row, depth, noise in zip(rows, depths, has_noise)]
         words = top_next.asked([row.distribution for row in rows], keys, self.vocabulary)
         return RankingInputs(words, Numbers.of(has_noise, len(has_noise)))
+
+    def level_inputs(self, levels: Sequence[Sequence[Row]]) -> list[RankingInputs]:
+        """`ranking_inputs` of each level, whose paths have as many tokens as there are levels above it.
+
+        levels: the request of each path
+        """
+        top_next, made = self.backend.top_next, list[RankingInputs]()
+        assert top_next is not None, "`stays_on_device` says whether it is supported"
+        for depth, rows in enumerate(levels):
+            if not made or rows != levels[depth - 1]:
+                made.append(self.ranking_inputs(rows, [depth] * len(rows)))
+                continue
+            words, noise_mask = made[-1]  # of other keys
+            if any(noise_mask.values):
+                noises = zip(rows, noise_mask.values)
+                keys = [self._key(row, depth) if noise else 0 for row, noise in noises]
+                words = top_next.with_keys(words, keys)
+            made.append(RankingInputs(words, noise_mask))
+        return made
 
     def top(self, logits: Tensor, inputs: RankingInputs, k: int) -> tuple[Tensor, Tensor]:
         """`next_tokens` with inputs on the device, RANKED_AT_ONCE logits at a time."""

@@ -1,4 +1,4 @@
-"""What the tokens of a block before a position add to its logits, while its tree grows level by level."""
+"""Correction of a position's logits by the tokens of its block before it, level by level."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Correction:
         raise NotImplementedError
 
     def __call__(self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor) -> CorrectionOutput:
-        """What the tokens before n places do; x [n, h]: the places' states."""
+        """Correction by the tokens before n places; x [n, h]: the places' states."""
         raise NotImplementedError
 
 

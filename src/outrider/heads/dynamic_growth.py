@@ -138,7 +138,8 @@ class DynamicGrowth:
         nodes = power_of_two(max(tree.budget.nodes for tree in trees))
         self.shape = DynamicShape(levels, k, width, nodes)
         self.forwards, self.requests = list[StepInput](), [[tree.row for tree in trees]]
-        self.counts, self.rows = [[1] for _ in trees], [[t] * width for t in range(len(trees))]
+        self.counts = [[1] for _ in trees]
+        self.rows = [[t] * width for t in range(len(trees))]
         inputs = [self._add_forward(level) for level in range(1, levels)]
         limits = list[int]()
         for tree, counts in zip(trees, self.counts):

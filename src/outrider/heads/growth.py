@@ -83,7 +83,7 @@ class DeviceGrowth(Protocol):
 
 
 class GrowthPlan(NamedTuple):
-    """What `grow` reads: the shape, the number of rows of each forward, and by level the `RankingInputs`.
+    """Inputs of `grow`: the shape, the number of rows of each forward, and by level the `RankingInputs`.
 
     All levels but the first have inputs for as many rows, at least those of the first; those that a level
     lacks are not read.
@@ -101,7 +101,7 @@ class GrowthPlan(NamedTuple):
         first, *others = growth.requests
         most = max(map(len, growth.requests))
         padded = [first, *([*level, *[first[0]] * (most - len(level))] for level in others)]
-        inputs = [choose.ranking_inputs(own, [level] * len(own)) for level, own in enumerate(padded)]
+        inputs = choose.level_inputs(padded)
         return GrowthPlan(
             growth.shape,
             [*map(len, others)],
@@ -167,8 +167,12 @@ def row_table(levels: Sequence[Sequence[tuple[int, int]]], least: int = 1) -> Nu
     least: rows of the table
     """
     most = max([least, *map(len, levels)])
-    numbers = array("q")
-    for row in range(most):
-        for level in levels:
-            numbers.extend(level[row] if row < len(level) else (0, 0))
+    width = 2 * len(levels)
+    numbers, before = array("q", bytes(8 * most * width)), None
+    for level, rows in enumerate(levels):
+        if rows != before:  # those of chains are alike
+            firsts, seconds = array("q", [row[0] for row in rows]), array("q", [row[1] for row in rows])
+            before = rows
+        numbers[2 * level : len(rows) * width : width] = firsts
+        numbers[2 * level + 1 : len(rows) * width : width] = seconds
     return Numbers(numbers, (most, len(levels), 2))

@@ -154,10 +154,10 @@ class Layout:
     defaults: tuple[tuple[str, Any], ...] = ()
 
     def found_in(self, head: Head) -> bool:
-        signs = [_compile(pattern) for pattern in self.sign]
-        return self.applies(head) and any(
-            sign.fullmatch(form) for name in head for form in (name, self._bare(name)) for sign in signs
-        )
+        if not self.applies(head):
+            return False
+        names = {*head, *map(self._bare, head)}
+        return any(_compile(pattern).fullmatch(name) for pattern in self.sign for name in names)
 
     def ours(self, name: str, **numbers: int) -> str | None:
         """Our name for a published one; None for a tensor that is not read."""
@@ -249,7 +249,7 @@ class HeadFormat:
         return replace(ours, config=config, tensors=tensors)
 
     def translate(self, head: Head) -> Head:
-        """As `renamed`.  Raises ModelError for a head of another kind, or with tensors of unknown meaning."""
+        """The head as `renamed`.  Raises ModelError for another kind, or for tensors of unknown meaning."""
         if why := self.refused(replace(head, config=flat(head.config))):
             raise ModelError(f"{head.name!r} is not supported: {why}.")
         if self.layouts and self.layout_of(head) is None:

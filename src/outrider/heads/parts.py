@@ -131,7 +131,7 @@ class Layer(nn.Module):
 
 
 def small_sizes(spec: Facts) -> Sizes:
-    """Of a layer that suits a target."""
+    """Sizes of a layer that suits a target."""
     head_dim = min(spec.head_dim, 128)
     return Sizes(spec.hidden, 2 * spec.hidden, max(1, spec.hidden // head_dim), 1, head_dim, 1e-6)
 

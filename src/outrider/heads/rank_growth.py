@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from outrider.heads.choose import Chooser
 from outrider.heads.growth import LevelInput, pad_ranks, row_table
 from outrider.heads.trees import DynamicTree, RankTree
 
+T = TypeVar("T")
 NO_LOGITS = torch.empty(0)  # of trees whose shape is laid out before any forward
 
 
@@ -148,31 +149,35 @@ class ChainGrowth:
     """`DeviceGrowth` of chains.  growing: by level, the numbers of the chains that have it."""
 
     def __init__(self, trees: Sequence[DynamicTree]) -> None:
-        self.trees, levels = trees, max(tree.budget.depth for tree in trees)
-        self.growing, self.requests = list[list[int]](), list[list[Row]]()
-        for level in range(levels):
-            growing = [i for i, tree in enumerate(trees) if tree.budget.depth > level]
-            self.growing.append(growing)
-            self.requests.append([trees[i].row for i in growing])
+        depths = [tree.budget.depth for tree in trees]
+        self.trees, levels = trees, max(depths)
+        self.growing = [[i for i, depth in enumerate(depths) if depth > level] for level in range(levels)]
+        self.requests = [[trees[i].row for i in growing] for growing in self.growing]
         self.forwards, inputs = list[StepInput](), list[list[tuple[int, int]]]()
         for level in range(1, levels):
             # a chain has one new node and one row of the logits in every level
             row_above = {i: row for row, i in enumerate(self.growing[level - 1])}
-            step_input = StepInput()
-            for i in self.growing[level]:
-                step_input.chain(trees[i].table, trees[i].base + level - 1, [0])
+            growing, step_input = [trees[i] for i in self.growing[level]], StepInput()
+            step_input.tokens([tree.table for tree in growing], [tree.base + level - 1 for tree in growing])
             self.forwards.append(step_input.build())
             inputs.append([(row_above[i], row_above[i]) for i in self.growing[level]])
         picks = [[(row, 0) for row in range(len(growing))] for growing in self.growing]
         self.shape, self.tables = RankShape(levels, 1), [row_table(picks), row_table(inputs, len(trees))]
 
     def set_trees(self, nodes: Tensor) -> None:
-        tokens: list[list[int]] = [[] for _ in self.trees]
-        confidences: list[list[float]] = [[] for _ in self.trees]
-        for depth, (growing, level) in enumerate(zip(self.growing, nodes.tolist())):
-            for i, (token, confidence) in zip(growing, level):
-                if token >= 0 and len(tokens[i]) == depth:
-                    tokens[i].append(int(token))
-                    confidences[i].append(confidence)
-        for tree, own_tokens, own_confidences in zip(self.trees, tokens, confidences):
-            tree.device_tree = DraftTree.chain(own_tokens, own_confidences)
+        nodes = nodes.cpu()  # the one read
+        tokens = self._of_all(nodes[..., 0].long().tolist(), -1)
+        confidences = self._of_all(nodes[..., 1].tolist(), 0.0)
+        for tree, own, own_confidences in zip(self.trees, zip(*tokens), zip(*confidences)):
+            length = len(own) if min(own) >= 0 else next(i for i, token in enumerate(own) if token < 0)
+            tree.device_tree = DraftTree.chain([*own[:length]], [*own_confidences[:length]])
+
+    def _of_all(self, levels: list[list[T]], missing: T) -> list[list[T]]:
+        """Each level with an entry for every chain: `missing` for those without it."""
+        spread, count = list[list[T]](), len(self.trees)
+        for growing, level in zip(self.growing, levels):
+            if len(growing) < count:
+                own = dict(zip(growing, level))
+                level = [own.get(i, missing) for i in range(count)]
+            spread.append(level)
+        return spread

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.launch import RECORDED_ROWS, Call, ForwardShape
-from outrider.cache.catch_up import CatchUp, Cursor, DeferredStates
+from outrider.cache.catch_up import CatchUp, Cursor, DeferredStates, drop_written
 from outrider.checkpoints.heads import Head
 from outrider.core.device import Numbers, power_of_two, take
 from outrider.core.row import Row
@@ -45,7 +45,7 @@ from outrider.heads.device_trees import on_device
 from outrider.heads.growth import DeviceGrowth, GrowthPlan
 from outrider.heads.ranks import EAGLE, Path, paths, prior_paths
 from outrider.heads.recurrent_net import Net
-from outrider.heads.trees import DynamicTree, Growth, LevelTree, RankTree, SampledTree
+from outrider.heads.trees import DynamicTree, Growth, LevelTree, RankTree
 
 CHAIN, DYNAMIC = "chain", "dynamic"
 CPU_DEPTH = 7  # levels of one node cost little; with 8 nodes a tree of 5 levels has two in each forward
@@ -55,7 +55,7 @@ CPU_DEPTH = 7  # levels of one node cost little; with 8 nodes a tree of 5 levels
 class RecurrentOptions(LayerOptions):
     """tree: "dynamic" (EAGLE-2), "chain", or the name of a published static tree (EAGLE-1).
 
-    top_k: candidates after a node of a dynamic tree, and nodes of a level that go on.  nodes: of a tree
+    top_k: candidates after a node of a dynamic tree, and expanded nodes of a level.  nodes: of a tree
     at most, but never fewer than levels (None: 59, EAGLE-2's total_token of 60 without the root; 8 on a
     CPU, where every node costs time, for published trees too).  A dynamic tree on a CPU has CPU_DEPTH
     levels by default, but no more than nodes.
@@ -216,7 +216,7 @@ class Recurrent(HeadDrafter):
         return Draft([trees[step.row].draft_tree if step.row in trees else EMPTY_TREE for step in batch])
 
     def _reading(self, step: RowStep, cursor: Cursor, drafting: bool) -> Reading:
-        """What is read for a row in this step, with an empty tree if it is drafted for."""
+        """The pending states of a row, with an empty tree if it is drafted for in this step."""
         row, end, budget = step.row, step.end, step.budget
         reading = Reading(row, cursor, row.slots[: end + budget.nodes])
         if drafting:
@@ -226,8 +226,7 @@ class Recurrent(HeadDrafter):
     def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> LevelTree:
         k = 1 if self.options.tree == CHAIN else self.options.top_k
         if self.samples(row):
-            siblings = min(k, max(1, budget.nodes // budget.depth))
-            return SampledTree(row, table, base, budget, siblings, self.target.stream_id)
+            return self.sampled_tree(row, table, base, budget, k)
         if not self.paths:
             return DynamicTree(row, table, base, budget, k)
         return RankTree(row, prior_paths(budget.nodes, budget.depth, 10, self.paths), base, table)
@@ -267,12 +266,12 @@ class Recurrent(HeadDrafter):
     def _read_prompts(self, commit: Commit) -> None:
         """Read the chunks of prompts that the rows have computed."""
         readings: list[Reading] = []
-        for r, step in enumerate(commit.batch):
+        for step, states in zip(commit.batch, commit.states.of_all(self.net.taps)):
             row, cursor = step.row, self.catch_up.cursors[step.row]
             if cursor.end != step.start and self.deferred.num_steps:
                 self._append_deferred()  # the chunk before had one token
             cursor.drop_written(self.overlap)
-            cursor.append(step.start, commit.states.of(r, self.net.taps))
+            cursor.append(step.start, states)
             # The last pair is beside the pending token, whose slot may be missing.
             if row.error is None and row.table is not None and row.table.room > row.computed:
                 readings.append(Reading(row, cursor, row.slots[: row.computed + 1]))
@@ -280,8 +279,8 @@ class Recurrent(HeadDrafter):
                 self.deferred.note(cursor)
         if readings:
             self._catch_up(self.forwards(readings))
-        for reading in readings:
-            reading.cursor.drop_written(self.overlap + 1)  # the next first level needs the last pair again
+            # the next first level needs the last pair again
+            drop_written([reading.cursor for reading in readings], self.overlap + 1)
 
     def _append_deferred(self) -> None:
         self.deferred.append_to(self.catch_up, self.net.taps, self.overlap)

@@ -33,7 +33,7 @@ class Sample:
     lengths: tokens of each text, where there are several.
     seeds: of the random numbers of each text.  Empty: those of the default generator.
 
-    Places are chosen on the host: a device would have to be waited for.
+    Places are chosen on the host, without a wait for the device.
     """
 
     tokens: Tensor
@@ -142,7 +142,7 @@ def _chunks(texts: Sequence[Sequence[int]], most: int) -> Iterator[StepInput]:
 
 
 def _built(step_input: StepInput) -> StepInput:
-    """With the logits of one row, since there is no step without any."""
+    """Build a step with the logits of one row, since there is no step without any."""
     step_input.logits_rows = [step_input.length - 1]
     return step_input.build()
 

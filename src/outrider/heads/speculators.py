@@ -183,7 +183,7 @@ class SpeculatorDrafter(StateDrafter):
         return (states if self.scale is None else self.backend.rms_norm(states, self.scale, EPS),)
 
     def _branching(self, options: SpeculatorOptions) -> Branching:
-        """As the options say; a chain by default."""
+        """Branching of the options; a chain by default."""
         given, config = options.top_k_tokens_per_head, self.head.config
         if given is None:
             return Branching((1,) * self.depth, 1)

@@ -1,4 +1,4 @@
-"""What the networks of EAGLE-3 and P-EAGLE share, for training and export."""
+"""Common parts of the networks of EAGLE-3 and P-EAGLE, for training and export."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ class TapNetwork(nn.Module):
     @classmethod
     def like(cls, target: Target, **options: Any) -> Self:
         """A small one for this target, with random weights and two tokens of three."""
-        spec, drafted = target.decoder.spec, [i for i in range(target.vocabulary) if i % 3 < 2]
+        spec = target.decoder.spec
+        drafted = [i for i in range(target.vocabulary) if i % 3 < 2]
         usual = {"drafted": drafted, "positions": target.max_len}
         return cls(small_sizes(spec), target.vocabulary, default_taps(spec.layers), **{**usual, **options})
 

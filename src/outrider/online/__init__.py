@@ -1,1 +1,1 @@
-"""Learning from traffic: a head or draft model goes on training on the target's outputs, between steps."""
+"""Learning from traffic: a head or draft model is trained further on the target's outputs, between steps."""

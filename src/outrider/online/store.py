@@ -1,4 +1,4 @@
-"""The folder of learned weights: what it holds is complete at every moment.
+"""The folder of learned weights.  A kill at any moment leaves complete files.
 
     model.safetensors   the weights in float32; as metadata hashes of target, base and weights, and statistics
     config.json         with it the folder is a head or draft model as any other
@@ -157,7 +157,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def ours(path: Path) -> list[Path]:
-    """What a store has written in a folder.  Raises ConfigError for the files of others."""
+    """Files that a store has written in a folder.  Raises ConfigError for the files of others."""
     read(path)
     names = (WEIGHTS, CONFIG, LOCK, *TEMPORARY)
     return [file for name in names if (file := path / name).is_file()]

@@ -5,7 +5,7 @@
 
 One thread sends commands and runs rank 0's stage, so that an interrupt of the caller leaves the ranks in
 step.  Another thread watches the connections.  A rank that dies ends its connection; one that freezes sends
-no beats.  Either way all ranks are ended, and every call from then on raises the same RankError.
+no heartbeats.  Either way all ranks are ended, and every call from then on raises the same RankError.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from outrider.parallel.messages import MessageKind, Report, Setup, check_same, r
 from outrider.parallel.stage import LOAD, Activity, Stage, Stages
 from outrider.parallel.start import Ranks
 
-SILENCE = 8.0  # seconds without a beat after which a rank counts as frozen
-PAUSE = 1.0  # seconds that a look at the ranks may be late; beyond, this process has been stopped
+SILENCE = 8.0  # seconds without a heartbeat after which a rank counts as frozen
+PAUSE = 1.0  # seconds that a round of `_watch` may be late; beyond, this process has been stopped
 START_TIMEOUT = 600.0  # seconds for the other ranks to load, after rank 0 has
 STALL = 12.0  # seconds in which no rank computes and no transfer ends: one takes less on any fit network
 SETTLING = 0.2  # seconds for the end of a rank to show, after another one has failed
@@ -102,7 +102,7 @@ class Group:
         return number, self._reports(report, setup.options.layout.size)
 
     def _reports(self, report: Report, size: int) -> list[Report]:
-        """Those of all `size` ranks of a model, once they have loaded it.  report: rank 0's."""
+        """Reports of all `size` ranks of a model, once they have loaded it.  report: rank 0's."""
         reports = {0: report}
         while len(reports) < size:
             rank, message = self._next_message()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from outrider.checkpoints.hub import Checkpoint
@@ -20,7 +18,6 @@ from outrider.parallel.model import ParallelModel
 from outrider.parallel.stage import ModelOptions, Stage
 from outrider.parallel.start import join, placed, start, threads_of_rank
 
-log = logging.getLogger("outrider")
 SELF_TEST = 32  # positions that the self-test computes
 
 
@@ -104,7 +101,7 @@ def _several(target: Model, ranks: int) -> ParallelModel:
 def _options(
     checkpoint: Checkpoint, layout: Layout, device: torch.device, precision: Precision, max_len: int
 ) -> ModelOptions:
-    """What the ranks need to know.  Raises ConfigError for a model that cannot be divided so."""
+    """Options for all ranks.  Raises ConfigError for a model that cannot be divided so."""
     spec = checkpoint.spec
     if not isinstance(spec, Spec):
         raise ConfigError(

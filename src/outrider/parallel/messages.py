@@ -35,7 +35,7 @@ class MessageKind(StrEnum):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank loads.  Every machine finds the checkpoint by its name, and needs no transformers.
+    """A model to load on a rank.  Every machine finds the checkpoint by its name, without transformers.
 
     weights: in place of a checkpoint; files in it have the same paths on every machine.
     """
@@ -66,7 +66,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has loaded.  host: name of its machine; slot_bytes: of K/V."""
+    """Properties of a rank that has loaded.  host: name of its machine; slot_bytes: of K/V."""
 
     facts: Mapping[str, str]
     host: str

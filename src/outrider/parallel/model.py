@@ -80,7 +80,7 @@ class ParallelModel(Model):
 
     @property
     def footprint(self) -> Counter[torch.device]:
-        """As `Model.footprint`, on this machine; where a device of another one stores more, of that one.
+        """`Model.footprint` on this machine; where a device of another one stores more, on that one.
 
         All machines are taken to have the memory of this one.
         """

@@ -1,7 +1,7 @@
-"""Progress of a rank's transfers.  Beats carry it to rank 0: it shows that two other ranks lost each other.
+"""Progress of a rank's transfers.  Heartbeats carry it to rank 0: it shows a lost link of two other ranks.
 
 HostProgress    gloo: a thread waits for its transfer
-DeviceProgress  NCCL: the host only queues transfers, and events in the GPU's stream tell their end
+DeviceProgress  NCCL: the host only queues transfers, and events in the GPU's stream mark their end
 """
 
 from __future__ import annotations

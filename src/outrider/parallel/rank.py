@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: it loads its part and runs what rank 0 tells it.
+"""The process of a rank other than 0: it loads its part and runs the commands of rank 0.
 
 `python -m outrider.parallel.rank` starts the ranks of one machine for `start.Local`: it imports torch once
 and forks.  Its standard input is open as long as rank 0 lives; at its end all ranks are killed, frozen ones
@@ -6,7 +6,7 @@ too.
 
     rank 0 ──Setup──▶ load ──Report──▶ rank 0 ──all have loaded──▶ links ──▶ commands, until the end
 
-A command `LOAD` brings another model, such as a draft that is divided like the target.
+A command `LOAD` adds another model, such as a draft that is divided like the target.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RankProcess:
         weights, fingerprint = setup.open()
         device = pinned_device(torch.device(setup.options.device), self.local_rank)
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # where Triton launches kernels, and so what `backend_for` asks
+            torch.cuda.set_device(device)  # where Triton launches kernels; `backend_for` reads it
         stage = Stage(weights, setup.options, self.rank, device)
         self._send(MessageKind.READY, Report.of(stage, fingerprint))
         return stage
@@ -103,7 +103,7 @@ class RankProcess:
             send(message, self.connection)
 
     def _beat(self) -> None:
-        """Tell rank 0 again and again that this process is not frozen; end if it cannot be reached."""
+        """Send heartbeats to rank 0; end this process if rank 0 cannot be reached."""
         with contextlib.suppress(OSError):
             while True:
                 time.sleep(BEAT_INTERVAL)
@@ -145,7 +145,8 @@ class Sockets:
 
 def main(everyone: Sequence[Sockets]) -> None:
     """Fork the ranks that have these sockets; kill them when stdin ends."""
-    children, descriptors = [], {each for sockets in everyone for each in sockets.descriptors}
+    children = []
+    descriptors = {each for sockets in everyone for each in sockets.descriptors}
     gc.freeze()  # a collection in a rank would write to the pages of all objects, and so copy them
     for own in everyone:
         child = os.fork()

@@ -38,7 +38,7 @@ LOAD, UNLOAD = "load", "unload"  # commands that add and drop a model
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What every rank needs to know of a model.
+    """Options of a model that every rank has.
 
     device: a kind of device; rotations: see `models.decoder.rotations`
     blocks: names and inputs of layers without a model around them, as `LayerReader.layer` takes them
@@ -61,6 +61,15 @@ class Wanted(NamedTuple):
 
     states: tuple[int | str, ...]
     logits: tuple[int, ...] = ()
+
+
+class Result(NamedTuple):
+    """A tensor that a forward returns.  key: of `Answer.tensors`.  owner: the rank that computes it."""
+
+    key: Any
+    owner: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
 
 
 class Block(NamedTuple):
@@ -269,37 +278,36 @@ class Stage:
 
     def _answer(self, found: Mapping[Any, Tensor], wanted: Wanted, num_rows: int) -> Answer:
         """Send what this rank found to rank 0; there, expect what other ranks send."""
-        if self.rank:
-            for key, owner, _, _ in self._results(wanted, num_rows):
-                if owner == self.rank:
-                    self.links.send(found[key], 0)
-            return Answer()
         answer = Answer()
-        for key, owner, shape, dtype in self._results(wanted, num_rows):
-            if owner == 0:
-                answer.tensors[key] = found[key]
-                continue
-            answer.tensors[key] = torch.empty(shape, dtype=dtype, device=self.backend.device)
-            answer.arrivals.append(self.links.expect(answer.tensors[key], owner))
+        for result in self._results(wanted, num_rows):
+            if result.owner == self.rank == 0:
+                answer.tensors[result.key] = found[result.key]
+            elif result.owner == self.rank:
+                self.links.send(found[result.key], 0)
+            elif self.rank == 0:
+                x = torch.empty(result.shape, dtype=result.dtype, device=self.backend.device)
+                answer.tensors[result.key] = x
+                answer.arrivals.append(self.links.expect(x, result.owner))
         return answer
 
-    def _results(self, wanted: Wanted, num_rows: int) -> list[tuple[Any, int, tuple[int, int], torch.dtype]]:
-        """Key, owner, shape and dtype of every result, in the order in which it is sent."""
+    def _results(self, wanted: Wanted, num_rows: int) -> list[Result]:
+        """Every result, in the order in which it is sent."""
         layout, spec = self.options.layout, self.options.spec
-        final, results = layout.pipeline - 1, list[Any]()
+        final, results = layout.pipeline - 1, list[Result]()
         for key in wanted.states:
             inner = isinstance(key, int) and key != FINAL
             stage = layout.stage_of(int(key), spec.layers) if inner else final
-            results.append((key, layout.rank(stage), (num_rows, spec.hidden), self.backend.activations))
+            shape = num_rows, spec.hidden
+            results.append(Result(key, layout.rank(stage), shape, self.backend.activations))
         if wanted.logits:
             for index, tokens in enumerate(vocabulary_ranges(spec, layout.tensor)):
                 shape = len(wanted.logits), len(tokens)
-                results.append((("logits", index), layout.rank(final, index), shape, torch.float32))
+                results.append(Result(("logits", index), layout.rank(final, index), shape, torch.float32))
         return results
 
 
 class Activity(NamedTuple):
-    """What a rank does.  commands, transfers: completed ones.  computing: neither idle nor in a transfer."""
+    """State of a rank.  commands, transfers: completed ones.  computing: neither idle nor in a transfer."""
 
     commands: int = 0
     transfers: int = 0

@@ -29,7 +29,7 @@ from outrider.parallel.rank import RankProcess, Sockets
 JOIN_TIMEOUT = 60.0  # seconds for all ranks of a launcher to connect
 CONTROL = "outrider/control"  # key in the store of the address where rank 0 listens
 END_TIMEOUT = 10.0  # seconds
-LOST = 8.0  # seconds without an acknowledgement after which another rank takes its network for lost
+LOST = 8.0  # seconds without an acknowledgement after which another rank treats its network as lost
 
 
 class Ranks(Protocol):
@@ -215,7 +215,7 @@ def _accept(listener: socket.socket, key: bytes, size: int) -> Connection[Any, A
 
 
 def _connection(sock: socket.socket) -> Connection[Any, Any]:
-    """For commands and beats."""
+    """The connection for commands and heartbeats."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(sock.detach())

@@ -1,4 +1,4 @@
-"""What /v1/completions and /v1/chat/completions share: one request from body to response or stream."""
+"""Common part of /v1/completions and /v1/chat/completions: one request from body to response or stream."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def without_text(output: RequestOutput) -> RequestOutput:
 
 
 def likeliest(samples: Sequence[CompletionOutput], count: int) -> Sequence[CompletionOutput]:
-    """Of more samples than `count` those with the highest mean log-probability of a token, best first."""
+    """The `count` samples with the highest mean log-probability of a token, best first, if there are more."""
     return samples if len(samples) == count else sorted(samples, key=_mean_logprob, reverse=True)[:count]
 
 

@@ -80,7 +80,7 @@ def add_status(app: FastAPI, server: Server) -> None:
     @app.get("/ping")
     @app.post("/ping")
     async def ping() -> Json:
-        """/health, by the name that SageMaker asks."""
+        """/health, under the name that SageMaker requests."""
         return await health()
 
     @app.get("/load")

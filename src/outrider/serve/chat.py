@@ -106,7 +106,7 @@ def reply_for(server: Server, use: ToolUse, parallel: bool) -> Reply:
 
 @dataclass
 class Sent:
-    """What has been sent of one choice: characters of content and of each call's arguments, tokens with
+    """Progress of one choice, as sent: characters of content and of each call's arguments, tokens with
     log-probabilities.
     """
 
@@ -173,7 +173,7 @@ class Chat:
         return [{**part, "stop_reason": sample.stop_reason} if reason else part]
 
     def _reason(self, sample: CompletionOutput, calls: Sequence[ToolCall]) -> str | None:
-        forced = self.reply.use.name is not None  # OpenAI's servers tell "stop" then
+        forced = self.reply.use.name is not None  # OpenAI's servers return "stop" then
         ended = sample.finish_reason == "stop" and any(call.complete for call in calls)
         return "tool_calls" if ended and not forced else sample.finish_reason
 

@@ -77,7 +77,7 @@ def _encoded(server: Server, body: CompletionBody) -> list[Prompt]:
 
 @dataclass
 class Sent:
-    """What has been sent of one choice: characters, and tokens."""
+    """Progress of one choice, as sent: characters, and tokens."""
 
     offsets: TextOffsets  # of the next tokens
     characters: int = 0

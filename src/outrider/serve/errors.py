@@ -23,7 +23,7 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-UNIONS = {  # of fields with several types: pydantic tells what is wrong with the first one only
+UNIONS = {  # of fields with several types: pydantic reports the fault of the first one only
     "prompt": "Input should be a text, a list of token ids, or a list of 1 to 1024 of these",
     "stop": "Input should be a text that is not empty, or a list of such",
     "input": "Input should be a text or a list of at least one item",
@@ -56,6 +56,11 @@ class ApiError(Exception):
 
     def response(self) -> Json:
         return Json(self.body(), self.status, self.headers)
+
+
+def not_ready(status: str) -> ApiError:
+    """The error of a server that is "loading" or "stopping"."""
+    return ApiError(503, f"the server is {status}.", code=status, retry_after=5)
 
 
 def api_error(error: Exception) -> ApiError:

@@ -1,4 +1,4 @@
-"""What a request passes before its route: state of the server, keys, size and time of its body."""
+"""Checks of a request before its route: state of the server, keys, size and time of its body."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.serve.errors import ApiError, api_error
+from outrider.serve.errors import ApiError, api_error, not_ready
 from outrider.serve.options import ServerOptions
 from outrider.serve.traces import HEADERS
 from outrider.serve.wire import Left
 
-# need no key, answer in every state; "" is redirected to "/"
+# routes that need no key and answer in every state; "" is redirected to "/"
 OPEN = ("", "/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json")
-FILES = "/static/"  # of the page at /, which has no data and asks for the key itself
+FILES = "/static/"  # of the page at /, which has no data and prompts for the key itself
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 log = logging.getLogger("outrider.serve")
 
 
 class Gate(Protocol):
-    """What decides whether requests are accepted.  status: "loading", "ready" or "stopping"."""
+    """The part of a server or router that admits requests.  status: "loading", "ready" or "stopping"."""
 
     options: ServerOptions
     status: str
@@ -91,7 +91,7 @@ class Guard:
         if self.keys and not self._has_key(scope):
             raise ApiError(401, "the API key is missing or wrong.", code="invalid_api_key")
         if self.server.status == "stopping":
-            raise ApiError(503, "the server is stopping.", code="stopping", retry_after=5)
+            raise not_ready(self.server.status)
         if path in GENERATING:
             self.server.check_ready()
             self.server.check_room()
@@ -111,7 +111,7 @@ class Guard:
         most = self.server.options.max_body_bytes
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > most:
-            raise ApiError(413, f"the body of a request may have {most} bytes at most.", code="too_large")
+            raise _too_large(most)
         parts, size = [], 0
         try:
             async with asyncio.timeout(self.server.options.body_timeout):
@@ -124,14 +124,14 @@ class Guard:
                     size += len(parts[-1])
                     more = message.get("more_body", False)
                     if size > most:
-                        raise ApiError(413, f"the body of a request may have {most} bytes at most.")
+                        raise _too_large(most)
         except TimeoutError:
             raise ApiError(408, "the body of the request came too slowly.", code="timeout") from None
         return b"".join(parts)
 
 
 def middleware(server: Gate) -> list[Middleware]:
-    """What is in front of all routes: CORS where other pages may call the server, and the guard."""
+    """Middleware of all routes: CORS where other pages may call the server, and the guard."""
     guard = Middleware(Guard, server=server)
     if not (origins := server.options.allowed_origins):
         return [guard]
@@ -142,6 +142,10 @@ def middleware(server: Gate) -> list[Middleware]:
         allow_headers=["*"],  # OpenAI's client in a browser sends its version and more
     )
     return [allowed, guard]
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body of a request may have {most} bytes at most.", code="too_large")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -17,7 +17,7 @@ log = logging.getLogger("outrider.serve")
 
 
 def described(engine: Engine) -> str:
-    """What an engine drafts with, and its limits, in one line."""
+    """The drafters of an engine, and its limits, in one line."""
     chosen = ", as far as they pay" if isinstance(engine.controller, AutoController) else ""
     return (
         f"drafters: {', '.join(engine.drafter.sources) or 'none'}{chosen}; context {engine.max_len} tokens, "

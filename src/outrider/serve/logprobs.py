@@ -59,9 +59,9 @@ def _ranked(entry: Entry) -> dict[str, Any]:
 
 
 class TextOffsets:
-    """Where tokens begin in a text, in characters.
+    """Offsets of tokens in a text, in characters.
 
-    A token that goes on with a character begins where the character does.
+    A token with the further bytes of a character begins where the character does.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -69,7 +69,7 @@ class TextOffsets:
         self.decoder = getincrementaldecoder("utf-8")("replace")
 
     def of(self, ids: Sequence[int]) -> list[int]:
-        """Those of the next tokens."""
+        """Offsets of the next tokens."""
         found = []
         for token in ids:
             found.append(self.offset)
@@ -90,7 +90,7 @@ class MessageLogprobs:
         self.made: list[dict[str, Any]] = []
 
     def of(self, sample: CompletionOutput, content: str) -> list[dict[str, Any]]:
-        """Those of the content so far.  All calls return one list, which grows."""
+        """Log-probabilities of the content so far.  All calls return one list, which grows."""
         for token in sample.token_ids[self.text.count :]:
             self.text.feed(token)
         whole = sample.text.startswith(content)

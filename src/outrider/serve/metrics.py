@@ -1,6 +1,6 @@
 """Metrics of the server, for Prometheus.  Names are vLLM's with the prefix `outrider:`.
 
-What the engine counts is read when the metrics are asked for, so a step pays nothing for them.
+Counts of the engine are read at each scrape, so a step pays nothing for them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def _of_steps(name: str) -> Callable[[Engine], float]:
     return lambda engine: float(getattr(engine.prefill, name) + getattr(engine.decode, name))
 
 
+# Metric -> its help, and how it is read.
 COUNTERS: dict[str, tuple[str, Callable[[Engine], float]]] = {
     "prompt_tokens": ("Prompt tokens computed.", _of_steps("prompt")),
     "generation_tokens": ("Emitted tokens.", _of_steps("emitted")),
@@ -182,7 +183,7 @@ class EngineMetrics(Collector):
         yield found
 
     def _adaptive(self) -> Iterator[Metric]:
-        """What adaptive controllers have chosen, and their ledger."""
+        """Choices of the adaptive controllers, and their ledger."""
         if not (controllers := self.core.adaptive):
             return
         evidence = controllers[0].evidence  # of all
@@ -202,7 +203,7 @@ class EngineMetrics(Collector):
 
 def counts_of(engine: Engine) -> dict[str, float]:
     """Sums of an engine, by the names of their metrics."""
-    return {name: count(engine) for name, (_, count) in COUNTERS.items()}
+    return {name: read(engine) for name, (_, read) in COUNTERS.items()}
 
 
 def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:

@@ -28,7 +28,7 @@ class OutputItems:
     def grow(
         self, parsed: Parsed, status: str | None, logprobs: Sequence[dict[str, Any]] = ()
     ) -> Iterator[Event]:
-        """Take in a text so far and yield the events for what is new.
+        """Yield the events for what is new in a text so far.
 
         status: of the response, once the text has ended; None before.  logprobs: of the content.
         """

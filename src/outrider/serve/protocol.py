@@ -143,7 +143,7 @@ class Speculate(Body):
 
 
 class Sampling(Body):
-    """Fields that all ways to ask for text share."""
+    """Fields that all generating routes share."""
 
     model: str | None = None
     temperature: float | None = Field(None, ge=0)

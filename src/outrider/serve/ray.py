@@ -48,7 +48,7 @@ FRONT: dict[str, Any] = {
     "ray_actor_options": {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
 }
 KV_USE = "kv_cache_use"
-TARGET_KV_USE = 0.8  # above which another replica is asked for
+TARGET_KV_USE = 0.8  # above which the autoscaler adds a replica
 HEALTH_SECONDS = 5.0  # between two checks of a replica
 log = logging.getLogger("outrider.serve")
 
@@ -68,7 +68,7 @@ def deployment(
 
     model, speculative_config, engine: as for `LLM`.  threads: CPU threads of a replica.
     replicas: number of them, or Ray's autoscaling_config, such as {"min_replicas": 1, "max_replicas": 8,
-        "target_ongoing_requests": 16}; K/V use above TARGET_KV_USE asks for replicas, too
+        "target_ongoing_requests": 16}; K/V use above TARGET_KV_USE adds replicas, too
     actor: Ray's ray_actor_options of a replica, such as {"num_gpus": 1}
     placement: Ray's strategy for the ranks of a replica, such as "STRICT_SPREAD" over machines, each with the
         resources of `actor`; None: all ranks are processes of one machine
@@ -120,7 +120,7 @@ def _number(replicas: int | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replicas_for_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """Ray's autoscaling policy: the most replicas that open requests or K/V use ask for."""
+    """Ray's autoscaling policy: replicas needed for the open requests or the K/V use, whichever is more."""
     current = context.current_num_replicas
     assert context.config is not None, "Ray sets it"
     wanted = context.total_num_requests / context.config.get_target_ongoing_requests()
@@ -212,7 +212,7 @@ def _scope(question: Question) -> dict[str, Any]:
 
 
 class Front(Pool):
-    """What clients talk to: a pool of one handle, behind which Ray chooses the replica."""
+    """Front end for clients: a pool of one handle, behind which Ray chooses the replica."""
 
     def __init__(self, handle: DeploymentHandle, options: ServerOptions) -> None:
         self.handle, self.options, self.status = handle.options(stream=True), options, "ready"
@@ -239,7 +239,7 @@ class Front(Pool):
 
 
 async def _next(parts: Any) -> Any:
-    """What a replica yields next.  Raises StopAsyncIteration at the end, and ReplicaLost."""
+    """The next part that a replica yields.  Raises StopAsyncIteration at the end, and ReplicaLost."""
     try:
         return await anext(parts)
     except RayError as error:
@@ -300,7 +300,7 @@ class PrefixRouter(RequestRouter):
         self.prefixes.setdefault(replica_id, Prefixes()).add(_blocks(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Also called for a request that the replica rejected, without `on_request_routed`."""
+        """Count a request as ended.  Ray also calls it for rejected ones, without `on_request_routed`."""
         if replica_id in self.open:  # not of a replica that has been forgotten
             self.open[replica_id].discard(internal_request_id)
 

@@ -176,7 +176,7 @@ class Responses:
         return made
 
     def _head(self, status: str) -> dict[str, Any]:
-        """What begins and ends with the same values."""
+        """Fields that are equal at the beginning and the end of a response."""
         body, params = self.body, self.requests[0].params
         return {
             "id": self.id,

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from outrider.async_llm import AsyncLLM
 from outrider.backends.cpu.threads import use
+from outrider.core.collector import set_apart
 from outrider.errors import ConfigError, EngineError
 from outrider.serve.app import make_app
 from outrider.serve.connection import connection_within
@@ -38,7 +39,7 @@ log = logging.getLogger("outrider.serve")
 
 @dataclass(frozen=True)
 class Service:
-    """What a process serves.
+    """Options of a serving process.
 
     engine: options of `LLM`, with the model.  config: its speculative_config.  threads: of the CPU.
     number, socket, gpus: of a replica, which listens on a Unix socket
@@ -55,9 +56,11 @@ class Service:
     def load(self) -> AsyncLLM:
         use(self.threads)
         restarts, warm_up = self.options.restart_engine, self.options.warmup
-        return AsyncLLM(
+        llm = AsyncLLM(
             speculative_config=self.config, restart_on_error=restarts, warm_up=warm_up, **self.engine
         )
+        set_apart()
+        return llm
 
 
 def run(service: Service) -> None:
@@ -125,7 +128,7 @@ def _bound(families: Mapping[Any, int]) -> list[socket]:
 
 
 def _loading(load: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
-    """What `load` returns, in a daemon thread: a process that ends does not wait for it."""
+    """The result of `load`, run in a daemon thread: a process that ends does not wait for it."""
     future = Future[AsyncLLM]()
     future.set_running_or_notify_cancel()
 
@@ -148,7 +151,7 @@ async def watch_engine(process: Process, server: Server) -> None:
 
 
 class Ending(Gate, Protocol):
-    """What a process serves.  open: samples that are queued or running."""
+    """A server or router that can be shut down.  open: samples that are queued or running."""
 
     @property
     def open(self) -> int: ...

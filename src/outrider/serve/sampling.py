@@ -1,4 +1,4 @@
-"""From the body of a request to SamplingParams."""
+"""Conversion of the body of a request into SamplingParams."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPTS = ("prompt", "messages", "input")
 def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any) -> SamplingParams:
     """SamplingParams of a body.
 
-    form: structured_outputs that another field asks for.  more: fields of other names; None is left out.
+    form: structured_outputs of another field.  more: fields of other names; None is left out.
     Raises RequestError or ApiError naming the field.
     """
     given = {name: getattr(body, name) for name in SHARED & type(body).model_fields.keys()}
@@ -73,7 +73,7 @@ def check_logprobs(body: Sampling, most: int) -> None:
 
 
 def _forms(body: Sampling) -> dict[str, dict[str, Any]]:
-    """structured_outputs that a body asks for, by the field that does."""
+    """structured_outputs of a body, by the field that they come from."""
     forms = {name: {key: value} for name, key in GUIDED.items() if (value := getattr(body, name)) is not None}
     if body.structured_outputs is not None:
         forms["structured_outputs"] = body.structured_outputs
@@ -101,7 +101,7 @@ def naming(body: Sampling) -> Iterator[None]:
 def field_of(body: Sampling, param: str | None) -> str | None:
     """The field of a body that a parameter of the engine or the prompt comes from; None if it is none.
 
-    param: may go on with a place within the value, which is kept if the field has the same name.
+    param: a place within the value may follow its name; it is kept if the field has the same name.
     """
     name, known = (param or "").partition(".")[0], type(body).model_fields
     found = FIELDS.get(name, name)

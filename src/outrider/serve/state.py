@@ -22,7 +22,7 @@ from outrider.llm import LLM
 from outrider.outputs import RequestOutput
 from outrider.progress import Request
 from outrider.requests import Prompt, Reader
-from outrider.serve.errors import ApiError
+from outrider.serve.errors import ApiError, not_ready
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServerOptions
 from outrider.serve.tools import ToolParser, parser_for
@@ -35,7 +35,7 @@ log = logging.getLogger("outrider.serve")
 
 @dataclass
 class Server:
-    """What the routes share.
+    """State shared by all routes.
 
     status: "loading", "ready" or "stopping".  open: samples that are read, queued or running.
     seconds: mean duration of the last requests.
@@ -69,7 +69,7 @@ class Server:
     def check_ready(self) -> None:
         """Raise ApiError while the server is loading or stopping, and after a failure."""
         if self.engine_ is None or self.status != "ready":
-            raise ApiError(503, f"the server is {self.status}.", code=self.status, retry_after=5)
+            raise not_ready(self.status)
         if not self.engine_.is_running:
             raise ApiError(503, str(self.engine_.error or "the engine has stopped."), code="engine_stopped")
 
@@ -77,7 +77,7 @@ class Server:
     def engine(self) -> AsyncLLM:
         """The engine, also for admitted requests of a server that stops.  Raises ApiError while loading."""
         if self.engine_ is None:
-            raise ApiError(503, f"the server is {self.status}.", code=self.status, retry_after=5)
+            raise not_ready(self.status)
         return self.engine_
 
     @property
@@ -258,7 +258,7 @@ class Server:
             self.traces.finished(output)
 
     async def apart(self, work: Callable[[Reader], Result]) -> Result:
-        """What `work` returns, in another thread, of a reader with a tokenizer of its own.
+        """The result of `work`, run in another thread with a reader that has a tokenizer of its own.
 
         For texts of any length: no request waits for that tokenizer.  The calls take turns, so that they take
         one thread.  Raises ApiError without a tokenizer.

@@ -57,7 +57,7 @@ class ToolUse:
         """Constraint on the output (structured_outputs): None if the model may answer with a text.
 
         A named function constrains the output to its arguments, `required` to a list of calls (as in vLLM).
-        The JSON has no line breaks, in which small models get lost.
+        The JSON has no whitespace: small models otherwise emit line breaks without end.
         """
         functions = [
             (tool["function"]["name"], tool["function"].get("parameters") or {"type": "object"})

@@ -21,7 +21,7 @@ _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|p
 class ToolCall(NamedTuple):
     """name: of the function.  arguments: JSON text, as the model wrote it if they come last.
 
-    complete: False while the arguments go on.
+    complete: False while the arguments are incomplete.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Parsed(NamedTuple):
     calls_before: int = 0
 
     def only(self, names: Container[str]) -> Parsed:
-        """Without the calls of other functions."""
+        """The same without calls of other functions."""
         before = sum(call.name in names for call in self.calls[: self.calls_before])
         return Parsed(self.content, [call for call in self.calls if call.name in names], before)
 
@@ -137,7 +137,7 @@ def _call(value: Any, strict: bool) -> ToolCall | None:
 
 
 def calls_in(text: str, at: int, separator: str, strict: bool = False) -> tuple[list[ToolCall], int]:
-    """The calls from an index on, with a separator between two, and where the last ends: -1 if it goes on."""
+    """The calls from an index on, with a separator between two, and the end of the last: -1 if incomplete."""
     calls: list[ToolCall] = []
     between = re.compile(rf"\s*{separator}\s*")
     while True:

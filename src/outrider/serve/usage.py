@@ -73,7 +73,7 @@ def by_method(samples: Iterable[CompletionOutput]) -> dict[str, dict[str, int]]:
 
 
 def chosen(samples: Iterable[CompletionOutput]) -> dict[str, Any]:
-    """What adaptive speculation chose, by steps, and its gain over plain decoding; nothing without it."""
+    """Choices of adaptive speculation, by steps, and its gain over plain decoding; {} without it."""
     total, steps = DraftingSummary(), Counter[str]()
     for summary in (sample.drafting for sample in samples):
         if summary is not None:

@@ -17,7 +17,7 @@ from outrider.train.data import SHORTEST, Item
 from outrider.train.options import TrainOptions
 
 CHUNK = 128  # prompts between two writes: what a kill can lose
-TIMED_CHUNK = 16  # of a run with a deadline, which is looked at as often
+TIMED_CHUNK = 16  # of a run with a deadline, which is checked after each
 
 
 class OutOfTime(Exception):
@@ -48,7 +48,7 @@ Failed = Callable[[int, str], None]  # (number of an item, error)
 class AnswerFile:
     """The target's answers to the prompts of `items`, by number.
 
-    path: JSON lines of (number, ids), which an interrupted run goes on with, and other processes read.
+    path: JSON lines of (number, ids), with which an interrupted run resumes; other processes read it.
     """
 
     def __init__(self, path: Path, items: Sequence[Item]) -> None:
@@ -57,7 +57,7 @@ class AnswerFile:
     def ask(
         self, llm: LLM, options: TrainOptions, tick: Tick, failed: Failed, deadline: float = math.inf
     ) -> None:
-        """Ask for the missing answers.  Those that fail are missing still, and asked for the next time.
+        """Generate the missing answers.  Those that fail stay missing, and are generated at the next call.
 
         Raises OutOfTime if answers are missing at `deadline`, of `perf_counter`.
         """
@@ -81,7 +81,7 @@ class AnswerFile:
 
     @property
     def texts(self) -> list[Text]:
-        """In the order of the items; a missing answer is empty."""
+        """The texts in the order of the items; a missing answer is empty."""
         return texts_of(self.items, self.answers)
 
 

@@ -1,4 +1,4 @@
-"""What conversions of heads between published layouts share."""
+"""Common parts of the conversions of heads between published layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will take: time by part, from a few measured texts, and sizes."""
+"""Estimate of a training run: time by part, from a few measured texts, and sizes."""
 
 from __future__ import annotations
 

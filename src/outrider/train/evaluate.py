@@ -47,7 +47,7 @@ def drafted(
     speculative_config: Mapping[str, Any],
     adapter: LoRARequest | None = None,
 ) -> Speculation:
-    """What was drafted and accepted in greedy answers of so many tokens.  Afterwards `llm` has no drafter.
+    """Draft statistics of greedy answers of so many tokens.  Afterwards `llm` has no drafter.
 
     The engine's drafter is replaced: a second engine would need K/V memory of its own.
     """

@@ -68,7 +68,7 @@ class Joint(nn.Module):
         return own + HEADS * self.heads.loss(replace(sample, states={FINAL: states}), outer)
 
     def load_adapter(self, folder: Path) -> None:
-        """Go on with the adapter of an earlier run.  Raises ConfigError for one of another shape."""
+        """Load the adapter of an earlier run.  Raises ConfigError for one of another shape."""
         try:
             found, own = load_file(folder / WEIGHTS), self.updates.state_dict()
             self.updates.load_state_dict({name: found[_published(name)] for name in own})

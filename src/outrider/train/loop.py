@@ -1,4 +1,4 @@
-"""The training loop, and checkpoints from which a run goes on bit for bit.
+"""The training loop, and checkpoints from which a run resumes bit for bit.
 
 A step depends on the saved state and the step's number alone; where the rate follows the time, on that too.
 The order of the texts is a function of seed and epoch, and the random numbers of a loss are seeded by the
@@ -126,7 +126,7 @@ class Trainer:
         return groups
 
     def _backward(self, group: Sequence[_Item], batch_tokens: int) -> Tensor:
-        """Add the gradients of some texts.  Returns their part of the loss, which is not waited for."""
+        """Add the gradients of some texts.  Returns their part of the loss, without a wait for the device."""
         torch.manual_seed(group[0].seed)
         with self._timed("features"):
             numbers = [item.number for item in group]
@@ -176,7 +176,7 @@ class Trainer:
         path.with_suffix(".tmp").replace(path)
 
     def load(self) -> bool:
-        """Go on with the checkpoint, if there is one.  Raises ConfigError if it is of another run."""
+        """Resume from the checkpoint, if there is one.  Raises ConfigError if it is of another run."""
         if (state := read_checkpoint(self.options, self.device)) is None:
             return False
         check_same_run(self.options, state["run"], self._identity())
@@ -195,7 +195,7 @@ class Trainer:
         return True
 
     def _identity(self) -> dict[str, Any]:
-        """What the weights depend on."""
+        """All that the weights depend on."""
         return {**identity(self.method), "data": self.data, "steps": self.steps}
 
     def _text(self, place: int) -> int:
@@ -234,7 +234,7 @@ def read_checkpoint(options: TrainOptions, device: Any = "cpu", mmap: bool = Fal
 
 
 def identity(method: Method) -> dict[str, Any]:
-    """What the weights depend on, as far as it is known without the texts."""
+    """All that the weights depend on, as far as it is known without the texts."""
     options: TrainOptions = method.options
     target = method.target.checkpoint.fingerprint
     known = {"method": type(method).__module__, "target": target}

@@ -24,7 +24,7 @@ POINTS = 100  # of the plotted loss, about
 
 
 class Report:
-    """What a run prints and draws: nothing without a console."""
+    """Output of a run: what is printed and drawn, nothing without a console."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(quiet=True)

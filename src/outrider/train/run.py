@@ -63,7 +63,7 @@ class Prepared(NamedTuple):
 
 
 class Supervision(NamedTuple):
-    """What a run reports to, ends at and divides its work among.
+    """Report, deadline and processes of a run.
 
     deadline: on the clock of `time.perf_counter`
     """
@@ -83,7 +83,7 @@ class Result:
 
 
 def collect(llm: LLM, options: TrainOptions, report: Report, deadline: float, ask: bool = True) -> Texts:
-    """Read the data and have the target answer it, if `ask`.  Raises OutOfTime at the deadline."""
+    """Read the data, and generate the missing answers if `ask`.  Raises OutOfTime at the deadline."""
     items, sources = data.read(llm, options)
     report.sources(sources)
     target = target_parts(llm)
@@ -113,7 +113,7 @@ def collect(llm: LLM, options: TrainOptions, report: Report, deadline: float, as
 
 
 def target_parts(llm: LLM) -> dict[str, Any]:
-    """What the target's numbers depend on: options, and name, size and time of its files."""
+    """All that the target's numbers depend on: options, and name, size and time of its files."""
     checkpoint, options = llm.engine.checkpoint, llm.engine.options
     if checkpoint.gguf is not None:
         files = [checkpoint.gguf.path]
@@ -281,7 +281,7 @@ def _steps(trainer: Trainer, evaluate: Evaluation, report: Report, deadline: flo
 
 
 def _provenance(name: str, trainer: Trainer, texts: Texts, path: Path) -> str:
-    """What the weights were made from, as JSON.  path: of the file, which has the times of earlier steps."""
+    """Provenance of the weights, as JSON.  path: of the file, which has the times of earlier steps."""
     checkpoint = trainer.method.target.checkpoint
     used: Sequence[Text] = [texts.texts[i] for i in texts.chosen]
     made = {

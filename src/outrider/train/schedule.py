@@ -17,7 +17,7 @@ def rate_factor(step: int, steps: int, warmup: float) -> float:
 
 
 class Schedule:
-    """What the learning rate follows: a number of steps, or the time from `begin` to a deadline.
+    """Schedule of the learning rate over a number of steps, or the time from `begin` to a deadline.
 
     steps: None for the time.  earlier: the share of the schedule that earlier runs have done.
     """

@@ -2,7 +2,7 @@
 
 1. Plain decoding answers the prompts, which gives the time of a step and of a prompt.
 2. A few steps with drafts of each depth are timed, in turns with plain ones.  The setting that seems the best
-   is timed anew: it may have been lucky.
+   is timed anew: it may have been the fastest by chance.
 3. One teacher-forced pass of the draft over each answer gives the rank of every token in the draft's choice.
    The tokens before it are those that a draft would continue, so the steps of a chain follow exactly.
 4. A tree of `siblings` a depth also has nodes off the answer.  How they compete is estimated: each is
@@ -234,7 +234,7 @@ class Rounds:
 def settled(
     rounds: Rounds, answers: Sequence[Answer], prompts: float, step: float
 ) -> tuple[Costs, list[Estimate]]:
-    """Costs and estimates of which the best is none that was only lucky in its first timings."""
+    """Costs and estimates.  The best estimate is timed again until it stays the best."""
     depth, again = rounds.depth, set[Shape]()
     rounds.run([(s, d) for s in rounds.variants for d in range(1, depth + 1)], REPEATS)
     while True:

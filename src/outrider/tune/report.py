@@ -31,14 +31,14 @@ def show_estimates(costs: Costs, found: Sequence[Estimate], console: Console) ->
         f"{1e3 * (costs.step + costs.verify[1, depth]):.2f} ms; drafting {depth} takes "
         f"{1e3 * costs.propose[1, depth]:.2f} ms."
     )
-    most, best = max(one.speed for one in found), max(found, key=lambda one: one.speed)
+    best = max(found, key=lambda one: one.speed)
     blocks = max(1, min(BAR, console.width - 71))
     for one in found:
         kind = "chain" if one.siblings == 1 else f"{one.siblings} siblings"
         name = "plain decoding" if one.depth == 0 else f"{kind}, depth {one.depth}"
         mark = "  ◀ best" if one is best else ""
         console.print(
-            f"{name:20} {'▇' * round(blocks * one.speed / most):{blocks}} {one.speed:7.1f} tokens/s  "
+            f"{name:20} {'▇' * round(blocks * one.speed / best.speed):{blocks}} {one.speed:7.1f} tokens/s  "
             f"{one.gain:.2f}×  {one.tokens_per_step:.2f} tokens/step{mark}",
             highlight=False,
             soft_wrap=True,
@@ -49,10 +49,10 @@ def show_estimates(costs: Costs, found: Sequence[Estimate], console: Console) ->
 
 def draw_estimates(found: Sequence[Estimate], draft: str, out: Path) -> None:
     """Write tokens/s by depth as a picture, one line for each number of siblings."""
-    curves = {
-        name: [found[0].speed, *(one.speed for one in found[1:] if one.siblings == siblings)]
-        for siblings, name in ((1, "chain"), (2, "2 siblings"), (3, "3 siblings"))
-    }
+    plain, *others = found
+    curves = {"chain": [plain.speed], "2 siblings": [plain.speed], "3 siblings": [plain.speed]}
+    for one in others:
+        curves["chain" if one.siblings == 1 else f"{one.siblings} siblings"].append(one.speed)
     lines(curves, "depth", "tokens/s", f"{draft}: predicted", out)
 
 

@@ -31,7 +31,7 @@ from outrider.tune.layerskip import import_optuna
 
 MOST = 9  # prompts of a proposal
 RUNGS = (1, 3)  # prompts after which it has to be one of the best
-KEEP = 3  # one in KEEP goes on
+KEEP = 3  # one in KEEP is promoted
 FINALISTS = 3
 SEARCH_SHARE = 0.7  # of the time; the rest is for the finalists
 RESAMPLES, LEVEL, LEAST = 2000, 95, 3  # of the bootstrap; per cent of the interval; pairs that make one
@@ -78,7 +78,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """A method, and the values that its parameters are tried with.  ahead: a method that is asked first."""
+    """A method, and the values that its parameters are tried with.  ahead: a method that drafts first."""
 
     label: str
     config: Mapping[str, Any]
@@ -193,14 +193,10 @@ class Search:
             raise ConfigError(f"this model supports none of the settings.{reasons}" if reasons else few)
         finalists = [one for one in found if len(one.pairs) >= LEAST][:FINALISTS] or found[:FINALISTS]
         ranking = self._final(finalists, began + seconds, tick)
+        dropped = [one for one in found if one not in finalists]
         defaults = [space.candidate({}).label for space in asked]
-        return Outcome(
-            ranking,
-            [one for one in found if one not in finalists],
-            [label for label in defaults if not self._ran(label) and label not in self.refused],
-            self.refused,
-            self.interrupted,
-        )
+        untried = [label for label in defaults if not self._ran(label) and label not in self.refused]
+        return Outcome(ranking, dropped, untried, self.refused, self.interrupted)
 
     def _ran(self, label: str) -> bool:
         return label in self.tried and bool(self.tried[label].pairs)
@@ -210,7 +206,7 @@ class Search:
         return sorted((one for one in self.tried.values() if one.pairs), key=lambda one: -one.gain)
 
     def _promoted(self, count: int) -> list[Candidate]:
-        """Those that are worth more than `count` prompts: the best over so many, which all have answered."""
+        """The candidates to run on more than `count` prompts: the best of those that answered as many."""
         rivals = [one for one in self.tried.values() if len(one.pairs) >= count]
         rivals.sort(key=lambda one: -one.gain_over(count))
         return rivals[: max(1, len(rivals) // KEEP)]

@@ -115,6 +115,11 @@ class TopNext:
     ) -> list[tuple[DistributionParams, int]]:
         return [*zip(distributions, keys)]
 
+    def with_keys(
+        self, asked: Sequence[tuple[DistributionParams, int]], keys: Sequence[int]
+    ) -> list[tuple[DistributionParams, int]]:
+        return [(distribution, key) for (distribution, _), key in zip(asked, keys)]
+
     def __call__(
         self,
         logits: Tensor,

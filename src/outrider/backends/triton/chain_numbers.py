@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,8 @@ from outrider.backends.triton.plan import (
     tables_of,
     total,
 )
-from outrider.backends.triton.sampling import PARAMS, params_of, signed
-from outrider.core.noise import MASK, mix
+from outrider.backends.triton.sampling import PARAMS, param_bytes
+from outrider.core.noise import key_in
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained, NodeFeatures
 
@@ -101,33 +102,47 @@ class ChainNumbers:
 
     def _words(self, tips: Sequence[_Tip], chains: Sequence[Chain], vocabulary: int) -> array[int]:
         """owners, params and temperatures, 8 bytes each."""
-        owners, blank = array("q"), [0, 0] * (self.count - len(tips))
+        owners, params = array("Q", bytes(16 * self.levels * self.count)), list[bytes]()
+        numbers, width = array("Q", range(len(tips))), 2 * len(tips)
         for level in range(self.levels):
-            for i, (tip, chain) in enumerate(zip(tips, chains)):
-                owners.extend((i, signed(mix(chain.stream + tip.position + level & MASK))))
-            owners.extend(blank)
-        params, temperatures = array("d"), array("d", [1.0] * self.count)
+            first, keys = 2 * level * self.count, array("Q")
+            for tip, chain in zip(tips, chains):
+                noise = chain.distribution.temperature > 0
+                keys.append(key_in(chain.stream, tip.position + level) if noise else 0)
+            owners[first : first + width : 2] = numbers
+            owners[first + 1 : first + width : 2] = keys
+        temperatures = array("d", [1.0] * self.count)
         for i, chain in enumerate(chains):
-            params.extend(params_of(chain.distribution, vocabulary))
+            params.append(param_bytes(chain.distribution, vocabulary))
             temperatures[i] = chain.distribution.temperature or 1.0
-        params.extend([0.0] * PARAMS * (self.count - len(tips)))
-        return owners + array("q", (params + temperatures).tobytes())
+        padded = b"".join(params).ljust(8 * PARAMS * self.count, b"\0")
+        return array("q", owners.tobytes() + padded + temperatures.tobytes())
 
     def _level_numbers(self, tips: Sequence[_Tip]) -> array[int]:
-        numbers, spare, pad = array("i"), self.count - len(tips), aligned(self.count) - self.count
+        length = len(tips)
+        pieces = [0, 1, ALL] * length + [0, 0, ALL] * (self.count - length)
+        pieces[::3] = range(self.count)
+        shifts, places = [tip.position - tip.entry for tip in tips], [tip.place for tip in tips]
+        # of every level
+        numbers, last = array("i"), self._padded(shifts, [ALL] * self.count, places)
+        last.extend(pieces)
+        last.extend([0] * (aligned(3 * self.count) - 3 * self.count))
         for level in range(1, self.levels):
-            rows = [tip.row(level) if level < tip.levels else NO_ROW for tip in tips]
-            rows += [NO_ROW] * spare
-            for column in zip(*rows):
-                numbers.extend(column)
-                numbers.extend([0] * pad)
-            for i in range(self.count):
-                numbers.extend((i, int(i < len(tips)), ALL))
-            numbers.extend([0] * (aligned(3 * self.count) - 3 * self.count))
+            # the forward of the tokens before this level; a chain without it has no keys
+            keys = [tip.entry + level if level < tip.levels else 0 for tip in tips]
+            slots = [tip.table[end - 1] if end else NOT_STORED for tip, end in zip(tips, keys)]
+            slots += [NOT_STORED] * (self.count - length)
+            positions = [tip.position + level - 1 if end else 0 for tip, end in zip(tips, keys)]
+            numbers += self._padded(positions, slots, keys, keys) + last
         return numbers
 
-
-NO_ROW = (0, NOT_STORED, 0, 0, 0, ALL, 0)
+    def _padded(self, *columns: Sequence[int]) -> array[int]:
+        """Columns of a plan, one behind the other."""
+        numbers, width = array("i"), aligned(self.count)
+        for column in columns:
+            numbers.extend(column)
+            numbers.extend([0] * (width - len(column)))
+        return numbers
 
 
 class _Tip(NamedTuple):
@@ -142,16 +157,10 @@ class _Tip(NamedTuple):
     place: int
     levels: int
 
-    def row(self, level: int) -> tuple[int, ...]:
-        """The columns of a plan for the forward of the token before `level`."""
-        position, entry = self.position + level - 1, self.entry + level - 1
-        return position, self.table[entry], entry + 1, entry + 1, position - entry, ALL, self.place
-
 
 def _tips(step: StepInput, chains: Sequence[Chain], tables: Tables) -> Iterator[_Tip]:
-    bounds = list(pairwise(step.query_start))
     for chain in chains:
-        request = next(i for i, (first, end) in enumerate(bounds) if first <= chain.at < end)
+        request = bisect_right(step.query_start, chain.at) - 1
         position, entry = step.positions[chain.at] + 1, step.context_lens[chain.at]
         table = step.slot_tables[request]
         yield _Tip(table, position, entry, tables.places[id(table)], chain.levels)
@@ -160,14 +169,13 @@ def _tips(step: StepInput, chains: Sequence[Chain], tables: Tables) -> Iterator[
 def read(found: Sequence[Sequence[Sequence[float]]], chains: Chains) -> Chained:
     """Tokens and features of each chain up to a missing token, from [levels, chains, 1 + features]."""
     tokens_of, features_of = list[list[int]](), list[list[NodeFeatures]]()
-    for i, chain in enumerate(chains.chains):
+    for chain, levels in zip(chains.chains, zip(*found)):
         tokens, features = list[int](), list[NodeFeatures]()
-        for level in range(chain.levels):
-            token, *measured = found[level][i]
-            if token < 0:
+        for measured in levels[: chain.levels]:
+            if measured[0] < 0:
                 break
-            tokens.append(int(token))
-            features.append(measured)
+            tokens.append(int(measured[0]))
+            features.append(measured[1:])
         tokens_of.append(tokens)
         features_of.append(features)
     return tokens_of, features_of if chains.stop_rule is not None else []

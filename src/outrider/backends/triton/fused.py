@@ -34,6 +34,9 @@ from outrider.core.stop_rule import Chained
 
 # Rows with logits in graphs of as many rows and more: as fast as one, for the weights of the head are read.
 FEW_WANTED = 64
+# Rows with logits that add as much as the first row of a step takes: by operations and bytes of 8 B weights,
+# not measured.
+WANTED_AS_LONG = 2000
 
 
 @dataclass
@@ -157,9 +160,8 @@ def _step_sizes(model: _Model) -> StepSizes | None:
 
 
 def _padded_wanted(wanted: int, rows: int) -> int:
-    """Rows with logits in a graph of so many rows: of two sizes, for a step with a prompt has any number."""
-    few = min(rows, FEW_WANTED)
-    return few if wanted <= few else rows
+    """Rows with logits in a graph of so many rows: of few sizes, for a step with a prompt has any number."""
+    return min(rows, padded_rows(max(wanted, FEW_WANTED)))
 
 
 def _caught_up(model: _Model, chains: Chains) -> tuple[_Model, Chains]:
@@ -220,7 +222,7 @@ class _Step:
         self.queries, self.runs, self.graphed = queries, runs, sizes is not None
         self.padded = sizes or StepSizes(Sizes.of(self.step), len(self.step.logits_rows))
         step, self.wanted = self.padded
-        self.sizes, self.cost = (*step, self.wanted), cost_of(step.rows)
+        self.sizes, self.cost = (*step, self.wanted), cost_of(step.rows) + self.wanted / WANTED_AS_LONG
         self.uses = model.stack, model.kv.pool
         self.rest = model.kv.layer, *kind_of(step), states, queries is None
         words = 0 if queries is None else 2 * WORDS * self.wanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -154,6 +154,11 @@ class MethodSizes(NamedTuple):
         return MethodSizes(Sizes(*flat[:n]), Sizes(*flat[n : 2 * n]), flat[2 * n :])
 
 
+def _tables_of_all(steps: Sequence[StepInput]) -> Tables:
+    """The slot tables of the steps of a method, made once."""
+    return steps[0].derived((_tables_of_all, len(steps)), lambda _: Tables(steps))
+
+
 def method_sizes(call: Call) -> MethodSizes | None:
     """The padded sizes of a method's steps; None if one is too long for a graph."""
     shape = call.shape
@@ -161,7 +166,7 @@ def method_sizes(call: Call) -> MethodSizes | None:
     if max(step.length for step in shape.steps) > ROWS[-1]:
         return None
     keys = max(step.max_seq_len for step in shape.steps)
-    exact = Sizes.of(first, Tables(shape.steps))._replace(keys=keys)
+    exact = Sizes.of(first, _tables_of_all(shape.steps))._replace(keys=keys)
     room, of_others = min(shape.room, ROWS[-1]), NO_STEP
     of_first = padded(exact._replace(rows=max(exact.rows, room)), shape.attention)
     if others:
@@ -216,10 +221,9 @@ class Method:
     def load(self, inputs: tuple[Tensor, Tensor]) -> None:
         (flat, rows), lengths = inputs, iter(self.lengths)
         rows[: len(self.call.rows)].copy_(self.call.rows)
-        numbers, tables = array("i"), Tables(self.call.shape.steps)
+        numbers, tables = array("i"), _tables_of_all(self.call.shape.steps)
         for part in self.call.numbers:
-            numbers.frombytes(part.values.tobytes())
-            numbers.extend([0] * (next(lengths) - 2 * len(part.values)))
+            numbers.frombytes(part.values.tobytes().ljust(4 * next(lengths), b"\0"))
         for step, sizes in zip(self.call.shape.steps, self.of_steps):
             numbers.extend(step.input_ids)
             numbers.extend([0] * (aligned(sizes.rows) - step.length))

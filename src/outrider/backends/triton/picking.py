@@ -20,8 +20,7 @@ from outrider.backends.triton.sampling import (
     _noise_bits,
     best_of_parts,
     cuts_of,
-    params_of,
-    signed,
+    param_bytes,
 )
 from outrider.core.device import Numbers
 from outrider.core.params import DistributionParams
@@ -29,13 +28,15 @@ from outrider.core.params import DistributionParams
 
 def asked(distributions: Sequence[DistributionParams], keys: Sequence[int], vocabulary: int) -> Numbers:
     """[n, 1 + PARAMS]: the key of the noise of each row, and the bits of its parameters."""
-    words, own, before = array("q"), array("q"), None
-    for row in zip(distributions, keys):
-        if row != before:  # nodes of one level of a tree have the same
-            own = array("q", array("d", params_of(row[0], vocabulary)).tobytes())
-            own.insert(0, signed(row[1]))
-        words.extend(own)
-        before = row
+    blank = bytes(8)  # in place of a key
+    words = array("q", b"".join([blank + param_bytes(own, vocabulary) for own in distributions]))
+    return _with_keys(words, keys)
+
+
+def _with_keys(words: array[int], keys: Sequence[int]) -> Numbers:
+    """What `asked` returns, with these keys in place of others."""
+    words = words[:]
+    words[:: 1 + PARAMS] = array("q", array("Q", keys).tobytes())
     return Numbers(words, (len(keys), 1 + PARAMS))
 
 
@@ -91,6 +92,9 @@ class TopNext:
         self, distributions: Sequence[DistributionParams], keys: Sequence[int], vocabulary: int
     ) -> Numbers:
         return asked(distributions, keys, vocabulary)
+
+    def with_keys(self, asked: Numbers, keys: Sequence[int]) -> Numbers:
+        return _with_keys(asked.values, keys)
 
     def __call__(self, logits: Tensor, asked: Tensor, k: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         rows, (n, vocabulary) = _rows(logits, asked), logits.shape

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,9 @@ class Sizes(NamedTuple):
     @staticmethod
     def of(step: StepInput, tables: Tables | None = None, more: int = 0) -> Sizes:
         """tables: of this step and others.  more: keys that later steps add to each table."""
-        pieces = sum(-(-(end - first) // PIECE) for first, end in pairwise(step.query_start))
+        pieces = step.length
+        if not _one_row_each(step):
+            pieces = sum([-(-(end - first) // PIECE) for first, end in pairwise(step.query_start)])
         table = len((tables or tables_of(step, more)).slots)
         return Sizes(step.length, pieces, step.max_seq_len + more, step.max_path_len, table, step.pinned)
 
@@ -136,16 +139,30 @@ class Tables:
 
     def __init__(self, steps: Iterable[StepInput], more: int = 0) -> None:
         """more: entries that are read besides"""
-        read: dict[int, tuple[array[int], int]] = {}
+        tables: dict[int, array[int]] = {}
+        lengths: dict[int, int] = {}
         for step in steps:
-            for table, (first, end) in zip(step.slot_tables, pairwise(step.query_start)):
-                length = max(step.context_lens[first:end]) + more
-                read[id(table)] = table, max(length, read.get(id(table), (table, 0))[1])
+            for table, length in zip(step.slot_tables, _longest_contexts(step)):
+                key = id(table)
+                if length > lengths.get(key, -1):
+                    tables[key], lengths[key] = table, length
         self.slots, self.places = array("i"), dict[int, int]()
-        for key, (table, length) in read.items():
+        for key, table in tables.items():
             self.places[key] = len(self.slots)
-            self.slots += table[:length]
+            self.slots += table[: lengths[key] + more]
         self.slots.extend([0] * (ALIGNED - len(self.slots)))  # none is empty
+
+
+def _one_row_each(step: StepInput) -> bool:
+    """Whether every request has one row, as in a level of chains."""
+    return len(step.slot_tables) == step.length
+
+
+def _longest_contexts(step: StepInput) -> Sequence[int]:
+    """The longest context of a row of each request."""
+    if _one_row_each(step):
+        return step.context_lens
+    return [max(step.context_lens[first:end]) for first, end in pairwise(step.query_start)]
 
 
 def tables_of(step: StepInput, more: int = 0) -> Tables:
@@ -159,15 +176,16 @@ def columns_of(step: StepInput, sizes: Sizes, shared_tables: Tables) -> array[in
     sizes: of the step, or larger ones.  Rows beyond those of the step have no keys and store no K/V, and
     pieces beyond its pieces have no rows.
     """
-    tables = list[int]()
-    for table, (first, end) in zip(step.slot_tables, pairwise(step.query_start)):
-        tables += [shared_tables.places[id(table)]] * (end - first)
-    keys = [context + path for context, path in zip(step.context_lens, step.path_lens)]
-    shifts = [max(0, position + 1 - seen) for position, seen in zip(step.positions, keys)]
-    shared, pieces = list[int](), list[int]()
-    for piece in _pieces(step):
-        shared += [piece.shared] * piece.rows
-        pieces += piece
+    places = [shared_tables.places[id(table)] for table in step.slot_tables]
+    if not _one_row_each(step):
+        requests = zip(places, pairwise(step.query_start))
+        places = [place for place, (first, end) in requests for _ in range(first, end)]
+    keys, shifts = step.context_lens, list[int]()
+    if step.max_path_len:
+        keys = [*map(add, keys, step.path_lens)]
+    if step.shifted:
+        shifts = [max(0, position + 1 - seen) for position, seen in zip(step.positions, keys)]
+    shared, pieces = _pieces(step)
     padding = sizes.rows - step.length
     arrays: list[Sequence[int]] = [
         step.positions,
@@ -176,7 +194,7 @@ def columns_of(step: StepInput, sizes: Sizes, shared_tables: Tables) -> array[in
         keys,
         shifts,
         [*shared, *[ALL] * padding],
-        tables,
+        places,
         _widened(step, sizes.path),
         pieces,
     ]
@@ -198,19 +216,22 @@ def _widened(step: StepInput, path: int) -> Sequence[int]:
     return wide
 
 
-class _Piece(NamedTuple):
-    """Consecutive rows of one request.  shared: keys of its table that all of its nodes see."""
-
-    first: int
-    rows: int
-    shared: int
-
-
-def _pieces(step: StepInput) -> Iterator[_Piece]:
+def _pieces(step: StepInput) -> tuple[list[int], list[int]]:
+    """`Plan.shared` and `Plan.pieces`: consecutive rows of one request."""
+    shared, pieces = list[int](), list[int]()
+    if _one_row_each(step) and not step.max_path_len:
+        pieces = [0, 1, ALL] * step.length
+        pieces[::3] = range(step.length)
+        return [ALL] * step.length, pieces
+    if not step.max_path_len:
+        for first, end in pairwise(step.query_start):
+            for at in range(first, end, PIECE):
+                pieces += at, min(PIECE, end - at), ALL
+        return [ALL] * step.length, pieces
     for first, end in pairwise(step.query_start):
         for at in range(first, end, PIECE):
             rows = range(at, min(at + PIECE, end))
-            shared = ALL
-            if step.max_path_len:
-                shared = min((step.context_lens[row] for row in rows if step.path_lens[row]), default=ALL)
-            yield _Piece(at, len(rows), shared)
+            least = min((step.context_lens[row] for row in rows if step.path_lens[row]), default=ALL)
+            shared += [least] * len(rows)
+            pieces += at, len(rows), least
+    return shared, pieces

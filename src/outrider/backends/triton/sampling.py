@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,6 +42,12 @@ def params_of(distribution: DistributionParams, vocabulary: int) -> tuple[float,
     top_k = top_k if top_k < vocabulary else 0
     top_p = top_p if top_p < 1 else 2.0
     return temperature, reciprocal, least, float(top_k), top_p, float(min_p > 0 or top_k > 0 or top_p < 1)
+
+
+@lru_cache(maxsize=1024)
+def param_bytes(distribution: DistributionParams, vocabulary: int) -> bytes:
+    """`params_of` as float64 numbers."""
+    return array("d", params_of(distribution, vocabulary)).tobytes()
 
 
 class Rows(NamedTuple):
@@ -215,8 +222,3 @@ def best_of_parts(rows: Rows) -> tuple[Tensor, Tensor]:
         BLOCK=BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     return scores, tokens
-
-
-def signed(key: int) -> int:
-    """A 64-bit key as int64."""
-    return key - (key >> 63 << 64)

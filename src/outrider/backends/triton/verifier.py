@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.rules import Answer, keys_of
-from outrider.backends.triton.sampling import LATEST, PARAMS, Rows, best_of_parts, params_of
+from outrider.backends.triton.sampling import LATEST, PARAMS, Rows, best_of_parts, param_bytes
 from outrider.core.device import HostCopy, to_device
 from outrider.core.noise import MASK
 from outrider.core.params import DistributionParams
@@ -22,7 +22,7 @@ from outrider.core.row import Row
 from outrider.core.tree import DraftTree
 
 WORDS = 2 + PARAMS + 2 + 3  # of 8 bytes for each row of logits: owner, parameters, node, tree
-NO_OWNER, NO_TREE = (MASK, 0), (-1, 0, 0)  # MASK is -1 as int64
+NO_OWNER, NO_TREE = MASK, (-1, 0, 0)  # MASK is -1 as int64
 
 
 class TreeQueries:
@@ -34,26 +34,28 @@ class TreeQueries:
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}  # key -> nodes
         self.distributions: list[DistributionParams] = []
-        self.owners = list[int]()  # `Rows.owners` of the rows so far, as unsigned numbers
-        self.trees, self.nodes = list[int](), list[int]()  # root, first node, nodes | token, parent
+        self.owners, self.keys = list[int](), list[int]()  # `Rows.owners` of the rows so far, as columns
+        self.trees = list[int]()  # root, first node and nodes of each
+        self.tokens, self.parents = list[int](), list[int]()  # of the nodes
         self.answers: HostCopy | None = None
 
     def add(self, key: int, row: Row, tree: DraftTree, root: int) -> None:
         """Add a tree behind those that were added, in the order of rows."""
         owners, number, n = self.owners, len(self.sizes), len(tree.tokens) - tree.probes
-        between = root - len(owners) // 2
+        between = root - len(owners)
         assert between >= 0, "trees are added in the order of their rows"
         if between:
-            owners += NO_OWNER * between
+            owners += [NO_OWNER] * between
+            self.keys += [0] * between
+        owners += [number] * (n + 1)
         if row.distribution.temperature == 0:  # without noise
-            owners += (number, 0) * (n + 1)
+            self.keys += [0] * (n + 1)
         else:
-            for noise in keys_of(row.stream, len(row.tokens), tree):
-                owners += number, noise
-        self.trees += root, len(self.nodes) // 2, n
+            self.keys += keys_of(row.stream, len(row.tokens), tree)
+        self.trees += root, len(self.tokens), n
         if n:
-            for node in zip(tree.tokens[:n], tree.parents):
-                self.nodes += node
+            self.tokens += tree.tokens[:n]
+            self.parents += tree.parents[:n]
         self.distributions.append(row.distribution)
         self.sizes[key] = n
 
@@ -64,14 +66,15 @@ class TreeQueries:
 
     def words(self, rows: int, vocabulary: int) -> array[int]:
         """What `answers_to` reads for so many rows of logits: owners, parameters, nodes and trees."""
-        owners = array("Q", [*self.owners, *NO_OWNER * (rows - len(self.owners) // 2)])
-        params = list[float]()
-        for distribution in self.distributions:
-            params += params_of(distribution, vocabulary)
-        params += [0.0] * (rows * PARAMS - len(params))
-        nodes = [*self.nodes, *[0] * (2 * rows - len(self.nodes))]
-        trees = array("q", [*nodes, *self.trees, *NO_TREE * (rows - len(self.sizes))])
-        return array("q", owners.tobytes() + array("d", params).tobytes() + trees.tobytes())
+        owners, nodes = array("Q", [NO_OWNER, 0]) * rows, array("q", bytes(16 * rows))
+        owners[: 2 * len(self.owners) : 2] = array("Q", self.owners)
+        owners[1 : 2 * len(self.keys) : 2] = array("Q", self.keys)
+        nodes[: 2 * len(self.tokens) : 2] = array("q", self.tokens)
+        nodes[1 : 2 * len(self.parents) : 2] = array("q", self.parents)
+        params = b"".join([param_bytes(distribution, vocabulary) for distribution in self.distributions])
+        params = params.ljust(8 * PARAMS * rows, b"\0")
+        trees = array("q", self.trees) + array("q", NO_TREE) * (rows - len(self.sizes))
+        return array("q", owners.tobytes() + params + nodes.tobytes() + trees.tobytes())
 
     def answered(self, answers: Tensor) -> None:
         """Begin to copy the answers to the host."""

@@ -122,7 +122,7 @@ def _installed(name: str, module: str) -> bool:
 
 
 def job_of(llm: LLM, params: SamplingParams, depth: int) -> Job:
-    """What an engine is asked, beside its checkpoints."""
+    """The job of an engine, without its checkpoints."""
     return Job(
         model="",
         draft=None,

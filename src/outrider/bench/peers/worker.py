@@ -28,7 +28,7 @@ Modes = dict[str, Callable[[], Mode]]  # label -> what loads it
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of an engine.
+    """A model to load, and the parameters of all requests.
 
     model, draft: files or folders that it can read.  depth: of drafts.  ending: tokens at which an answer
     ends.  sampling: temperature, top_p, top_k and min_p.  tokens, context: the most of an answer, and with

@@ -25,7 +25,7 @@ from outrider.drafting.base import Drafter, Target, TextDrafter
 from outrider.drafting.matches import MatchAcceptance, TreeLimits, continuation_tree
 from outrider.errors import ConfigError
 
-# Places of a match that are looked at, evenly spaced.  REST looks at 5000, but a continuation with a share of
+# Places of a match that are read, evenly spaced.  REST reads 5000, but a continuation with a share of
 # 0.1, the default minimum, is missing from 64 places in 0.1% of all cases only.
 PLACES = 64
 FILE = Kind("a file", lambda value: isinstance(value, str) and value != "")

@@ -141,7 +141,7 @@ class Store:
         """Return the length of the longest match of the end of `context`, of low … high tokens, and what
         followed it.
 
-        At most about `places` occurrences are looked at, evenly spaced.  Each gives `depth` tokens, -1 after
+        At most about `places` occurrences are read, evenly spaced.  Each gives `depth` tokens, -1 after
         the end of its document.
         """
         width = self.header.width

@@ -154,7 +154,7 @@ class ModelDrafter(Drafter):
         return first
 
     def _parts(self, batch: Batch) -> list[Part]:
-        """What each row lacks that takes part: if it is drafted for, or computes a chunk of its prompt.
+        """Missing tokens of each row that is drafted for, or computes a chunk of its prompt.
 
         A row that outgrows the draft model's context is not drafted for.  One that is not drafted for catches
         up later.

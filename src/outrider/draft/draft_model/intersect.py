@@ -97,24 +97,18 @@ class TranslatedModel:
     def __init__(self, model: Model, shared: SharedTokens) -> None:
         self.model, self.draft_id_of = model, shared.draft_id_of
         self.draft_ids, self.target_ids = (ids.to(model.device) for ids in shared[1:])
-        self.backend, self.dtype, self.device = model.backend, model.dtype, model.device
-        self.max_len, self.precision = model.max_len, model.precision
-        self.spec, self.exact = model.spec, model.exact
+        self.backend, self.device = model.backend, model.device
         self.footprint, self.pool = model.footprint, model.pool
-        self.skip_sublayers, self.layer_range = model.skip_sublayers, model.layer_range
 
-    def forward(
-        self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, step_input: StepInput, pool: Pool) -> Tensor:
         step_input.translate(self.draft_id_of)
-        return self.model.forward(step_input, pool, blocks, x)
+        return self.model.forward(step_input, pool)
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         own = self.model.logits(x, rows)
         logits = own.new_full((len(rows), len(self.draft_id_of)), NEVER)
         return logits.index_copy_(1, self.target_ids, own.index_select(1, self.draft_ids))
 
-    failure = None
     fuses_chains = False  # a fused chain would pick among the model's own ids
 
     def draft_chain(self, *_: Any) -> Chained:

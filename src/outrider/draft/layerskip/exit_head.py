@@ -26,7 +26,7 @@ TYPE = "early_exit"
 
 
 class Network(nn.Module):
-    """For training.  layer: of the target, whose input is read.  norm: initial weights of the norm."""
+    """Network for training.  layer: the target's, whose input is read.  norm: initial weights of the norm."""
 
     def __init__(self, hidden: int, layer: int, norm: Tensor, eps: float) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Several drafters at once: their trees are merged into one, and the most probable nodes of all are kept.
 
-Each drafter is asked within its own depth and size, and observes its own part of the tree as if it had
+Each drafter drafts within its own depth and size, and observes its own part of the tree as if it had
 drafted alone.
 """
 

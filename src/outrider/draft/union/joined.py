@@ -37,7 +37,7 @@ NO_CHAIN = AutomaticChain()
 
 @dataclass
 class Proposal:
-    """What is proposed for a row: the chain of an automatic drafter, and behind it what is left of `own`.
+    """Draft of a row: the chain of an automatic drafter, and behind it what is left of `own`.
 
     tree: the proposed tree.  own: that of the configured drafter.
     own_nodes, chain_nodes: node of `own`, of `chain` -> node of `tree`, if it was kept.
@@ -51,7 +51,7 @@ class Proposal:
 
 
 class Learner(Protocol):
-    """Goes on training a drafter: see online/learner.py."""
+    """Training of a drafter while serving: see online/learner.py."""
 
     def train(self) -> None: ...
     def observe(self, commit: Commit) -> None: ...

@@ -1,4 +1,4 @@
-"""One request of a client, answered by a replica, and by another one if that is lost.
+"""One request of a client, answered by a replica, and by another one if that process ends.
 
 A request gets its seed and its id here, so that it can be repeated: the text is a function of the seed.
 """
@@ -26,7 +26,7 @@ from outrider.serve.replicas.routing import blocks_of
 from outrider.serve.wire import DONE, Events, dumps, strict_json, unless_left
 
 MOST_LOST = 2  # replicas that may end while they compute one request
-MOST_TRIES = 50  # answers "not ready" that one request may get: a replica says so while it stops
+MOST_TRIES = 50  # answers "not ready" that one request may get: a replica that stops returns them
 PAUSE = 0.1  # seconds after such an answer
 NOT_COPIED = ("host", "connection", "content-length", "transfer-encoding", "keep-alive", "accept-encoding",
               "te", "date", "server")  # headers of one connection  # fmt: skip
@@ -110,7 +110,7 @@ class Answer(Protocol):
 
 
 class Pool(Protocol):
-    """Replicas that can be asked."""
+    """Replicas that can answer requests."""
 
     def ask(self, question: Question, avoid: Collection[int]) -> AbstractAsyncContextManager[Answer]:
         """An answer of the best replica, none of `avoid` if there is another one that is ready.
@@ -119,7 +119,7 @@ class Pool(Protocol):
         """
 
     def ready(self) -> Collection[int]:
-        """Numbers of the replicas that accept requests, to ask another one where one is full."""
+        """Numbers of the replicas that accept requests: another one is tried where one is full."""
         return ()
 
     def note_retry(self) -> None:
@@ -148,7 +148,7 @@ class Relay:
         return Response(body, answer.status, kept)
 
     async def _ask(self) -> tuple[Answer, bytes | None]:
-        """An answer and its body, None of a stream.  Asks until a replica does not fail."""
+        """An answer and its body, None of a stream.  Retries until a replica does not fail."""
         while True:
             await self._opened.aclose()
             try:
@@ -164,7 +164,7 @@ class Relay:
             await asyncio.sleep(PAUSE if self._tries else 0)
 
     def _refused(self, answer: Answer, body: bytes) -> bool:
-        """Whether to ask another replica instead of giving this answer."""
+        """Whether to try another replica instead of returning this answer."""
         if answer.status == 429:
             self._full.add(answer.replica)
             return bool(set(self.pool.ready()) - self._full)
@@ -218,7 +218,7 @@ class Relay:
 
 
 async def _checked(answer: Answer) -> AsyncGenerator[str]:
-    """The events of an answer.  Raises ReplicaLost for one that tells the end of the engine."""
+    """The events of an answer.  Raises ReplicaLost for an event that reports the end of the engine."""
     ended = False
     async for text in answer.events():
         if text.startswith(('data: {"error":', "event: error\n")) and '"code":"engine_error"' in text:

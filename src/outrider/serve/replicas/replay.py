@@ -1,4 +1,4 @@
-"""What a client has not had yet of a stream that another replica gives again.
+"""The rest of a stream that another replica repeats, after what the client has received.
 
 A request that is repeated with its seed gives the same text.  Ends of events may differ, times and
 statistics do.  So what has been sent is counted in characters and entries, and that many are left out:

@@ -25,7 +25,7 @@ from outrider.serve.replicas.routing import BLOCK_TOKENS, Prefixes
 from outrider.serve.run import Service
 from outrider.serve.state import cancelled
 
-POLL, BEAT = 0.1, 1.0  # seconds between two questions for its health: while it starts, and later
+POLL, BEAT = 0.1, 1.0  # seconds between two health checks: while it starts, and later
 FIRST_DELAY, LAST_DELAY = 0.5, 30.0  # seconds from the end of a process to the next, doubled each time
 STEADY = 60.0  # seconds after which a replica counts as sound again
 PREPARE_SECONDS = 60.0  # for it to load the adapters of the others

@@ -16,7 +16,7 @@ import torch
 
 from outrider.backends.cpu.threads import limit
 from outrider.errors import ConfigError
-from outrider.serve.errors import ApiError
+from outrider.serve.errors import ApiError, not_ready
 from outrider.serve.replicas.relay import Answer, NotReached, Question, ReplicaLost
 from outrider.serve.replicas.replica import Replica
 from outrider.serve.replicas.routing import work
@@ -29,7 +29,7 @@ log = logging.getLogger("outrider.serve")
 
 
 class Router:
-    """What the router's application shares; a `Pool` of its replicas.
+    """State shared by the router's routes; a `Pool` of its replicas.
 
     status: "loading", "ready" or "stopping".  model: its name in messages.
     folder: for the sockets, readable by this user only.
@@ -59,7 +59,7 @@ class Router:
     def check_ready(self) -> None:
         """Raise ApiError unless the router runs and has replicas, some of which may be starting."""
         if self.status != "ready":
-            raise ApiError(503, f"the server is {self.status}.", code=self.status, retry_after=5)
+            raise not_ready(self.status)
 
     def check_room(self, samples: int = 1) -> None:
         """Raise ApiError with status 429 if all replicas are full."""
@@ -118,7 +118,7 @@ class Router:
             async with asyncio.timeout(self.options.request_timeout):
                 while not (ready := [replica for replica in self.replicas if replica.state == "ready"]):
                     if self.status == "stopping":
-                        raise ApiError(503, "the server is stopping.", code="stopping", retry_after=5)
+                        raise not_ready(self.status)
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:

@@ -88,7 +88,7 @@ def _check_states(prenorm: bool, wanted: bool, layout: str) -> None:
 
 
 def _with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With zeros where queries, keys or values have no bias: a Qwen2 block always has them."""
+    """Add zeros where queries, keys or values have no bias: a Qwen2 block always has them."""
     made = dict(tensors)
     for name, weight in tensors.items():
         if QKV.search(name):
@@ -97,7 +97,7 @@ def _with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _without_biases(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """Without the biases of projections.  Raises ConfigError if one is not zero."""
+    """Remove the biases of projections.  Raises ConfigError if one is not zero."""
     biases = {name: tensor for name, tensor in tensors.items() if name.endswith("_proj.bias")}
     refuse(layout, [name for name, bias in biases.items() if bias.any()])
     return {name: tensor for name, tensor in tensors.items() if name not in biases}
