@@ -172,6 +172,35 @@ def test_the_shortest_ngram_is_never_longer_than_the_longest(longest: int, short
 
 
 @pytest.mark.parametrize(
+    ("key", "cure"),
+    [
+        ("tensor_parallel_size", "Did you mean 'draft_tensor_parallel_size'?"),
+        ("rejection_sample_method", "Did you mean 'verification'?"),
+        ("draft_sample_method", "Leave it out"),
+        ("parallel_drafting", "method 'peagle'"),
+        ("use_heterogeneous_vocab", "Did you mean 'vocab_mismatch'?"),
+        ("speculative_token_tree", "Did you mean 'siblings'?"),
+        ("posterior_threshold", "'verification': 'typical'"),
+        ("attention_backend", "no effect here"),
+        ("moe_backend", "no effect here"),
+        ("draft_load_config", "no effect here"),
+        ("hf_overrides", "Change config.json"),
+    ],
+)
+def test_a_key_of_vllms_is_refused_with_what_serves_here(key: str, cure: str) -> None:
+    message = refused({"method": "draft_model", "model": "builtin-draft", key: None})
+    assert f"unknown key {key!r}" in message and cure in message
+
+
+@pytest.mark.parametrize(
+    ("method", "cure"),
+    [("EAGLE3", "'eagle3'"), ("MTP", "'mtp'"), ("ngram_gpu", "'ngram'"), ("custom_class", "add-a-drafter")],
+)
+def test_a_method_of_vllms_is_refused_with_ours(method: str, cure: str) -> None:
+    assert cure in refused({"method": method}).partition(" Valid: ")[0]
+
+
+@pytest.mark.parametrize(
     ("wrong", "cure"),
     [
         ("enforce_eager", "no effect here"),

@@ -45,6 +45,7 @@ T = TypeVar("T")
 _LEVELS = "Did you mean 'num_speculative_tokens'?"
 _MODEL = "Did you mean 'model'?"
 _RULE = "Did you mean 'verification'?"
+_TYPICAL = "It is a key of 'verification': 'typical'."
 _IDLE = "It has no effect here: leave it out."
 RENAMED = {  # keys of other programs or of earlier versions of vLLM -> hint
     "speculative_model": _MODEL, "assistant_model": _MODEL, "num_draft_tokens": _LEVELS,
@@ -53,8 +54,15 @@ RENAMED = {  # keys of other programs or of earlier versions of vLLM -> hint
     "acceptance_method": _RULE, "spec_decoding_acceptance_method": _RULE, "rejection_sample_method": _RULE,
     "controller": "How much is drafted: num_speculative_tokens, or num_speculative_tokens_per_batch_size.",
     "max_model_len": "A draft sees what its target sees: leave it out.",
+    "tensor_parallel_size": "Did you mean 'draft_tensor_parallel_size'?",
+    "draft_sample_method": "The request's own parameters sample drafts, too. Leave it out.",
+    "parallel_drafting": "A head that drafts all tokens in one pass has the method 'peagle'.",
+    "use_heterogeneous_vocab": "Did you mean 'vocab_mismatch'?",
+    "speculative_token_tree": "Did you mean 'siblings'?",
+    "hf_overrides": "Change config.json in a copy of the draft's folder.",
+    **dict.fromkeys(("posterior_threshold", "posterior_alpha"), _TYPICAL),
     **dict.fromkeys(("disable_logprobs", "disable_mqa_scorer", "disable_padded_drafter_batch",
-                     "enforce_eager"), _IDLE),
+                     "enforce_eager", "attention_backend", "moe_backend", "draft_load_config"), _IDLE),
 }  # fmt: skip
 ELSEWHERE = {  # engine options of vLLM, transformers and llama-cpp-python -> hint
     "max_new_tokens": "It is max_tokens of SamplingParams.",

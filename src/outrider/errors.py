@@ -139,10 +139,12 @@ def shortened(value: object, most: int = 200) -> str:
 def nearest(name: object, valid: Iterable[str]) -> str:
     """Suggestion " Did you mean …?" with the nearest valid name.
 
-    Matches names within the difflib cutoff, or by prefix or suffix.  Returns "" if no name is near.
+    Matches the same name in another case, names within the difflib cutoff, or by prefix or suffix.
+    Returns "" if no name is near.
     """
     valid = list(valid)
-    near = difflib.get_close_matches(str(name), valid, n=1, cutoff=NEAR)
+    near = [full for full in valid if full.lower() == str(name).lower()]
+    near = near or difflib.get_close_matches(str(name), valid, n=1, cutoff=NEAR)
     near = near or [
         full
         for full in valid

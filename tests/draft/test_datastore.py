@@ -253,6 +253,31 @@ def test_a_damaged_datastore_is_refused(change: str, tmp_path: Path) -> None:
         drafter(str(file))
 
 
+@pytest.mark.parametrize("value", ["x", None, -1, [], {}, [[0, 0]], [-1], ["a"], 1.5, True, 1 << 40])
+@pytest.mark.parametrize("key", ["vocabulary", "width", "shards", "version"])
+def test_every_number_of_a_header_is_checked(key: str, value: Any, tmp_path: Path) -> None:
+    file = Path(made(tmp_path, [[1, 2, 3] * 4]))
+    content = file.read_bytes()
+    header = json.loads(content[:HEADER]) | {key: value}
+    file.write_bytes(json.dumps(header).encode().ljust(HEADER) + content[HEADER:])
+    with pytest.raises(ConfigError, match="store' has "):
+        Store(str(file))
+
+
+def test_places_beyond_the_text_draft_something(tmp_path: Path) -> None:
+    """Of a damaged file, which drafts badly: no step may fail for it."""
+    file = Path(made(tmp_path, [[1, 2, 3] * 4]))
+    content = bytearray(file.read_bytes())
+    places = Store(str(file)).header.sections[0].places
+    content[places:] = b"\xff" * (len(content) - places)
+    file.write_bytes(content)
+    store = Store(str(file))
+    store.shards[0].nearest = lambda suffix: (1, 0)  # type: ignore[method-assign]
+    store.shards[0].part = lambda suffix, at: range(3)  # type: ignore[method-assign]
+    length, texts = store.find([1, 2], 1, 4, places=8, depth=2)
+    assert length == 1 and all(0 <= token <= VOCABULARY or token == -1 for text in texts for token in text)
+
+
 def test_a_datastore_of_another_vocabulary_or_tokenizer(tmp_path: Path) -> None:
     def target(vocabulary: int, tokenizer: Any) -> Target:
         return FakeTarget(vocabulary=vocabulary, checkpoint=SimpleNamespace(tokenizer=tokenizer))

@@ -118,6 +118,9 @@ def test_the_search_for_the_place_of_a_fault_is_bounded(monkeypatch: pytest.Monk
         ({"grammar": 'root ::= "a'}, "grammar: Unexpected end of input at line 1"),
         ({"json": {"const": "\ud800"}}, "json: Value is not JSON"),
         ({"regex": "\ud800"}, "regex: .*surrogates not allowed"),
+        ({"json": {}, "whitespace_pattern": "a("}, "whitespace_pattern: unclosed group, at character 2"),
+        ({"json_object": True, "whitespace_pattern": "a("}, "whitespace_pattern: unclosed group"),
+        ({"grammar": "start: " + '"a" | ' * 70_000 + '"b"'}, "grammar: it is too large, with the error: "),
         ({"json": {"$ref": "#"}}, r"no text has the form of json \{'\$ref': '#'\}"),
     ],
 )

@@ -43,6 +43,17 @@ def test_a_row_whose_grammar_the_library_gives_up_is_refused(compiler: GrammarCo
         mask(state, a)
 
 
+def test_thousands_of_choices_are_followed(compiler: GrammarCompiler) -> None:
+    """As alternatives of a rule, 2,000 would be the most."""
+    texts = [f"{i * 7919 % 70_001} [é]\n.*" for i in range(70_000)]
+    state = made(compiler, {"choice": [*texts, texts[0]]})
+    path = encoded(compiler, texts[6789])
+    for i, token in enumerate(path):
+        assert not mask(state, path[:i])[token]
+    assert mask(state, path).nonzero().numel() == mask(state, []).numel() - 1, "the text may only end"
+    assert mask(state, path[:-1]).nonzero().numel() < mask(state, []).numel()
+
+
 # The library follows some 200 tokens of the text and no more.
 COMPLEX = {"regex": "[xy]+|b(.*c.{300}|.*d.{200}|.*e.{250})*"}
 LOST = "b" + "cd" * 280

@@ -11,7 +11,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from served import Served, forked
 
+from outrider.errors import ConfigError
+from outrider.serve.options import ServerOptions
 from outrider.serve.protocol import CURES, UNSUPPORTED, ChatBody, CompletionBody, ResponsesBody
+from outrider.serve.state import Server
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -74,6 +77,15 @@ def test_a_refusal_has_its_cure(name: str, server: Served) -> None:
     assert error["message"] == f"{name} is not supported: {UNSUPPORTED[name]}."
 
 
+def test_a_response_takes_the_sampling_parameters_of_a_chat(server: Served) -> None:
+    """As in vLLM, whose responses have them beside OpenAI's fields."""
+    more = {"presence_penalty": 2.0, "frequency_penalty": 1.5, "logit_bias": {"9": 4}, "stop": ["an", "e"]}
+    chat = server.post(CHAT, {**BODIES[CHAT], **more, "max_tokens": 40}).json()["choices"][0]
+    answer = server.post(RESPONSES, {**BODIES[RESPONSES], **more, "max_output_tokens": 40}).json()
+    assert answer["output"][0]["content"][0]["text"] == chat["message"]["content"]
+    assert chat["stop_reason"] in more["stop"] and answer["status"] == "completed"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -124,3 +136,11 @@ def test_the_effort_of_a_response_is_given_to_the_template(reasoning: Served) ->
         for more in ({}, {"reasoning": {"effort": "medium"}})
     ]
     assert counts[0] < counts[1]
+
+
+def test_a_template_may_be_given_in_one_line() -> None:
+    """As to vLLM, which takes a text with a brace for the template itself."""
+    text = "{{ messages[0].content }}"
+    assert Server(ServerOptions(chat_template=text), "builtin").template == text
+    with pytest.raises(ConfigError, match="chat_template 'no-such-file' cannot be read"):
+        Server(ServerOptions(chat_template="no-such-file"), "builtin")

@@ -28,3 +28,8 @@ def test_any_name_is_accepted_and_responses_have_the_first(adaptive: Served) -> 
 def test_another_name_is_refused_with_those_that_are_served(adaptive: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="'other', but builtin, alias"):
         adaptive.client("secret").completions.create(model="other", prompt="a")
+
+
+def test_an_empty_name_is_that_of_the_model(server: Served) -> None:
+    answer = server.post("/v1/completions", {"model": "", "prompt": "a", "max_tokens": 1})
+    assert (answer.status_code, answer.json()["model"]) == (200, "builtin")

@@ -16,7 +16,13 @@ from outrider.core.validate import one_of, optional
 
 GROUP = 32
 BITS = {"int8": 8, "int4": 4}
-KIND = one_of(*BITS)
+STORED = "The files of a quantized model say how it is stored: leave it out."
+HINTS = {  # vLLM's words -> hint
+    **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf"), STORED),
+    "fp8": "Did you mean 'int8'?",
+    "bitsandbytes": "Did you mean 'int4'?",
+}
+KIND = one_of(*BITS, hints=HINTS)
 Quantization = Annotated[str, KIND]  # without: the weights as they are
 # relative to the scale that just reaches the largest weight
 SCALE_FACTORS = torch.linspace(0.8, 1.15, 15).tolist()

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.main import get_command
 
 from outrider.cli.flags import (
     CONTEXT,
@@ -29,18 +30,34 @@ from outrider.cli.flags import (
 )
 from outrider.cli.serve_flags import ALIASES, IGNORED, REFUSED, repeated
 from outrider.cli.speculation import AUTO, config_of
+from outrider.cli.vllm import adapters, configured, nested, sized
 from outrider.errors import ConfigError
 
 PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")  # of the extra `serve`
 ENVIRONMENT = {"api_key": "OUTRIDER_API_KEY"}
-SEVERAL = ("--served-model-name", "--api-key", "--allowed-origins", "--lora-modules")  # values of one option
+SEVERAL = (  # options of which one may have several values
+    "--served-model-name",
+    "--api-key",
+    "--allowed-origins",
+    "--allowed-methods",
+    "--allowed-headers",
+    "--lora-modules",
+    "--cuda-graph-sizes",
+    "--cudagraph-capture-sizes",
+    "--ignore-patterns",
+)
+OBJECTS = {"--speculative-config", "-O"} | {  # options that have an object
+    name for flag in (*IGNORED, *REFUSED) for name in flag.names.split() if "-config" in flag.names
+}
 
 
 def serve(context: typer.Context) -> None:
     """Serve a model with OpenAI's protocol: outrider serve MODEL --port 8000.  --help lists the options."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=CONTEXT)
     app.command()(command())
-    app(repeated(context.args, SEVERAL), prog_name="outrider serve", standalone_mode=False)
+    options = {name for each in get_command(app).params for name in (*each.opts, *each.secondary_opts)}
+    words = sized(nested(configured(context.args, options), OBJECTS))
+    app(repeated(words, SEVERAL), prog_name="outrider serve", standalone_mode=False)
 
 
 def command() -> Callable[..., None]:
@@ -61,6 +78,7 @@ def command() -> Callable[..., None]:
         own = {field.name: given.pop(field.name) for field in fields(ServerOptions)}
         own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
         own["allowed_origins"] = listed(own["allowed_origins"])
+        own["lora_modules"] = adapters(own["lora_modules"])
         server = options(ServerOptions, own, "server option")
         if place is not None and given["model"] not in (None, place):
             raise ConfigError(f"the model is given twice, as {place!r} and as --model {given['model']!r}.")

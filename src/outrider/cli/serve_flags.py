@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
+from outrider.cli import vllm
 from outrider.cli.flags import LLAMA_CPP, MEMORY, STEP, Flag
 
 ALIASES = {  # field -> further names of its option
@@ -40,7 +41,7 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", bool, "--enforce-eager --no-enforce-eager", _BACKEND, False),
     Flag("", bool, "--disable-custom-all-reduce", _BACKEND, False),
     Flag("", str, "--attention-backend", _BACKEND),
-    Flag("", str, "--compilation-config", _BACKEND),
+    Flag("", str, "--compilation-config -cc", _BACKEND),
     Flag("", str, "--optimization-level -O", _BACKEND),
     Flag("", str, "--max-seq-len-to-capture", _BACKEND),
     Flag("", str, "--cuda-graph-sizes", _BACKEND),
@@ -144,7 +145,7 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", bool, "--cont-batching -cb", "requests always share steps", False),
     Flag("", str, "--threads-http", _HTTP),
 )  # fmt: skip
-IGNORED = (*(replace(flag, hidden=True) for flag in _IGNORED), *LLAMA_CPP)
+IGNORED = (*(replace(flag, hidden=True) for flag in _IGNORED), *vllm.IGNORED, *LLAMA_CPP)
 
 NEW_SPELLING = """use --speculative-config, such as '{"model": "…", "num_speculative_tokens": 5}'"""
 _REQUEST = "the server has no defaults for sampling: give them in the requests"
@@ -235,7 +236,6 @@ _REFUSED = (  # what would be missed; the help is the cure
     Flag("", str, "--log-file", "redirect standard error to a file"),
     Flag("", str, "--log-config-file", "redirect standard error to a file"),
     Flag("", bool, "--enable-log-outputs", "the log has no texts of answers: leave it out", False),
-    Flag("", str, "--config", "give its keys as options"),
     Flag("", bool, "--enable-sleep-mode", "stop the server to free its memory", False),
     Flag("", str, "--mmproj -mm", "the server generates text"),
     Flag("", bool, "--enable-prompt-embeds", "give token ids or text in the requests", False),
@@ -243,7 +243,7 @@ _REFUSED = (  # what would be missed; the help is the cure
     Flag("", bool, "--embedding --embeddings", "the server generates text", False),
     Flag("", bool, "--reranking --rerank", "the server generates text", False),
 )  # fmt: skip
-REFUSED = tuple(replace(flag, hidden=True) for flag in _REFUSED)
+REFUSED = (*(replace(flag, hidden=True) for flag in _REFUSED), *vllm.REFUSED)
 
 
 def repeated(words: Sequence[str], options: Container[str]) -> list[str]:

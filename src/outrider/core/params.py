@@ -47,6 +47,8 @@ ELSEWHERE = {  # parameter names of other programs or of earlier versions of vLL
     "priority": "It is an argument of LLM.generate, with a number for each prompt.",
     "output_kind": "LLM.generate returns final outputs, LLM.stream partial ones.",
     "cache_salt": "It is a key of a prompt: {'prompt': …, 'cache_salt': …}.",
+    "extra_args": "Give functions as logits_processors.",
+    "thinking_token_budget": "Did you mean 'max_tokens'?",
     "skip_reading_prefix_cache": "Set enable_prefix_caching=False of LLM.",
     **dict.fromkeys(("spaces_between_special_tokens", "flat_logprobs"),
                     "It has no effect here: leave it out."),

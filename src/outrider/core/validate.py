@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -25,17 +25,19 @@ class Kind:
 
     text:  completes the sentence "must be …" in errors
     words: the allowed values, if they are a few words
+    hints: for values of other programs
     """
 
     text: str
     accepts: Callable[[Any], bool]
     words: Sequence[str] = ()
+    hints: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def check(self, value: Any, name: str, error: type[OutriderError] = ConfigError) -> None:
         """Raise `error` if a value is not allowed.  name: of the option."""
         if not self.accepts(value):
             if self.words:
-                raise error(unknown(name, value, self.words), name)
+                raise error(unknown(name, value, self.words, elsewhere=self.hints), name)
             raise error(f"{name} must be {self.text}, got {shortened(value)}.", name)
 
 
@@ -63,7 +65,9 @@ def real(text: str, accepts: Callable[[float], bool]) -> Kind:
 
 def optional(kind: Kind) -> Kind:
     """None, or a value of a kind."""
-    return Kind(f"{kind.text} or None", lambda value: value is None or kind.accepts(value), kind.words)
+    return Kind(
+        f"{kind.text} or None", lambda value: value is None or kind.accepts(value), kind.words, kind.hints
+    )
 
 
 def either(kind: Kind, *words: str) -> Kind:
@@ -72,9 +76,9 @@ def either(kind: Kind, *words: str) -> Kind:
     return Kind(text, lambda value: value in words if isinstance(value, str) else kind.accepts(value))
 
 
-def one_of(*words: str) -> Kind:
-    """One of some words."""
-    return Kind(" or ".join(words), lambda value: value in words, words)
+def one_of(*words: str, hints: Mapping[str, str] | None = None) -> Kind:
+    """One of some words.  hints: for words of other programs."""
+    return Kind(" or ".join(words), lambda value: value in words, words, hints or {})
 
 
 def list_of(what: str, kind: Kind, least: int = 1) -> Kind:

@@ -1,13 +1,15 @@
 """The registry of drafting methods: a module of this folder that defines a `Drafter` is the method of its
-name.
+name.  OUTRIDER_DRAFTERS names further folders with such modules.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from functools import lru_cache
 from os.path import expanduser, isdir
 from pathlib import Path
+from pkgutil import iter_modules
 
 from outrider.checkpoints.heads import Head, builtin
 from outrider.checkpoints.hub import BUILTIN, on_hub
@@ -18,19 +20,37 @@ from outrider.errors import ConfigError, ModelError, nearest, unknown
 from outrider.heads.base import HeadDrafter
 
 PLAIN_MODEL = "draft_model"
+FOLDERS = "OUTRIDER_DRAFTERS"
 RENAMED = {  # of vLLM and others -> hint
     "none": "Did you mean 'off'?",
     **dict.fromkeys(("deepseek_mtp", "mimo_mtp", "ernie_mtp", "qwen3_next_mtp"), "Did you mean 'mtp'?"),
     **dict.fromkeys(("prompt_lookup", "prompt_lookup_decoding"), "Did you mean 'ngram'?"),
     "draft": "Did you mean 'draft_model'?",
+    "custom_class": "A method of your own is one file: docs/add-a-drafter.md.",
+    "pard": "A head that drafts all tokens in one pass has the method 'peagle'.",
     "arctic": "Did you mean 'mlp_speculator' or 'suffix'?",
 }
 
 
 @lru_cache(maxsize=1)
 def methods() -> dict[str, type[Drafter]]:
-    """Method name -> its class."""
+    """Method name -> its class.  Raises ConfigError for a folder that is none, and a name that is taken."""
+    for folder in filter(None, os.environ.get(FOLDERS, "").split(os.pathsep)):
+        path = os.path.abspath(expanduser(folder))
+        if not isdir(path):
+            raise ConfigError(f"{FOLDERS}: {folder!r} is no folder.")
+        if path not in __path__:
+            _check_names(path)
+            __path__.append(path)
     return classes(__name__, __path__, Drafter)
+
+
+def _check_names(folder: str) -> None:
+    """Raise ConfigError for a module with the name of another one, which would hide it."""
+    taken = {module.name for module in iter_modules(__path__)}
+    for module in iter_modules([folder]):
+        if module.name in taken:
+            raise ConfigError(f"{FOLDERS}: {module.name!r} is a method of Outrider's: rename the file.")
 
 
 def head_methods() -> dict[str, type[HeadDrafter]]:

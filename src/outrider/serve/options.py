@@ -16,7 +16,7 @@ TEXTS = Kind("a list of strings", lambda value: isinstance(value, tuple) and all
 KEY_VARIABLE = "OUTRIDER_API_KEY"
 Texts = Annotated[tuple[str, ...], TEXTS]
 Seconds = Annotated[float, real("a number of seconds above 0", lambda value: value > 0)]
-INTERVAL = real("a number of seconds, at least 0", lambda value: value >= 0)
+INTERVAL = real("a number of seconds (not of tokens) in [0, 1)", lambda value: 0 <= value < 1)
 ROOT = Kind(
     'empty or a path such as "/llm", without "/" at its end',
     lambda value: isinstance(value, str) and re.fullmatch(r"(/[\w~-][\w.~-]*)*", value, re.ASCII) is not None,
@@ -46,7 +46,7 @@ class ServerOptions(Checked):
     restart_engine       go on after a step that failed, instead of refusing all further requests
     log_requests         log the prompts and parameters of requests
     ssl_certfile, ssl_keyfile   files for TLS
-    chat_template        file with a Jinja template instead of the model's own
+    chat_template        Jinja template, or a file with one, instead of the model's own
     trust_request_chat_template   requests may have templates, which can take any time and memory
     tool_call_parser     format of tool calls in the text; auto: by the chat template
     otlp_traces_endpoint  URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces

@@ -28,7 +28,11 @@ UNSUPPORTED = {  # fields of OpenAI's, vLLM's and llama.cpp's servers that are r
     "conversation": "responses are not stored: send the whole conversation as input",
     "context_management": "shorten the input yourself",
     "prompt_embeds": "give token ids as prompt",
-    "mm_processor_kwargs": "models take and make text",
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), "models take and make text"),
+    "vllm_xargs": "give logits processors in Python, with SamplingParams",
+    "repetition_detection": REPEATS,
+    "previous_input_messages": "send the whole conversation as input",
+    "enable_response_messages": "send the whole conversation as input",
     "logits_processors": "use them in Python, with SamplingParams",
     "logprob_token_ids": "ask for more logprobs",
     "thinking_token_budget": "use max_tokens",
@@ -275,7 +279,12 @@ class ResponsesBody(Sampling, Calling):
     background: bool | None = None
     include: Many[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    # vLLM's
     seed: int | None = None
+    stop: Text | Many[Text] | None = None
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Any] | None = None
 
 
 class TokenizeBody(Body):

@@ -56,8 +56,9 @@ class Server:
     _adapter_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
-        if self.options.chat_template is not None:
-            self.template = text_of(self.options.chat_template, "chat_template")
+        given = self.options.chat_template
+        if given is not None:  # as vLLM, which takes a text with a brace for the template itself
+            self.template = given if "{" in given or "\n" in given else text_of(given, "chat_template")
         if self.options.otlp_traces_endpoint is not None:
             self.traces = Traces(self.options.otlp_traces_endpoint, self.names[0])
 
@@ -134,7 +135,7 @@ class Server:
 
     def adapter_of(self, model: str | None) -> LoRARequest | None:
         """The adapter that a request's `model` names; None for the model itself."""
-        if model is None or model in self.names:
+        if not model or model in self.names:  # vLLM takes an empty name for none
             return None
         if model not in self.adapters:
             served = ", ".join([*self.names, *self.adapters])
@@ -145,7 +146,7 @@ class Server:
 
     def name_of(self, model: str | None) -> str:
         """Name in the response to a request's `model`: an adapter's own, else the first one."""
-        return self.names[0] if model is None or model in self.names else model
+        return self.names[0] if not model or model in self.names else model
 
     def check_room(self, samples: int = 1) -> None:
         """Raise ApiError with status 429 if so many samples more exceed max_requests."""

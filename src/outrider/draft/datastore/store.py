@@ -26,9 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.validate import is_whole
 from outrider.errors import ConfigError
 
 FORMAT, VERSION, HEADER = "outrider-datastore", 1, 16384
+MOST_TOKENS = 1 << 32  # of a shard: places are uint32
 SPAN = 16  # number of tokens that places are sorted by, and of the longest match
 BUILTIN = {"builtin-datastore": Path(__file__).parents[2] / "builtin" / "datastore" / "answers.store"}
 
@@ -67,6 +69,18 @@ class Header:
         return found
 
     @property
+    def is_sound(self) -> bool:
+        """Whether every value has its kind.  Those of a damaged file may be anything."""
+        return (
+            is_whole(self.version)
+            and is_whole(self.width)
+            and self.width in (2, 4)
+            and is_whole(self.vocabulary, 1, end_mark(self.width))
+            and isinstance(self.shards, list)
+            and all(is_whole(tokens, 0, MOST_TOKENS) for tokens in self.shards)
+        )
+
+    @property
     def file_size(self) -> int:
         return self.sections[-1].end if self.shards else HEADER
 
@@ -94,12 +108,13 @@ class Header:
             entries = None
         if not isinstance(entries, dict) or entries.get("format") != FORMAT:
             raise ConfigError(f"{str(path)!r} is not a datastore: make one with `outrider datastore build`.")
-        if entries.get("version") != VERSION or set(entries) != {f.name for f in fields(Header)}:
+        if entries.get("version") != VERSION:
             raise ConfigError(
                 f"the datastore {str(path)!r} has format version {entries.get('version')!r}, this is version "
                 f"{VERSION}: build it again."
             )
-        header = Header(**entries)
+        if set(entries) != {f.name for f in fields(Header)} or not (header := Header(**entries)).is_sound:
+            raise ConfigError(f"the datastore {str(path)!r} has a damaged header: build it again.")
         if size != header.file_size:
             raise ConfigError(
                 f"the datastore {str(path)!r} has {size:,} bytes and should have {header.file_size:,}: build "
@@ -156,7 +171,8 @@ class Store:
         """
         first = starts[:, None]
         at = occurrences[:, None] - np.arange(1, depth + 1)
-        tokens = self.tokens[np.maximum(at, first)].astype(np.int64)
+        # places of a damaged file may be beyond its end
+        tokens = self.tokens[np.clip(at, first, len(self.tokens) - 1)].astype(np.int64)
         tokens[(at < first) | (tokens == end_mark(self.header.width))] = -1
         texts: list[list[int]] = tokens.tolist()
         return texts

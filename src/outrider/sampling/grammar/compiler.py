@@ -35,6 +35,7 @@ GBNF_RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")
 # Between two JSON tokens: nothing, a space, or a line break with indentation.  Unbounded whitespace is where
 # small models get lost.
 WHITESPACE = r"( |\n[ \t]{0,24})?"
+SIGNS = frozenset(r"\.+*?()|[]{}^$#&-~")  # that mean something in a regular expression
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -174,7 +175,8 @@ class GrammarCompiler:
         if form.regex is not None:
             return LLMatcher.grammar_from_regex(form.regex)
         if form.choice is not None:
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, form.choice)))
+            # as a rule of the grammar, it could have 2,000 alternatives
+            return LLMatcher.grammar_from_regex("|".join(map(_literal, dict.fromkeys(form.choice))))
         return LLMatcher.grammar_from_lark(_lark(str(form.grammar)))
 
     def _schema(self, form: StructuredOutputs, schema: Any) -> str:
@@ -192,6 +194,11 @@ class GrammarCompiler:
         return str(messages[0]) if refused else None
 
     def _fault(self, form: StructuredOutputs, message: str) -> RequestError:
+        from llguidance import LLMatcher
+
+        pattern = form.whitespace_pattern
+        if pattern and (fault := self._refusal(LLMatcher.grammar_from_regex(pattern))) is not None:
+            return RequestError(f"{WHERE}: whitespace_pattern: {readable(fault)}.")
         tags = () if form.structural_tag is None else tags_of(form.structural_tag)
         for i, tag in enumerate(tags):
             if (fault := self._refusal(self._schema(form, tag.schema))) is not None:
@@ -236,6 +243,11 @@ def on_large_stack(run: Callable[[], T]) -> T:
         finally:
             threading.stack_size(usual)
     return future.result()
+
+
+def _literal(text: str) -> str:
+    """A regular expression that matches this text only."""
+    return "".join(f"\\{letter}" if letter in SIGNS else letter for letter in text)
 
 
 def _lark(grammar: str) -> str:

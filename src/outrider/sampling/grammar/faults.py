@@ -17,6 +17,7 @@ LISTS = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
 DICTS = ("properties", "patternProperties", "dependentSchemas")
 SHARED = ("$defs", "definitions")  # a part needs them for its references
 UNSUPPORTED = "Unimplemented keys: "
+PANIC = "panic: "
 SEARCH_SECONDS = 1.0  # for the place of a fault: a schema may have a million parts
 
 
@@ -65,6 +66,8 @@ def readable(message: str) -> str:
     if "regex parse error" in message:
         return _regex_fault(message)
     first, *_ = message.splitlines()
+    if first.startswith(PANIC):  # a limit that the library asserts
+        return f"it is too large, with the error: {first.removeprefix(PANIC)}"
     found = re.match(r"(?:at )?(\d+)\((\d+)\): (.*)", first)
     return f"{found[3]} at line {found[1]}, column {found[2]}" if found else first
 
