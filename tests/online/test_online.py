@@ -23,7 +23,7 @@ from outrider.draft.eagle import Network
 from outrider.errors import ConfigError
 from outrider.online import learner as learners
 from outrider.online import store, texts
-from outrider.online.judging import Acceptance, Judgement, Trial
+from outrider.online.judging import Acceptance, Judgement, Score, Trial
 from outrider.online.learner import Learner
 from outrider.testing import random_model
 from outrider.testing.checkpoints import TINY, VOCABULARY
@@ -195,9 +195,33 @@ def test_a_trial_ends_at_once_if_acceptance_rose() -> None:
 
 
 def test_a_better_mean_of_few_texts_may_be_chance() -> None:
-    assert not Judgement.of(20, 8, [0.3, 0.52, 0.49], [0.5, 0.5, 0.48]).better
-    assert Judgement.of(20, 8, [0.48, 0.47, 0.49], [0.5, 0.5, 0.5]).better
-    assert not Judgement.of(20, 8, [0.3, float("nan")], [0.5, 0.5]).better
+    def judged(*right: float, loss: float = 1.0) -> Judgement:
+        return Judgement.of(20, 8, [Score(loss, one) for one in right], [Score(1.0, 0.5)] * len(right))
+
+    assert not judged(0.7, 0.48, 0.49).better
+    assert judged(0.52, 0.53, 0.51).better
+    assert not judged(0.7, 0.7, loss=float("nan")).better
+    assert not judged(0.5, 0.5, loss=0.9).better and judged(0.5, 0.5, loss=0.9).learning
+
+
+@pytest.mark.parametrize("head", ["eagle", "eagle3", "medusa", "hydra", "draft"])
+def test_weights_are_judged_by_the_tokens_that_they_draft(
+    head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The share of right first draft tokens on a text is that of the engine's drafts."""
+    llm = LLM("builtin", kv_cache_memory_bytes=1 << 26)
+    online = {"path": str(tmp_path / "learned")}
+    tree = {} if head == "draft" else {"tree": "chain"}
+    llm.use({"model": f"builtin-{head}", "num_speculative_tokens": 1, **tree, "online": online})
+    learner = llm.engine.proposer.learner
+    assert isinstance(learner, Learner)
+    learner.earned = -1e9
+    params = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
+    llm.generate(["Once upon a time there was", "The sun is", "def main(", "3 + 4"], params)
+    found = [*learner.texts.kept, *learner.texts.held]
+    scores = [learner.candidate.score(learner.in_use, learner.texts, text) for text in found]
+    share = sum(score.right for score in scores) / len(scores)
+    assert share == pytest.approx(learner.now.share, abs=0.15)
 
 
 def test_what_nothing_was_learned_from_is_reported(
@@ -269,7 +293,7 @@ def test_the_disk_is_bounded_and_can_be_deleted(
     with pytest.raises(SystemExit, match="0"):
         main(["online", "show", str(path)])
     text = capsys.readouterr().out
-    assert "taken into use 3 times" in text and "better: loss" in text and "published: 0." in text
+    assert "taken into use 3 times" in text and "better: " in text and "published: 0." in text
     with pytest.raises(SystemExit, match="0"):
         main(["online", "delete", str(path)])
     assert not path.exists()

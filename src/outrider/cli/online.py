@@ -71,8 +71,9 @@ def _judged(each: dict[str, Any]) -> str:
         return "not better: the loss is not finite"
     what = "better" if each["better"] else "not better"
     return (
-        f"{what}: loss {each['loss']:.4f} on {each['held']} held-out texts, that of the weights in use "
-        f"{each['in_use']:.4f}, less by {each['needed']:.4f} than which is chance"
+        f"{what}: {each['right']:.3f} of the first draft tokens right on {each['held']} held-out texts, "
+        f"{each['right_in_use']:.3f} with the weights in use, chance is {each['needed']:.3f}; loss "
+        f"{each['loss']:.4f} and {each['loss_in_use']:.4f}"
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from outrider.drafting.base import Drafter
-from outrider.heads.sample import TargetWeights
+from outrider.heads.sample import Agreement, TargetWeights
+from outrider.online.judging import Score
 from outrider.online.networks import Trainable
 from outrider.online.texts import Text, Texts
 
@@ -57,15 +60,17 @@ class Candidate:
             if tensor.is_floating_point():
                 self.mean[name].lerp_(tensor.detach(), 1 - decay)
 
-    def loss_of(self, weights: Weights, texts: Texts, text: Text) -> float:
-        """The loss with other weights than the network's."""
+    def score(self, weights: Weights, texts: Texts, text: Text) -> Score:
+        """The loss and the agreement with other weights than the network's."""
         self.network.eval()
-        own = dict[str, Tensor]()
+        own, sample = dict[str, Tensor](), texts.sample(text, self.outer.logits)
+        agreement = Agreement()
         try:
             for name, parameter in self.network.named_parameters():  # no copies
                 own[name], parameter.data = parameter.data, weights[name]
             with torch.no_grad():
-                return float(self._loss(texts, text))
+                loss = self.trained.loss(replace(sample, agreement=agreement), self.outer)
+            return Score(float(loss), agreement.share)
         finally:
             for name, parameter in self.network.named_parameters():
                 parameter.data = own.get(name, parameter.data)

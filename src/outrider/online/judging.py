@@ -1,4 +1,4 @@
-"""Whether weights are better: by their losses on held-out texts, and by the drafts that are accepted."""
+"""Whether weights are better: by the tokens of held-out texts that they draft, and by the drafts that are accepted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
+from typing import Any, NamedTuple
 
 MOST_DRAFTS = 1600  # at the last look at new weights
 SIGMAS = 2.0  # by which acceptance must fall
@@ -53,40 +54,76 @@ class Trial:
         return False if risen or now.drafts >= MOST_DRAFTS else None
 
 
+class Score(NamedTuple):
+    """Of weights on a text: the loss, and the share of first draft tokens that are the text's."""
+
+    loss: float
+    right: float
+
+
+class Difference(NamedTuple):
+    """Of paired numbers: their mean, and its standard error."""
+
+    mean: float
+    error: float
+
+    @staticmethod
+    def of(numbers: Sequence[float]) -> Difference:
+        if not all(map(math.isfinite, numbers)):
+            return Difference(-math.inf, math.inf)
+        return Difference(mean(numbers), stdev(numbers) / math.sqrt(len(numbers)))
+
+    @property
+    def certain(self) -> bool:
+        """Whether it is positive by more than the numbers differ by chance."""
+        return self.mean > self.error
+
+
 @dataclass(frozen=True)
 class Judgement:
     """A candidate compared with the weights in use.
 
     texts: seen so far.  steps: of the optimizer.  held: held-out texts.
-    loss, in_use: mean losses on them.  needed: how much lower that of the candidate has to be, the standard
-    error of the mean difference.
+    loss, right: means on them.  loss_in_use, right_in_use: those of the weights in use.
+    needed: how much more of the tokens have to be right, the standard error of the mean difference.
+    better: they are.  learning: the loss is lower, by more than chance explains.
     """
 
     texts: int
     steps: int
     held: int
     loss: float
-    in_use: float
+    loss_in_use: float
+    right: float
+    right_in_use: float
     needed: float
+    better: bool
+    learning: bool
 
     @staticmethod
-    def of(texts: int, steps: int, losses: Sequence[float], in_use: Sequence[float]) -> Judgement:
-        """losses, in_use: of each held-out text, at least two."""
-        differences = [old - new for new, old in zip(losses, in_use, strict=True)]
-        finite = all(map(math.isfinite, differences))
-        needed = stdev(differences) / math.sqrt(len(differences)) if finite else math.inf
-        return Judgement(texts, steps, len(losses), mean(losses), mean(in_use), needed)
+    def of(texts: int, steps: int, scores: Sequence[Score], in_use: Sequence[Score]) -> Judgement:
+        """scores, in_use: of each held-out text, at least two."""
+        pairs = list(zip(scores, in_use, strict=True))
+        lower = Difference.of([old.loss - new.loss for new, old in pairs])
+        risen = Difference.of([new.right - old.right for new, old in pairs])
+        finite = math.isfinite(lower.mean)
+        return Judgement(
+            texts,
+            steps,
+            len(pairs),
+            mean(new.loss for new in scores),
+            mean(old.loss for old in in_use),
+            mean(new.right for new in scores),
+            mean(old.right for old in in_use),
+            risen.error,
+            finite and risen.certain,
+            lower.certain,
+        )
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss)
 
-    @property
-    def better(self) -> bool:
-        """Whether the losses fell by more than they differ from text to text by chance."""
-        return self.in_use - self.loss > self.needed
-
-    def about(self) -> dict[str, float | bool | None]:
+    def about(self) -> dict[str, Any]:
         """For a report; None for numbers that are not finite."""
-        numbers = {name: value if math.isfinite(value) else None for name, value in vars(self).items()}
-        return {**numbers, "better": self.better}
+        return {name: value if math.isfinite(value) else None for name, value in vars(self).items()}

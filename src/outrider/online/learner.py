@@ -10,8 +10,8 @@ it as earned spreads the cost evenly, so that an adaptive controller sees it in 
 
 Weights change between steps only:
 
-    candidate ── lower loss on held-out texts ──▶ in use ── fewer drafts accepted than before ──▶ the old ones
-        └─────── not lower, 4 times in a row ──▶ a rest, until further texts were seen
+    candidate ── more tokens of held-out texts right ──▶ in use ── fewer accepted than before ──▶ the old ones
+        └─────── nor a lower loss, 4 times ──▶ a rest, until further texts were seen
 
 Match verification makes the text independent of the drafts, so none of this changes an output.  An error in
 training ends it: the engine goes on drafting with the weights in use.
@@ -34,7 +34,7 @@ from outrider.core.step import FINAL, Commit, Needs
 from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError, first_line
 from outrider.online.candidate import Candidate, Weights
-from outrider.online.judging import Acceptance, Judgement, Trial
+from outrider.online.judging import Acceptance, Judgement, Score, Trial
 from outrider.online.options import Online
 from outrider.online.store import Store, hashed
 from outrider.online.texts import Text, Texts, teaches
@@ -72,7 +72,7 @@ class Learner:
         self.swaps = self.returns = self.steps = 0
         self.history: list[dict[str, Any]] = []
         self.judgements: list[Judgement] = []
-        self.known = dict[Text, float]()  # losses of the weights in use
+        self.known = dict[Text, Score]()  # of the weights in use
         self.random, self.units = random.Random(0), 0
         self.misses = self.setbacks = self.rest = 0
         self.now = Acceptance()
@@ -179,30 +179,30 @@ class Learner:
 
     def _judge(self) -> Generator[None]:
         """Compare the candidate with the weights in use on held-out texts, and act on it."""
-        held, losses = list(self.texts.held), list[float]()
+        held, scores = list(self.texts.held), list[Score]()
         for text in held:
-            losses.append(self.candidate.loss_of(self.candidate.mean, self.texts, text))
+            scores.append(self.candidate.score(self.candidate.mean, self.texts, text))
             yield
             if text not in self.known:
-                self.known[text] = self.candidate.loss_of(self.in_use, self.texts, text)
+                self.known[text] = self.candidate.score(self.in_use, self.texts, text)
                 yield
         in_use = [self.known[text] for text in held]
         self.known = dict(zip(held, in_use))
-        found = Judgement.of(self.texts.count, self.steps, losses, in_use)
+        found = Judgement.of(self.texts.count, self.steps, scores, in_use)
         self.judgements = [*self.judgements, found][-SHOWN:]
         log.info("online: %s", found)
         if found.better and self.old is None:
             self._swap({name: tensor.clone() for name, tensor in self.candidate.mean.items()})
-        elif not found.better:
-            self._miss(found)
+        elif not found.finite:
+            self.candidate.begin(self.in_use)
+        elif not found.better and not found.learning:
+            self._miss()
         self._report()
 
-    def _miss(self, found: Judgement) -> None:
-        """Go on with a candidate that is not better, or begin anew, after a rest."""
+    def _miss(self) -> None:
+        """Go on with a candidate that does not get better, or begin anew, after a rest."""
         self.misses += 1
-        if not found.finite:
-            self.candidate.begin(self.in_use)
-        elif self.misses >= MISSES and self.old is None:
+        if self.misses >= MISSES and self.old is None:
             self._set_back("no candidate was better")
 
     def _swap(self, weights: Weights) -> None:
