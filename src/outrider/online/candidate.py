@@ -11,6 +11,7 @@ from outrider.drafting.base import Drafter
 from outrider.heads.sample import Agreement, TargetWeights
 from outrider.online.judging import Score
 from outrider.online.networks import Trainable
+from outrider.online.parallelism import Parallelism, threads
 from outrider.online.texts import Text, Texts
 
 BETAS, CLIP, BASE_RATE, MOST_RATE = (0.9, 0.95), 1.0, 3e-5 * 4096, 1e-3
@@ -34,6 +35,7 @@ class Candidate:
         self.network = self.trained.network
         self.outer = TargetWeights.of(decoder)
         self.rate = rate or min(MOST_RATE, BASE_RATE / decoder.spec.hidden)
+        self.parallelism = Parallelism()
         self.begin(self.weights())
 
     def weights(self) -> Weights:
@@ -49,13 +51,17 @@ class Candidate:
 
     def learn(self, texts: Texts, text: Text) -> None:
         """One step of the optimizer."""
+        with self.parallelism.timed(len(text.tokens)):
+            self._step(texts, text)
+        self.steps += 1
+
+    def _step(self, texts: Texts, text: Text) -> None:
         self.network.train()
         self._loss(texts, text).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
-        self.steps += 1
-        decay = min(DECAY, self.steps / (self.steps + 1))
+        decay = min(DECAY, (self.steps + 1) / (self.steps + 2))
         for name, tensor in self.network.state_dict().items():
             if tensor.is_floating_point():
                 self.mean[name].lerp_(tensor.detach(), 1 - decay)
@@ -63,12 +69,12 @@ class Candidate:
     def score(self, weights: Weights, texts: Texts, text: Text) -> Score:
         """The loss and the agreement with other weights than the network's."""
         self.network.eval()
-        own, sample = dict[str, Tensor](), texts.sample(text, self.outer.logits)
-        agreement = Agreement()
+        own, agreement = dict[str, Tensor](), Agreement()
         try:
             for name, parameter in self.network.named_parameters():  # no copies
                 own[name], parameter.data = parameter.data, weights[name]
-            with torch.no_grad():
+            with torch.no_grad(), threads(self.parallelism.count):
+                sample = texts.sample(text, self.outer.logits)
                 loss = self.trained.loss(replace(sample, agreement=agreement), self.outer)
             return Score(float(loss), agreement.share)
         finally:
