@@ -19,6 +19,7 @@ from outrider import LLM, SamplingParams
 from outrider.cli import main
 from outrider.core.clock import Times
 from outrider.core.row import Speculation
+from outrider.core.step import Commit
 from outrider.draft.eagle import Network
 from outrider.errors import ConfigError
 from outrider.online import learner as learners
@@ -258,6 +259,35 @@ def test_learning_rests_when_no_candidate_is_better(
     while learner.texts.count < learner.rest:
         assert learner.units == units, "a rest takes no time"
         tokens(llm, GREEDY)
+
+
+def test_requests_that_began_with_the_old_weights_do_not_judge_new_ones(llm: LLM, use: Use) -> None:
+    learner = use()
+    learner.earned = -1e9
+    swapped, observe = list[int](), learner.observe
+
+    def observed(commit: Commit) -> None:
+        observe(commit)
+        if not swapped and learner.drafted:
+            swapped.append(len(learner.drafted))
+            learner._swap(learner.candidate.weights())
+
+    learner.observe = observed  # type: ignore[method-assign]
+    tokens(llm, GREEDY)
+    assert swapped == [len(PROMPTS)] and learner.now.drafts == 0 and not learner.drafted
+    tokens(llm, GREEDY)
+    assert learner.now.drafts > len(PROMPTS)
+
+
+def test_drafts_of_one_request_are_no_independent_evidence() -> None:
+    before, now = Acceptance(), Acceptance()
+    for request in range(60):
+        before.add(20, 20 if request % 2 else 2)
+    for request in range(10):
+        now.add(20, 20 if request % 5 < 2 else 2)
+    assert before.share - now.share > 0.08
+    assert Acceptance(now.drafts, now.accepted).fell_since(Acceptance(before.drafts, before.accepted))
+    assert not now.fell_since(before)
 
 
 def test_chance_is_no_fall() -> None:

@@ -14,22 +14,56 @@ SIGMAS = 2.0  # by which acceptance must fall
 
 @dataclass
 class Acceptance:
-    """Drafts, and those whose first token was accepted."""
+    """Drafts, and those whose first token was accepted.
+
+    squares, products, accepted_squares: sums, over requests, of drafts², drafts · accepted and accepted².
+    """
 
     drafts: int = 0
     accepted: int = 0
+    squares: int = 0
+    products: int = 0
+    accepted_squares: int = 0
 
     @property
     def share(self) -> float:
         return self.accepted / max(1, self.drafts)
+
+    def add(self, drafts: int, accepted: int) -> None:
+        """Count a request."""
+        self.drafts += drafts
+        self.accepted += accepted
+        self.squares += drafts * drafts
+        self.products += drafts * accepted
+        self.accepted_squares += accepted * accepted
+
+    @property
+    def variance(self) -> float:
+        """Of the share, as that of a ratio of sums over requests: drafts of one request are alike."""
+        share = self.share
+        residuals = self.accepted_squares - 2 * share * self.products + share * share * self.squares
+        return max(0.0, residuals) / max(1, self.drafts) ** 2
 
     def fell_since(self, before: Acceptance) -> bool:
         """Whether it is lower by more than chance explains."""
         if not before.drafts or not self.drafts:
             return False
         mean = (self.accepted + before.accepted) / (self.drafts + before.drafts)
-        spread = math.sqrt(mean * (1 - mean) * (1 / self.drafts + 1 / before.drafts))
+        independent = mean * (1 - mean) * (1 / self.drafts + 1 / before.drafts)
+        spread = math.sqrt(max(independent, self.variance + before.variance))
         return before.share - self.share > SIGMAS * spread
+
+
+@dataclass
+class Drafted:
+    """Drafts for a request, and those whose first token was accepted.
+
+    weights: which ones were in use at the first.
+    """
+
+    weights: int
+    drafts: int = 0
+    accepted: int = 0
 
 
 @dataclass

@@ -34,7 +34,7 @@ from outrider.core.step import FINAL, Commit, Needs
 from outrider.drafting.base import Drafter
 from outrider.errors import ConfigError, first_line
 from outrider.online.candidate import Candidate, Weights
-from outrider.online.judging import Acceptance, Judgement, Score, Trial
+from outrider.online.judging import Acceptance, Drafted, Judgement, Score, Trial
 from outrider.online.options import Online
 from outrider.online.store import Store, hashed
 from outrider.online.texts import Text, Texts, teaches
@@ -75,7 +75,8 @@ class Learner:
         self.known = dict[Text, Score]()  # of the weights in use
         self.random, self.units = random.Random(0), 0
         self.misses = self.setbacks = self.rest = 0
-        self.now = Acceptance()
+        self.now = Acceptance()  # of whole requests: later tokens of a text are easier
+        self.drafted: dict[Row, Drafted] = {}
         self.old: Weights | None = None  # while new weights are on trial
         self.trial = Trial(Acceptance(), DRAFTS)
         self.earned = self.spent = 0.0  # seconds left to spend; spent by the last `train`
@@ -135,6 +136,7 @@ class Learner:
         self.work.close()
         self.candidate.end()
         self.known.clear()
+        self.drafted.clear()
         self.texts.drop()
 
     def observe(self, commit: Commit) -> None:
@@ -144,11 +146,15 @@ class Learner:
         for step in commit.batch:
             row = step.row
             if teaches(row) and not row.guided and step.emitted and step.tree.size:
-                self.now.drafts += 1
-                self.now.accepted += bool(step.accepted)
+                drafted = self.drafted.setdefault(row, Drafted(self.swaps + self.returns))
+                drafted.drafts += 1
+                drafted.accepted += bool(step.accepted)
 
     def forget(self, row: Row) -> None:
         self.texts.close(row)
+        drafted = self.drafted.pop(row, None)
+        if drafted is not None and drafted.weights == self.swaps + self.returns:
+            self.now.add(drafted.drafts, drafted.accepted)
         if not self.texts.records:  # no request is left
             self._report()
 
