@@ -7,8 +7,8 @@ are compared.  Then the controller decides how much to draft, for further reques
 time, on the grown target: with the first weights and with the learned ones.  `drafting` is the share of the
 steps that drafted.  --drafter builtin-draft trains the draft model.
 
---kind source: Outrider's own source code is continued, twelve lines at a time, which no head of the family was
-trained on.  The other kinds are the tasks that they were trained on.
+--kind source: Outrider's own source code is continued, twelve lines at a time, which no head of the family
+was trained on.  The other kinds are the tasks that they were trained on.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     seen, share = report["seen"], report["share"]
     yield f"state       {report['state']} ({report['written']})"
     yield (
-        f"seen        {seen['texts']:,} texts, {seen['tokens']:,} tokens; not learned from: {seen['short']:,} "
-        f"too short, {seen['apart']:,} with a cache_salt or an adapter"
+        f"seen        {seen['texts']:,} texts, {seen['tokens']:,} tokens; not learned from: "
+        f"{seen['short']:,} too short, {seen['apart']:,} with a cache_salt or an adapter"
     )
     yield f"trained     {report['trained']['texts']:,} texts; share {share['used']:.3f} of {share['allowed']}"
     for entry in report["acceptance"]:

@@ -1,4 +1,4 @@
-"""Whether weights are better: by the tokens of held-out texts that they draft, and by the drafts that are accepted."""
+"""Whether weights are better: by the tokens of held-out texts that they draft, and by accepted drafts."""
 
 from __future__ import annotations
 

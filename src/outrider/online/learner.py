@@ -298,8 +298,8 @@ def state(learner: Learner) -> str:
     if learner.old is not None:
         before = learner.trial.before.share
         return (
-            f"new weights on trial: {learner.now.drafts} of {learner.trial.look} drafts, {learner.now.share:.3f} "
-            f"accepted, {before:.3f} before"
+            f"new weights on trial: {learner.now.drafts} of {learner.trial.look} drafts, "
+            f"{learner.now.share:.3f} accepted, {before:.3f} before"
         )
     ahead = ROUND - learner.candidate.steps % ROUND
     return f"training: {ahead} texts before the next judgement"
