@@ -1,11 +1,14 @@
 """Learning from traffic: acceptance and tokens per step over a stream of requests from one domain.
 
-    python benchmarks/online.py [--drafter builtin-eagle] [--kind problem] [--share 0.5] [--json OUT]
+    python benchmarks/online.py [--drafter builtin-eagle] [--kind source] [--share 0.5] [--json OUT]
 
 The same requests run without and with learning, batches in turn, greedy, chains of 3 draft tokens; the texts
 are compared.  Then the controller decides how much to draft, for further requests of the stream, one at a
 time, on the grown target: with the first weights and with the learned ones.  `drafting` is the share of the
 steps that drafted.  --drafter builtin-draft trains the draft model.
+
+--kind source: Outrider's own source code is continued, twelve lines at a time, which no head of the family
+was trained on.  The other kinds are the tasks that they were trained on.
 """
 
 from __future__ import annotations
@@ -22,19 +25,36 @@ from command_line import parser_of, settings, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import outrider
 from outrider import LLM, SamplingParams, draft
 from outrider.bench.conditions import conditions
 from outrider.core.row import Speculation
 from outrider.engine.chat_template import render
+from outrider.online import store
 from recipes.builtin import tasks
 
+PACKAGE, SOURCE, LINES = Path(outrider.__file__).parent, "source", 12
 NEW, FURTHER, ROUNDS = 64, 24, 2  # tokens of an answer; requests for the controller, and how often
 
 
 def prompts(llm: LLM, kind: str, count: int) -> list[dict[str, Any]]:
     rng = random.Random(1)
+    if kind == SOURCE:
+        return [{"prompt": text} for text in source_windows(rng, count)]
     asked = (tasks.make(kind, rng).turns[0].prompt for _ in range(count))
     return [render(llm.tokenizer, {"messages": [{"role": "user", "content": text}]}) for text in asked]
+
+
+def source_windows(rng: random.Random, count: int) -> list[str]:
+    """Lines of Outrider's own source code."""
+    files = [path.read_text(encoding="utf-8").splitlines() for path in sorted(PACKAGE.rglob("*.py"))]
+    files = [lines for lines in files if len(lines) > 2 * LINES]
+    windows = []
+    for _ in range(count):
+        lines = rng.choice(files)
+        first = rng.randrange(len(lines) - LINES)
+        windows.append("\n".join(lines[first : first + LINES]) + "\n")
+    return windows
 
 
 def serve(llm: LLM, batch: list[dict[str, Any]]) -> tuple[list[list[int]], dict[str, float]]:
@@ -70,7 +90,7 @@ def main() -> None:
     parser.add_argument("--target", default="builtin")
     parser.add_argument("--grown", default="builtin-100m", help="target for the controller")
     parser.add_argument("--drafter", default="builtin-eagle")
-    parser.add_argument("--kind", default="problem", choices=sorted(tasks.KINDS))
+    parser.add_argument("--kind", default=SOURCE, choices=[SOURCE, *sorted(tasks.KINDS)])
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--requests", type=int, default=720)
     parser.add_argument("--batch", type=int, default=24, help="requests at once")
@@ -92,6 +112,7 @@ def main() -> None:
             assert texts == same, "learning changed a text"
             rows.append({"requests": at + len(texts), "fixed": before, "learning": after})
             print(json.dumps(rows[-1]), flush=True)
+        report = store.reported(Path(path))
         weights = {"first weights": given.drafter}
         if any(Path(path).glob("*.safetensors")):  # none if the stream was too short to learn from
             weights["learned weights"] = path
@@ -100,7 +121,7 @@ def main() -> None:
             for name, used in weights.items():
                 control[name].append(controlled(given.grown, used, stream[-FURTHER:]))
     print(json.dumps(control))
-    made = {**conditions(), "options": settings(given), "rows": rows, "controller": control}
+    made = {**conditions(), "options": settings(given), "rows": rows, "report": report, "controller": control}
     write(given.json, made)
 
 

@@ -33,7 +33,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 @pytest.fixture
 def use(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Use:
     """Put the engine to use with learning; small rounds."""
-    for name, value in {"ROUND": 1, "BATCH": 2, "FIRST": 4, "HELD": 1}.items():
+    for name, value in {"ROUND": 2, "FIRST": 4, "HELD": 2}.items():
         monkeypatch.setattr(learners, name, value)
     torch.manual_seed(0)
     network = Network.like(llm.engine.target, bias=False)
@@ -69,8 +69,8 @@ def test_an_error_in_training_is_logged_once_and_drafting_goes_on(
     llm.use(None)
     plain, learner = tokens(llm), use()
     assert tokens(llm, learner) == plain
-    learner.old = learner._copy()  # as in a trial
-    monkeypatch.setattr(learner, "_loss", raising(MemoryError("no memory to train")))
+    learner.old = learner.candidate.weights()  # as in a trial
+    monkeypatch.setattr(learner.candidate, "_loss", raising(MemoryError("no memory to train")))
     for _ in range(3):
         assert tokens(llm, learner) == plain
     assert learner.stopped and not learner.active and learner.old is None
@@ -88,12 +88,12 @@ def test_an_interrupt_in_training_is_raised_and_learning_goes_on(
     plain = tokens(llm)
     assert learner.active
     learner.earned = 1e9
-    learner.train()  # leaves the gradients of one text
+    learner.train()
     with monkeypatch.context() as patch:
-        patch.setattr(learner, "_loss", raising(KeyboardInterrupt()))
+        patch.setattr(learner.candidate, "_loss", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             learner.train()
-    assert all(parameter.grad is None for parameter in learner.network.parameters())
+    assert all(parameter.grad is None for parameter in learner.candidate.network.parameters())
     steps = learner.steps
     assert tokens(llm, learner) == plain
     assert learner.steps > steps and not learner.stopped
@@ -105,10 +105,10 @@ def test_weights_that_cannot_be_stored_are_used_all_the_same(
     learner = use()
     with monkeypatch.context() as patch:
         patch.setattr(learner.store, "save", raising(OSError(28, "No space left on device")))
-        learner._swap(learner._copy())
+        learner._swap(learner.candidate.weights())
     assert "not stored: [Errno 28] No space left" in caplog.text and not learner.stopped
     assert learner.swaps == 1 and learner.store.load() is None
-    learner._swap(learner._copy())
+    learner._swap(learner.candidate.weights())
     assert learner.store.load() is not None
 
 
@@ -168,5 +168,5 @@ def test_a_copy_of_the_weights_drafts_the_same(builtin: LLM, tmp_path: Path, hea
     assert isinstance(learner, Learner)
     learner.earned = -1e9
     assert run() == fixed
-    learner._swap(learner._copy())
+    learner._swap(learner.candidate.weights())
     assert run() == again and learner.swaps == 1

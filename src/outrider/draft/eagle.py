@@ -157,7 +157,9 @@ class Network(nn.Module):
         rows = sample.places(1, count)
         embedded = outer.embedding[F.pad(sample.tokens[1:], (0, 1))]
         out = self(embedded, given, sample.texts).index_select(0, rows)
-        tokens = soft_cross_entropy(outer.logits(out), sample.logits[1 + rows])
+        logits = outer.logits(out)
+        sample.record(logits, 2 + rows)
+        tokens = soft_cross_entropy(logits, sample.logits[1 + rows])
         features = F.smooth_l1_loss(out.float(), states[1 + rows], reduction="none").mean(-1)
         return mean_loss(features + TOKEN_WEIGHT * tokens)
 

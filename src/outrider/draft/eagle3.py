@@ -156,7 +156,10 @@ class Network(TapNetwork):
         total, padded = states.new_zeros(()), F.pad(tokens, (0, self.steps))
         for step, o in enumerate(self.outputs(states, padded, outer.embedding, self.steps, rows)):
             own_rows, places = to_device(row_of[origins[step]], device), to_device(predicted[step], device)
-            losses = self.row_loss(self.logits(o.index_select(0, own_rows)), target_logits[places])
+            logits = self.logits(o.index_select(0, own_rows))
+            if step == 0:
+                sample.record(logits, 1 + to_device(counted[predicted[0]], device), self.ids)
+            losses = self.row_loss(logits, target_logits[places])
             weights = known[places].to(losses.dtype)
             total = total + self.decay**step * (losses * weights).sum() / weights.sum().clamp_min(1)
         return total

@@ -159,6 +159,8 @@ class Network(nn.Module):
             rows = sample.places(i + 1, len(z))
             x = mlp(z.index_select(0, rows))
             logits = self.hydra_lm_head[i](x) if self.own else outer.logits(x)
+            if i == 0:
+                sample.record(logits, 2 + rows)
             total = total + sample.target_loss(logits, i + 1 + rows)
         return total
 

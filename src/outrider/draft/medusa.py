@@ -168,8 +168,10 @@ class Network(nn.ModuleList):
         states, total = sample.states[FINAL], outer.lm_head.new_zeros(())
         for i in range(len(self)):
             rows = sample.places(i + 1, max(0, len(states) - i - 2))
-            loss = sample.text_loss(self.logits(i, states[rows], outer), i + 2 + rows)
-            total = total + DECAY**i * loss
+            logits = self.logits(i, states[rows], outer)
+            if i == 0:
+                sample.record(logits, 2 + rows)
+            total = total + DECAY**i * sample.text_loss(logits, i + 2 + rows)
         return total
 
 

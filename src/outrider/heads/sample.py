@@ -20,6 +20,18 @@ from outrider.models.base import Model
 HOST_CHUNK, CHUNK = 256, 8192  # tokens in one forward, on a CPU and on another device
 
 
+@dataclass
+class Agreement:
+    """Places, and those where the likeliest first draft token is the text's."""
+
+    places: int = 0
+    right: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.right / max(1, self.places)
+
+
 @dataclass(frozen=True)
 class Sample:
     """A text of T tokens, or several that follow one another.
@@ -32,6 +44,7 @@ class Sample:
         count.
     lengths: tokens of each text, where there are several.
     seeds: of the random numbers of each text.  Empty: those of the default generator.
+    agreement: counts the first draft tokens that are the text's, if wanted.
 
     Places are chosen on the host, without a wait for the device.
     """
@@ -42,6 +55,7 @@ class Sample:
     mask: Tensor | None = None
     lengths: Sequence[int] = ()
     seeds: Sequence[int] = ()
+    agreement: Agreement | None = None
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -74,6 +88,17 @@ class Sample:
         rows = zip(self.lengths or [len(self.tokens)], self.seeds)
         generators = ((length, torch.Generator(device).manual_seed(seed)) for length, seed in rows)
         return torch.cat([torch.rand(n, width, device=device, generator=each) for n, each in generators])
+
+    def record(self, logits: Tensor, places: Tensor, ids: Tensor | None = None) -> None:
+        """Count the places [n] whose token is the likeliest of the logits [n, V].
+
+        ids: int64 [V], the target's tokens; None: all
+        """
+        if self.agreement is not None:
+            likeliest = logits.argmax(-1)
+            chosen = likeliest if ids is None else ids[likeliest]
+            self.agreement.places += len(places)
+            self.agreement.right += int((chosen == self.tokens[places]).sum())
 
     def text_loss(self, logits: Tensor, places: Tensor) -> Tensor:
         """Mean cross entropy of logits [n, V] with the text's tokens at the places [n]."""

@@ -10,7 +10,8 @@ it as earned spreads the cost evenly, so that an adaptive controller sees it in 
 
 Weights change between steps only:
 
-    candidate ── lower loss on held-out texts ──▶ in use ── fewer drafts accepted than before ──▶ the old ones
+    candidate ── more tokens of held-out texts right ──▶ in use ── fewer accepted than before ──▶ the old ones
+        └─────── nor a lower loss, 4 times ──▶ a rest, until further texts were seen
 
 Match verification makes the text independent of the drafts, so none of this changes an output.  An error in
 training ends it: the engine goes on drafting with the weights in use.
@@ -19,55 +20,32 @@ training ends it: the engine goes on drafting with the weights in use.
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from outrider.core.clock import Times
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Commit, Needs
 from outrider.drafting.base import Drafter
-from outrider.errors import ConfigError
-from outrider.heads.sample import TargetWeights
-from outrider.online.networks import Trainable
+from outrider.errors import ConfigError, first_line
+from outrider.online.candidate import Candidate, Weights
+from outrider.online.judging import Acceptance, Drafted, Judgement, Score, Trial
 from outrider.online.options import Online
 from outrider.online.store import Store, hashed
 from outrider.online.texts import Text, Texts, teaches
 
-BATCH, ROUND = 4, 8  # texts of an optimizer step, optimizer steps between two judgements
-FIRST, HELD = 8, 2  # texts to begin with, for training and for judging
-DRAFTS = 200  # that decide whether new weights stay
-SIGMAS = 2.0  # by which acceptance must fall
-BETAS, CLIP, BASE_RATE, MOST_RATE = (0.9, 0.95), 1.0, 3e-5 * 4096, 1e-3
-HISTORY = 50  # entries of the statistics
+ROUND = 32  # texts, each a step of the optimizer, between two judgements
+FIRST, HELD = 8, 4  # texts to begin with, for training and for judging
+MISSES = 4  # judgements in a row without a better candidate, before a rest
+DRAFTS = 200  # at the first look at new weights
+HISTORY, SHOWN = 50, 10  # entries of the statistics; judgements in the report
+PAUSE = 0.2  # seconds between two reports, at least
 log = logging.getLogger("outrider")
-Weights = dict[str, Tensor]
-
-
-@dataclass
-class Acceptance:
-    """Drafts, and those whose first token was accepted."""
-
-    drafts: int = 0
-    accepted: int = 0
-
-    @property
-    def share(self) -> float:
-        return self.accepted / max(1, self.drafts)
-
-    def fell_since(self, before: Acceptance) -> bool:
-        """Whether it is lower by more than chance explains."""
-        if not before.drafts or not self.drafts:
-            return False
-        mean = (self.accepted + before.accepted) / (self.drafts + before.drafts)
-        spread = math.sqrt(mean * (1 - mean) * (1 / self.drafts + 1 / before.drafts))
-        return before.share - self.share > SIGMAS * spread
 
 
 class Learner:
@@ -86,20 +64,25 @@ class Learner:
                 f"online: drafters learn on a CPU, and the model is on {str(device)!r}: leave online out, or "
                 "load the model with device='cpu'."
             )
-        self.trained = Trainable.of(drafter)
-        self.network = self.trained.network
-        self.outer = TargetWeights.of(target.decoder)
+        self.candidate = Candidate(drafter, options.rate)
         self.texts = Texts(sorted({*drafter.needs.states, FINAL}))
         drafter.needs |= Needs(states=(FINAL,))
-        self.in_use = self._copy()
+        self.in_use = self.candidate.weights()
         self.store = Store(options.path, target.checkpoint.fingerprint or "", hashed(self.in_use), owner)
         self.swaps = self.returns = self.steps = 0
         self.history: list[dict[str, Any]] = []
-        self.rate = options.rate or min(MOST_RATE, BASE_RATE / target.decoder.spec.hidden)
-        self.random, self.units, self.rest = random.Random(0), 0, 0
-        self.now, self.before = Acceptance(), Acceptance()
+        self.judgements: list[Judgement] = []
+        self.known = dict[Text, Score]()  # of the weights in use
+        self.random, self.units = random.Random(0), 0
+        self.misses = self.setbacks = self.rest = 0
+        self.now = Acceptance()  # of whole requests: later tokens of a text are easier
+        self.drafted: dict[Row, Drafted] = {}
         self.old: Weights | None = None  # while new weights are on trial
+        self.trial = Trial(Acceptance(), DRAFTS)
         self.earned = self.spent = 0.0  # seconds left to spend; spent by the last `train`
+        self.worked_seconds = self.trained_seconds = 0.0
+        self.reported = 0.0  # time of the last report
+        self.fault = self.why = ""  # that it stopped, that it rests
         self._resume()
         self._begin()
 
@@ -114,13 +97,8 @@ class Learner:
 
     def _begin(self) -> None:
         """Start training from the weights in use."""
-        self._reset()
-        self.work = self._rounds()
-
-    def _reset(self) -> None:
-        self.network.load_state_dict(self.in_use)
-        self.network.zero_grad(set_to_none=True)
-        self.adam = torch.optim.AdamW(self.network.parameters(), lr=self.rate, betas=BETAS, weight_decay=0.0)
+        self.candidate.begin(self.in_use)
+        self.work, self.misses = self._rounds(), 0
 
     # ---- in a step
 
@@ -136,15 +114,15 @@ class Learner:
         """
         began = time.perf_counter()
         try:
-            if self.old is not None and self.now.drafts >= DRAFTS:
-                self._conclude()
+            self._conclude()
             if self.active and self.earned > 0:
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(self.units)
                     next(self.work)
                 self.units += 1
-        except Exception:
+        except Exception as error:
             log.exception("online: learning stops, and the weights in use stay")
+            self.fault = first_line(error)
             self._stop()
         except BaseException:  # it has closed the generator
             self._begin()
@@ -155,10 +133,11 @@ class Learner:
     def _stop(self) -> None:
         """Train no more, and free what only training needs."""
         self.stopped, self.old = True, None
-        self.network.zero_grad(set_to_none=True)
         self.work.close()
-        self.adam.state.clear()
-        self.texts = Texts(self.texts.wanted)
+        self.candidate.end()
+        self.known.clear()
+        self.drafted.clear()
+        self.texts.drop()
 
     def observe(self, commit: Commit) -> None:
         if self.stopped:
@@ -167,16 +146,23 @@ class Learner:
         for step in commit.batch:
             row = step.row
             if teaches(row) and not row.guided and step.emitted and step.tree.size:
-                self.now.drafts += 1
-                self.now.accepted += bool(step.accepted)
+                drafted = self.drafted.setdefault(row, Drafted(self.swaps + self.returns))
+                drafted.drafts += 1
+                drafted.accepted += bool(step.accepted)
 
     def forget(self, row: Row) -> None:
         self.texts.close(row)
+        drafted = self.drafted.pop(row, None)
+        if drafted is not None and drafted.weights == self.swaps + self.returns:
+            self.now.add(drafted.drafts, drafted.accepted)
+        if not self.texts.records:  # no request is left
+            self._report()
 
     def taken(self) -> float:
         """Seconds of the last `train`, which are then paid."""
         spent, self.spent = self.spent, 0.0
         self.earned -= spent
+        self.trained_seconds += spent
         return spent
 
     def charged(self, times: Times) -> Times:
@@ -184,6 +170,7 @@ class Learner:
         share = self.options.share
         earned = share / (1 - share) * sum(times) if self.active else 0.0
         self.earned += earned
+        self.worked_seconds += sum(times)
         return times._replace(propose=times.propose + earned)
 
     # ---- units of work
@@ -191,67 +178,79 @@ class Learner:
     def _rounds(self) -> Generator[None]:
         while True:
             for _ in range(ROUND):
-                for _ in range(BATCH):
-                    self.network.train()
-                    text = self.random.choice(self.texts.kept)
-                    (self._loss(text) / BATCH).backward()  # type: ignore[no-untyped-call]
-                    yield
-                nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
-                self.adam.step()
-                self.adam.zero_grad(set_to_none=True)
+                self.candidate.learn(self.texts, self.random.choice(self.texts.kept))
                 self.steps += 1
+                yield
             yield from self._judge()
 
     def _judge(self) -> Generator[None]:
-        """Compare the candidate with the weights in use on held-out texts."""
-        held, candidate, means = list(self.texts.held), self._copy(), []
-        for weights in (candidate, self.in_use):
-            losses = []
-            for text in held:
-                self.network.load_state_dict(weights)
-                self.network.eval()
-                with torch.no_grad():
-                    losses.append(float(self._loss(text)))
+        """Compare the candidate with the weights in use on held-out texts, and act on it."""
+        held, scores = list(self.texts.held), list[Score]()
+        for text in held:
+            scores.append(self.candidate.score(self.candidate.mean, self.texts, text))
+            yield
+            if text not in self.known:
+                self.known[text] = self.candidate.score(self.in_use, self.texts, text)
                 yield
-            means.append(sum(losses) / len(losses))
-        self.network.load_state_dict(candidate)
-        if not math.isfinite(means[0]):
-            self._reset()
-        elif means[0] < means[1] and self.old is None:
-            self._swap(candidate)
+        in_use = [self.known[text] for text in held]
+        self.known = dict(zip(held, in_use))
+        found = Judgement.of(self.texts.count, self.steps, scores, in_use)
+        self.judgements = [*self.judgements, found][-SHOWN:]
+        log.info("online: %s", found)
+        if found.better and self.old is None:
+            self._swap({name: tensor.clone() for name, tensor in self.candidate.mean.items()})
+        elif not found.finite:
+            self.candidate.begin(self.in_use)
+        elif not found.better and not found.learning:
+            self._miss()
+        self._report()
 
-    def _loss(self, text: Text) -> Tensor:
-        sample = self.texts.sample(text, self.outer.logits)
-        return self.trained.loss(sample, self.outer)
+    def _miss(self) -> None:
+        """Go on with a candidate that does not get better, or begin anew, after a rest."""
+        self.misses += 1
+        if self.misses >= MISSES and self.old is None:
+            self._set_back("no candidate was better")
 
-    def _swap(self, candidate: Weights) -> None:
-        """Take the candidate into use, on trial."""
-        self.drafter.adopt(candidate)
+    def _swap(self, weights: Weights) -> None:
+        """Take new weights into use, on trial."""
+        self.drafter.adopt(weights)
         if self.now.drafts:
             self._note()
-        self.old, self.in_use, self.swaps = self.in_use, candidate, self.swaps + 1
-        self.before, self.now = self.now, Acceptance()
+        self.old, self.in_use, self.swaps, self.misses = self.in_use, weights, self.swaps + 1, 0
+        self.trial, self.now = Trial(self.now, DRAFTS), Acceptance()
+        self.known.clear()
         self._save()
 
     def _conclude(self) -> None:
-        """End the trial of new weights: they stay unless acceptance fell."""
+        """At a look at new weights on trial: the old ones come back if acceptance fell."""
         old = self.old
-        if old is None or not self.now.fell_since(self.before):
-            self.old = None
+        if old is None or (fallen := self.trial.fallen(self.now)) is None:
+            return
+        self.old = None
+        if not fallen:
+            self.setbacks = 0
             return
         self.drafter.adopt(old)
-        log.info("online: acceptance fell from %.3f to %.3f", self.before.share, self.now.share)
+        log.info("online: acceptance fell from %.3f to %.3f", self.trial.before.share, self.now.share)
         self._note()
-        self.in_use, self.old, self.returns, self.now = old, None, self.returns + 1, Acceptance()
-        self.rest = self.texts.count + FIRST * 2 ** min(self.returns, 10)  # back off: that many further texts
-        self._begin()
+        self.in_use, self.returns, self.now = old, self.returns + 1, Acceptance()
+        self.known.clear()
+        self._set_back("acceptance fell")
         self._save()
+
+    def _set_back(self, why: str) -> None:
+        """Begin anew with the weights in use, after further texts: twice as many each time."""
+        self.why, self.setbacks = why, self.setbacks + 1
+        self.rest = self.texts.count + FIRST * 2 ** min(self.setbacks, 10)
+        self._begin()
+
+    # ---- what is stored
 
     def _save(self) -> None:
         about = {"swaps": self.swaps, "returns": self.returns, "steps": self.steps, "history": self.history}
         about |= {"texts": self.texts.count, "tokens": self.texts.tokens}
         try:
-            self.store.save(self.trained.config, self.in_use, about)
+            self.store.save(self.candidate.trained.config, self.in_use, about)
         except OSError as error:
             log.warning("online: the weights in use were not stored: %s", error)
 
@@ -260,5 +259,47 @@ class Learner:
         entry = {"swaps": self.swaps, "drafts": self.now.drafts, "accepted": round(self.now.share, 4)}
         self.history = [*self.history, {**entry, "tokens": self.texts.tokens}][-HISTORY:]
 
-    def _copy(self) -> Weights:
-        return {name: tensor.detach().clone() for name, tensor in self.network.state_dict().items()}
+    def _report(self) -> None:
+        if time.perf_counter() - self.reported >= PAUSE:
+            self.store.report(report(self))
+            self.reported = time.perf_counter()
+
+
+def report(learner: Learner) -> dict[str, Any]:
+    """What was seen and learned, and why no further weights were taken into use, of this process."""
+    texts, now, total = learner.texts, learner.now, learner.worked_seconds + learner.trained_seconds
+    return {
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "state": state(learner),
+        "seen": {"texts": texts.count, "tokens": texts.tokens, "short": texts.short, "apart": texts.apart},
+        "trained": {"texts": learner.steps, "rate": learner.candidate.rate},
+        "share": {
+            "allowed": learner.options.share,
+            "used": round(learner.trained_seconds / max(total, 1e-9), 4),
+        },
+        "weights": {"taken": learner.swaps, "taken_back": learner.returns},
+        "acceptance": [
+            *learner.history,
+            {"swaps": learner.swaps, "drafts": now.drafts, "accepted": round(now.share, 4)},
+        ],
+        "judgements": [each.about() for each in learner.judgements],
+    }
+
+
+def state(learner: Learner) -> str:
+    """What happens at present, and what it waits for."""
+    texts, kept, held = learner.texts, len(learner.texts.kept), len(learner.texts.held)
+    if learner.stopped:
+        return f"stopped by an error: {learner.fault}"
+    if texts.count < learner.rest:
+        return f"resting until {learner.rest} texts were seen: {learner.why}"
+    if not learner.active:
+        return f"collecting texts: {kept} of {FIRST} to train on, {held} of {HELD} held out"
+    if learner.old is not None:
+        before = learner.trial.before.share
+        return (
+            f"new weights on trial: {learner.now.drafts} of {learner.trial.look} drafts, "
+            f"{learner.now.share:.3f} accepted, {before:.3f} before"
+        )
+    ahead = ROUND - learner.candidate.steps % ROUND
+    return f"training: {ahead} texts before the next judgement"

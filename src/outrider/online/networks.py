@@ -71,8 +71,9 @@ def _draft_model(drafter: DraftModel) -> Any:
 def _distilled(network: Any, sample: Sample, outer: TargetWeights) -> Tensor:
     """Cross entropy with the target's distributions."""
     places = sample.places(0, len(sample.tokens))
-    logits = text_logits(network, sample.tokens, places)
-    return sample.target_loss(logits[:, : sample.logits.shape[1]], places)
+    logits = text_logits(network, sample.tokens, places)[:, : sample.logits.shape[1]]
+    sample.record(logits, 1 + places)
+    return sample.target_loss(logits, places)
 
 
 def _head(drafter: HeadDrafter) -> nn.Module:

@@ -2,9 +2,10 @@
 
     model.safetensors   the weights in float32; as metadata hashes of target, base and weights, and statistics
     config.json         with it the folder is a head or draft model as any other
+    report.json         what was seen and judged, also while there are no weights; nothing depends on it
     lock                locked by the process that writes
 
-Both files are written beside the old ones, flushed, and then take their names, the weights last.  Files
+The first two are written beside the old ones, flushed, and then take their names, the weights last.  Files
 of other names are left alone.  Texts are never written.
 """
 
@@ -31,8 +32,9 @@ from torch import Tensor
 from outrider.errors import ConfigError, writing
 
 log = logging.getLogger("outrider")
-WEIGHTS, CONFIG, LOCK = "model.safetensors", "config.json", "lock"
+WEIGHTS, CONFIG, LOCK, REPORT = "model.safetensors", "config.json", "lock", "report.json"
 TEMPORARY = (f"{WEIGHTS}.new", f"{CONFIG}.new")
+NAMES = (WEIGHTS, CONFIG, LOCK, REPORT, f"{REPORT}.new", *TEMPORARY)
 KEY, KEYS = "outrider.online", {"target", "base", "weights", "statistics"}  # of the metadata
 
 
@@ -132,13 +134,32 @@ class Store:
                     file.unlink(missing_ok=True)
             synced(self.path)
 
+    def report(self, about: Mapping[str, Any]) -> None:
+        """Replace the report, if that is possible."""
+        new = self.path / f"{REPORT}.new"
+        try:
+            with self.lock.writing:
+                new.write_text(json.dumps(dict(about), indent=1) + "\n", encoding="utf-8")
+                new.replace(self.path / REPORT)
+        except OSError as error:
+            log.debug("online: no report: %s", error)
+
+
+def reported(path: Path) -> dict[str, Any] | None:
+    """The report; None without one that can be read."""
+    try:
+        found = json.loads((path / REPORT).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
 
 def read(path: Path) -> dict[str, Any] | None:
     """The metadata of the weights; None without any.  Raises ConfigError for files that are no store's."""
     file = path / WEIGHTS
     if not file.exists():
         found = {each.name for each in path.iterdir()} if path.is_dir() else set()
-        own = {LOCK, *TEMPORARY, CONFIG} if LOCK in found else {*TEMPORARY}  # a kill may leave no weights
+        own = {*NAMES} if LOCK in found else {*TEMPORARY}  # a kill may leave no weights
         if other := found - own:
             raise ConfigError(
                 f"online: {str(path)!r} holds other files, as {min(other)!r}: give a folder of its own."
@@ -159,8 +180,7 @@ def read(path: Path) -> dict[str, Any] | None:
 def ours(path: Path) -> list[Path]:
     """Files that a store has written in a folder.  Raises ConfigError for the files of others."""
     read(path)
-    names = (WEIGHTS, CONFIG, LOCK, *TEMPORARY)
-    return [file for name in names if (file := path / name).is_file()]
+    return [file for name in NAMES if (file := path / name).is_file()]
 
 
 def delete(path: Path) -> int:

@@ -28,7 +28,7 @@ class Record:
     states: list[Tensor] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Text:
     """tokens int64 [T]; states bfloat16 [T, width]; mask bool [T]: the next token was emitted."""
 
@@ -46,13 +46,24 @@ def teaches(row: Row) -> bool:
 
 
 class Texts:
-    """The latest texts.  wanted: the target's states, as in `Needs.states`."""
+    """The latest texts.
+
+    wanted: the target's states, as in `Needs.states`.
+    count, tokens: of the texts so far.
+    short, apart: requests with too few tokens, and those that are not learned from.
+    """
 
     def __init__(self, wanted: Sequence[int]) -> None:
         self.wanted = tuple(wanted)
         self.records: dict[Row, Record] = {}
         self.kept, self.held = deque[Text](maxlen=KEPT), deque[Text](maxlen=HELD)
-        self.count = self.tokens = 0
+        self.count = self.tokens = self.short = self.apart = 0
+
+    def drop(self) -> None:
+        """Keep the counts only."""
+        self.records.clear()
+        self.kept.clear()
+        self.held.clear()
 
     def observe(self, commit: Commit) -> None:
         for r, step in enumerate(commit.batch):
@@ -71,12 +82,14 @@ class Texts:
         """Make a text of what is known of a row, if that is enough."""
         record = self.records.pop(row, None)
         if record is None:
+            self.apart += not teaches(row)
             return
         end = min(record.end, len(row.tokens))
         first = max(record.first, min(row.prompt, end) - CONTEXT)
         places = torch.arange(first, end)
         mask = (places + 1 >= row.prompt) & (places + 1 < end)
         if int(mask.sum()) < SHORTEST:
+            self.short += 1
             return
         states = torch.cat(record.states)[first - record.first : end - record.first].clone()
         text = Text(torch.tensor(row.tokens[first:end]), states, mask)
