@@ -112,6 +112,20 @@ def test_a_batch_of_which_rows_were_aborted_gives_no_credit(left: int) -> None:
     assert not tail.ended and not tail.emitted
 
 
+def test_requests_whose_prompts_took_some_steps_have_begun_together() -> None:
+    """With drafts the first one ends when the last one has hardly begun."""
+    tail, lost, lengths = Tail(), 0.0, (15, 40, 60)
+    rows = [make_row([0] * (8 + count), 8, id=str(count), limit=500) for count in lengths]
+    tail.credit(1.0, sum(lengths))
+    for ended, count in enumerate(lengths):
+        steps = count // 3 + 2 * ended  # of the first one
+        for late, row in enumerate(rows):
+            row.steps = steps - 2 * late
+        rows[ended].finish_reason = "stop"
+        lost += tail.learn(Batch([RowStep(row, 0, 1) for row in rows[ended:]]), FLAT)
+    assert not tail.replaced and lost == pytest.approx(1.0 - 60 * SECONDS)
+
+
 def test_requests_that_began_one_after_the_other_are_not_taken_for_a_batch() -> None:
     tail = Tail()
     first, second = (make_row([0] * 108, 8, id=str(i), limit=500) for i in range(2))

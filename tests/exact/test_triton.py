@@ -198,7 +198,8 @@ def test_a_draft_of_a_head_is_one_replay_and_that_of_launches(
     own = graphs_of(llm, monkeypatch, worth=3.0, rows=(1, 2, 4, 8, 20))
     use_head(llm, tree)
     assert drafted(llm, own)[:2] == (texts, trees)
-    assert own.counts.launched and own.counts.replayed and own.counts.padded
+    assert own.counts.launched and own.counts.replayed
+    assert own.counts.padded or DEVICE.type == "cuda", "whose texts, and so the sizes, are others"
     monkeypatch.setattr(llm.engine.decoder.backend, "graphs", None)
     use_head(llm, tree)
     assert drafted(llm, own)[:2] == (texts, trees)

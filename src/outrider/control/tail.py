@@ -33,7 +33,9 @@ RATE = 0.3  # of a batch that empties, in the moving mean of `shared`
 FORGET = 0.05  # the same, where nothing was gained: what was seen need not hold any more
 LEAST_GAIN = 0.2  # accepted tokens a step, in the mean, that tell something
 REPLACED = 0.1  # of a request that ends, in the moving mean of `replaced`
-YOUNGER = 0.75  # of the steps of a row: another one with fewer began later
+# Of the steps of a row, and less: another one with fewer began later.  Prompts of requests that begin together
+# take a few steps, and with drafts a request may end in as few.
+YOUNGER, STAGGERED = 0.75, 4
 HALF = 0.5  # part of the others that began later where all places are taken again
 APART = 0.3  # `replaced` below which requests begin together
 LEAST = 0.1  # part of its share that an accepted token is worth at least
@@ -87,7 +89,7 @@ class Tail:
         ended = [row for row in rows if row.finish_reason is not None]
         self._replaced(rows, ended)
         others = bool(self.running) and self.running != {*rows}
-        self.apart |= others or min(steps) < YOUNGER * max(steps)
+        self.apart |= others or began_later(min(steps), max(steps))
         self.running = {*rows}.difference(ended)
         if self.apart:
             self.ended = []
@@ -98,7 +100,7 @@ class Tail:
     def _replaced(self, rows: Collection[Row], ended: Sequence[Row]) -> None:
         if len(rows) > 1:
             for row in ended:
-                younger = sum([other.steps < YOUNGER * row.steps for other in rows]) / (len(rows) - 1)
+                younger = sum([began_later(other.steps, row.steps) for other in rows]) / (len(rows) - 1)
                 self.replaced += REPLACED * (min(1.0, younger / HALF) - self.replaced)
 
     def _emptied(self, forward: ForwardCost) -> float:
@@ -116,6 +118,11 @@ class Tail:
         if self.replaced >= APART or abs(emitted - tokens) > MISSING * tokens:
             return 0.0
         return (1 - self.replaced / APART) * (credited - plain_seconds(group, forward))
+
+
+def began_later(steps: int, others: int) -> bool:
+    """Whether a row with so many steps began after one with `others`."""
+    return steps < YOUNGER * others - STAGGERED
 
 
 def plain_seconds(group: Sequence[Ended], forward: ForwardCost) -> float:
