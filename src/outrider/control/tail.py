@@ -33,7 +33,7 @@ RATE = 0.3  # of a batch that empties, in the moving mean of `shared`
 FORGET = 0.05  # the same, where nothing was gained: what was seen need not hold any more
 LEAST_GAIN = 0.2  # accepted tokens a step, in the mean, that tell something
 REPLACED = 0.1  # of a request that ends, in the moving mean of `replaced`
-# Of the steps of a row, and less: another one with fewer began later.  Prompts of requests that begin together
+# Of the steps of a row, and less: another one with fewer began later.  Prompts of requests that begin at once
 # take a few steps, and with drafts a request may end in as few.
 YOUNGER, STAGGERED = 0.75, 4
 HALF = 0.5  # part of the others that began later where all places are taken again
