@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.control.acceptance import Outcome, Reach
+from outrider.control.acceptance import Outcome
 from outrider.control.alike import FEW, kind_of
-from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
 from outrider.control.evidence import Evidence
 from outrider.control.first_costs import FirstCosts
@@ -30,7 +29,7 @@ def evidence() -> Evidence:
 
 
 def rows(count: int) -> list[Row]:
-    made = [make_row([1, 2, 3], id=str(i), limit=200) for i in range(count)]
+    made = [make_row([1, 2, 3], id=str(i), limit=200 + i) for i in range(count)]
     for row in made:
         row.steps = 3
     return made
@@ -46,9 +45,9 @@ def outcome(right: bool) -> Outcome:
 
 def test_few_rows_are_planned_for_one_by_one_once_they_have_a_state() -> None:
     made, (row,) = evidence(), rows(1)
-    assert kind_of(row, None, [], CROWD) is not None
-    assert kind_of(row, made.state(row), [], CROWD) is None
-    assert kind_of(row, made.state(row), [], CROWD + 1) is not None
+    assert kind_of(row, None, DEPTH, [], CROWD) is not None
+    assert kind_of(row, made.state(row), DEPTH, [], CROWD) is None
+    assert kind_of(row, made.state(row), DEPTH, [], CROWD + 1) is not None
 
 
 def test_many_rows_are_alike_by_what_was_accepted_of_them() -> None:
@@ -57,9 +56,9 @@ def test_many_rows_are_alike_by_what_was_accepted_of_them() -> None:
         for _ in range(FEW):
             made.state(row).reach[0].learn(outcome(right))
     made.state(new).reach[0].learn(outcome(False))  # one draft tells little
-    good_kind, bad_kind, new_kind = (kind_of(row, made.state(row), [], 32) for row in (good, bad, new))
+    good_kind, bad_kind, new_kind = (kind_of(row, made.state(row), DEPTH, [], 32) for row in (good, bad, new))
     assert len({good_kind, bad_kind, new_kind}) == 3
-    assert kind_of(good, made.state(good), [1], 32) != kind_of(good, made.state(good), [0], 32)
+    assert kind_of(good, made.state(good), DEPTH, [1], 32) != kind_of(good, made.state(good), DEPTH, [0], 32)
 
 
 @pytest.mark.parametrize("count", [4, 32])
@@ -119,17 +118,28 @@ def test_a_warm_up_teaches_what_drafts_cost_by_depth_and_rows() -> None:
     assert made.reach[1].asked == 0
 
 
-def test_drafts_whose_cost_a_warm_up_told_are_deep_at_once() -> None:
-    """Their cost hardly depends on the depth: the first trial that counts is no draft of one token."""
-    made = evidence()
-    for k in range(2):
-        made.drafting.learn(k, 32, 1, 0.0018)
-        made.drafting.learn(k, 32, DEPTH, 0.0021)
-    auto = AutoController(LIMITS, made)
+def test_a_row_that_may_lose_nothing_more_refuses_no_other() -> None:
+    made, known = evidence(), rows(16)
     for reach in made.reach:
-        reach.learn(outcome(True))
-        reach.learn(outcome(True))
-    batch = batch_of(rows(32))
-    budgets = auto.budget(batch)
-    assert max(budget.depth for budget in budgets) in (0, DEPTH)
-    assert isinstance(made.reach[0], Reach)
+        for _ in range(50):
+            reach.learn(outcome(True))
+    planner, batch = Planner(LIMITS, made), batch_of(known)
+    for row in known:
+        made.state(row)
+    made.state(known[0]).ledger.loss = 1.0
+    plans = planner.plans(batch, Load.of(batch, made.forward))
+    assert known[0] not in plans and len(plans) == 15
+
+
+def test_rows_of_different_lengths_are_alike() -> None:
+    made = evidence()
+    known = [make_row([1, 2, 3], id=str(i), limit=100 + i) for i in range(16)]
+    kinds = {kind_of(row, None, min(DEPTH, row.draft_depth), [], 16) for row in known}
+    assert len(kinds) == 1 and made.arms
+
+
+def test_an_assumed_pace_is_not_kept() -> None:
+    forward = ForwardCost(dict.fromkeys((1, 8, 64), SECONDS))
+    assert forward.growing(32) == pytest.approx(0.0, abs=0.01)
+    forward.learn_plain(32, 32, 0, 2 * SECONDS, steps=7)
+    assert forward.growing(32) == pytest.approx(0.0, abs=0.01)

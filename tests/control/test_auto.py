@@ -184,7 +184,24 @@ def test_on_a_device_no_step_waits_for_a_plan(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(auto.planner, "plans", planned)
     monkeypatch.setattr(auto, "settle", settled)
     drafted = [bool(step_on_a_device(auto, row, right=False)[0].tree.tokens) for _ in range(200)]
-    assert not drafted[0] and any(drafted) and auto.rest is not None
+    assert not drafted[0] and any(drafted)
+    assert auto.rest is not None and not auto.due, "a rest makes no plans"
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_on_a_device_a_chunk_that_emits_nothing_begins_no_rest(chunks: int) -> None:
+    auto, _ = on_a_device()
+    row = make_row([1] * 4 * chunks, limit=1000)
+    for chunk in range(chunks):
+        batch = Batch([RowStep(row, 4 * chunk, 4)], prefill=True)
+        batch[0].budget = auto.budget(batch)[0]
+        auto.trim(batch)
+        auto.settle()
+        batch[0].emitted = [7] if batch[0].emits else []
+        auto.learn(Commit(batch), PLAIN)
+        assert auto.rest is None
+    row.steps = 1
+    assert [step_on_a_device(auto, row)[0].tree.tokens for _ in range(8)][-1]
 
 
 def test_on_a_device_the_last_step_of_a_row_is_taken_in_before_it_leaves() -> None:
@@ -195,7 +212,18 @@ def test_on_a_device_the_last_step_of_a_row_is_taken_in_before_it_leaves() -> No
     assert auto.ended and row in auto.evidence.states
     auto.settle(computes=False)
     assert not auto.ended and not auto.log and row not in auto.evidence.states
-    assert sum(row.drafting.steps.values()) == row.steps
+    assert row.drafting is not None and sum(row.drafting.steps.values()) == row.steps
+
+
+def test_on_a_device_a_row_that_joins_takes_nothing_from_those_that_have_ended() -> None:
+    auto, row = on_a_device()
+    while not step_on_a_device(auto, row)[0].tree.tokens:
+        pass
+    step_on_a_device(auto, row, last=True)
+    auto.evidence.drop_ended()  # as when another row joins
+    auto.settle(computes=False)
+    assert row.drafting is not None and not auto.evidence.states
+    assert row.drafting.steps["drafter"] > 0 and sum(row.drafting.steps.values()) == row.steps
 
 
 def test_without_a_device_outcomes_are_taken_in_at_once() -> None:

@@ -17,8 +17,7 @@ class Accounts:
 
     grace: what requests may lose.
     room, row_grace: left of the ledger of all requests, and what each request may lose.
-    reserve: left for drafts that surely pay, where there is no room.  reserved: there are such drafts, so
-    that others may not use it.
+    reserve: left for drafts that surely pay, where there is no room.
     trials: what the plans have left of them, by drafter.
     """
 
@@ -28,7 +27,6 @@ class Accounts:
         self.evidence, self.grace = evidence, grace
         self.load = Load(evidence.forward)
         self.room = self.reserve = self.row_grace = 0.0
-        self.reserved = False
         self.trials: list[Trials] = []
 
     def begin(self, load: Load, aside: float) -> None:
@@ -36,7 +34,7 @@ class Accounts:
         self.load = load
         self.set_grace(load)
         ledger = self.evidence.ledger
-        self.room, self.reserve, self.reserved = ledger.room - aside, ledger.reserve, False
+        self.room, self.reserve = ledger.room - aside, ledger.reserve
         self.trials = [replace(trials) for trials in self.evidence.trials]
 
     def set_grace(self, load: Load) -> None:

@@ -36,19 +36,26 @@ class Choice(NamedTuple):
     plan: Plan
 
 
+class Refusal(NamedTuple):
+    """Of rows of a kind that may lose no more than `room` seconds: steps until they may get a plan."""
+
+    wait: int
+    room: float
+
+
 Kind = tuple[Any, ...]
 
 
-def kind_of(row: Row, state: RowState | None, lacks: Sequence[int], batch: int) -> Kind | None:
+def kind_of(row: Row, state: RowState | None, most: int, lacks: Sequence[int], batch: int) -> Kind | None:
     """What the plan of a row depends on, roughly.  None: it is planned for by itself.
 
     A row without a state is like others without one.  Beside many requests, the others are alike by the
     acceptance of their drafts and by the drafters that they may try: `trim` judges their nodes one by one.
 
-    lacks: tokens of its text that the drafters have not computed.
+    most: the deepest draft that it may get.  lacks: tokens of its text that the drafters have not computed.
     """
     late = [-(-tokens // LATE) for tokens in lacks]
-    what = row.draft_depth, row.steps > 0, row.left_out, row.params.draft_method, *late
+    what = most, row.steps > 0, row.left_out, row.params.draft_method, *late
     if state is None:  # nothing speaks for drafts: its grades are 0
         return what
     if batch <= CROWD:

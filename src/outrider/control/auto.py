@@ -94,7 +94,7 @@ class AutoController(StandingPlans):
             self._look(batch)
         else:
             self._look_at_new(batch)
-        if self.vain and self.load.batch:
+        if self.vain:
             self._begin_rest()
             return [NO_BUDGET] * len(batch)
         self.anchored = self._anchor()
@@ -123,7 +123,8 @@ class AutoController(StandingPlans):
         count = len(self.rows)
         depth, need = self.limits.depth_for(count), least_need(self.planner)
         self.rest = Rest(self.planner, self.load, longest - 1, new, need, depth, count)
-        self.anchored, self.vain, self.since_plain = False, False, 0
+        self.anchored = self.vain = self.due = False
+        self.since_plain = 0
         self._charge(self.looked)
         self.looked = 0.0
 
@@ -198,6 +199,7 @@ class AutoController(StandingPlans):
             if rest is not None and len(ended) == len(batch):
                 rest.settle()
             self.ended.append((ended, batch, self.load if rest is None else rest.load))
+            self.evidence.pending = True
             self._drop_plans(ended)
             self.rows, self.tries = [], {}
             if not self.settles:
@@ -210,7 +212,7 @@ class AutoController(StandingPlans):
         for ended, batch, load in self.ended:
             self.evidence.finish(ended, batch, load)
         self.evidence.save(time.perf_counter())
-        self.ended = []
+        self.ended, self.evidence.pending = [], False
 
     def _note(self, batch: Batch, times: Times, ended: bool, once: float) -> None:
         """Log a step, and take in the log if it is due."""

@@ -73,10 +73,10 @@ class ForwardCost:
 
     def pace(self, batch: int) -> float:
         """Speed of the machine for a batch of so many requests; that of the nearest batch if it is new."""
-        if batch not in self.paces:
-            nearest = min(self.paces, key=lambda other: abs(other - batch), default=None)
-            self.paces[batch] = 1.0 if nearest is None else self.paces[nearest]
-        return self.paces[batch]
+        if batch in self.paces:
+            return self.paces[batch]
+        nearest = min(self.paces, key=lambda other: abs(other - batch), default=None)
+        return 1.0 if nearest is None else self.paces[nearest]
 
     def plain_near(self, batch: int) -> int:
         """Steps without drafts that were seen of so many requests, or of at most a quarter more or less."""
@@ -135,7 +135,7 @@ class ForwardCost:
                 self.shares[batch] = max(LEAST_SHARE, 1 / ratio)
         elif abs(deviation) < CLIP:
             rate = max(1 - (1 - PACE_RATE) ** steps, steps / self.plain_steps[batch])
-            self.paces[batch] *= math.exp(rate * deviation)
+            self.paces[batch] = self.pace(batch) * math.exp(rate * deviation)
             self.jumps = 0
         elif steps > 2 or self.jumps * deviation > 0:
             self.paces[batch], self.jumps = ratio, 0

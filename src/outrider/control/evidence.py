@@ -29,7 +29,6 @@ KNOWN = 8  # asks after which a drafter is known
 SURPRISE = 0.2  # logarithm of a step's seconds over the expected ones
 FEW_TOKENS = 16  # of a prompt: fewer tell nothing of what its prefill costs, or are those of a draft
 PREFILLS = 5  # of which the median counts
-HISTORY = 2000  # moments that are kept for a picture
 Asks = dict[tuple[int, int], list[tuple[float, float]]]  # (drafter, rows) -> depths and seconds
 JUDGED = 8  # rows of a step whose drafts are judged node by node
 MAX_CLIP = 1.1  # of a step's seconds over the expected ones, in the ledger; more is noise of the machine
@@ -43,12 +42,12 @@ class Evidence:
     this start.  decided: rows whose prefill was decided on -> seconds of it that the ledger has so far.
     idle: moving average of the seconds that drafters take in a step that asks none.  surprises: drafting
     steps in a row that took other than expected.
-    host: seconds of the controller itself that no ledger has yet.  overhead: moving average of them for a
-    step with drafts, from 0: the first ones, which are planned one by one, tell little of later ones.
+    host: seconds of the controller itself that no ledger has yet.  overhead: their mean, of steps with drafts.
     prefill_cost: seconds of a drafter for a token of a prompt, the median of `prefills`; prefill_seconds: for
     all prompts so far.  worth: seconds that drafts have saved beyond them in the requests that it read.
     sums: of the steps that are being taken in.  turn: number of steps whose drafts were judged.
     history: the last sums, some steps apart.  module: corrects acceptance.  memory: for the next start.
+    pending: some rows have ended and are still to be completed.
     """
 
     def __init__(
@@ -68,13 +67,13 @@ class Evidence:
         self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * forward.base(1))
         self.prefills = [deque([cost] if cost else [], maxlen=PREFILLS) for cost in self.prefill_cost]
         self.total, self.reliability, self.kept_at = DraftingSummary(), Reliability(), -math.inf
-        self.history: deque[Moment] = deque(maxlen=HISTORY)
+        self.history = deque[Moment](maxlen=2000)  # for a picture
         # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
         self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
         self.known = [reach.asked >= KNOWN for reach in self.reach]
         self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * forward.base(1)) for old in self.known]
         self.sums, self.turn, self.surprises = StepSums(arms), 0, 0
-        self.states, self.decided = dict[Row, RowState](), dict[Row, float]()
+        self.states, self.decided, self.pending = dict[Row, RowState](), dict[Row, float](), False
         self.tail, self.worth = Tail(), [0.0] * len(arms)
         self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
 
@@ -189,11 +188,12 @@ class Evidence:
         self.total.plain_seconds -= never_saved
 
     def drop_ended(self) -> None:
-        """Forget rows that ended outside a step."""
+        """Forget rows that ended outside a step, unless some are still to be completed."""
         for row in [row for row in self.sums.sums if row is not None and row.finish_reason is not None]:
             self._enter_sums(row)
-        self.states = {row: state for row, state in self.states.items() if row.finish_reason is None}
-        self.decided = {row: paid for row, paid in self.decided.items() if row.finish_reason is None}
+        if not self.pending:
+            self.states = {row: state for row, state in self.states.items() if row.finish_reason is None}
+            self.decided = {row: paid for row, paid in self.decided.items() if row.finish_reason is None}
 
     def save(self, now: float) -> None:
         """Remember what was learned for the next start, at most every `EVERY` seconds."""

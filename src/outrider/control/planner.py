@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from outrider.control.acceptance import Reach
 from outrider.control.accounts import Accounts
-from outrider.control.alike import Candidate, Choice, Kind, kind_of
+from outrider.control.alike import Candidate, Choice, Kind, Refusal, kind_of
 from outrider.control.choose import Option
 from outrider.control.crowds import Crowd, crowd_of, relieved, shrink
 from outrider.control.evidence import FEW_TOKENS, KNOWN, LONGEST_PAUSE, Evidence
@@ -58,7 +58,7 @@ class Planner:
     zs: drawn standard deviations, by drafter.  options: of rows that never asked, by acceptance, largest
     depth, and rows that ask together.  cautious: gains by a cautious estimate, by acceptance and depth.
     crowds: by drafter.  trying: drafters that some row tries.
-    refused: kind of rows that get no plan -> their `wait`.  granted: kind -> what its first row got.
+    refused: kinds of rows that get no plan.  granted: kind -> what its first row got.
     prices: of the drafters beside that load.
     """
 
@@ -75,7 +75,7 @@ class Planner:
         self.cautious: dict[tuple[Reach, int], float] = {}
         self.crowds = [Crowd()] * len(arms)
         self.trying: set[int] = set()
-        self.refused, self.granted = dict[Kind, int](), dict[Kind | None, Choice]()
+        self.refused, self.granted = dict[Kind, Refusal](), dict[Kind | None, Choice]()
         self.prices = Prices(arms, evidence)
 
     def plans(
@@ -143,7 +143,6 @@ class Planner:
             if math.isfinite(least):
                 if depth := self.depth(k, reach, most):
                     sure = self.surely_pays(reach, self._option(k, reach, 0.0, depth))
-                accounts.reserved |= sure
                 lacks.append(least - accounts.room_of(sure))
         return accounts.until(min(lacks, default=0.0))
 
@@ -177,9 +176,9 @@ class Planner:
                 return None
             state.ledger.grace = accounts.row_grace
             room = state.ledger.room
-        kind = self._kind(row, state)
-        if kind is not None and kind in self.refused:
-            self.wait = min(self.wait, self.refused[kind])
+        kind = self._kind(row, state, most)
+        if kind is not None and kind in self.refused and room <= self.refused[kind].room:
+            self.wait = min(self.wait, self.refused[kind].wait)
             return None
         like = self.granted.get(kind)
         if like is not None and self._takes(like, room):
@@ -191,12 +190,13 @@ class Planner:
             chosen.sort(key=lambda candidate: candidate.option.cost)
             plan = self._plan_of(row, self._begun(row), chosen, exploring)
             # one row is enough to tell what computing a text costs a drafter
-            if kind is not None and (not plan.late or all(self.evidence.prefills[k] for k in plan.floors)):
+            known = [bool(self.evidence.prefills[k]) for k in plan.floors if self.arms[k].prefills]
+            if kind is not None and (not plan.late or all(known)):
                 self.granted[kind] = Choice(chosen, exploring, plan)
             return plan
         wait = max(wait, min(DIGEST, self.load.batch))  # with many rows one of them is always due
         if kind is not None:
-            self.refused[kind] = wait  # the room only shrinks while plans are made
+            self.refused[kind] = Refusal(wait, room)  # that of all only shrinks while plans are made
         elif state is not None:
             state.asleep, state.crowd = row.steps + wait, self.load.batch
         self.wait = min(self.wait, wait)
@@ -237,9 +237,9 @@ class Planner:
         tests = bool(exploring) or any(self.evidence.reach_of(o.drafter, row).asked < KNOWN for o in options)
         return Plan(state, options, exploring, self._bound(options, floors), floors, loss, late, sure, tests)
 
-    def _kind(self, row: Row, state: RowState | None) -> Kind | None:
+    def _kind(self, row: Row, state: RowState | None, most: int) -> Kind | None:
         lacks = [self._lacks(k, row) for k, arm in enumerate(self.arms) if arm.prefills]
-        return kind_of(row, state, lacks, self.load.batch)
+        return kind_of(row, state, most, lacks, self.load.batch)
 
     def _choose(
         self, row: Row, state: RowState | None, most: int, room: float

@@ -61,7 +61,7 @@ class StandingPlans:
         self.evidence.refresh()
         self.plans = self.planner.plans(batch, self.load)
         self._mark_considered(batch)
-        self.vain = not self.plans
+        self.vain = not self.plans and self.load.batch > 0  # a chunk of a prompt emits nothing
         self.looked, self.stale, self.age = self.clock() - began, False, 0
         took = min(self.looked + self.digested, OUTLIER * self.look_seconds + LONG_PLAN)
         self.look_seconds += 0.1 * (took - self.look_seconds)

@@ -42,7 +42,12 @@ def methods() -> dict[str, type[Drafter]]:
         if path not in __path__:
             _check_names(path)
             __path__.append(path)
-    return classes(__name__, __path__, Drafter)
+    try:
+        return classes(__name__, __path__, Drafter)
+    except Exception as error:
+        if not os.environ.get(FOLDERS):
+            raise
+        raise ConfigError(f"{FOLDERS}: a file of these folders cannot be imported: {error!r}.") from error
 
 
 def _check_names(folder: str) -> None:
@@ -50,7 +55,7 @@ def _check_names(folder: str) -> None:
     taken = {module.name for module in iter_modules(__path__)}
     for module in iter_modules([folder]):
         if module.name in taken:
-            raise ConfigError(f"{FOLDERS}: {module.name!r} is a method of Outrider's: rename the file.")
+            raise ConfigError(f"{FOLDERS}: there is a method {module.name!r} already: rename the file.")
 
 
 def head_methods() -> dict[str, type[HeadDrafter]]:

@@ -204,6 +204,7 @@ class Learner:
         elif not found.better and not found.learning:
             self._miss()
         self._report()
+        yield  # the work may be that of another candidate now
 
     def _miss(self) -> None:
         """Go on with a candidate that does not get better, or begin anew, after a rest."""
