@@ -120,6 +120,8 @@ def test_a_file_gives_options_that_the_command_line_overrides(
         ("- a\n", "must have an option a line, such as port: 8000"),
         ("a: [", "is no YAML: "),
         ("nope: 1", "--nope"),
+        ("nope: false", "--nope"),
+        ("nope:", "--nope"),
         (None, "cannot be read"),
     ],
 )
@@ -129,6 +131,11 @@ def test_a_file_that_is_wrong_is_refused(content: str | None, text: str, run: Ru
         file.write_text(content)
     result = run("serve", "builtin", "--config", file)
     assert result.status == 2 and text in " ".join(result.err.split()), result.err
+
+
+def test_a_file_has_to_be_named(run: Run) -> None:
+    result = run("serve", "builtin", "--config")
+    assert result.status == 2 and "--config needs a file" in " ".join(result.err.split()), result.err
 
 
 def test_adapters_may_be_objects(run: Run, started: list[Started]) -> None:

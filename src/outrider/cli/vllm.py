@@ -134,6 +134,8 @@ def configured(words: Sequence[str], options: Container[str]) -> list[str]:
         name, equals, value = word.partition("=")
         if name == FILE:
             files.append(value if equals else next(given, ""))
+            if not files[-1]:
+                raise ConfigError(f"{FILE} needs a file.")
         else:
             rest.append(word)
     model = rest[:1] if rest and not rest[0].startswith("-") else []
@@ -158,12 +160,17 @@ def _entries(file: str) -> dict[str, Any]:
 
 
 def _option(name: str, value: Any, options: Container[str]) -> list[str]:
-    """The arguments for an option of a file: none for null, and for a switch that is off anyway."""
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        off = f"--no-{name[2:]}"
-        return [name] if value else [off] if off in options else []
+    """The arguments for an option of a file: none for null, and for a switch that is off anyway.
+
+    An unknown one is left to be refused by its name, with any value.
+    """
+    off = f"--no-{name[2:]}"
+    if value is False and off in options:
+        return [off]
+    if value is None or value is False:
+        return [] if name in options or off in options else [name]
+    if value is True:
+        return [name]
     if isinstance(value, list):
         return [word for each in value for word in _option(name, each, options)]
     return [name, json.dumps(value) if isinstance(value, dict) else str(value)]

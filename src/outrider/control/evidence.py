@@ -42,7 +42,7 @@ class Evidence:
     this start.  decided: rows whose prefill was decided on -> seconds of it that the ledger has so far.
     idle: moving average of the seconds that drafters take in a step that asks none.  surprises: drafting
     steps in a row that took other than expected.
-    host: seconds of the controller itself that no ledger has yet.  overhead: their mean, of steps with drafts.
+    host: seconds of the controller itself that no ledger has yet.  overhead: their mean in drafting steps.
     prefill_cost: seconds of a drafter for a token of a prompt, the median of `prefills`; prefill_seconds: for
     all prompts so far.  worth: seconds that drafts have saved beyond them in the requests that it read.
     sums: of the steps that are being taken in.  turn: number of steps whose drafts were judged.

@@ -272,7 +272,8 @@ class Engine:
 
     def add(self, row: Row) -> None:
         """Queue a row."""
-        adopt_threads()
+        if self.learner is None:  # it lets torch use fewer threads for a while
+            adopt_threads()
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:
