@@ -46,4 +46,11 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "ngram.py").write_text(ECHO)
     twice = models(str(tmp_path), "--method", "ngram")
     assert twice.returncode == 2
-    assert "OUTRIDER_DRAFTERS: 'ngram' is a method of Outrider's: rename the file." in twice.stderr
+    assert "OUTRIDER_DRAFTERS: there is a method 'ngram' already: rename the file." in twice.stderr
+
+
+def test_a_file_that_cannot_be_imported_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    found = models(str(tmp_path), "--method", "ngram")
+    assert found.returncode == 2 and "nothing_of_this_name" in found.stderr
+    assert found.stderr.startswith("error: OUTRIDER_DRAFTERS: a file of these folders cannot be imported")
