@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commands import Result, Run
+from commands import Result, Run, Started
 
 from outrider.cli import main
+from outrider.serve.options import ServerOptions
 from outrider.testing import tiny_checkpoint
 
 
@@ -30,6 +33,18 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Result(status, printed.out, printed.err)
 
     return call
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """What would be served."""
+    calls: list[Started] = []
+
+    def start(options: ServerOptions, engine: Any, config: Any, threads: int | None) -> None:
+        calls.append((options, engine, config))
+
+    monkeypatch.setattr(import_module("outrider.cli.serve"), "start", start)  # the package has the command
+    return calls
 
 
 @pytest.fixture(scope="session")

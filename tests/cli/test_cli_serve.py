@@ -5,28 +5,10 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from importlib import import_module
-from typing import Any
 
 import pytest
 import torch
-from commands import Run
-
-from outrider.serve.options import ServerOptions
-
-Started = tuple[ServerOptions, dict[str, Any], dict[str, Any] | None]
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
-    """What would be served."""
-    calls: list[Started] = []
-
-    def start(options: ServerOptions, engine: Any, config: Any, threads: int | None) -> None:
-        calls.append((options, engine, config))
-
-    monkeypatch.setattr(import_module("outrider.cli.serve"), "start", start)  # the package has the command
-    return calls
+from commands import Run, Started
 
 
 @pytest.mark.parametrize("dash", ["-", "_"])

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import Run
+from commands import Run, Started
 
 from outrider.cli.vllm import nested, sized
-from outrider.serve.options import ServerOptions
-
-Started = tuple[ServerOptions, dict[str, Any], dict[str, Any] | None]
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
-    """What would be served."""
-    calls: list[Started] = []
-
-    def start(options: ServerOptions, engine: Any, config: Any, threads: int | None) -> None:
-        calls.append((options, engine, config))
-
-    monkeypatch.setattr(import_module("outrider.cli.serve"), "start", start)
-    return calls
 
 
 @pytest.mark.parametrize(
@@ -139,9 +122,9 @@ def test_a_file_has_to_be_named(run: Run) -> None:
 
 
 def test_adapters_may_be_objects(run: Run, started: list[Started]) -> None:
-    module = '{"name": "sql", "path": "/tmp/x", "base_model_name": "b"}'
-    assert run("serve", "builtin", "--lora-modules", module, "b=/tmp/y").status == 0
-    assert started[0][0].lora_modules == ("sql=/tmp/x", "b=/tmp/y")
+    module = '{"name": "sql", "path": "/models/x", "base_model_name": "b"}'
+    assert run("serve", "builtin", "--lora-modules", module, "b=/models/y").status == 0
+    assert started[0][0].lora_modules == ("sql=/models/x", "b=/models/y")
     for wrong in ('{"name": "sql"}', '{"name": 1, "path": "x"}', "{"):
         result = run("serve", "builtin", "--lora-modules", wrong)
         assert result.status == 2 and "--lora-modules must be NAME=PATH" in result.err, result.err

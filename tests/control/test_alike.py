@@ -43,22 +43,15 @@ def outcome(right: bool) -> Outcome:
     return Outcome(1, False) if right else Outcome(0, True)
 
 
-def test_few_rows_are_planned_for_one_by_one_once_they_have_a_state() -> None:
-    made, (row,) = evidence(), rows(1)
-    assert kind_of(row, None, DEPTH, [], CROWD) is not None
-    assert kind_of(row, made.state(row), DEPTH, [], CROWD) is None
-    assert kind_of(row, made.state(row), DEPTH, [], CROWD + 1) is not None
-
-
 def test_many_rows_are_alike_by_what_was_accepted_of_them() -> None:
     made, (good, bad, new) = evidence(), rows(3)
     for row, right in ((good, True), (bad, False)):
         for _ in range(FEW):
             made.state(row).reach[0].learn(outcome(right))
     made.state(new).reach[0].learn(outcome(False))  # one draft tells little
-    good_kind, bad_kind, new_kind = (kind_of(row, made.state(row), DEPTH, [], 32) for row in (good, bad, new))
+    good_kind, bad_kind, new_kind = (kind_of(row, made.state(row), DEPTH, []) for row in (good, bad, new))
     assert len({good_kind, bad_kind, new_kind}) == 3
-    assert kind_of(good, made.state(good), DEPTH, [1], 32) != kind_of(good, made.state(good), DEPTH, [0], 32)
+    assert kind_of(good, made.state(good), DEPTH, [1]) != kind_of(good, made.state(good), DEPTH, [0])
 
 
 @pytest.mark.parametrize("count", [4, 32])
@@ -134,7 +127,7 @@ def test_a_row_that_may_lose_nothing_more_refuses_no_other() -> None:
 def test_rows_of_different_lengths_are_alike() -> None:
     made = evidence()
     known = [make_row([1, 2, 3], id=str(i), limit=100 + i) for i in range(16)]
-    kinds = {kind_of(row, None, min(DEPTH, row.draft_depth), [], 16) for row in known}
+    kinds = {kind_of(row, None, min(DEPTH, row.draft_depth), []) for row in known}
     assert len(kinds) == 1 and made.arms
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from outrider.serve.options import ServerOptions
 
 
 @dataclass
@@ -14,3 +17,5 @@ class Result:
 
 
 Run = Callable[..., Result]  # run("generate", "-p", "x", stdin="…")
+# options of the server and of the engine, and its speculative_config
+Started = tuple[ServerOptions, dict[str, Any], dict[str, Any] | None]

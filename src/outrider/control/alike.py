@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from outrider.control.acceptance import Reach
 from outrider.control.choose import Option
-from outrider.control.ledger import CROWD
 from outrider.control.plan import Plan, RowState
 from outrider.core.row import Row
 
@@ -46,11 +45,10 @@ class Refusal(NamedTuple):
 Kind = tuple[Any, ...]
 
 
-def kind_of(row: Row, state: RowState | None, most: int, lacks: Sequence[int], batch: int) -> Kind | None:
-    """What the plan of a row depends on, roughly.  None: it is planned for by itself.
+def kind_of(row: Row, state: RowState | None, most: int, lacks: Sequence[int]) -> Kind:
+    """What the plan of a row depends on, roughly.  `trim` judges the nodes of all rows one by one.
 
-    A row without a state is like others without one.  Beside many requests, the others are alike by the
-    acceptance of their drafts and by the drafters that they may try: `trim` judges their nodes one by one.
+    Rows with a state also differ by the acceptance of their drafts and by the drafters that they may try.
 
     most: the deepest draft that it may get.  lacks: tokens of its text that the drafters have not computed.
     """
@@ -58,8 +56,6 @@ def kind_of(row: Row, state: RowState | None, most: int, lacks: Sequence[int], b
     what = most, row.steps > 0, row.left_out, row.params.draft_method, *late
     if state is None:  # nothing speaks for drafts: its grades are 0
         return what
-    if batch <= CROWD:
-        return None
     return *what, *state.grades, *map(_likely, state.reach), *[retry > row.steps for retry in state.retry]
 
 

@@ -155,8 +155,7 @@ class AutoController(StandingPlans):
 
     def _follow(self, batch: Batch) -> None:
         """Go on with the plans so far, while they hold: others are made while the device computes."""
-        if batch.prefill or not self.load.decodes_only or batch.rows != self.rows:
-            self._take_rows(batch)
+        self._take_changed(batch)
         self.due |= self.stale or any(step.emits and step.row not in self.considered for step in batch)
 
     # ---- while drafting
@@ -262,8 +261,9 @@ class AutoController(StandingPlans):
                 self._look_at_new(self.batch)
             enter_losses(ledger, tries.values(), -1)
             self.room.set(ledger, {**going, **self.plans})
-            self.evidence.host = self.looked = 0.0  # what was charged before is in the ledger now
             self.due = False
+        if computes:
+            self.evidence.host = self.looked = 0.0
 
     def shared(self, rows: Collection[Row]) -> int:
         """How many of these rows were in its last step."""

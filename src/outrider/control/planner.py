@@ -20,7 +20,7 @@ from outrider.control.choose import Option
 from outrider.control.crowds import Crowd, crowd_of, relieved, shrink
 from outrider.control.evidence import FEW_TOKENS, KNOWN, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
-from outrider.control.ledger import USED, USUAL_GRACE, Grace
+from outrider.control.ledger import CROWD, USED, USUAL_GRACE, Grace
 from outrider.control.plan import Load, Plan, RowState
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
 from outrider.core.clock import working_time
@@ -141,7 +141,7 @@ class Planner:
         for k, reach in enumerate(self.evidence.reach):
             least, sure = self.need(k, self.load, True), False
             if math.isfinite(least):
-                if depth := self.depth(k, reach, most):
+                if least > accounts.room and (depth := self.depth(k, reach, most)):
                     sure = self.surely_pays(reach, self._option(k, reach, 0.0, depth))
                 lacks.append(least - accounts.room_of(sure))
         return accounts.until(min(lacks, default=0.0))
@@ -176,13 +176,14 @@ class Planner:
                 return None
             state.ledger.grace = accounts.row_grace
             room = state.ledger.room
-        kind = self._kind(row, state, most)
+        # beside few requests, one that is known is planned for by itself
+        kind = self._kind(row, state, most) if state is None or self.load.batch > CROWD else None
         if kind is not None and kind in self.refused and room <= self.refused[kind].room:
             self.wait = min(self.wait, self.refused[kind].wait)
             return None
-        like = self.granted.get(kind)
-        if like is not None and self._takes(like, room):
-            return like.plan._replace(state=self._begun(row))
+        choice = self.granted.get(kind)
+        if choice is not None and self._takes(choice, room):
+            return choice.plan._replace(state=self._begun(row))
         for reach in state.reach if state is not None else ():
             reach.fade(row.steps)
         chosen, exploring, wait = self._choose(row, state, most, room)
@@ -208,19 +209,19 @@ class Planner:
         state.ledger.grace = self.accounts.row_grace
         return state
 
-    def _takes(self, like: Choice, room: float) -> bool:
-        """Set aside what a row like another one may lose, if there is room for the same drafters.
+    def _takes(self, choice: Choice, room: float) -> bool:
+        """Set aside what one more row may lose with these drafters, if there is room for it.
 
         room: seconds that the row may still lose.
         """
         accounts = self.accounts
-        for option, late, pays, sure in like.chosen:
+        for option, late, pays, sure in choice.chosen:
             if need(option.cost, pays) > min(room, accounts.room_of(sure, late)):
                 return False
             if not pays and accounts.wait(option.drafter, option.cost + late):
                 return False
             room -= MARGIN * option.cost
-        for option, late, pays, sure in like.chosen:
+        for option, late, pays, sure in choice.chosen:
             if not pays:
                 accounts.trials[option.drafter].room -= option.cost + late
             accounts.take(MARGIN * option.cost, late, sure)
@@ -237,9 +238,9 @@ class Planner:
         tests = bool(exploring) or any(self.evidence.reach_of(o.drafter, row).asked < KNOWN for o in options)
         return Plan(state, options, exploring, self._bound(options, floors), floors, loss, late, sure, tests)
 
-    def _kind(self, row: Row, state: RowState | None, most: int) -> Kind | None:
+    def _kind(self, row: Row, state: RowState | None, most: int) -> Kind:
         lacks = [self._lacks(k, row) for k, arm in enumerate(self.arms) if arm.prefills]
-        return kind_of(row, state, most, lacks, self.load.batch)
+        return kind_of(row, state, most, lacks)
 
     def _choose(
         self, row: Row, state: RowState | None, most: int, room: float

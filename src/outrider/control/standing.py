@@ -75,9 +75,7 @@ class StandingPlans:
         if new and self.log:
             self._digest()
         began = self.clock()
-        changed = batch.prefill or not self.load.decodes_only or batch.rows != self.rows
-        if changed:
-            self._take_rows(batch)
+        changed = self._take_changed(batch)
         if new:
             rows = [step.row for step in new]
             self._drop_plans(rows)
@@ -94,8 +92,14 @@ class StandingPlans:
         """Rows are considered again after the end of their prompt, when it is known what drafters lack."""
         self.considered.update([step.row for step in steps if step.emits and step.known == 1])
 
+    def _take_changed(self, batch: Batch) -> bool:
+        """Take the rows of a batch if they have changed, or have or had prompt tokens.  Returns whether."""
+        changed = batch.prefill or not self.load.decodes_only or batch.rows != self.rows
+        if changed:
+            self._take_rows(batch)
+        return changed
+
     def _take_rows(self, batch: Batch) -> None:
-        """Take the rows of a batch, which have changed, or have or had prompt tokens."""
         self.prefill_choice.leave_out(batch)
         self.load, self.rows = Load.of(batch, self.evidence.forward, self.evidence.tail), batch.rows
         if gone := (self.considered | self.plans.keys()).difference(batch.rows):  # preempted, or aborted
