@@ -49,6 +49,8 @@ class Request:
 
     The thread that steps the engine takes `states()` between steps.  Any other thread builds outputs from
     it: they read only tokens that are committed.  Partial texts are detokenized there, outside the step.
+
+    ends: outputs have `token_ends`.  Without, the new tokens of a text are decoded at once.
     """
 
     id: str
@@ -60,6 +62,12 @@ class Request:
     truncated: bool = False  # `ids` lack the beginning of the prompt
     texts: dict[int, Detokenizer] = field(default_factory=dict)  # sample -> its text, as far as it was read
     shared: RequestOutput | None = None  # that of `extended`, None until its first call
+    ends: bool = True
+
+    @property
+    def detokenizes(self) -> bool:
+        """Whether its outputs have texts."""
+        return self.tokenizer is not None and self.params.detokenize
 
     @property
     def finished(self) -> bool:
@@ -103,7 +111,7 @@ class Request:
         made.speculation, made.drafting = so_far.stats, so_far.drafting
         made.drafted_by, made.last_draft = so_far.drafted_by, so_far.last_draft
         made.text = self._text(row, made.token_ids, so_far)
-        if (text := row.text or self.texts.get(row.index)) is not None:
+        if self.ends and (text := row.text or self.texts.get(row.index)) is not None:
             made.token_ends += text.ends[len(made.token_ends) : end]
         if made.finish_reason is not None:
             made.token_times = [time - row.entered for time in row.arrivals]
@@ -122,7 +130,7 @@ class Request:
         Excludes the stop string or final token unless include_stop_str_in_output is set.
         """
         params, ended = row.params, so_far.finish_reason is not None
-        if self.tokenizer is None or not params.detokenize:
+        if not self.detokenizes:
             return ""
         if so_far.text is not None:
             if not ended:
@@ -146,8 +154,11 @@ class Request:
         if index not in self.texts:
             self.texts[index] = Detokenizer(self.tokenizer, self.params.skip_special_tokens)
         text = self.texts[index]
-        for token in ids[text.count :]:
-            text.feed(token)
+        if self.ends:
+            for token in ids[text.count :]:
+                text.feed(token)
+        else:
+            text.feed_all(ids[text.count :])
         if ended:
             text.flush()
         return text.text

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.serve.errors import ApiError, api_error, not_ready
 from outrider.serve.options import ServerOptions
 from outrider.serve.traces import HEADERS
-from outrider.serve.wire import Left
+from outrider.serve.wire import DIRECT, Left
 
 # routes that need no key and answer in every state; "" is redirected to "/"
 OPEN = ("", "/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json")
@@ -50,9 +50,7 @@ class Guard:
             return
         started = False
 
-        async def noted(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
+        async def sent(message: Message) -> None:
             try:
                 await send(message)
             except RuntimeError as error:  # uvloop's, before uvicorn knows that the connection is lost
@@ -60,6 +58,12 @@ class Guard:
                     raise Left from error
                 raise
 
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await sent(message)
+
+        scope[DIRECT] = sent
         try:
             path = self._routed(scope)
             public = path in OPEN or (path.startswith(FILES) and ".." not in path)
