@@ -8,6 +8,8 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from outrider.core.reasoning import without_beginning
+
 
 def _refused(number: str) -> Any:
     raise ValueError(f"{number} is no JSON")
@@ -30,16 +32,22 @@ class ToolCall(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """content: text that is no call.  calls_before: calls in front of the content."""
+    """content: text that is no call.  calls_before: calls in front of the content.
+
+    reasoning: what the model thought before both.  start: of the rest in its text.
+    """
 
     content: str
     calls: list[ToolCall]
     calls_before: int = 0
+    reasoning: str = ""
+    start: int = 0
 
     def only(self, names: Container[str]) -> Parsed:
         """The same without calls of other functions."""
         before = sum(call.name in names for call in self.calls[: self.calls_before])
-        return Parsed(self.content, [call for call in self.calls if call.name in names], before)
+        calls = [call for call in self.calls if call.name in names]
+        return self._replace(calls=calls, calls_before=before)
 
 
 Pieces = list[ToolCall | str]  # calls and the texts behind them, in their order
@@ -63,7 +71,7 @@ class ToolParser:
         A call that has begun stays one, also if the text ends within it.  A finished text without a call is
         content.  names: functions; a bare object that calls none of them is content.
         """
-        text = text if finished else self._certain(text)
+        text = text if finished else without_beginning(text, self.marker)
         is_bare = self.bare and text.lstrip().startswith("{")
         if is_bare:
             pieces = self.read(text)
@@ -78,12 +86,6 @@ class ToolParser:
         if finished:
             return Parsed(text, [])
         return Parsed("" if is_bare else text.rstrip(), [])  # a marker may follow the space
-
-    def _certain(self, text: str) -> str:
-        """The text without an end that may become a marker."""
-        most = min(len(text), len(self.marker) - 1)
-        held = next((n for n in range(most, 0, -1) if self.marker.startswith(text[-n:])), 0)
-        return text[: len(text) - held]
 
 
 def _joined(content: str, pieces: Pieces) -> Parsed:
