@@ -17,8 +17,8 @@ from outrider.serve.logprobs import of_token
 from outrider.serve.protocol import Calling, ChatBody
 from outrider.serve.sampling import check_logprobs, params_of
 from outrider.serve.state import Server
+from outrider.serve.tool_calls import Parsed, ToolCall, ToolParser, listed
 from outrider.serve.tool_choice import ToolUse
-from outrider.serve.tools import Parsed, ToolCall, ToolParser, listed
 
 
 async def chat_job(server: Server, body: ChatBody) -> Job:
@@ -109,7 +109,7 @@ class Reply:
             return Parsed("", [ToolCall(name, text, finish_reason not in (None, "length"))])
         if self.use.required:
             return Parsed("", [each for each in listed(text) if isinstance(each, ToolCall)])
-        return self.parser.parse(text, finish_reason is not None, self.use.names)
+        return self.parser.parse(text, finish_reason is not None, self.use.parameters)
 
 
 def called(call: ToolCall) -> dict[str, Any]:

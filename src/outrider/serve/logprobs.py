@@ -14,7 +14,7 @@ from outrider.outputs import CompletionOutput
 from outrider.progress import Request
 from outrider.requests import Reader
 from outrider.serve.protocol import Classic
-from outrider.serve.tools import Parsed
+from outrider.serve.tool_calls import Parsed
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 

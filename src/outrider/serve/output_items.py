@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.serve.answers import derived
-from outrider.serve.tools import Parsed, ToolCall
+from outrider.serve.tool_calls import Parsed, ToolCall
 
 Event = dict[str, Any]
 TEXTS = ("reasoning", "message")  # types of items with a text

@@ -27,7 +27,8 @@ from outrider.serve.errors import ApiError, not_ready
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServerOptions
 from outrider.serve.reasoning import markers_for
-from outrider.serve.tools import ToolParser, parser_for
+from outrider.serve.tool_calls import ToolParser
+from outrider.serve.tools import parser_for
 from outrider.serve.traces import Traces
 
 Result = TypeVar("Result")
