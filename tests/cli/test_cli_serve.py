@@ -125,7 +125,8 @@ def test_gpu_layers_are_checked_without_a_context_on_the_gpu(
     [
         ("--speculative_model x", "use --speculative-config"),
         ("--speculative-model x --num-speculative-tokens 5", "use --speculative-config"),
-        ("--reasoning-parser qwen3", "--reasoning-parser is not supported: "),
+        ("--reasoning-parser gpt", "deepseek_r1, deepseek_v3"),
+        ("--reasoning-format deepseek", "--reasoning-parser auto"),
         ("--override-generation-config {}", "give them in the requests"),
         ("--temp 0.5", "give them in the requests"),
         ("--repeat-penalty 1.1", "give them in the requests"),

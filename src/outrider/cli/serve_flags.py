@@ -132,6 +132,7 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", bool, "--disable-fastapi-docs", "/openapi.json needs no key, as it has no data", False),
     Flag("", bool, "--enable-prompt-tokens-details", "usage always has them", False),
     Flag("", bool, "--no-webui --no-ui --webui --ui", "the page at / is always served", False),
+    Flag("", bool, "--enable-reasoning", "--reasoning-parser does it", False),
     Flag("", str, "--prio", _SYSTEM),
     Flag("", str, "--poll", _SYSTEM),
     Flag("", str, "--numa", _SYSTEM),
@@ -154,7 +155,7 @@ _LAYERS = "use --gpu-layers N, which keeps the other layers on the CPU"
 _MACHINES = "start the command on each machine with torchrun, and give -tp or -pp"
 _OTHERS = "start a server with --replicas N on each machine"
 _FILE = "download the file, and give its path as MODEL"
-_REASONING = "reasoning stays in the text of the answer: leave it out"
+_REASONING = "use --reasoning-parser auto, or leave it out"
 _COPY = "change config.json in a copy of the model's folder"
 _PROXY = "put a proxy in front of the server"
 _REFUSED = (  # what would be missed; the help is the cure
@@ -181,9 +182,9 @@ _REFUSED = (  # what would be missed; the help is the cure
         "logits-processor-pattern",
     )),
     *(Flag("", str, f"--{name}", _REASONING) for name in (
-        "reasoning-parser", "reasoning-format", "reasoning -rea", "reasoning-budget",
+        "reasoning-format", "reasoning -rea",
     )),
-    Flag("", bool, "--enable-reasoning", _REASONING, False),
+    Flag("", str, "--reasoning-budget", "use max_tokens in the requests"),
     Flag("", bool, "--return-tokens-as-token-ids", "it is a field of requests: leave it out", False),
     *(Flag("", str, f"--{name}", _COPY) for name in (
         "hf-overrides", "rope-scaling", "rope-theta", "rope-scale", "rope-freq-base", "rope-freq-scale",

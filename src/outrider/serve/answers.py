@@ -16,7 +16,7 @@ from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.logprobs import prompt_logprobs
-from outrider.serve.protocol import Classic, Sampling
+from outrider.serve.protocol import Classic, Sampling, StreamOptions
 from outrider.serve.sampling import naming
 from outrider.serve.state import Server
 from outrider.serve.usage import origins_of, speculation_of, usage_of, usage_so_far
@@ -39,16 +39,21 @@ class Choices(Protocol):
     def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
         """Parts with what is new in a sample since the last call."""
 
+    def reasoning_tokens(self, sample: CompletionOutput) -> int:
+        """Number of the tokens in front of the answer."""
+
 
 @dataclass
 class SoFar:
     """What has been sent of a stream.
 
-    opened: beginning of most events.  started: choice -> tokens whose ids and origins have been sent.
+    opened: beginning of most events; the rest is what changes.  counts: the field of those without usage, if
+    usage is asked for.  started: choice -> tokens whose ids and origins have been sent.
     complete: choices; the other ones of a request may go on.  ended: outputs, in the order of their ends.
     """
 
     opened: str
+    counts: dict[str, Any]
     started: dict[int, int] = field(default_factory=dict)
     complete: set[int] = field(default_factory=set)
     ended: list[RequestOutput] = field(default_factory=list)
@@ -95,7 +100,7 @@ class Job:
         if self.kind == "chat.completion":
             made |= prompt_logprobs(self.body, self.requests[0])
         made |= self._prompt_ids(0, chat=True)
-        made["usage"] = usage_of(outputs)
+        made["usage"] = self._usage(outputs)
         if self.body.return_speculation:
             made["speculation"] = speculation_of(outputs)
         return made
@@ -105,7 +110,9 @@ class Job:
 
         An error after the first event is an event, too; one before it is raised.
         """
-        began, sent = False, SoFar(f"data: {dumps(self.head(self.chunk_kind))[:-1]},")
+        options = self.body.stream_options or StreamOptions()
+        opened = f"data: {dumps(self.head(self.chunk_kind))[:-1]},"
+        began, sent = False, SoFar(opened, {"usage": None} if options.include_usage else {})
         try:
             with naming(self.body):
                 # with each draft tree, if these are asked for
@@ -122,18 +129,11 @@ class Job:
             yield event(api_error(error).body())
         yield DONE
 
-    @property
-    def _usage(self) -> dict[str, Any]:
-        """The field of events without usage, if usage is asked for."""
-        options = self.body.stream_options
-        return {"usage": None} if options is not None and options.include_usage else {}
-
     def _grown(self, i: int, output: RequestOutput, sent: SoFar) -> str:
         """The events of one output, together; "" if nothing is new."""
         if self.body.max_tokens == 0:
             without_text(output)
-        options, made = self.body.stream_options, list[str]()
-        counts = self._usage
+        options, made, counts = self.body.stream_options, list[str](), sent.counts
         for sample in output.outputs:
             index = i * self.body.n + sample.index
             if index in sent.complete:
@@ -151,11 +151,11 @@ class Job:
 
     def _last(self, sent: SoFar) -> Iterator[str]:
         """The events behind those of the choices."""
-        head, usage = self.head(self.chunk_kind), self._usage
-        if usage:
-            yield event({**head, "choices": [], "usage": usage_of(sent.ended)})
+        head = self.head(self.chunk_kind)
+        if sent.counts:
+            yield event({**head, "choices": [], "usage": self._usage(sent.ended)})
         if self.body.return_speculation:
-            yield event({**head, "choices": [], "speculation": speculation_of(sent.ended), **usage})
+            yield event({**head, "choices": [], "speculation": speculation_of(sent.ended), **sent.counts})
 
     def _parts(
         self, i: int, sample: CompletionOutput, started: dict[int, int], index: int
@@ -180,6 +180,10 @@ class Job:
                 started[index] = len(sample.token_ids)
             started.setdefault(index, 0)
             yield outer, part
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        samples = [sample for output in outputs for sample in output.outputs]
+        return usage_of(outputs, sum(map(self.choices.reasoning_tokens, samples)))
 
     def _prompt_ids(self, i: int, chat: bool) -> dict[str, Any]:
         """Ids of a prompt, if they are asked for and are in this place.

@@ -134,6 +134,9 @@ class Completion:
         part = {"text": text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
         return [{**part, "stop_reason": sample.stop_reason}]
 
+    def reasoning_tokens(self, sample: CompletionOutput) -> int:
+        return 0
+
     def _echoed(self, request: Request) -> tuple[Sequence[int], Sequence[Entry | None]]:
         """Tokens of the prompt and their entries, if `logprobs` covers them."""
         asked = request.rows[0].logprobs

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from outrider.core.validate import TEXT, Checked, Count, Flag, Kind, Text, one_of, real, text_of, whole
 from outrider.errors import ConfigError
+from outrider.serve import reasoning
 from outrider.serve.tools import PARSERS
 
 TEXTS = Kind("a list of strings", lambda value: isinstance(value, tuple) and all(map(TEXT.accepts, value)))
@@ -49,6 +50,8 @@ class ServerOptions(Checked):
     chat_template        Jinja template, or a file with one, instead of the model's own
     trust_request_chat_template   requests may have templates, which can take any time and memory
     tool_call_parser     format of tool calls in the text; auto: by the chat template
+    reasoning_parser     format of what the model thinks before its answer, which replies have apart then;
+                         auto: by the chat template; none: it stays in the text
     otlp_traces_endpoint  URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces
     root_path            path under which a proxy serves this server
     replicas             processes that serve the model; above 1, a router in front of them answers
@@ -79,6 +82,7 @@ class ServerOptions(Checked):
     chat_template: Text | None = None
     trust_request_chat_template: Flag = False
     tool_call_parser: Annotated[str, one_of("auto", *PARSERS)] = "auto"
+    reasoning_parser: Annotated[str, one_of("none", "auto", *reasoning.PARSERS)] = "none"
     otlp_traces_endpoint: Text | None = None
     root_path: Annotated[str, ROOT] = ""
     replicas: Count = 1
