@@ -29,6 +29,7 @@ from outrider.requests import Prompt
 # Longest time in seconds that another thread keeps the interpreter while the engine's thread wants it.
 # Python's default of 5 ms is longer than a step of a small model.
 SWITCH_INTERVAL = 0.0005
+QUICK = 1024  # characters, or tokens, that are read in less than a millisecond
 CROWD = 8  # running samples: with more, outputs come less often, as each takes time from the engine
 log = logging.getLogger("outrider")
 
@@ -112,10 +113,16 @@ class AsyncLLM:
         lora: LoRARequest | None = None,
         priority: int = 0,
     ) -> Request:
-        """Tokenize a prompt and check its parameters, in another thread.  Raises RequestError."""
+        """Tokenize a prompt and check its parameters.  Raises RequestError.
+
+        In another thread, unless that would take longer than the reading.
+        """
         params = SamplingParams() if params is None else params
-        read = self.llm.reader.request
-        request = await asyncio.to_thread(read, id or uuid4().hex, prompt, params, lora, priority)
+        reader, given = self.llm.reader, (id or uuid4().hex, prompt, params, lora, priority)
+        if lora is None and not reader.lock.locked() and _is_quick(prompt, params):
+            request = reader.request(*given)
+        else:
+            request = await asyncio.to_thread(reader.request, *given)
         if isinstance(request, RequestOutput):
             assert request.error is not None
             raise request.error
@@ -235,3 +242,16 @@ class AsyncLLM:
     def _crowd(self) -> int:
         """Factor of the intervals between outputs."""
         return math.ceil(len(self.llm.engine.scheduler.running) / CROWD) or 1
+
+
+def _is_quick(prompt: Prompt, params: SamplingParams) -> bool:
+    """Whether a request is read in less time than another thread would take to begin."""
+    given: Any = prompt
+    if isinstance(prompt, Mapping):
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        given = None if "messages" in prompt else text if ids is None else ids
+    if not (isinstance(given, (str, list, tuple)) and len(given) <= QUICK):
+        return False
+    if not isinstance(params, SamplingParams) or params.n > 1:
+        return False
+    return not (params.structured_outputs or params.bad_words or params.prediction)

@@ -71,7 +71,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(row.finish_reason is not None for row in self.rows)
+        return None not in [row.finish_reason for row in self.rows]
 
     def states(self) -> list[RowState]:
         return [RowState.of(row) for row in self.rows]

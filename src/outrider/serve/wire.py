@@ -78,6 +78,11 @@ class Left(Exception):
     """The client has closed its connection."""
 
 
+def is_closed(error: Exception) -> bool:
+    """Whether it is uvloop's about a lost connection, before uvicorn knows that it is lost."""
+    return isinstance(error, RuntimeError) and "the handler is closed" in str(error)
+
+
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
     """Result of `work`.  Cancels it and raises Left when the client leaves or one of `ends` has ended."""
     task, *watches = map(asyncio.ensure_future, (work, _left(receive), *ends))
