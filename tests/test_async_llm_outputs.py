@@ -173,7 +173,7 @@ def test_an_output_without_text_begins_no_interval() -> None:
 class Interrupted(NewsReader):
     """A reader of which a step notes news before or after the event loop sets the attribute `where`."""
 
-    where, before = "", False
+    where, before, ends = "", False, False
     noted: bool | None = None  # what that returned
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -181,6 +181,7 @@ class Interrupted(NewsReader):
             super().__setattr__(name, value)
             return
         self.where = ""
+        self.request.finished = self.ends  # type: ignore[misc]
         if self.before:
             self.noted = self.note()
         super().__setattr__(name, value)
@@ -188,31 +189,33 @@ class Interrupted(NewsReader):
             self.noted = self.note()
 
 
+@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("interval", [0.0, 0.5])
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("where", ["fresh", "called", "due"])
 def test_news_that_come_while_the_event_loop_looks_are_told(
-    where: str, before: bool, fresh: bool, interval: float
+    where: str, before: bool, fresh: bool, interval: float, ends: bool
 ) -> None:
     told, count, seen = Told(interval), itertools.count(), list[int]()
     inbox: Any = told.reader.inbox
     inbox.add = lambda reader: told.loop.call_soon(lambda: seen.append(reader.states[0].number))
-    told.request.states = lambda: [SimpleNamespace(finish_reason=None, number=next(count))]
+    told.request.states = lambda: [SimpleNamespace(number=next(count), **vars(told.states()[0]))]
     reader = Interrupted(inbox, 0, told.request, interval=interval)
     if fresh:
         reader.note()
     else:
         reader.called = True  # as after an interval
-    reader.where, reader.before = where, before
+    reader.where, reader.before, reader.ends = where, before, ends
     wake([reader])
     reader.where = ""
     if reader.noted:
         wake([reader])
     told.loop.go_to(1.0)
+    assert reader.told == told.request.finished, "its end is told as such"
     if reader.noted is not None:
         assert seen[-1] == next(count) - 1, "the newest state"
-    assert reader.note() or told.loop.timers, "and later ones are told, too"
+    assert told.request.finished or reader.note() or told.loop.timers, "and later ones are told, too"
 
 
 def test_an_interval_begins_with_the_first_text() -> None:

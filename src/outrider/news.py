@@ -34,13 +34,11 @@ class Inbox:
 
     def fail(self, error: Exception) -> None:
         self.error = error
-        self._wake()
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
     def add(self, reader: NewsReader) -> None:
         self.news[reader.index] = reader
-        self._wake()
-
-    def _wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
@@ -102,16 +100,18 @@ class NewsReader:
         self.called = True
         return True
 
-    def wake(self, now: float) -> float | None:
+    def wake(self, now: float, crowd: int) -> float | None:
         """Wake the task if there are news.  Returns the end of the interval that begins, if one does."""
         if not self.fresh and self.due is None:
             self.called = False
         if not self.fresh or self.told:
             return None
+        self.fresh = False  # before `states` is read
         ended = None not in [state.finish_reason for state in self.states]
         if self.due is not None and not ended:
-            return None  # until the timer
-        self.fresh, self.called, self.told = False, True, ended
+            self.fresh = True  # until the timer
+            return None
+        self.called, self.told = True, ended
         if self.on_end is not None and ended:
             # before the task reads it
             self.inbox.loop.call_soon(self.on_end, self.index, self.output(), context=self.inbox.context)
@@ -121,7 +121,7 @@ class NewsReader:
         if not self.interval:
             self.called = False
             return None
-        interval = self.crowd() * self.interval
+        interval = crowd * self.interval
         self.due = (now // interval + 1) * interval
         return self.due
 
@@ -142,11 +142,11 @@ class NewsReader:
 
 
 def wake(readers: Sequence[NewsReader]) -> None:
-    """Wake the tasks of readers in one event loop, and again when their interval is over."""
-    loop = readers[0].inbox.loop
+    """Wake the tasks of one engine's readers in one event loop, and again when their interval is over."""
+    loop, crowd = readers[0].inbox.loop, readers[0].crowd()
     now, timers = loop.time(), dict[float, list[NewsReader]]()
     for reader in readers:
-        if (due := reader.wake(now)) is not None:
+        if (due := reader.wake(now, crowd)) is not None:
             timers.setdefault(due, []).append(reader)
     for due, group in timers.items():
         loop.call_at(due, _over, group, due)

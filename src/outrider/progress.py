@@ -90,13 +90,14 @@ class Request:
         return RequestOutput(self.id, self.prompt, self.ids, samples)
 
     def _extended(self, made: RequestOutput, states: Sequence[RowState]) -> RequestOutput:
-        first = self.rows[0]
-        made.error = next((row.error for row in self.rows if row.error), None)
+        first, made.error, made.finished = self.rows[0], None, True
         if self.params.prompt_logprobs is not None and first.logprobs is not None:
             made.prompt_logprobs = list(first.logprobs.prompt)
         for sample, row, so_far in zip(made.outputs, self.rows, states):
             self._extend(sample, row, so_far)
-        made.finished = all(so_far.finish_reason for so_far in states)
+            made.error = made.error or row.error
+            if so_far.finish_reason is None:
+                made.finished = False
         made.num_cached_tokens, made.queued_seconds = first.cached, first.queued
         return made
 
