@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from patience import HANG, Gate
 
 from outrider import LLM, AsyncLLM, EngineError, RequestError, RequestOutput
 from outrider.errors import RankError
+from outrider.requests import Reader
 from outrider.testing import EngineDriver
 
 
@@ -176,6 +177,40 @@ def test_requests_end_after_their_time(engine: AsyncLLM) -> None:
                 pass
         gate.opened.set()
 
+    running(engine, task)
+
+
+def test_requests_that_take_long_to_read_delay_no_task(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop reads only short ones, and none while the tokenizer is in use."""
+    read, inside = Reader.request, set[str]()
+
+    def noted(reader: Reader, id: str, *given: Any) -> Any:
+        if threading.get_ident() == here:
+            inside.add(id)
+        return read(reader, id, *given)
+
+    async def one(id: str, prompt: Any, **params: Any) -> None:
+        with suppress(RequestError):  # the long one exceeds the context, and there is no tokenizer
+            await engine.read(prompt, params_of(0, **params), id)
+
+    async def task() -> None:
+        await one("short", PROMPTS[0])
+        await one("dict", {**PROMPTS[0], "cache_salt": "a"})
+        await one("several", PROMPTS[0], n=2)
+        await one("form", PROMPTS[0], structured_outputs={"choice": ["a"]})
+        await one("long", [5] * 2000)
+        await one("messages", {"messages": [{"role": "user", "content": "a"}], "prompt": "a"})
+        with engine.llm.reader.lock:
+            waiting = asyncio.create_task(one("waiting", PROMPTS[0]))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+        await waiting
+        assert inside == {"short", "dict"}
+
+    here = threading.get_ident()
+    monkeypatch.setattr(Reader, "request", noted)
     running(engine, task)
 
 
