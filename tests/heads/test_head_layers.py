@@ -99,6 +99,7 @@ def test_block_attends_over_its_given_input(kind: str, dtype: torch.dtype, reads
         eps=EPS,
         hidden=H,
         inner=INNER,
+        experts=None,
     )
     turn = torch.randn(SLOTS, D)
     stack = backend.pack_layers(layer, [layer], turn)  # type: ignore[arg-type]

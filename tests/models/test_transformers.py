@@ -30,6 +30,7 @@ LONG = {
     "long_factor": [2.0 + i for i in range(8)],
     "factor": 4.0,
 }
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
     "llama-gqa": ("Llama", {"num_hidden_layers": 3}),
@@ -51,6 +52,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3-bias-tied": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 48, "norm_topk_prob": True}),
+    "mixtral-window": ("Mixtral", {**EXPERTS, "sliding_window": 13}),
 }
 
 
@@ -104,7 +107,7 @@ def test_greedy_text_equals_transformers(name: str, checkpoint: Any) -> None:
     assert_same(expected, ours(folder))
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3", "mixtral-window"])
 def test_torch_kernels_equal_transformers(
     name: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

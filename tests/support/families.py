@@ -162,9 +162,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
-    "mixtral": ("Mixtral", {**NEW, "num_local_experts": 4, "sliding_window": 9}),
     "qwen2-moe": ("Qwen2Moe", {**NEW, **EXPERTS, "shared_expert_intermediate_size": 80}),
-    "qwen3-moe": ("Qwen3Moe", {**NEW, **EXPERTS, "head_dim": 16}),
     "gpt-oss": (
         "GptOss",
         {

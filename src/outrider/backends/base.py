@@ -44,11 +44,26 @@ class ModelShape(LayerSizes, Protocol):
 
 
 @dataclass
+class LayerExperts:
+    """MLPs of which every row has the `chosen` best by the router's softmax, weighted by it.
+
+    normalized: whether the weights of a row's experts are divided by their sum
+    """
+
+    router: Any  # [experts, hidden]
+    gate_up: Sequence[Any]  # of every expert, [2 inner, hidden]
+    down: Sequence[Any]  # [hidden, inner]
+    chosen: int
+    normalized: bool
+
+
+@dataclass
 class DecoderLayer:
     """Weights of one decoder block (`AttentionShape`), packed by the backend that runs it.
 
     norm_in: None if the caller computes the input of `qkv`
     window:  attention window in tokens, 0 for all keys
+    experts: in place of `gate_up` and `down`, which are None then
     """
 
     norm_in: Any  # Tensor
@@ -64,6 +79,7 @@ class DecoderLayer:
     head_dim: int
     eps: float
     window: int
+    experts: LayerExperts | None = None
 
 
 class LayerKV(NamedTuple):
@@ -253,7 +269,8 @@ class Backend(Protocol):
     def attend(self, q: Tensor, spec: AttentionShape, kv: LayerKV, scores: Scores) -> Tensor:
         """Attention output [N, H·D] of every row over its visible keys."""
 
-    # ---- decoder blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x))
+    # ---- decoder blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x)), or the
+    #      weighted sum of a row's experts, each such an MLP
 
     def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Any:
         """The blocks of a decoder as `run_layers` takes them; rotations as in `rope_store`."""

@@ -133,10 +133,13 @@ class Checkpoint:
     def grown(self, layers: int, inner: int) -> Checkpoint:
         """The same model at the cost of so many layers and an MLP of size `inner`.
 
-        Raises ConfigError if either is smaller, or if the lean decoder does not run the model.
+        Raises ConfigError if either is smaller, if the lean decoder does not run the model, or if it has
+        experts.
         """
         if not isinstance(self.spec, Spec):
             raise ConfigError(f"{self.name!r} cannot be grown: the lean decoder does not run it.")
+        if self.spec.experts is not None:
+            raise ConfigError(f"{self.name!r} cannot be grown: it has experts.")
         config, spec = grown_config(self.config, self.spec, layers, inner)
         return replace(self, config=config, spec=spec, small=self.spec)
 

@@ -11,7 +11,7 @@ from typing import Any
 from outrider.checkpoints.context import Context
 from outrider.checkpoints.fields import EPSILON, HEAD_COUNT, LAYER_COUNT, LENGTH, VOCABULARY, WIDTH, WINDOW
 from outrider.checkpoints.plain_config import TYPES
-from outrider.core.limits import MAX_HEAD_DIM, check_attention
+from outrider.core.limits import MAX_EXPERTS, MAX_HEAD_DIM, check_attention
 from outrider.core.validate import Kind, whole
 from outrider.errors import ModelError
 
@@ -21,7 +21,10 @@ FAMILIES = {
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
     "Qwen3ForCausalLM": "Qwen3",
     "MiMoForCausalLM": "MiMo-7B",
+    "Qwen3MoeForCausalLM": "Qwen3-MoE",
+    "MixtralForCausalLM": "Mixtral",
 }
+QK_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # queries and keys of every head are normalized
 SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
     "mimo": ("qwen2", {}),
     "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
@@ -34,6 +37,7 @@ STATEFUL = (
 )  # fmt: skip
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 INNER = whole(1, 1 << 24)
+EXPERT_COUNT = whole(1, MAX_EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,40 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Mixture of experts: a router chooses `chosen` of `count` MLPs for every row.
+
+    inner: width of each.  layers[i]: whether layer i has them, in place of one MLP.
+    normalized: whether the weights of a row's experts sum to 1, rather than those of all
+    """
+
+    count: int
+    chosen: int
+    inner: int
+    normalized: bool
+    layers: tuple[bool, ...]
+
+    @staticmethod
+    def of(config: Any, layers: int) -> Experts | None:
+        """None for a model without experts."""
+        if not (getattr(config, "num_local_experts", None) or 0):
+            return None
+        count = _size(config, "num_local_experts", EXPERT_COUNT)
+        chosen = _size(config, "num_experts_per_tok", whole(1, count))
+        if config.model_type == "mixtral":
+            return Experts(count, chosen, _size(config, "intermediate_size", INNER), True, (True,) * layers)
+        step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+        sparse = (i not in dense and (i + 1) % step == 0 for i in range(layers))
+        inner = _size(config, "moe_intermediate_size", INNER)
+        return Experts(count, chosen, inner, bool(config.norm_topk_prob), tuple(sparse))
+
+
+@dataclass(frozen=True)
 class Spec(Facts):
     """Sizes and flags for the lean decoder.
 
     windows[i]: sliding window of layer i in tokens, 0 for full attention.
+    experts: of the layers that have them; `inner` is the width of other MLPs
     """
 
     inner: int
@@ -84,6 +118,7 @@ class Spec(Facts):
     windows: tuple[int, ...]
     qk_norm: bool
     tied: bool
+    experts: Experts | None = None
 
     @staticmethod
     def extending(facts: Facts, config: Any) -> Spec:
@@ -104,8 +139,9 @@ class Spec(Facts):
             heads=heads,
             eps=_size(config, "rms_norm_eps", EPSILON),
             windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
-            qk_norm=name == "Qwen3ForCausalLM",
+            qk_norm=name in QK_NORMED,
             tied=bool(config.tie_word_embeddings),
+            experts=Experts.of(config, facts.layers),
         )
 
 

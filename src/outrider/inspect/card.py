@@ -19,6 +19,7 @@ from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.grown import LAYER
 from outrider.checkpoints.heads import builtin
 from outrider.checkpoints.hub import BUILTIN, PROCESSOR_TEMPLATE, Checkpoint, locate
+from outrider.checkpoints.names import ROUTER
 from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.quantize import GROUP, bits_of
 from outrider.checkpoints.spec import Spec, largest
@@ -110,7 +111,8 @@ def card_of(options: EngineOptions) -> Card:
         return Card(**about, runs_on="nothing", refused=refused, chat_template=templated)
     spec, gguf = checkpoint.spec, checkpoint.gguf
     about |= {"architecture": spec.architecture, "kv_heads": spec.kv_heads, "context": spec.context}
-    runs_on = "transformers' own code" if needs_fallback(checkpoint) else "lean decoder"
+    fallback = needs_fallback(checkpoint, device=pick_device(options.device))
+    runs_on = "transformers' own code" if fallback else "lean decoder"
     in_gguf = gguf and gguf.metadata.get("tokenizer.chat_template")
     templated = bool(in_gguf) if gguf else _has_template(checkpoint.tokenizer_folder)
     memory = _memory(options, checkpoint, stored)
@@ -135,7 +137,7 @@ def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]
     """The checkpoint, or its config and the reason why it is not supported."""
     try:
         checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
-        needs_fallback(checkpoint, options.quantization)
+        needs_fallback(checkpoint, options.quantization, device=pick_device(options.device))
         return checkpoint, checkpoint.config, None
     except ModelError as error:
         folder = locate(options.model, options.revision)
@@ -154,11 +156,11 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, checkpoint.stored_dtype, device)
     spec, few = checkpoint.spec, bits_of(options.quantization)
-    fallback, widest = needs_fallback(checkpoint), _widest_bits(stored)
+    fallback, widest = needs_fallback(checkpoint, device=device), _widest_bits(stored)
     weight_bits = 0.0
     for part in stored:
         bits: float = 8 * dtype.itemsize
-        if few is not None:
+        if few is not None and not ROUTER.search(part.name):
             bits = _few(8 if part.name in OUTER else few, GROUP, False)
         if (packed := widest[_fused(part.name)]) is not None:
             bits = min(bits, packed)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.names import GPT
+from outrider.checkpoints.names import GPT, MIXTRAL, ROUTER
 from outrider.checkpoints.packed import MIDPOINT, PackedWeights
 from outrider.checkpoints.quantize import GROUP, quantize
 from outrider.checkpoints.validate import read_json
@@ -53,6 +53,8 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(checkpoint)
     weights = open_weights(checkpoint.folder)
+    if any(map(MIXTRAL.match, weights.stored.values())):
+        weights = Weights(checkpoint.folder)  # under the names that all others read
     if any(map(GPT.match, weights.stored.values())):
         config.pop("auto_map", None)  # the checkpoint's own code knows the other names only
     if bits in PLAIN:
@@ -195,9 +197,15 @@ def _bits(name: str, bits: int) -> int:
 
 
 def _matrix(name: str, tensor: Tensor) -> bool:
-    return name.endswith(".weight") and tensor.dim() == 2 and tensor.is_floating_point()
+    return (
+        name.endswith(".weight")
+        and tensor.dim() == 2
+        and tensor.is_floating_point()
+        and not ROUTER.search(name)
+    )
 
 
 def _plain(weights: Weights, name: str) -> bool:
     shape = weights.shape(name)
-    return name.endswith(".weight") and len(shape) == 2 and shape[1] % GROUP > 0
+    whole = shape[-1] % GROUP == 0 and not ROUTER.search(name)
+    return name.endswith(".weight") and len(shape) == 2 and not whole

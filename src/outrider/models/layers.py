@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend, DecoderLayer, Weight
+from outrider.backends.base import Backend, DecoderLayer, LayerExperts, Weight
 from outrider.checkpoints.quantize import reduced
-from outrider.checkpoints.spec import Spec
+from outrider.checkpoints.spec import Experts, Spec
 from outrider.checkpoints.weights import Source
 from outrider.core.quantized import join
 
@@ -41,20 +41,24 @@ class LayerReader:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         qkv = [(f"{attention}.q_proj", q), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)]
-        gate_up = [(f"{mlp}.gate_proj", spec.inner), (f"{mlp}.up_proj", spec.inner)]
         q_norm = k_norm = norm_in = None
         if spec.qk_norm:
             q_norm = self._vector(backend, f"{attention}.q_norm", spec.head_dim)
             k_norm = self._vector(backend, f"{attention}.k_norm", spec.head_dim)
         if not inputs:
             norm_in = self._vector(backend, f"{prefix}.input_layernorm", spec.hidden)
+        experts = gate_up = down = None
+        if spec.experts is not None and spec.experts.layers[i]:
+            experts = self._experts(backend, mlp, spec.experts)
+        else:
+            gate_up, down = self._mlp(backend, mlp, spec.inner)
         return DecoderLayer(
             norm_in=norm_in,
             qkv=self._fused(backend, qkv, inputs or spec.hidden, self.bits),
             o=self._fused(backend, [(f"{attention}.o_proj", spec.hidden)], q, self.bits),
             norm_post=self._vector(backend, f"{prefix}.post_attention_layernorm", spec.hidden),
-            gate_up=self._fused(backend, gate_up, spec.hidden, self.bits),
-            down=self._fused(backend, [(f"{mlp}.down_proj", spec.hidden)], spec.inner, self.bits),
+            gate_up=gate_up,
+            down=down,
             q_norm=q_norm,
             k_norm=k_norm,
             heads=spec.heads,
@@ -62,7 +66,23 @@ class LayerReader:
             head_dim=spec.head_dim,
             eps=spec.eps,
             window=spec.windows[i],
+            experts=experts,
         )
+
+    def _mlp(self, backend: Backend, mlp: str, inner: int) -> tuple[Weight, Weight]:
+        """gate_up and down of a gated MLP."""
+        gate_up = [(f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)]
+        return (
+            self._fused(backend, gate_up, self.spec.hidden, self.bits),
+            self._fused(backend, [(f"{mlp}.down_proj", self.spec.hidden)], inner, self.bits),
+        )
+
+    def _experts(self, backend: Backend, mlp: str, experts: Experts) -> LayerExperts:
+        """The router keeps its bits: it is small, and a wrong choice costs more than a rounded weight."""
+        router = self._fused(backend, [(f"{mlp}.gate", experts.count)], self.spec.hidden, None)
+        mlps = [self._mlp(backend, f"{mlp}.experts.{e}", experts.inner) for e in range(experts.count)]
+        gate_up, down = [gate_up for gate_up, _ in mlps], [down for _, down in mlps]
+        return LayerExperts(router, gate_up, down, experts.chosen, experts.normalized)
 
     def embedding(self, backend: Backend) -> Weight:
         return self._outer(backend, "model.embed_tokens")

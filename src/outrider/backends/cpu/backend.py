@@ -132,17 +132,19 @@ class CpuBackend(Picking):
         packed = (STRUCTS["Layer"] * len(layers))()
         for to, layer in zip(packed, layers):
             for name in structs.LINEARS:
-                setattr(to, name, getattr(layer, name).c)
+                if (weight := getattr(layer, name)) is not None:
+                    setattr(to, name, weight.c)
             for name in structs.VECTORS:
                 setattr(to, name, address(getattr(layer, name)))
             to.window = layer.window
-        sizes = {name: getattr(spec, name) for name in structs.SIZES}
+        experts = structs.attach_experts(packed, layers)
+        sizes = {name: getattr(spec, name) for name in structs.SIZES} | structs.expert_sizes(layers)
         shape = STRUCTS["ModelShape"](
             **sizes, layers=len(layers), padded_dim=Pool.wide(spec.head_dim), scale=spec.head_dim**-0.5,
             rotary_dim=rotations.shape[1], rotary=rotations.data_ptr(),
             rounds_inputs=self._rounds_inputs,
         )  # fmt: skip
-        return Stack(packed, shape, (layers, rotations))
+        return Stack(packed, shape, (layers, rotations, experts))
 
     def skip_sublayers(self, stack: Stack, skips: Sequence[int]) -> Stack:
         layers = (STRUCTS["Layer"] * len(skips)).from_buffer_copy(stack.layers)

@@ -22,6 +22,7 @@ from outrider.backends.base import (
     Backend,
     DecoderLayer,
     FusedModel,
+    LayerExperts,
     LayerKV,
     ModelShape,
     Norms,
@@ -213,8 +214,25 @@ class TorchBackend:
                 x, given = linear("o", found, add=x), None
             if not skip & 2:
                 seen = self.rms_norm(x, block.norm_post, block.eps) if given is None else given
-                x = linear("down", self.silu_mul(linear("gate_up", seen)), add=x)
+                if block.experts is not None:
+                    x = x.add_(self._mixture(seen, block.experts))
+                else:
+                    x = linear("down", self.silu_mul(linear("gate_up", seen)), add=x)
         return x
+
+    def _mixture(self, x: Tensor, experts: LayerExperts) -> Tensor:
+        """The weighted sum [n, h] of every row's experts, by number, each computed for all of its rows."""
+        probs = torch.softmax(self.linear(x, experts.router).float(), dim=-1)
+        weights, chosen = probs.topk(experts.chosen)
+        if experts.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        total = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            rows, rank = (chosen == expert).nonzero(as_tuple=True)
+            inner = self.silu_mul(self.linear(x[rows], experts.gate_up[expert]))
+            y = self.linear(inner, experts.down[expert]) * weights[rows, rank, None].to(x)
+            total[rows] = total[rows] + y
+        return total
 
     def should_stop(
         self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, depth: int, row: int = 0

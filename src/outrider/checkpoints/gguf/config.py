@@ -12,7 +12,7 @@ from outrider.checkpoints.validate import check
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3moe": "Qwen3Moe"}
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -26,7 +26,9 @@ def read_config(file: GgufFile) -> Any:
             f"{file.path} holds architecture {file.architecture!r}, which is not supported.  "
             f"Supported: {', '.join(FAMILIES)}."
         )
-    settings = _settings(file, family)
+    if file.architecture == "llama" and file.integer("expert_count", 0):
+        family = "Mixtral"  # the only Llama with experts
+    settings = _settings(file, family) | _expert_settings(file)
     check(settings, CONFIG, file.path)
     try:
         config = getattr(transformers, f"{family}Config")(**settings)
@@ -70,6 +72,18 @@ def _settings(file: GgufFile, family: str) -> dict[str, Any]:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
     }
+
+
+def _expert_settings(file: GgufFile) -> dict[str, Any]:
+    """Settings of a mixture of experts; none for a model without."""
+    if not (count := file.integer("expert_count", 0)):
+        return {}
+    settings = {"num_local_experts": count, "num_experts_per_tok": file.integer("expert_used_count")}
+    if file.architecture == "llama":
+        return settings
+    inner = file.integer("expert_feed_forward_length")
+    # llama.cpp normalizes the weights of every model with this architecture
+    return settings | {"moe_intermediate_size": inner, "norm_topk_prob": True}
 
 
 def _head_dim(file: GgufFile, heads: int, hidden: int) -> int:

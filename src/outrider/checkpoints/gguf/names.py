@@ -20,6 +20,10 @@ BLOCK_TENSORS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",  # of all experts of a layer, [experts, outputs, inputs]
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"  # one factor per frequency; no counterpart in a safetensors checkpoint
 

@@ -1,14 +1,15 @@
 /* The layers of a decoder in one call: per layer norm, qkv, rotary embedding, attention, output projection,
- * norm, gated MLP.
+ * norm, gated MLP or experts.
  *
  * Each step is a kernel of its own over all rows, with the LoRA updates of a linear right after it.  Row
  * invariance is that of the kernels: nothing here mixes rows. */
+#include "experts.h"
 #include "memory.h"
 #include "simd.h"
 
-/* Activations of one layer, in one allocation. */
+/* Activations of one layer, in one allocation, and what experts need, in another. */
 typedef struct {
-    float *normed, *projected, *q, *inner;
+    float *normed, *projected, *q, *inner, *experts;
 } Buffers;
 
 static Buffers allocate_buffers(const ModelShape *s, int64_t rows) {
@@ -17,7 +18,13 @@ static Buffers allocate_buffers(const ModelShape *s, int64_t rows) {
                   inner = s->inner > attended ? s->inner : attended;
     float *normed = allocate(rows * (s->hidden + projected + s->heads * s->padded_dim + inner) * 4);
     float *q = normed + rows * (s->hidden + projected);
-    return (Buffers){normed, normed + rows * s->hidden, q, q + rows * s->heads * s->padded_dim};
+    float *experts = s->experts ? allocate(experts_floats(s, rows) * 4) : 0;
+    return (Buffers){normed, normed + rows * s->hidden, q, q + rows * s->heads * s->padded_dim, experts};
+}
+
+static void release_buffers(Buffers b) {
+    release(b.normed);
+    if (b.experts) release(b.experts);
 }
 
 /* A linear with its LoRA parts, of layer `layer`, for all rows. */
@@ -72,6 +79,10 @@ static void mlp_block(const ModelShape *s, const Layer *layer, const LayerRows *
                       Buffers b, float *x) {
     if (!input) rms_norm(x, layer->norm_post, at->rows->num_rows, s->hidden, s->eps, b.normed);
     input = input ? input : b.normed;
+    if (layer->experts) {
+        mix_experts(s, layer, at->rows->num_rows, input, b.experts, x);
+        return;
+    }
     project(at, &layer->gate_up, LORA_GATE, 2, input, s->hidden, b.projected, 2 * s->inner, 0);
     silu_mul(b.projected, at->rows->num_rows, s->inner, b.inner);
     project(at, &layer->down, LORA_DOWN, 1, b.inner, s->inner, x, s->hidden, 1);
@@ -99,5 +110,5 @@ void stack(const ModelShape *s, const Layer *layers, const Rows *rows, char *poo
         if (!(layer->skip & SKIP_MLP)) mlp_block(s, layer, &at, given, b, x);
     }
     if (taps && taps[s->layers]) memcpy(taps[s->layers], x, (size_t)state_bytes);
-    release(b.normed);
+    release_buffers(b);
 }

@@ -121,12 +121,18 @@ void rope_store(const Attention *attention, const Rows *rows, const float *qkv, 
 void attend(const Attention *attention, const Rows *rows, const float *q, const ScoreModifier *modifier,
             float *out);
 
-/* ---- whole decoders: decoder.c, fused.c */
+/* ---- whole decoders: decoder.c, experts.c, fused.c */
 
 enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
 
+/* The MLP of one expert: gate_up [2*expert_inner,hidden], down [hidden,expert_inner]. */
 typedef struct {
-    Weight qkv, o, gate_up, down;
+    Weight gate_up, down;
+} Expert;
+
+typedef struct {
+    Weight qkv, o, gate_up, down, router;
+    const Expert *experts; /* [experts] or null: chosen by router [experts,hidden], in place of an MLP */
     const float *norm_in, *norm_post, *q_norm, *k_norm; /* the last two may be null */
     int64_t window;                                     /* as in Attention */
     int64_t skip;                                       /* SKIP_ATTENTION, SKIP_MLP, both or 0 */
@@ -136,6 +142,8 @@ typedef struct {
     int64_t layers, hidden, inner, heads, kv_heads, head_dim, padded_dim, rotary_dim;
     int64_t kv_kind; /* element type of the KV pool */
     int64_t rounds_inputs; /* of attention, see Attention */
+    int64_t experts, chosen_experts, expert_inner; /* of a layer with experts; chosen_experts: of a row */
+    int64_t normalizes_experts; /* the weights of a row's experts are divided by their sum */
     float eps, scale;
     const float *rotary;
 } ModelShape;
