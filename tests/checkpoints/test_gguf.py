@@ -147,7 +147,9 @@ def test_experts_in_few_bits_are_their_values(
         tmp_path / "model.gguf", source, lambda name: "F32" if name.endswith("gate.weight") else kind
     )
     card = card_of(EngineOptions(str(file)))
-    assert card.weight_bytes == pytest.approx(weight_bytes(LLM(str(file))), rel=0.15)
+    assert card.weight_bytes == pytest.approx(
+        weight_bytes(LLM(str(file))), rel=0.3
+    )  # routers of 4 are padded to 64
     assert card.parameters == card_of(EngineOptions(source)).parameters
     check_speculation(str(file), PROMPTS)
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
