@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "kernels.h"
+#include "runs.h"
 #ifdef _WIN32 /* whose header has another INT8 */
 __declspec(dllimport) void *LoadLibraryA(const char *path);
 __declspec(dllimport) void *GetProcAddress(void *library, const char *name);
@@ -240,7 +241,7 @@ static void check_model(int kind, int has_experts) {
                               .scale = 0.2f,
                               .rotary = floats(POSITIONS * HEAD_DIM, 1)};
     const ModelEnds ends = {weight(VOCAB, HIDDEN, kind, 0), weight(VOCAB, HIDDEN, kind, half),
-                            floats(HIDDEN, 1), VOCAB};
+                            floats(HIDDEN, 1), VOCAB, 1, 0};
     const Rows rows = rows_of_step();
     const int64_t ids[ROWS] = {3, 1, 4, 1, 5, 9, 2}, outputs[] = {3, 4, 5, 6};
     float *logits = space(4 * VOCAB * 4);

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from kernel_cases import CPU, c_backend, near, needs_c, two_threads
 from torch import Tensor
 
-from outrider.backends.base import LayerExperts, LayerKV
+from outrider.backends.base import DecoderLayer, LayerExperts, LayerKV
 from outrider.backends.cpu.backend import CpuBackend
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
@@ -43,13 +43,12 @@ class Layer:
             chosen,
             normalized,
         )
-        names = dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "q_norm", "k_norm"))
-        sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "eps": EPS, "window": 0}
+        names: Any = dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "q_norm", "k_norm"))
+        sizes: Any = {"heads": 4, "kv_heads": 2, "head_dim": 16, "eps": EPS}
         self.norm = torch.rand(H) + 0.5
-        layer: Any = SimpleNamespace(
-            **names, **sizes, norm_post=self.norm, experts=experts, hidden=H, inner=INNER
-        )
-        stack = backend.pack_layers(layer, [layer], torch.zeros(8, 16))
+        layer = DecoderLayer(**names, **sizes, norm_post=self.norm, window=0, scale=0.25, experts=experts)
+        shape: Any = SimpleNamespace(**sizes, hidden=H, inner=INNER)
+        stack = backend.pack_layers(shape, [layer], torch.zeros(8, 16))
         self.stack = backend.skip_sublayers(stack, [1])
 
     def __call__(self, x: Tensor) -> Tensor:

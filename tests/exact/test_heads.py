@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["GPTNeoX", "Gemma2"])
+@pytest.fixture(scope="module", params=["GPTNeoX", "VaultGemma"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PlainOutputs, LLM]:

@@ -64,6 +64,9 @@ class DecoderLayer:
     norm_in: None if the caller computes the input of `qkv`
     window:  attention window in tokens, 0 for all keys
     experts: in place of `gate_up` and `down`, which are None then
+    norm_attended, norm_mlp: norms of what attention and MLP add to the residual stream, if any
+    rotations: of this layer alone, as in `rope_store`; None for those of the stack
+    scale:   factor of attention scores.  cap: their soft cap, or 0.  gelu: GELU (tanh) in place of SiLU
     """
 
     norm_in: Any  # Tensor
@@ -79,7 +82,13 @@ class DecoderLayer:
     head_dim: int
     eps: float
     window: int
+    scale: float
     experts: LayerExperts | None = None
+    norm_attended: Tensor | None = None
+    norm_mlp: Tensor | None = None
+    rotations: Tensor | None = None
+    cap: float = 0.0
+    gelu: bool = False
 
 
 class LayerKV(NamedTuple):
@@ -189,8 +198,8 @@ class FusedModel(Protocol):
     A forward evicts the processor's caches.  Operations in a separate call after it are therefore slower.
     """
 
-    def pack_ends(self, embedding: Any, norm: Tensor, head: Any) -> Any:
-        """Pack the embedding, last norm and head of a model."""
+    def pack_ends(self, embedding: Any, norm: Tensor, head: Any, scale: float = 1.0, cap: float = 0.0) -> Any:
+        """Pack the ends of a model.  scale: factor of embeddings.  cap: soft cap of logits, or 0."""
 
     def forward(
         self, stack: Any, ends: Any, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
@@ -249,6 +258,8 @@ class Backend(Protocol):
         """Concatenation [norm(e); norm(g)], [N, 2h], of embeddings e of the ids and states g [N, h]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of float32 [n, V]; x may be overwritten, and may be the result."""
 
     # ---- attention over the paged K/V of a pool
 

@@ -133,13 +133,12 @@ class Checkpoint:
     def grown(self, layers: int, inner: int) -> Checkpoint:
         """The same model at the cost of so many layers and an MLP of size `inner`.
 
-        Raises ConfigError if either is smaller, if the lean decoder does not run the model, or if it has
-        experts.
+        Raises ConfigError if either is smaller, or if the model is not like Llama.
         """
         if not isinstance(self.spec, Spec):
             raise ConfigError(f"{self.name!r} cannot be grown: the lean decoder does not run it.")
-        if self.spec.experts is not None:
-            raise ConfigError(f"{self.name!r} cannot be grown: it has experts.")
+        if self.spec.only_on_cpu:
+            raise ConfigError(f"{self.name!r} cannot be grown: {self.spec.architecture} is not like Llama.")
         config, spec = grown_config(self.config, self.spec, layers, inner)
         return replace(self, config=config, spec=spec, small=self.spec)
 
@@ -186,6 +185,12 @@ class Checkpoint:
             return None
         data = norm.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
         return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+    def last_norm(self) -> Tensor:
+        """What the norm before the head multiplies with, float32 [hidden]."""
+        weight = self.tensors().get("model.norm.weight", self.spec.hidden).float()
+        added = isinstance(self.spec, Spec) and self.spec.traits.unit_norms
+        return weight + 1.0 if added else weight
 
     def tensors(self) -> Source:
         if self.given is not None:

@@ -41,7 +41,12 @@ class LayerReader:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         qkv = [(f"{attention}.q_proj", q), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)]
-        q_norm = k_norm = norm_in = None
+        q_norm = k_norm = norm_in = norm_attended = norm_mlp = None
+        norm_post, traits = "post_attention_layernorm", spec.traits
+        if traits.output_norms:
+            norm_attended = self._vector(backend, f"{prefix}.{norm_post}", spec.hidden)
+            norm_mlp = self._vector(backend, f"{prefix}.post_feedforward_layernorm", spec.hidden)
+            norm_post = "pre_feedforward_layernorm"
         if spec.qk_norm:
             q_norm = self._vector(backend, f"{attention}.q_norm", spec.head_dim)
             k_norm = self._vector(backend, f"{attention}.k_norm", spec.head_dim)
@@ -56,7 +61,7 @@ class LayerReader:
             norm_in=norm_in,
             qkv=self._fused(backend, qkv, inputs or spec.hidden, self.bits),
             o=self._fused(backend, [(f"{attention}.o_proj", spec.hidden)], q, self.bits),
-            norm_post=self._vector(backend, f"{prefix}.post_attention_layernorm", spec.hidden),
+            norm_post=self._vector(backend, f"{prefix}.{norm_post}", spec.hidden),
             gate_up=gate_up,
             down=down,
             q_norm=q_norm,
@@ -66,7 +71,12 @@ class LayerReader:
             head_dim=spec.head_dim,
             eps=spec.eps,
             window=spec.windows[i],
+            scale=(traits.query_scalar or spec.head_dim) ** -0.5,
             experts=experts,
+            norm_attended=norm_attended,
+            norm_mlp=norm_mlp,
+            cap=traits.score_cap,
+            gelu=traits.gelu,
         )
 
     def _mlp(self, backend: Backend, mlp: str, inner: int) -> tuple[Weight, Weight]:
@@ -98,7 +108,9 @@ class LayerReader:
         return self._fused(backend, [(name, self.spec.vocabulary)], self.spec.hidden, bits)
 
     def _vector(self, backend: Backend, name: str, size: int) -> Tensor:
-        return self.weights.get(f"{name}.weight", size).float().to(backend.device).contiguous()
+        weight = self.weights.get(f"{name}.weight", size).float()
+        weight = 1.0 + weight if self.spec.traits.unit_norms else weight
+        return weight.to(backend.device).contiguous()
 
     def _fused(
         self, backend: Backend, parts: Sequence[tuple[str, int]], inputs: int, bits: int | None

@@ -40,13 +40,13 @@ def needs_fallback(
     split: bool = False,
     device: torch.device = CPU,
 ) -> bool:
-    """Whether a checkpoint needs transformers' modelling code, as those with experts do outside the CPU.
+    """Whether a checkpoint needs transformers' modelling code, as some do outside the CPU.
 
     Raises ConfigError or ModelError for options that only the lean decoder supports.
     """
     spec, name = checkpoint.spec, checkpoint.spec.architecture
     if isinstance(spec, Spec):
-        if spec.experts is None or device.type == "cpu":
+        if device.type == "cpu" or not spec.only_on_cpu:
             return False
         name = f"{name} on {device.type}"
     if quantization is not None:

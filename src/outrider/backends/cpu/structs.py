@@ -19,7 +19,7 @@ from outrider.core.stop_rule import StopRule, hidden_of
 LINEARS = ("qkv", "o", "gate_up", "down")
 ROWS = STRUCTS["Rows"]
 SIZES = ("hidden", "inner", "heads", "kv_heads", "head_dim", "eps")
-VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
+VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm", "norm_attended", "norm_mlp")
 
 
 def keys_of(pool: Pool, layer: int = 0) -> int:

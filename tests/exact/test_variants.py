@@ -1,4 +1,4 @@
-"""Models with experts on the lean decoder: transformers' numbers, and no token changed by speculation."""
+"""Models that compute otherwise than Llama: transformers' numbers, and no token changed by speculation."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from outrider.testing import check_idle, random_prompts, tiny_checkpoint, use_ex
 
 PROMPTS = random_prompts(5, seed=21)
 SIZES: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": 3}
+GEMMA = {"sliding_window": 9, "query_pre_attn_scalar": 24, "intermediate_size": 100}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", {**SIZES, "moe_intermediate_size": 32, "norm_topk_prob": True}),
     "qwen3-moe-with-a-dense-layer": (
@@ -27,6 +29,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**SIZES, "moe_intermediate_size": 64, "mlp_only_layers": [1], "norm_topk_prob": False},
     ),
     "mixtral": ("Mixtral", {**SIZES, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "gemma2": (
+        "Gemma2",
+        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0, "num_hidden_layers": 3},
+    ),
+    "gemma3": ("Gemma3Text", {**GEMMA, "layer_types": KINDS, "num_hidden_layers": 3}),
 }
 SAMPLED = SamplingParams(temperature=0.8, seed=4, max_tokens=24, ignore_eos=True)
 
@@ -118,9 +125,9 @@ def test_what_experts_do_not_support_is_refused(tmp_path: Path) -> None:
     family, config = FAMILIES["qwen3-moe"]
     model = tiny_checkpoint(tmp_path, family, **config)
     checkpoint = Checkpoint.open(model)
-    with pytest.raises(ConfigError, match="has experts"):
+    with pytest.raises(ConfigError, match="is not like Llama"):
         checkpoint.grown(4, 200)
-    with pytest.raises(ConfigError, match="tensor_parallel_size is not supported for the experts"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size is not supported for Qwen3Moe"):
         LLM(model, tensor_parallel_size=2)
     cuda = torch.device("cuda")
     assert needs_fallback(checkpoint, device=cuda) and not needs_fallback(checkpoint)
