@@ -86,6 +86,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 32}, {}),
     "qwen3moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True}, {}),
     "mixtral": ("Mixtral", EXPERTS, {}),
+    "gemma": ("Gemma", {"tie_word_embeddings": True}, {}),
+    "gemma2": (
+        "Gemma2",
+        {"sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+        {},
+    ),
+    "gemma3": ("Gemma3Text", {"sliding_window": 9, "query_pre_attn_scalar": 16, "num_hidden_layers": 7}, {}),
 }
 
 

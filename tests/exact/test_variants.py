@@ -13,6 +13,7 @@ from toys import read
 
 from outrider import LLM, ConfigError, LoRARequest, ModelError, RequestError, SamplingParams
 from outrider.checkpoints.hub import Checkpoint
+from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
 from outrider.models.load import needs_fallback
 from outrider.models.selftest import bit_exact
@@ -70,6 +71,20 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
     monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     decoder = LLM(model, dtype=dtype, quantization=quantization, max_model_len=64).engine.decoder
     assert decoder.exact and bit_exact(decoder)
+
+
+def test_one_call_has_the_bits_of_single_ones(model: str) -> None:
+    """And a chain that one call drafts is the text that steps would emit."""
+    decoder, ids = LLM(model).engine.decoder, PROMPTS[0]
+    step = StepInput.of_ids(ids)
+    step.logits_rows = list(range(len(ids)))
+    together = decoder.forward_step(step, decoder.pool(len(ids)), {})
+    assert torch.equal(together, text_logits(decoder, ids))
+    config = {"method": "draft_model", "model": model, "num_speculative_tokens": 4}
+    fast = LLM(model, speculative_config=config)
+    output = answer(fast, ids, SAMPLED)
+    assert visible_parts(output.outputs) == visible_parts(answer(LLM(model), ids, SAMPLED).outputs)
+    assert output.speculation.accepted > 12
 
 
 def test_speculation_changes_nothing(model: str) -> None:

@@ -53,6 +53,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: dict[str, TensorEntry] = {}
+        self.metadata: dict[str, Any] = {}
         self.metadata = self._read(path)
         for shard in self._other_shards():
             self._read(shard)
@@ -85,8 +86,9 @@ class GgufFile:
         except (OSError, ValueError, struct.error, OverflowError) as error:
             raise ModelError(f"{path} is corrupt or truncated: {error}.") from error
         data_start = reader.position + -reader.position % metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        architecture = str((self.metadata or metadata).get("general.architecture"))
         for header in headers:
-            name = checkpoint_name(header.name, path)
+            name = checkpoint_name(header.name, path, architecture)
             self.tensors[name] = _tensor_entry(path, reader.data, header, data_start)
         return metadata
 

@@ -25,10 +25,16 @@ BLOCK_TENSORS = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+OUTPUT_NORMS = {  # where the outputs of attention and MLP are normalized, too
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OWN_TENSORS = {"gemma2": OUTPUT_NORMS, "gemma3": OUTPUT_NORMS}  # of an architecture
 ROPE_FACTORS = "rope_freqs.weight"  # one factor per frequency; no counterpart in a safetensors checkpoint
 
 
-def checkpoint_name(name: str, path: Path) -> str:
+def checkpoint_name(name: str, path: Path, architecture: str) -> str:
     """The name in a safetensors checkpoint.
 
     Raises ModelError for a tensor that the lean decoder does not use.
@@ -40,8 +46,9 @@ def checkpoint_name(name: str, path: Path) -> str:
         if stem in MODEL_TENSORS:
             return f"{MODEL_TENSORS[stem]}.{suffix}"
         block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        if block and block[2] in BLOCK_TENSORS:
-            return f"model.layers.{block[1]}.{BLOCK_TENSORS[block[2]]}.{suffix}"
+        known = BLOCK_TENSORS | OWN_TENSORS.get(architecture, {})
+        if block and block[2] in known:
+            return f"model.layers.{block[1]}.{known[block[2]]}.{suffix}"
     raise ModelError(
         f"{path} has a tensor {name!r}, which the lean decoder does not compute: the architecture is not "
         "supported."

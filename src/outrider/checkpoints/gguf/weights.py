@@ -35,7 +35,9 @@ class GgufWeights:
     def get(self, name: str, *shape: int) -> Tensor:
         """The dense tensor.  Raises ModelError if it is missing or has another shape."""
         weight = self._unpack(name, shape)
-        return weight.dense() if isinstance(weight, QuantizedWeight) else weight
+        dense = weight.dense() if isinstance(weight, QuantizedWeight) else weight
+        # the files hold what is multiplied with, transformers adds 1
+        return dense - 1.0 if self.spec.traits.unit_norms and name.endswith("norm.weight") else dense
 
     def linear(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
         return self._unpack(f"{name}.weight", (outputs, inputs))
