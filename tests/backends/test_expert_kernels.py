@@ -1,4 +1,4 @@
-"""A mixture of experts: what the definition says, and every row the same bits among any others."""
+"""A mixture of experts equals its definition, and a row has the same bits among any others."""
 
 from __future__ import annotations
 
