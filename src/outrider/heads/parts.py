@@ -100,16 +100,21 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """x += attend(norm(x)); x += mlp(norm(x)).  norm_in: whether the first norm is there."""
+    """x += attend(norm(x)); x += mlp(norm(x)).  norm_in: whether the first norm is there.
+
+    With an `inner` of 0 there is no MLP.
+    """
 
     def __init__(
         self, sizes: Sizes, inputs: int | None = None, qk_norm: bool = False, norm_in: bool = True
     ) -> None:
         super().__init__()
         self.self_attn = Attention(sizes, inputs, qk_norm)
-        self.mlp = GatedMlp(sizes.hidden, sizes.inner)
         self.input_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps) if norm_in else nn.Identity()
-        self.post_attention_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps)
+        self.mlp: nn.Module | None = None
+        if sizes.inner:
+            self.mlp = GatedMlp(sizes.hidden, sizes.inner)
+            self.post_attention_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps)
 
     def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
         return self.feed_forward(x + self.self_attn(self.input_layernorm(x), angles, mask))
@@ -126,8 +131,7 @@ class Layer(nn.Module):
         return self.feed_forward(x + attention.o_proj(texts.join(out)))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return x if self.mlp is None else x + self.mlp(self.post_attention_layernorm(x))
 
 
 def small_sizes(spec: Facts) -> Sizes:
