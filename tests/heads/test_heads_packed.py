@@ -29,7 +29,8 @@ from outrider.inspect.heads import head_card
 from outrider.models.export import packed, scheme
 
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
-HEADS.remove("domino")  # files keep its GRU whole, whose tensors are not named "weight"
+for name in ("domino", "dflash2"):  # files keep a GRU and codebooks whole, which are not named "weight"
+    HEADS.remove(name)
 PROMPTS = [{"prompt_token_ids": [3, 1, 4, 1, 5 + i]} for i in range(3)]
 
 

@@ -173,7 +173,7 @@ def block_format(
         depth=depth,
         known=rf"(fc|hidden_norm|norm|lm_head|embed_tokens)\.(weight|bias)|d2t|t2d|"
         rf"layers\.\d+\.({BLOCK_NAMES}){known and f'|{known}'}",
-        variants=(*variants, ("selector", "DFlash 2"), ("fusion", "DFlare"), ("sink", "attention sinks")),
+        variants=(*variants, ("fusion", "DFlare"), ("sink", "attention sinks")),
         kinds=f"{kinds}|{ARCHITECTURE}",
         keys=("dflash_config",),
         refused=refusal,

@@ -73,14 +73,19 @@ class BlockLayer(Layer):
 
     def read(self, x: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
         """x [A * block, hidden] of all blocks, context [T, hidden] -> [A * block, hidden]."""
-        attention, u, pad, own = self.self_attn, self.input_layernorm(x), blocks.texts.pad, blocks.rows.pad
+        return self.feed_forward(x + self.attend(self.input_layernorm(x), context, blocks))
+
+    def attend(self, u: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
+        """The attention's output for its input u, both [A * block, hidden]."""
+        attention, pad, own = self.self_attn, blocks.texts.pad, blocks.rows.pad
         before = rotary_angles(blocks.offsets, attention.head_dim, DEFAULT_THETA)
         within = rotary_angles(blocks.positions, attention.head_dim, DEFAULT_THETA)
         k = torch.cat([pad(attention.keys(context, before)), own(attention.keys(u, within))], dim=-2)
         v = torch.cat([pad(attention.values(context)), own(attention.values(u))], dim=-2)
         q = own(attention.queries(u, within))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=blocks.seen, enable_gqa=True)
-        return self.feed_forward(x + attention.o_proj(blocks.rows.join(out)))
+        projected: Tensor = attention.o_proj(blocks.rows.join(out))
+        return projected
 
 
 class BlockNetwork(nn.Module):

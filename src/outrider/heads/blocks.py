@@ -186,10 +186,16 @@ class BlockDrafter(HeadDrafter):
         for step_input in inputs.values():
             step_input.build()
         x = embed(self.target.decoder, ids, self.embedding)
-        for i, causal in enumerate(layout.causal):
-            x = self.stack(x, inputs[causal], self.pool, only=i)
+        x = self.through_layers(x, inputs, [depth + skipped for depth in levels])
         x = self.backend.rms_norm(x, self.norm, self.stack.sizes.eps)
         return lm_logits(self.target.decoder, x[predicting], self.lm_head, self.ids), x
+
+    def through_layers(self, x: Tensor, inputs: dict[bool, StepInput], lengths: Sequence[int]) -> Tensor:
+        """x [n, width] of some blocks after all layers.  inputs: by whether a layer is causal.  lengths: rows
+        of each block."""
+        for i, causal in enumerate(self.layout.causal):
+            x = self.stack(x, inputs[causal], self.pool, only=i)
+        return x
 
     def observe(self, commit: Commit) -> None:
         self.learn(commit)
