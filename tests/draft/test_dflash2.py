@@ -168,7 +168,7 @@ def test_numbers_of_the_config_are_checked(toy: LLM, tmp_path: Path) -> None:
 def test_a_taught_head_is_accepted_and_exported(toy: LLM, tmp_path: Path) -> None:
     """More often than a new one, with the text of plain decoding; the published names come back."""
     torch.manual_seed(2)
-    network, found = Network.like(toy.engine.target, taps=TAPS, block=4, layers=1, rank=16), list[float]()
+    network, found = Network.like(toy.engine.target, taps=TAPS, block=3, layers=1, rank=16), list[float]()
     data, outer = samples(toy, TAPS), TargetWeights.of(toy.engine.decoder)
     target = str(toy.engine.target.checkpoint.name)
     for step in range(2):
@@ -176,7 +176,7 @@ def test_a_taught_head_is_accepted_and_exported(toy: LLM, tmp_path: Path) -> Non
         assert stored.keys() == network.state_dict().keys() and "block_size" in config["dflash_config"]
         folder = save_head(tmp_path / str(step), config, stored)
         assert detect(folder) == "dflash2"
-        found.append(acceptance(target, {"model": folder}, temperature=0.0))
+        found.append(acceptance(target, {"model": folder}))
         if not step:
-            teach(network, network.loss, data, outer, steps=80)
-    assert found[1] > found[0] + 0.1
+            teach(network, network.loss, data, outer, steps=60, rate=6e-3)
+    assert found[1] > 0.05 > found[0], "chance is 1 in 512"
