@@ -17,7 +17,7 @@ from outrider.heads.layouts import flat
 
 TYPE = "dflash"
 # in names of other methods' tensors
-OTHERS = re.compile(r"markov|confidence_head|prefix_gru|embed_proj|candidate_selector|_conv\.")
+OTHERS = re.compile(r"markov|confidence_head|prefix_gru|embed_proj|candidate_selector|layer_fusion|_conv\.")
 
 
 class Network(BlockNetwork):

@@ -95,7 +95,7 @@ def check_exit(layer: Any, layers: int, model: str) -> int:
 
 
 class Network(nn.Module):
-    """Network for training, with the reference's names and config.  early_exit: layers of the target below."""
+    """Network for training, with the reference's names and config, after `early_exit` layers."""
 
     def __init__(self, sizes: Sizes, vocabulary: int, early_exit: int) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ class Correction:
     def __call__(
         self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor, logits: Tensor
     ) -> CorrectionOutput:
-        """Correction by the tokens before n places; x [n, h]: the places' states; logits [n, Vd]: before it."""
+        """Correction by the tokens before n places; x [n, h]: the places' states; logits [n, Vd]."""
         raise NotImplementedError
 
 

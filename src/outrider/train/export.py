@@ -19,6 +19,7 @@ WRITTEN_AS = {
     "dspark": "dflash",
     "domino": "dflash",
     "dflash2": "dflash",
+    "dflare": "dflash",
     "lstm_speculator": "mlp_speculator",
 }
 

@@ -1,4 +1,4 @@
-"""DFlash, DFlash 2, DSpark and Domino: layers that draft a block in one pass, cross entropy with the text weighted by
+"""DFlash, DFlash 2, DFlare, DSpark and Domino: layers that draft a block in one pass, cross entropy with the text weighted by
 depth.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import Count, Flag, Natural, one_of, whole
-from outrider.draft import dflash, dflash2, domino, dspark
+from outrider.draft import dflare, dflash, dflash2, domino, dspark
 from outrider.draft.dspark import MARKOV, VANILLA
 from outrider.draft.dspark import Network as DSparkNetwork
 from outrider.errors import ConfigError
@@ -33,7 +33,7 @@ OUTER = (  # keys of z-lab's configs beside those of a layer
 
 
 class DFlash(Method):
-    variants: ClassVar = {"dspark": "markov", "domino": "domino", "dflash2": "selector"}
+    variants: ClassVar = {"dspark": "markov", "domino": "domino", "dflash2": "selector", "dflare": "fusion"}
 
     @dataclass(frozen=True)
     class Options(TrainOptions):
@@ -43,6 +43,7 @@ class DFlash(Method):
         markov: rank of DSpark's table of the token before; 0 without one.  markov_kind: "vanilla", "gated" or
         "rnn".  confidence: with DSpark's predictor of the acceptance.  domino: width of Domino's recurrent
         state; 0 without one.  selector: rank of DFlash 2's selector, beside its convolutions; 0 without.
+        fusion: with DFlare's mix of the states for each layer.
         """
 
         layers: Count = 2
@@ -56,18 +57,19 @@ class DFlash(Method):
         confidence: Flag = False
         domino: Natural = 0
         selector: Natural = 0
+        fusion: Flag = False
 
         def __post_init__(self) -> None:
             super().__post_init__()
             kind = self.markov_kind != VANILLA
             spark = self.markov or kind or self.confidence or self.draft_vocab_size
-            for name, also in (("domino", spark), ("selector", spark or self.domino)):
-                if getattr(self, name) and also:
-                    raise ConfigError(
-                        f"{name}: such heads have all tokens of the target, and nothing of DSpark or each "
-                        "other: leave draft_vocab_size, markov, markov_kind and confidence out, and give one "
-                        "of domino and selector."
-                    )
+            others = [name for name in ("domino", "selector", "fusion") if getattr(self, name)]
+            if others and (spark or len(others) > 1):
+                raise ConfigError(
+                    f"{others[-1]}: such heads have all tokens of the target, and nothing of DSpark or each "
+                    "other: leave draft_vocab_size, markov, markov_kind and confidence out, and give one "
+                    "of domino, selector and fusion."
+                )
             if kind and not self.markov:
                 raise ConfigError(
                     f"markov_kind {self.markov_kind!r}: there is no table; set markov to its rank."
@@ -109,6 +111,8 @@ class DFlash(Method):
             network = domino.Network.like(target, **given, width=options.domino)
         elif options.selector:
             network = dflash2.Network.like(target, **given, rank=options.selector)
+        elif options.fusion:
+            network = dflare.Network.like(target, **given)
         else:
             return dflash.Network.like(target, **given)
         if 0 in network.taps:
@@ -117,7 +121,7 @@ class DFlash(Method):
 
     @classmethod
     def convert(cls, head: Head, layout: str) -> Files:
-        z_lab_only: tuple[type[BlockDrafter], ...] = (domino.Domino, dflash2.DFlash2)
+        z_lab_only: tuple[type[BlockDrafter], ...] = (domino.Domino, dflash2.DFlash2, dflare.DFlare)
         kinds: tuple[type[BlockDrafter], ...] = (dspark.DSpark, *z_lab_only, dflash.DFlash)
         drafter = next(kind for kind in kinds if kind.is_own(head))
         check_layout(layout, ("z-lab",) if drafter in z_lab_only else ("speculators", "z-lab"))
