@@ -120,8 +120,6 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", str, "--response-role", "the role of an answer is assistant"),
     Flag("", str, "--guided-decoding-backend", "one library compiles all grammars"),
     Flag("", str, "--structured-outputs-config", "one library compiles all grammars"),
-    Flag("", str, "--generation-config",
-         "it gives no defaults for sampling: without a temperature, a request has 1"),
     Flag("", bool, "--exclude-tools-when-tool-choice-none",
          'with tool_choice "none" the template has no tools', False),
     Flag("", str, "--max-cpu-loras", "--max-loras adapters are in memory"),
@@ -149,7 +147,7 @@ _IGNORED = (  # without effect here; the help is the reason
 IGNORED = (*(replace(flag, hidden=True) for flag in _IGNORED), *vllm.IGNORED, *LLAMA_CPP)
 
 NEW_SPELLING = """use --speculative-config, such as '{"model": "…", "num_speculative_tokens": 5}'"""
-_REQUEST = "the server has no defaults for sampling: give them in the requests"
+_REQUEST = "use --override-generation-config, such as '{\"temperature\": 0.6}', or give it in the requests"
 _RULE = "it is no sampling parameter here: leave it out"
 _LAYERS = "use --gpu-layers N, which keeps the other layers on the CPU"
 _MACHINES = "start the command on each machine with torchrun, and give -tp or -pp"
@@ -166,10 +164,10 @@ _REFUSED = (  # what would be missed; the help is the cure
         "spec-type",
     )),
     *(Flag("", str, f"--{name}", _REQUEST) for name in (
-        "override-generation-config", "n-predict -n --predict", "temp --temperature", "top-k", "top-p",
+        "n-predict -n --predict", "temp --temperature", "top-k", "top-p",
         "min-p", "repeat-penalty", "presence-penalty", "frequency-penalty", "logit-bias -l",
         "reverse-prompt -r", "grammar", "grammar-file", "json-schema -j", "json-schema-file -jf",
-        "chat-template-kwargs", "default-chat-template-kwargs",
+        "chat-template-kwargs",
     )),
     Flag("", bool, "--ignore-eos", _REQUEST, False),
     Flag("", bool, "--special -sp", "give skip_special_tokens in the requests", False),
