@@ -230,11 +230,12 @@ class DFlash2(BlockDrafter):
         for key, usual in sizes.items():
             sizes[key] = self.head.config.get(key, usual)
             whole(1).check(sizes[key], f"{key} of {self.head.name!r}", ModelError)
-        self.convs = [
-            [Conv(self.reader, f"layers.{i}.{part}_conv", self.width, sizes["conv_group_size"])
-             for part in ("attention", "mlp")]
-            for i in range(len(self.layout.windows))
-        ]  # fmt: skip
+        self.convs = list[tuple[Conv, Conv]]()
+        for i in range(len(self.layout.windows)):
+            names = (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv")
+            group = sizes["conv_group_size"]
+            attention, mlp = (Conv(self.reader, name, self.width, group) for name in names)
+            self.convs.append((attention, mlp))
         self.correction = Selector(self.reader, target, self.width, sizes["selector_top_k"])
 
     @classmethod

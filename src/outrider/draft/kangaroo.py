@@ -15,7 +15,7 @@ nodes get their slots before they get their numbers.
 A draft ends behind a token whose level had no probability of `exit_threshold`.
 
 Published files (Equationliu/Kangaroo) have these names, and the config of a Llama of one layer.  It does not
-name the exit.  Their rotations have theta 10000, whatever the target's are.
+name the exit.  Their rotations have theta 10000, also where the target's have another.
 
     layers.0.self_attn.{q,k,v,o}_proj.weight   layers.0.input_layernorm.weight   norm.weight
 """
@@ -54,8 +54,8 @@ from outrider.heads.sample import Sample, TargetWeights
 from outrider.heads.trees import Growth, LevelTree, RankTree
 
 NAMES = r"layers\.\d+\.(self_attn\.[qkvo]_proj|input_layernorm)\.weight|norm\.weight"
-ROTATIONS = "{rest}.rotary_emb.inv_freq"
 ATTENTION_ONLY = re.compile(rf"{NAMES}|.*\.rotary_emb\.inv_freq")
+EXIT = "early_exit"  # key in the config of trained files
 
 
 def _without_rope(head: Head) -> Head:
@@ -69,7 +69,7 @@ FORMAT = HeadFormat(
         Layout(
             "reference",
             ("layers.{i}.self_attn.q_proj.weight",),
-            ((ROTATIONS, None), *UNCHANGED),
+            (("{rest}.rotary_emb.inv_freq", None), *UNCHANGED),
             applies=lambda head: all(ATTENTION_ONLY.fullmatch(name) for name in head),
         ),
     ),
@@ -77,7 +77,6 @@ FORMAT = HeadFormat(
     known=NAMES,
     finish=_without_rope,
 )
-EXIT = "early_exit"  # key in the config of trained files
 
 
 def published_exit(layers: int) -> int:
@@ -105,7 +104,7 @@ class Network(nn.Module):
 
     @classmethod
     def like(cls, target: Target) -> Network:
-        """A small one for this target, with random weights, after a half of the layers."""
+        """A small one for this target, after a half of the layers."""
         spec = target.decoder.spec
         return cls(small_sizes(spec), spec.vocabulary, max(1, spec.layers // 2))
 
@@ -160,16 +159,16 @@ class ExitNet(Net):
         self.norm = reader.vector("norm.weight", hidden)
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
-        """o for the states g, which may be overwritten."""
         return self.stack(g, step_input, pool)
+
+    def exit_states(self, step_input: StepInput, pool: Pool) -> Tensor:
+        """x [n, hidden] of the rows of a step; K/V goes to the target's pool."""
+        return self.model.forward(step_input, pool, self.below)
 
 
 @dataclass
 class Computed:
-    """What the target's first layers have computed of a tree.
-
-    nodes: numbers, ROOT included, of those whose K/V is where verification will have it.  states: of them
-    """
+    """States of `nodes` of a tree, ROOT included, whose K/V is where verification will have it."""
 
     row: Row
     nodes: list[int] = field(default_factory=list)
@@ -177,10 +176,7 @@ class Computed:
 
 
 class ExitForwards(Forwards):
-    """Every forward of the adapter follows one of the target's first layers over the same tokens.
-
-    A catch-up reads the states of computed tokens, and the pending tokens of all trees.
-    """
+    """Forwards of the adapter after the target's first layers; a catch-up also reads the pending tokens."""
 
     net: ExitNet
     on_device = False
@@ -204,7 +200,8 @@ class ExitForwards(Forwards):
                 if row.adapter is not None:
                     pending.adapt(own, row.adapter)
         if pending.length:
-            states = torch.cat([states, self._below(pending.build())])
+            below = self.net.exit_states(pending.build(), self.target_pool)
+            states = torch.cat([states, below])
             for computed, state in zip(self.computed.values(), states[first:].clone()):
                 computed.nodes.append(ROOT)
                 computed.states.append(state)
@@ -219,17 +216,13 @@ class ExitForwards(Forwards):
             tree.add_to(step_input)
             if row.adapter is not None:
                 step_input.adapt(own, row.adapter)
-        states = self._below(step_input.build())
+        states = self.net.exit_states(step_input.build(), self.target_pool)
         for tree, own in zip(trees, first_rows):
             if isinstance(tree, LevelBuilder):  # node i is in slot i
                 computed, nodes = self.computed[tree], tree.frontier
                 computed.nodes += nodes
                 computed.states += states[own : own + len(nodes)].clone()
         return self.net.forward(step_input, self.pool, states)
-
-    def _below(self, step_input: StepInput) -> Tensor:
-        """x [n, hidden] of the rows of a step."""
-        return self.net.model.forward(step_input, self.target_pool, self.net.below)
 
 
 class Kangaroo(Recurrent):
@@ -252,9 +245,8 @@ class Kangaroo(Recurrent):
         return cls(options, target, random_head(Network.like, target))
 
     def network(self) -> ExitNet:
-        layers, layer = self.target.decoder.spec.layers, self.options.early_exit
-        if layer is None:
-            layer = self.head.config.get(EXIT) or published_exit(layers)
+        layers = self.target.decoder.spec.layers
+        layer = self.options.early_exit or self.head.config.get(EXIT) or published_exit(layers)
         return ExitNet(self.reader, self.target, check_exit(layer, layers, self.target.checkpoint.name))
 
     def allocate(self, slots: int, pool: Pool) -> Any:
@@ -293,10 +285,7 @@ class Kangaroo(Recurrent):
                 self.computed[computed.row] = computed
 
     def _ending(self, trees: Sequence[LevelTree], logits: Tensor) -> list[LevelTree]:
-        """The trees whose next level is the last one.
-
-        Only logits decide, and never which token was drafted: draft tokens stay samples of q.
-        """
+        """The trees whose next level is the last one.  Logits decide, so that drafts stay samples of q."""
         threshold: float | None = self.options.exit_threshold
         if threshold is None:
             return []

@@ -1,5 +1,5 @@
-"""DFlash, DFlash 2, DFlare, DSpark and Domino: layers that draft a block in one pass, cross entropy with the text weighted by
-depth.
+"""DFlash, DFlash 2, DFlare, DSpark and Domino: layers that draft a block in one pass, cross entropy with the
+text weighted by depth.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kangaroo (arXiv 2404.18911): cross entropy of an adapter after the target's first layers with the target."""
+"""Kangaroo (arXiv 2404.18911): an adapter after the target's first layers, cross entropy with the target."""
 
 from __future__ import annotations
 
