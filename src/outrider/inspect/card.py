@@ -19,8 +19,8 @@ from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.grown import LAYER
 from outrider.checkpoints.heads import builtin
 from outrider.checkpoints.hub import BUILTIN, PROCESSOR_TEMPLATE, Checkpoint, locate
-from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.quantize import GROUP, bits_of
+from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.spec import Spec, largest
 from outrider.checkpoints.weights import SAFE, Weights, open_weights
 from outrider.config import EngineOptions
@@ -209,13 +209,13 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None) -> Iterator[St
         for name, shape, kind in headers(weights):
             yield Stored(name, count(shape), kind, len(shape) == 1)
         return
-    scheme, packed = checkpoint.scheme, PackedWeights(weights, checkpoint.scheme)
+    scheme, packed = checkpoint.scheme, quantized(weights, checkpoint.scheme)
     for name in packed.layer_of:
-        bits, group = packed.bits([name]) or 0, min(scheme.sizes).group
-        few = _few(bits, group, not scheme.symmetric)
-        yield Stored(name, count(packed.shape(name)), f"{scheme.method} in {bits} bits", False, few)
+        bits = packed.bits([name])  # None: it is expanded
+        few = _few(bits, min(scheme.sizes).group, not scheme.symmetric) if bits else None
+        yield Stored(name, count(packed.shape(name)), f"{scheme.method} in {bits or 8} bits", False, few)
     for name, shape, kind in headers(weights):
-        if name in packed:
+        if name in packed and name not in packed.layer_of:
             yield Stored(name, count(shape), kind, len(shape) == 1)
 
 
