@@ -102,7 +102,7 @@ class Scheduler:
 
         overlap: steps in flight at once, each of which gets its share of the rows.
         """
-        batch, decodes, drafting = Batch(), 0, 0
+        batch, decodes, drafting, preemptions = Batch(), 0, 0, self.preemptions
         for row in list(self.running):
             if row.finish_reason is not None and row not in self.in_flight:
                 self.retire(row)  # only after a step that was interrupted
@@ -113,6 +113,8 @@ class Scheduler:
         prefilling = self.waiting or decodes < num_rows
         budget = self._prefill_budget(decodes, drafting) if prefilling else NO_PREFILL
         self._add_running(batch, budget, -(-num_rows // overlap))
+        if not batch and self.preemptions > preemptions:
+            return self.next(overlap)  # prompts got no tokens beside decoding rows, which are preempted now
         if self.waiting:
             num_rows = min(len(self.running) + len(self.waiting), self.limits.max_num_seqs)
             self._add_waiting(batch, budget, -(-num_rows // overlap))
