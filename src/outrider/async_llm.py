@@ -289,9 +289,10 @@ class AsyncLLM:
         while not self._closed:
             try:
                 self.llm.loop.run_until(self._between_steps)
-            except Exception as error:  # the loop has ended the requests of the step
+            except BaseException as error:  # the loop has ended the requests of the step, or will
                 log.exception("a step of the engine failed")
-                if self.restart_on_error and not isinstance(error, RankError):
+                fatal = isinstance(error, RankError) or not isinstance(error, Exception)
+                if self.restart_on_error and not fatal:
                     self.restarts += 1
                 else:
                     self._error = EngineError(f"the engine has stopped: {type(error).__name__}: {error}")
