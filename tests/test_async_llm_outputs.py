@@ -79,18 +79,20 @@ def test_an_end_between_waking_and_reading_is_reported_once(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task that is woken for the first tokens of a request reads them when the request has ended."""
-    wait = async_llm._Inbox.wait
+    wait, gate = async_llm._Inbox.wait, Gate(4)
 
     async def late(inbox: async_llm._Inbox) -> list[async_llm._Reader]:
         news = await wait(inbox)
         first = next((reader for reader in news if reader.index == 0), None)
+        gate.opened.set()
         while first is not None and None in [state.finish_reason for state in first.states]:
             time.sleep(0.001)  # the event loop does nothing else
         return news
 
     async def task() -> None:
         monkeypatch.setattr(async_llm._Inbox, "wait", late)
-        requests = [await engine.read(PROMPTS[i], params_of(i, max_tokens=8 + 150 * i)) for i in range(2)]
+        given = params_of(0, logits_processors=[gate]), params_of(1, max_tokens=150)
+        requests = [await engine.read(PROMPTS[i], given[i]) for i in range(2)]
         finished, ended = list[int](), list[int]()
         outputs = engine.follow(requests, on_end=lambda i, _: ended.append(i))
         async with asyncio.timeout(10):
