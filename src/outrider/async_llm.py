@@ -83,15 +83,13 @@ class _Reader:
         """Wake the task, unless it is not due yet: then False is returned.  crowd: factor of the interval."""
         if self.ended:
             return True
-        self.waking = False  # from here on, later states wake the task again
-        shown = self.states
-        ended = None not in [state.finish_reason for state in shown]
-        if not ended and now < self.due:
-            self.waking = True
+        if now < self.due and not _ended(self.states):
             return False
+        self.waking = False  # from here on, later states wake the task again
+        self.shown = self.states
+        self.ended = _ended(self.shown)
         interval = crowd * self.interval
         self.due = (now // interval + 1) * interval if interval else 0.0
-        self.shown, self.ended = shown, ended
         if self.on_end is not None and self.ended:
             # before the task reads it
             self.inbox.loop.call_soon(self.on_end, self.index, self.output(), context=self.inbox.context)
@@ -112,6 +110,11 @@ class _Reader:
             return made
         self.last = self.last or self.request.output(self.shown)
         return self.last
+
+
+def _ended(states: Sequence[RowState]) -> bool:
+    """Whether all samples of a request have ended."""
+    return None not in [state.finish_reason for state in states]
 
 
 class AsyncLLM:
