@@ -5,6 +5,7 @@ One file a command; `flags.py` has what they share.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -86,6 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Exit status: 0; 1 if a check failed; 2 for a usage error, with one line on standard error; 130
     for Ctrl-C.
     """
+    prepare_streams()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     given = sys.argv[1:] if arguments is None else arguments
     # INFO: reports the compilation of the kernels, which takes seconds
@@ -112,6 +114,16 @@ def main(arguments: list[str] | None = None) -> None:
             fail(f"standard output cannot be written: {write_fault(error)}", error)
         fail(str(error), error)
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def prepare_streams() -> None:
+    """Open standard streams that are closed, and print "?" for a character that an encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def drop_output() -> None:
