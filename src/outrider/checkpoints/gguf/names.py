@@ -26,7 +26,7 @@ ROPE_FACTORS = "rope_freqs.weight"  # one factor per frequency; no counterpart i
 
 
 def family_of(architecture: str, path: Path) -> str:
-    """The name of the family in transformers.  Raises ModelError for an architecture that is not supported."""
+    """The family's name in transformers.  Raises ModelError for an architecture that is not supported."""
     if architecture not in FAMILIES:
         raise ModelError(
             f"{path} holds architecture {architecture!r}, which is not supported.  "
