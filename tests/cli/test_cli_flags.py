@@ -283,7 +283,7 @@ def test_public_names_load_lazily() -> None:
         ("bench --prompts /", "'/'"),
         ("generate -p x -m builtin-eagle", "'builtin-eagle' is a draft head, not a model"),
         ("generate -p x -m no.gguf", "no file 'no.gguf'"),
-        ("generate -p x -hf owner/name", "-hf owner/name is not known: give the hub id with -m"),
+        ("generate -p x -hf", "-m' requires an argument"),
         ("generate -p x -hff a.gguf", "-hff a.gguf is not known: download the file and give it with -m"),
         ("chat -hft secret", "error: -hft is not known: set the environment variable HF_TOKEN."),
         ("generate -p x -mu http://x/y.gguf", "-mu http://x/y.gguf is not known: download the file"),

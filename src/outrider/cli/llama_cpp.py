@@ -67,9 +67,12 @@ TALK = (
     "--multiline-input",
 )  # fmt: skip
 TOKEN = ("-hft", "--hf-token")
+REPOSITORY = {  # of GGUF files on the hub
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "-m"),
+    **dict.fromkeys(("-hfd", "-hfrd", "--hf-repo-draft"), "-md"),
+}
+TAG = "Q4_K_M"  # that llama.cpp takes if none is given
 HUB = {  # flags -> what to do instead
-    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "give the hub id with -m"),
-    **dict.fromkeys(("-hfd", "-hfrd", "--hf-repo-draft"), "give the hub id with -md"),
     **dict.fromkeys(("-hff", "--hf-file", "-mu", "--model-url"), "download the file and give it with -m"),
     **dict.fromkeys(TOKEN, "set the environment variable HF_TOKEN"),
 }
@@ -78,13 +81,19 @@ HUB = {  # flags -> what to do instead
 def translated(words: Sequence[str]) -> list[str]:
     """The words of a command in the form that its options have.
 
-    Inserts values of OPTIONAL flags.  `chat` has no use for -i, -cnv ….  Raises ConfigError for these with
-    `generate`, and for -hf, -hff …, which would be read as -h -f and print the help.  `serve` has refusals of
-    its own.
+    Inserts values of OPTIONAL flags, and a TAG after the hub id of -hf.  `chat` has no use for -i, -cnv ….
+    Raises ConfigError for these with `generate`, and for -hff …, which would be read as -h -f and print the
+    help.  `serve` has refusals of its own.
     """
     made: list[str] = []
     command = words[0] if words else ""
-    for word, after in zip(words, [*words[1:], ""]):
+    for before, word, after in zip(["", *words], words, [*words[1:], ""]):
+        if before in REPOSITORY:
+            made.append(word if ":" in word else f"{word}:{TAG}")
+            continue
+        if word in REPOSITORY:
+            made.append(REPOSITORY[word])
+            continue
         if word in HUB and command != "serve":
             given = word if word in TOKEN else f"{word} {after}".strip()  # a token is not printed
             raise ConfigError(f"{given} is not known: {HUB[word]}.")

@@ -200,8 +200,6 @@ _REFUSED = (  # what would be missed; the help is the cure
     Flag("", str, "--download-dir", "set the environment variable HF_HOME"),
     Flag("", str, "--hf-token -hft", "set the environment variable HF_TOKEN"),
     Flag("", bool, "--offline", "set the environment variable HF_HUB_OFFLINE=1", False),
-    Flag("", str, "--hf-repo -hf -hfr", "give the hub id as MODEL"),
-    Flag("", str, "--hf-repo-draft -hfd -hfrd", "give the hub id as --model-draft"),
     Flag("", str, "--hf-file -hff", _FILE),
     Flag("", str, "--model-url -mu", _FILE),
     Flag("", str, "--models-dir", "start a server for each model"),
