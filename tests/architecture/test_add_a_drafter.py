@@ -84,10 +84,9 @@ def test_documented_training_lowers_the_loss(tmp_path: Path) -> None:
     assert [name for name, _ in TRAINING] == ["shift.py"]
     texts = tmp_path / "texts.txt"
     texts.write_text("\n\n".join(f"one two three {i} " * 8 for i in range(12)))
-    options = trained.method("shift").Options(
-        data=[str(texts)], out=str(tmp_path / "out"), regenerate=False, prompt_tokens=4, steps=30, rate=3e-3,
-        held_out=2, evaluate_prompts=1, evaluate_tokens=8,
-    )  # fmt: skip
+    places = {"data": [str(texts)], "out": str(tmp_path / "out")}
+    sizes = {"prompt_tokens": 4, "held_out": 2, "evaluate_prompts": 1, "evaluate_tokens": 8}
+    options = trained.method("shift").Options(**places, **sizes, regenerate=False, steps=30, rate=3e-3)
     result = run.train(LLM(tiny_checkpoint(tmp_path / "target")), "shift", options, Report())
     first, last = result.records[0], result.records[-1]
     assert result.finished and last["held_loss"] < 0.9 * first["held_loss"]
