@@ -19,6 +19,7 @@ from outrider.backends.torch.sampling import probabilities
 from outrider.draft import detect
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.drafting.trees.sampled import Tree
+from outrider.heads.choose import Chooser
 from outrider.testing import assert_same_text, random_prompts, tiny_checkpoint
 from outrider.testing.checkpoints import VOCABULARY as V
 
@@ -76,6 +77,12 @@ def naive(network: Any, known: list[int], depth: int, mask: int = MASK) -> Tenso
     with torch.no_grad():
         logits: Tensor = network(torch.tensor([[*known, *[mask] * (depth - 1)]])).logits[0]
     return logits[len(known) - 1 :, :V]
+
+
+def paths_of(tree: Tree) -> dict[tuple[int, ...], float]:
+    """Tokens from the root to each node -> its confidence.  Nodes of equal joint confidence have no order."""
+    nodes = range(len(tree.tokens))
+    return {tuple(tree.path_tokens(node)): round(tree.confidence[node], 4) for node in nodes}
 
 
 def test_every_depth_equals_a_naive_forward(llm: LLM, draft: str) -> None:
@@ -142,6 +149,25 @@ def test_both_backends_draft_the_same(
         fast.generate([{"prompt_token_ids": ids} for ids in random_prompts(3)], GREEDY)
     for known, logits, _ in found:
         torch.testing.assert_close(logits, naive(network, known, len(logits)), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("verification", ["match", "traversal"])
+def test_one_read_for_all_rows_gives_the_trees_of_one_read_a_node(
+    verification: str, target: str, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled rows, one with a processor, in one batch on the backend that can leave tokens."""
+    monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
+    config = {"model": draft, "num_speculative_tokens": 2, "siblings": 3, "verification": verification}
+    fast, trees = LLM(target, dtype="float32", speculative_config=config), []
+    given = [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 9}, {"min_tokens": 5}]
+    params = [SamplingParams(seed=i, max_tokens=9, **more) for i, more in enumerate(given)]
+    for on_device in (True, False):
+        if not on_device:
+            monkeypatch.setattr(Chooser, "stays_on_device", lambda choose, rows: False)
+        with recorded(fast.engine.drafter) as found:
+            fast.generate([{"prompt_token_ids": ids} for ids in random_prompts(3)], params)
+        trees.append([paths_of(one.tree) for one in found])
+    assert trees[0] == trees[1] and len(trees[0]) > 12
 
 
 def test_shuffled_ids_draft_the_same_trees(llm: LLM, target: str, tmp_path: Path) -> None:

@@ -14,17 +14,26 @@ the text, draft tokens of different depths are independent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
+from outrider.core.device import take
+from outrider.core.row import Row
 from outrider.core.step_input import StepInput
 from outrider.core.validate import whole
 from outrider.draft.draft_model.first import Part
 from outrider.draft.draft_model.intersect import TranslatedModel
+from outrider.drafting.base import Target
+from outrider.drafting.stop import Stop
 from outrider.drafting.trees.sampled import Tree
 from outrider.errors import ConfigError, ModelError
+from outrider.heads.choose import Chooser
+from outrider.sampling.sampler import Sampler
 
 MASK = "pard_token"  # key of the config: id of the mask token
 
@@ -32,9 +41,14 @@ MASK = "pard_token"  # key of the config: id of the mask token
 class OnePassHost(Protocol):
     """Interface of the draft model."""
 
+    target: Target
     checkpoint: Checkpoint
     decoder: Any
+    sampler: Sampler
+    vocabulary: int
+    stop: Stop
 
+    def samples(self, row: Row) -> bool: ...
     def logits_after(self, step_input: StepInput, rows: Sequence[int]) -> Tensor: ...
     def extend(self, tree: Tree, frontier: list[tuple[int, int]], logits: Tensor) -> None: ...
 
@@ -45,6 +59,12 @@ class OnePass:
     def __init__(self, mask: int, host: OnePassHost) -> None:
         self.host = host
         self.mask = host.decoder.add(mask) if isinstance(host.decoder, TranslatedModel) else mask
+
+    @cached_property
+    def choose(self) -> Chooser:
+        host = self.host
+        own = {"decoder": host.decoder, "sampler": host.sampler, "vocabulary": host.vocabulary}
+        return Chooser(replace(host.target, **own))
 
     @classmethod
     def of(cls, options: Any, host: OnePassHost) -> OnePass | None:
@@ -82,8 +102,33 @@ class OnePass:
         for tree, at in tips:
             rows += range(at, at + tree.budget.depth)
         logits, level = self.host.logits_after(step_input, rows), 0
+        ranked = self._ranked([tree for tree, _ in tips], logits)
         for tree, _ in tips:
             for row in range(level, level + tree.budget.depth):
-                if tree.growing:
+                if not tree.growing:
+                    break
+                if row in ranked:
+                    tree.choose([(node, *best) for node in tree.frontier for best in ranked[row]])
+                else:
                     self.host.extend(tree, [(node, row) for node in tree.frontier], logits)
             level += tree.budget.depth
+
+    def _ranked(self, trees: Sequence[Tree], logits: Tensor) -> dict[int, list[tuple[int, float]]]:
+        """Row of the logits -> its best tokens and their confidences, by one read of a device for all rows.
+
+        Left out are rows whose tokens depend on those of the path, or are sampled from q.
+        """
+        rows, depths, found, level = list[Row](), list[int](), list[int](), 0
+        for tree in trees:
+            depth = tree.budget.depth
+            if self.choose.stays_on_device([tree.row]) and not self.host.samples(tree.row):
+                rows += [tree.row] * depth
+                depths += range(depth)
+                found += range(level, level + depth)
+            level += depth
+        if not found or self.host.stop.active:
+            return {}
+        chosen = logits if len(found) == len(logits) else take(logits, found)
+        tokens, confidences = self.choose.next_tokens(rows, depths, chosen, trees[0].siblings)
+        best = torch.stack([tokens.double(), confidences.double()], -1).tolist()
+        return {row: [(int(token), p) for token, p in level if token >= 0] for row, level in zip(found, best)}
