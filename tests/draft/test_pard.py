@@ -186,7 +186,7 @@ def test_shuffled_ids_draft_the_same_trees(llm: LLM, target: str, tmp_path: Path
     assert trees[0] == trees[1] and len(trees[0]) > 6
 
 
-def test_a_mask_token_says_how_a_model_drafts(llm: LLM, target: str, draft: str) -> None:
+def test_a_mask_token_makes_a_model_draft_in_one_forward(llm: LLM, target: str, draft: str) -> None:
     def mask_of(**config: Any) -> int | None:
         drafter = llm.variant(config).engine.drafter
         assert isinstance(drafter, ModelDrafter)

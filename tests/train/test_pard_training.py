@@ -1,4 +1,4 @@
-"""Training of PARD models: the loss of all rows at once equals one forward a row, and what is saved drafts."""
+"""Training of PARD models: the loss of all rows equals one forward a row, and what is saved drafts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_loss_equals_one_forward_a_row(target: LLM, made: Pard, kept: float)
 
 
 def test_a_dropped_row_takes_the_deeper_ones_of_its_anchor_along(target: LLM, made: Pard) -> None:
-    """All places have depth 0; the answer's anchors have fewer rows at every depth, down to the least share."""
+    """All places have depth 0.  The answer's anchors have fewer rows at every depth, least of all a fifth."""
     sample = Sample(torch.arange(200), {}, torch.empty(0), torch.arange(200) >= 100)
     for name, value in {"kept": 0.5, "least": 0.2}.items():
         object.__setattr__(made.options, name, value)

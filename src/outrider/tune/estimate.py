@@ -115,7 +115,7 @@ def _variant(llm: LLM, draft: str, siblings: int, depth: int) -> LLM:
     variant = llm.variant(config)
     if _drafter(variant).one_pass is not None:
         raise ConfigError(
-            f"{draft!r} is a PARD model, whose depths an estimate by its own text says nothing of: measure it "
+            f"{draft!r} is a PARD model, whose deeper tokens cannot be estimated from known text: measure it "
             "with `outrider bench`."
         )
     if _drafter(variant).stop.active:

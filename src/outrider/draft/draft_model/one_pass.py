@@ -2,7 +2,7 @@
 
 It was trained with mask tokens, which follow the last known token in the forward that catches up:
 
-    position            …  e-2     e-1   │   e      e+1     e+2        e = step.end, the number of known tokens
+    position            …  e-2     e-1   │   e      e+1     e+2      e = step.end, the number of known tokens
     token               … x_e-2   x_e-1  │  mask    mask    mask
     its logits are for            e      │  e+1     e+2     e+3
 
@@ -85,8 +85,8 @@ class OnePass:
             )
         if options.drafter is not None:
             raise ConfigError(
-                f"a drafter saves forwards of a draft model, and the PARD model {checkpoint.name!r} needs one "
-                "a step: leave drafter out, or set parallel_drafting to False."
+                f"a drafter saves forwards of a draft model, and {checkpoint.name!r}, a PARD model, needs "
+                "one a step: leave drafter out, or set parallel_drafting to False."
             )
         whole(0, checkpoint.spec.vocabulary - 1).check(mask, f"{name} of {checkpoint.name!r}", ModelError)
         return cls(mask, host)
@@ -97,7 +97,7 @@ class OnePass:
         part.view.chain(step_input, part.end, masks)
 
     def grow(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:
-        """Grow the trees to their full depth.  tips: each tree, and the row of the forward that it follows."""
+        """Grow the trees to their full depth.  tips: each tree, and the row of the forward before it."""
         rows = list[int]()
         for tree, at in tips:
             rows += range(at, at + tree.budget.depth)
