@@ -187,7 +187,7 @@ class AsyncLLM:
         priority: int = 0,
     ) -> Request:
         """Tokenize a prompt and check its parameters, in another thread.  Raises RequestError."""
-        params = SamplingParams() if params is None else params
+        params = self.llm.get_default_sampling_params() if params is None else params
         read = self.llm.reader.request
         request = await asyncio.to_thread(read, id or uuid4().hex, prompt, params, lora, priority)
         if isinstance(request, RequestOutput):

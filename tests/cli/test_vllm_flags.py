@@ -173,7 +173,7 @@ def test_what_has_no_effect_is_noted(line: str, run: Run, started: list[Started]
         ("--disable-sliding-window", "--max-model-len"),
         ("--guided-decoding-disable-additional-properties", '"additionalProperties": false'),
         ("--tool-server demo", "client"),
-        ("--reasoning-parser-plugin x", "leave it out"),
+        ("--reasoning-parser-plugin x", "formats of --reasoning-parser"),
         ("--typical-acceptance-sampler-posterior-alpha 1", "--speculative-config"),
         ("--stream-interval 10", "seconds (not of tokens)"),
         ("--quantization awq", "leave it out"),

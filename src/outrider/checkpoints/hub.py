@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.checkpoints.fields import CONFIG, GENERATION
+from outrider.checkpoints.fields import CONFIG
+from outrider.checkpoints.generation import generation_config
 from outrider.checkpoints.gguf import config as gguf_config
 from outrider.checkpoints.gguf import tokenizer as gguf_tokenizer
 from outrider.checkpoints.gguf.file import GgufFile, find_in_folder
@@ -160,10 +161,14 @@ class Checkpoint:
         """Ids that end a text: from generation_config.json, else the config; for GGUF from the metadata."""
         if self.gguf is not None:
             return gguf_tokenizer.read_end_tokens(self.gguf)
-        path = self.folder / "generation_config.json"
-        ids = read_json(path, GENERATION).get("eos_token_id") if path.is_file() else None
+        ids = self.generation.get("eos_token_id")
         ids = getattr(self.config, "eos_token_id", None) if ids is None else ids
         return frozenset(() if ids is None else ids if isinstance(ids, list) else [ids])
+
+    @cached_property
+    def generation(self) -> dict[str, Any]:
+        """generation_config.json; empty if there is none."""
+        return {} if self.gguf is not None else generation_config(self.folder)
 
     @property
     def stored_dtype(self) -> torch.dtype | None:

@@ -120,8 +120,6 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", str, "--response-role", "the role of an answer is assistant"),
     Flag("", str, "--guided-decoding-backend", "one library compiles all grammars"),
     Flag("", str, "--structured-outputs-config", "one library compiles all grammars"),
-    Flag("", str, "--generation-config",
-         "it gives no defaults for sampling: without a temperature, a request has 1"),
     Flag("", bool, "--exclude-tools-when-tool-choice-none",
          'with tool_choice "none" the template has no tools', False),
     Flag("", str, "--max-cpu-loras", "--max-loras adapters are in memory"),
@@ -132,6 +130,7 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", bool, "--disable-fastapi-docs", "/openapi.json needs no key, as it has no data", False),
     Flag("", bool, "--enable-prompt-tokens-details", "usage always has them", False),
     Flag("", bool, "--no-webui --no-ui --webui --ui", "the page at / is always served", False),
+    Flag("", bool, "--enable-reasoning", "--reasoning-parser does it", False),
     Flag("", str, "--prio", _SYSTEM),
     Flag("", str, "--poll", _SYSTEM),
     Flag("", str, "--numa", _SYSTEM),
@@ -148,13 +147,13 @@ _IGNORED = (  # without effect here; the help is the reason
 IGNORED = (*(replace(flag, hidden=True) for flag in _IGNORED), *vllm.IGNORED, *LLAMA_CPP)
 
 NEW_SPELLING = """use --speculative-config, such as '{"model": "…", "num_speculative_tokens": 5}'"""
-_REQUEST = "the server has no defaults for sampling: give them in the requests"
+_REQUEST = "use --override-generation-config, such as '{\"temperature\": 0.6}', or give it in the requests"
 _RULE = "it is no sampling parameter here: leave it out"
 _LAYERS = "use --gpu-layers N, which keeps the other layers on the CPU"
 _MACHINES = "start the command on each machine with torchrun, and give -tp or -pp"
 _OTHERS = "start a server with --replicas N on each machine"
 _FILE = "download the file, and give its path as MODEL"
-_REASONING = "reasoning stays in the text of the answer: leave it out"
+_REASONING = "use --reasoning-parser auto, or leave it out"
 _COPY = "change config.json in a copy of the model's folder"
 _PROXY = "put a proxy in front of the server"
 _REFUSED = (  # what would be missed; the help is the cure
@@ -165,10 +164,10 @@ _REFUSED = (  # what would be missed; the help is the cure
         "spec-type",
     )),
     *(Flag("", str, f"--{name}", _REQUEST) for name in (
-        "override-generation-config", "n-predict -n --predict", "temp --temperature", "top-k", "top-p",
+        "n-predict -n --predict", "temp --temperature", "top-k", "top-p",
         "min-p", "repeat-penalty", "presence-penalty", "frequency-penalty", "logit-bias -l",
         "reverse-prompt -r", "grammar", "grammar-file", "json-schema -j", "json-schema-file -jf",
-        "chat-template-kwargs", "default-chat-template-kwargs",
+        "chat-template-kwargs",
     )),
     Flag("", bool, "--ignore-eos", _REQUEST, False),
     Flag("", bool, "--special -sp", "give skip_special_tokens in the requests", False),
@@ -181,9 +180,9 @@ _REFUSED = (  # what would be missed; the help is the cure
         "logits-processor-pattern",
     )),
     *(Flag("", str, f"--{name}", _REASONING) for name in (
-        "reasoning-parser", "reasoning-format", "reasoning -rea", "reasoning-budget",
+        "reasoning-format", "reasoning -rea",
     )),
-    Flag("", bool, "--enable-reasoning", _REASONING, False),
+    Flag("", str, "--reasoning-budget", "use max_tokens in the requests"),
     Flag("", bool, "--return-tokens-as-token-ids", "it is a field of requests: leave it out", False),
     *(Flag("", str, f"--{name}", _COPY) for name in (
         "hf-overrides", "rope-scaling", "rope-theta", "rope-scale", "rope-freq-base", "rope-freq-scale",

@@ -79,7 +79,7 @@ _REFUSED = {
         "",
     ),
     "the server generates text": ("pooler-config|override-pooler-config", ""),
-    "reasoning stays in the text of the answer: leave it out": ("reasoning-parser-plugin", ""),
+    "use one of the formats of --reasoning-parser": ("reasoning-parser-plugin", ""),
     "change config.json in a copy of the model's folder": ("hf-config-path", ""),
     "use --max-model-len with the size of the window": ("", "disable-sliding-window"),
     "the client calls the tools: leave it out": ("tool-server", ""),

@@ -39,6 +39,9 @@ class Choices(Protocol):
     def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
         """Parts with what is new in a sample since the last call."""
 
+    def reasoning_tokens(self, sample: CompletionOutput) -> int:
+        """Number of the tokens in front of the answer."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -81,7 +84,7 @@ class Job:
         if self.kind == "chat.completion":
             made |= prompt_logprobs(self.body, self.requests[0])
         made |= self._prompt_ids(0, chat=True)
-        made["usage"] = usage_of(outputs)
+        made["usage"] = self._usage(outputs)
         if self.body.return_speculation:
             made["speculation"] = speculation_of(outputs)
         return made
@@ -137,7 +140,7 @@ class Job:
                     ended[i] = output
         total = list(ended.values())
         if usage:
-            yield event({**head, "choices": [], "usage": usage_of(total)})
+            yield event({**head, "choices": [], "usage": self._usage(total)})
         if self.body.return_speculation:
             yield event({**head, "choices": [], "speculation": speculation_of(total), **usage})
 
@@ -164,6 +167,10 @@ class Job:
                 started[index] = len(sample.token_ids)
             started.setdefault(index, 0)
             yield outer, part
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        samples = [sample for output in outputs for sample in output.outputs]
+        return usage_of(outputs, sum(map(self.choices.reasoning_tokens, samples)))
 
     def _prompt_ids(self, i: int, chat: bool) -> dict[str, Any]:
         """Ids of a prompt, if they are asked for and are in this place.

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from outrider.async_llm import AsyncLLM
 from outrider.core.params import SamplingParams
+from outrider.core.reasoning import ReasoningMarkers
 from outrider.core.row import LoRARequest
 from outrider.core.validate import text_of
 from outrider.errors import RequestError, about, shortened
@@ -25,7 +26,9 @@ from outrider.requests import Prompt, Reader
 from outrider.serve.errors import ApiError, not_ready
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServerOptions
-from outrider.serve.tools import ToolParser, parser_for
+from outrider.serve.reasoning import markers_for
+from outrider.serve.tool_calls import ToolParser
+from outrider.serve.tools import parser_for
 from outrider.serve.traces import Traces
 
 Result = TypeVar("Result")
@@ -95,9 +98,19 @@ class Server:
         return tokenizer
 
     @property
-    def tool_parser(self) -> ToolParser:
+    def known_template(self) -> str:
+        """The chat template; empty if there is none, or several."""
         template = self.template or getattr(self.llm.tokenizer, "chat_template", None)
-        return parser_for(self.options.tool_call_parser, template if isinstance(template, str) else "")
+        return template if isinstance(template, str) else ""
+
+    @property
+    def tool_parser(self) -> ToolParser:
+        return parser_for(self.options.tool_call_parser, self.known_template)
+
+    @property
+    def reasoning(self) -> ReasoningMarkers | None:
+        """Markers of the reasoning that replies have apart; None if it stays in their text."""
+        return markers_for(self.options.reasoning_parser, self.known_template)
 
     def started(self, engine: AsyncLLM) -> None:
         """Accept requests from now on.  Raises RequestError for an adapter that cannot be used."""
@@ -286,13 +299,20 @@ class Server:
         return text
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-        """A prompt of messages, in the template of the server.  OpenAI's role "developer" is "system"."""
-        known = [
-            {**message, "role": "system"} if message.get("role") == "developer" else message
-            for message in messages
-        ]
+        """A prompt of messages, in the template of the server."""
+        known = [*map(_known, messages)]
         given = {"chat_template": self.template, **{k: v for k, v in more.items() if v is not None}}
+        if (defaults := self.options.default_chat_template_kwargs) is not None:
+            given["chat_template_kwargs"] = {**defaults, **(more.get("chat_template_kwargs") or {})}
         return {"messages": known, **given}
+
+
+def _known(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as templates know it: its role is not "developer", its reasoning `reasoning_content`."""
+    if message.get("role") == "developer":
+        return {**message, "role": "system"}
+    thought = message.get("reasoning")
+    return {"reasoning_content": thought, **message} if isinstance(thought, str) else message
 
 
 def _dict_of(prompt: Prompt) -> Mapping[str, Any]:
