@@ -27,6 +27,7 @@ from outrider.config import EngineOptions
 from outrider.core.block_table import PAGE
 from outrider.core.quantized import QuantizedWeight
 from outrider.draft.datastore.store import BUILTIN as STORES
+from outrider.draft.draft_model.one_pass import MASK
 from outrider.engine.memory import free_memory
 from outrider.errors import ModelError
 from outrider.models.load import needs_fallback
@@ -57,6 +58,7 @@ class Card:
     parameters: int
     stored_as: dict[str, int]  # type -> weights
     chat_template: bool
+    mask_token: int | None = None  # of a draft model that drafts all tokens in one forward
     dtype: str = ""  # of the computation
     weight_bytes: int = 0
     token_bytes: int = 0  # K/V of one token
@@ -128,6 +130,7 @@ def _sizes(config: Any) -> dict[str, Any]:
         "kv_heads": largest(config, "num_key_value_heads") or heads,
         "vocabulary": getattr(config, "vocab_size", 0),
         "context": getattr(config, "max_position_embeddings", 0),
+        "mask_token": getattr(config, MASK, None),
     }
 
 
