@@ -40,6 +40,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "dflash": {"rate": 1e-2, "block": 3, "layers": 1, "inner": 96},
     "peagle": {"draft_vocab_size": 200, "depths": 2, "layers": 1, "inner": 96},
     "draft_model": {"layers": 2},
+    "pard": {"layers": 2, "depths": 3, "rate": 3e-3},
     "layerskip": {"early_exit": 3, "rate": 1e-2},
 }
 PROMPTS = [{"prompt": text} for text in ("the cat", "ten men", "it is", "rain")]

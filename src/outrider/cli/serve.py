@@ -18,11 +18,11 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.main import get_command
 
+from outrider.cli.flag import Flag
 from outrider.cli.flags import (
     CONTEXT,
     MODEL_HELP,
     SPECULATION,
-    Flag,
     layers,
     note_ignored,
     values_of,

@@ -7,12 +7,11 @@ from typing import Any
 from outrider.checkpoints.fields import CONFIG
 from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.gguf.file import GgufFile
-from outrider.checkpoints.gguf.names import ROPE_FACTORS
+from outrider.checkpoints.gguf.names import ROPE_FACTORS, family_of
 from outrider.checkpoints.validate import check
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -20,12 +19,7 @@ def read_config(file: GgufFile) -> Any:
     """A transformers config.  Raises ModelError for an unsupported architecture and for corrupt metadata."""
     import transformers
 
-    family = FAMILIES.get(file.architecture)
-    if family is None:
-        raise ModelError(
-            f"{file.path} holds architecture {file.architecture!r}, which is not supported.  "
-            f"Supported: {', '.join(FAMILIES)}."
-        )
+    family = family_of(file.architecture, file.path)
     settings = _settings(file, family)
     check(settings, CONFIG, file.path)
     try:
