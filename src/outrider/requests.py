@@ -174,7 +174,9 @@ class Reader:
 
         name: of their parameter.  Raises RequestError for ids outside the vocabulary.
         """
-        vocabulary = self.engine.checkpoint.spec.vocabulary
+        vocabulary, ids = self.engine.checkpoint.spec.vocabulary, list(ids)
+        if {*map(type, ids)} == {int} and min(ids) >= 0 and max(ids) < vocabulary:
+            return ids
         numbers = []
         for token in ids:
             number = to_int(token)
