@@ -92,6 +92,7 @@ def test_every_key_of_a_target(name: str, third: int | None, tmp_path: Path) -> 
 def test_every_key_of_a_generation_config(tmp_path: Path) -> None:
     folder = Path(tiny_checkpoint(tmp_path / "model"))
     config = {"eos_token_id": [2], "bos_token_id": 0, "pad_token_id": 2}
+    config |= {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "max_new_tokens": 3}
     try_all(folder / "generation_config.json", config, lambda: answer(folder), ())
 
 

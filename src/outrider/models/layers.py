@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from outrider.checkpoints.quantize import reduced
 from outrider.checkpoints.spec import Experts, Spec
 from outrider.checkpoints.weights import Source
 from outrider.core.quantized import join
+
+NORMS = ("norm_in", "norm_post", "norm_attended", "norm_mlp", "q_norm", "k_norm")
 
 
 class LayerSource(NamedTuple):
@@ -36,48 +38,55 @@ class LayerReader:
     bits: int | None
 
     def layer(self, backend: Backend, i: int, prefix: str = "", inputs: int = 0) -> DecoderLayer:
-        """Layer i, packed.  prefix, inputs: see `LayerSource`; without a prefix a model's layer."""
+        """Layer i, packed.  prefix, inputs: see `LayerSource`; without a prefix a model's layer.
+
+        With an `inner` of 0 it has no MLP.
+        """
         spec, prefix = self.spec, prefix or f"model.layers.{i}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         qkv = [(f"{attention}.q_proj", q), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)]
-        q_norm = k_norm = norm_in = norm_attended = norm_mlp = None
-        norm_post, traits = "post_attention_layernorm", spec.traits
-        if traits.output_norms:
-            norm_attended = self._vector(backend, f"{prefix}.{norm_post}", spec.hidden)
-            norm_mlp = self._vector(backend, f"{prefix}.post_feedforward_layernorm", spec.hidden)
-            norm_post = "pre_feedforward_layernorm"
-        if spec.qk_norm:
-            q_norm = self._vector(backend, f"{attention}.q_norm", spec.head_dim)
-            k_norm = self._vector(backend, f"{attention}.k_norm", spec.head_dim)
-        if not inputs:
-            norm_in = self._vector(backend, f"{prefix}.input_layernorm", spec.hidden)
         experts = gate_up = down = None
         if spec.experts is not None and spec.experts.layers[i]:
             experts = self._experts(backend, mlp, spec.experts)
-        else:
+        elif spec.inner:
             gate_up, down = self._mlp(backend, mlp, spec.inner)
         return DecoderLayer(
-            norm_in=norm_in,
+            **self._norms(backend, prefix, attention, not inputs),
             qkv=self._fused(backend, qkv, inputs or spec.hidden, self.bits),
             o=self._fused(backend, [(f"{attention}.o_proj", spec.hidden)], q, self.bits),
-            norm_post=self._vector(backend, f"{prefix}.{norm_post}", spec.hidden),
             gate_up=gate_up,
             down=down,
-            q_norm=q_norm,
-            k_norm=k_norm,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             eps=spec.eps,
             window=spec.windows[i],
-            scale=(traits.query_scalar or spec.head_dim) ** -0.5,
+            scale=(spec.traits.query_scalar or spec.head_dim) ** -0.5,
             experts=experts,
-            norm_attended=norm_attended,
-            norm_mlp=norm_mlp,
-            cap=traits.score_cap,
-            gelu=traits.gelu,
+            cap=spec.traits.score_cap,
+            gelu=spec.traits.gelu,
         )
+
+    def _norms(self, backend: Backend, prefix: str, attention: str, has_input: bool) -> dict[str, Any]:
+        """The norms of a layer by their names in `DecoderLayer`, None for those that it has not."""
+        spec = self.spec
+        names: dict[str, str | None] = dict.fromkeys(NORMS)
+        if has_input:
+            names["norm_in"] = f"{prefix}.input_layernorm"
+        if spec.inner:
+            names["norm_post"] = f"{prefix}.post_attention_layernorm"
+        if spec.traits.output_norms:
+            names["norm_attended"] = f"{prefix}.post_attention_layernorm"
+            names["norm_post"] = f"{prefix}.pre_feedforward_layernorm"
+            names["norm_mlp"] = f"{prefix}.post_feedforward_layernorm"
+        if spec.qk_norm:
+            names |= {"q_norm": f"{attention}.q_norm", "k_norm": f"{attention}.k_norm"}
+        sizes = {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
+        return {
+            norm: None if name is None else self._vector(backend, name, sizes.get(norm, spec.hidden))
+            for norm, name in names.items()
+        }
 
     def _mlp(self, backend: Backend, mlp: str, inner: int) -> tuple[Weight, Weight]:
         """gate_up and down of a gated MLP."""

@@ -7,15 +7,11 @@ from typing import Any
 from outrider.checkpoints.fields import CONFIG
 from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.gguf.file import GgufFile
-from outrider.checkpoints.gguf.names import ROPE_FACTORS
+from outrider.checkpoints.gguf.names import ROPE_FACTORS, family_of
 from outrider.checkpoints.validate import check
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
-FAMILIES = {
-    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3moe": "Qwen3Moe", "gemma": "Gemma",
-    "gemma2": "Gemma2", "gemma3": "Gemma3",
-}  # fmt: skip
 # Layers of the models whose attention scores llama.cpp scales by hidden_size / heads, as their configs say.
 # GGUF has no key for it.
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
@@ -26,12 +22,7 @@ def read_config(file: GgufFile) -> Any:
     """A transformers config.  Raises ModelError for an unsupported architecture and for corrupt metadata."""
     import transformers
 
-    family = FAMILIES.get(file.architecture)
-    if family is None:
-        raise ModelError(
-            f"{file.path} holds architecture {file.architecture!r}, which is not supported.  "
-            f"Supported: {', '.join(FAMILIES)}."
-        )
+    family = family_of(file.architecture, file.path)
     if file.architecture == "llama" and file.integer("expert_count", 0):
         family = "Mixtral"  # the only Llama with experts
     settings = _settings(file, family) | _expert_settings(file)

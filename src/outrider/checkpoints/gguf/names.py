@@ -1,4 +1,4 @@
-"""Tensor names of GGUF files, and the names that the same tensors have in a safetensors checkpoint."""
+"""Architectures and tensor names of GGUF files, and the names of the same tensors in a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 
 from outrider.errors import ModelError
 
+FAMILIES = {
+    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3moe": "Qwen3Moe", "gemma": "Gemma",
+    "gemma2": "Gemma2", "gemma3": "Gemma3",
+}  # fmt: skip
 MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -32,6 +36,16 @@ OUTPUT_NORMS = {  # where the outputs of attention and MLP are normalized, too
 }
 OWN_TENSORS = {"gemma2": OUTPUT_NORMS, "gemma3": OUTPUT_NORMS}  # of an architecture
 ROPE_FACTORS = "rope_freqs.weight"  # one factor per frequency; no counterpart in a safetensors checkpoint
+
+
+def family_of(architecture: str, path: Path) -> str:
+    """The family's name in transformers.  Raises ModelError for an architecture that is not supported."""
+    if architecture not in FAMILIES:
+        raise ModelError(
+            f"{path} holds architecture {architecture!r}, which is not supported.  "
+            f"Supported: {', '.join(FAMILIES)}."
+        )
+    return FAMILIES[architecture]
 
 
 def checkpoint_name(name: str, path: Path, architecture: str) -> str:
