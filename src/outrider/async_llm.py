@@ -117,7 +117,7 @@ class AsyncLLM:
 
         In another thread, unless that would take longer than the reading.
         """
-        params = SamplingParams() if params is None else params
+        params = self.llm.get_default_sampling_params() if params is None else params
         reader, given = self.llm.reader, (id or uuid4().hex, prompt, params, lora, priority)
         if lora is None and not reader.lock.locked() and _is_quick(prompt, params):
             request = reader.request(*given)
@@ -216,9 +216,10 @@ class AsyncLLM:
         while not self._closed:
             try:
                 self.llm.loop.run_until(self._between_steps)
-            except Exception as error:  # the loop has ended the requests of the step
+            except BaseException as error:  # the loop has ended the requests of the step, or will
                 log.exception("a step of the engine failed")
-                if self.restart_on_error and not isinstance(error, RankError):
+                fatal = isinstance(error, RankError) or not isinstance(error, Exception)
+                if self.restart_on_error and not fatal:
                     self.restarts += 1
                 else:
                     self._error = EngineError(f"the engine has stopped: {type(error).__name__}: {error}")

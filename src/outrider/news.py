@@ -61,6 +61,8 @@ class NewsReader:
     timer ends it, whether or not a step adds to what is there, at a multiple of the interval: at once for all
     tasks.
 
+    states: set by the thread that steps.  shown: those of the last waking, of which the task gets the output:
+    a later end is news of its own.
     fresh: `states` are news for the task.  called: a call of `wake` will look at them.
     The thread that steps sets `fresh` before it reads `called`.  The event loop clears `called` before it
     reads `fresh`.  So one of them sees the other, and no news are left.
@@ -81,6 +83,7 @@ class NewsReader:
         self.due: float | None = None  # end of the interval, by a timer; None: the next news are told at once
         self.ticket: Ticket | None = None  # once the request is queued
         self.states: Sequence[RowState] = ()
+        self.shown: Sequence[RowState] = ()
         self.last: RequestOutput | None = None
         self.fresh = self.called = False
         self.told = False  # the task has been woken for the end, or shall be no more
@@ -107,11 +110,12 @@ class NewsReader:
         if not self.fresh or self.told:
             return None
         self.fresh = False  # before `states` is read
-        ended = None not in [state.finish_reason for state in self.states]
+        states = self.states
+        ended = None not in [state.finish_reason for state in states]
         if self.due is not None and not ended:
             self.fresh = True  # until the timer
             return None
-        self.called, self.told = True, ended
+        self.called, self.told, self.shown = True, ended, states
         if self.on_end is not None and ended:
             # before the task reads it
             self.inbox.loop.call_soon(self.on_end, self.index, self.output(), context=self.inbox.context)
@@ -132,12 +136,12 @@ class NewsReader:
     def output(self) -> RequestOutput:
         """The output so far: always the same object."""
         if not self.final:
-            made = self.request.extended(self.states)
+            made = self.request.extended(self.shown)
             if self.due is not None and self.request.detokenizes and not made.outputs[0].text:
                 self.due = None  # the interval begins with the first text
                 self.inbox.loop.call_soon(wake, [self])
             return made
-        self.last = self.last or self.request.output(self.states)
+        self.last = self.last or self.request.output(self.shown)
         return self.last
 
 

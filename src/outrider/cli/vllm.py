@@ -7,7 +7,8 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from outrider.cli.flags import STEP, Flag
+from outrider.cli.flag import Flag
+from outrider.cli.llama_cpp import STEP
 from outrider.core.validate import text_of
 from outrider.errors import ConfigError, first_line
 

@@ -8,6 +8,7 @@ class Options(Checked):
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -119,7 +120,9 @@ FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 TEXT = Kind("a string", lambda value: isinstance(value, str) and bool(value))
 
 
+OBJECT = Kind("a dict, or its JSON text", lambda value: value is None or isinstance(value, Mapping))
 Flag = Annotated[bool, FLAG]
+JsonObject = Annotated[Mapping[str, Any] | None, OBJECT]  # `json_text` reads it
 Text = Annotated[str, TEXT]
 Count = Annotated[int, whole(1)]
 Natural = Annotated[int, whole(0)]
@@ -159,6 +162,16 @@ def check_fields(
 def path_text(value: Any) -> Any:
     """A path object as text; any other value as it is."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def json_text(value: Any, name: str) -> Any:
+    """The value of a JSON text, as the command line gives it; others as they are.  Raises ConfigError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is no JSON: {error}.") from error
 
 
 def text_of(file: str | Path, what: str, error: type[OutriderError] = ConfigError) -> str:

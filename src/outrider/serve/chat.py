@@ -37,7 +37,7 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
         more["logprobs"] = body.top_logprobs or 0
     if body.skip_special_tokens is None and shows_special(server, use):
         more["skip_special_tokens"] = False
-    params = params_of(body, use.form, server.reasoning, **more)
+    params = params_of(body, server.llm.sampling, use.form, server.reasoning, **more)
     prompt = server.conversation(
         body.messages,
         chat_template=body.chat_template,

@@ -41,7 +41,7 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
         more["max_tokens"] = 1  # which `without_text` leaves out
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
-    params = params_of(body, **more)
+    params = params_of(body, server.llm.sampling, **more)
     id = name_of(body, "cmpl-")
     prompts = _prompts(body) if body.add_special_tokens else await asyncio.to_thread(_encoded, server, body)
     requests = await server.read(prompts, params, id, adapter, body.priority, body.cache_salt)

@@ -52,7 +52,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     forms = [form for form in (_format(body), use.form) if form is not None]
     if len(forms) > 1:
         raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
-    params = params_of(body, forms[0] if forms else None, server.reasoning, **more)
+    params = params_of(body, server.llm.sampling, forms[0] if forms else None, server.reasoning, **more)
     prompt = server.conversation(
         messages_of(body.input, body.instructions),
         tools=use.tools or None,

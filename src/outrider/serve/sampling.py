@@ -32,12 +32,14 @@ PROMPTS = ("prompt", "messages", "input")
 
 def params_of(
     body: Sampling,
+    defaults: Mapping[str, Any],
     form: Mapping[str, Any] | None = None,
     markers: ReasoningMarkers | None = None,
     **more: Any,
 ) -> SamplingParams:
     """SamplingParams of a body.
 
+    defaults: of what the body does not give.
     form: structured_outputs of another field.  markers: of a reasoning that may come before any form.
     more: fields of other names; None is left out.
     Raises RequestError or ApiError naming the field.
@@ -63,7 +65,7 @@ def params_of(
         given["max_draft_tokens"] = body.speculation.max_tokens or None
         given["draft_method"] = body.speculation.method
     known = {key: value for key, value in {**given, **more}.items() if value is not None}
-    return SamplingParams(**{"max_tokens": None, **known})
+    return SamplingParams(**{"max_tokens": None, **defaults, **known})
 
 
 def check_logprobs(body: Sampling, most: int) -> None:

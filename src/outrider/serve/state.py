@@ -306,6 +306,8 @@ class Server:
         """A prompt of messages, in the template of the server."""
         known = [*map(_known, messages)]
         given = {"chat_template": self.template, **{k: v for k, v in more.items() if v is not None}}
+        if (defaults := self.options.default_chat_template_kwargs) is not None:
+            given["chat_template_kwargs"] = {**defaults, **(more.get("chat_template_kwargs") or {})}
         return {"messages": known, **given}
 
 
