@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -150,6 +151,33 @@ def test_an_interrupt_while_tokens_are_counted_counts_none_twice(
         with suppress(KeyboardInterrupt):
             llm.loop.run_until(lambda: ticket.finished)
     assert len(counted) == 11 and ticket.rows[0].output == before
+    check_idle(llm)
+
+
+def test_an_interrupt_while_a_grammar_takes_a_token_repeats_it(llm: LLM) -> None:
+    form = {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 3}}
+    params = SamplingParams(temperature=0, max_tokens=30, structured_outputs=form)
+    before, interrupted = output(llm, params=params), list[int]()
+    ticket = llm.enqueue(PROMPT, params)[0]
+    row = ticket.rows[0]
+    state: Any = row.grammar
+    matcher = state.matcher
+
+    def consume(tokens: list[int]) -> int:
+        found = matcher.try_consume_tokens(tokens)
+        if len(row.tokens) not in interrupted:
+            interrupted.append(len(row.tokens))
+            raise KeyboardInterrupt
+        return int(found)
+
+    others = ("compute_bitmask", "is_accepting", "is_error", "reset", "rollback", "compute_ff_tokens")
+    state.matcher = SimpleNamespace(
+        try_consume_tokens=consume, **{name: getattr(matcher, name) for name in others}
+    )
+    while not ticket.finished:
+        with suppress(KeyboardInterrupt):
+            llm.loop.run_until(lambda: ticket.finished)
+    assert interrupted and row.error is None and row.output == before
     check_idle(llm)
 
 

@@ -240,6 +240,8 @@ class Row:
         """
         if self.finish_reason is None:
             self.error = None
+        if self.grammar is not None:
+            self.grammar.restart()
         del self.sources[len(self.arrivals) :]
         dropped = len(self.output) > len(self.arrivals)
         # another list: processors count the tokens of this one anew, of which they may have counted some
