@@ -24,9 +24,11 @@ from outrider.core.validate import (
     Checked,
     Count,
     Flag,
+    JsonObject,
     Kind,
     Natural,
     Text,
+    json_text,
     made_of,
     one_of,
     optional,
@@ -56,7 +58,7 @@ RENAMED = {  # keys of other programs or of earlier versions of vLLM -> hint
     "max_model_len": "A draft sees what its target sees: leave it out.",
     "tensor_parallel_size": "Did you mean 'draft_tensor_parallel_size'?",
     "draft_sample_method": "The request's own parameters sample drafts, too. Leave it out.",
-    "parallel_drafting": "A head that drafts all tokens in one pass has the method 'peagle'.",
+    "parallel_drafting": "It is a key of 'draft_model'; a head for one pass has the method 'peagle'.",
     "use_heterogeneous_vocab": "Did you mean 'vocab_mismatch'?",
     "speculative_token_tree": "Did you mean 'siblings'?",
     "hf_overrides": "Change config.json in a copy of the draft's folder.",
@@ -121,6 +123,10 @@ class EngineOptions(Checked):
     seed                    requests without a seed derive theirs from it
     logprobs_mode           raw_logprobs, processed_logprobs (after all sampling parameters), raw_logits or
                             processed_logits; those of a prompt are always raw
+    generation_config       auto: sampling parameters that are not given are those of the model's
+                            generation_config.json, as in vLLM; none or vllm: those of SamplingParams; or a
+                            folder with such a file
+    override_generation_config  further such parameters, as {"temperature": 0.6}
     enable_lora             requests may name LoRA adapters of rank max_lora_rank at most; max_loras of them
                             are in memory, and in use, at once
     """
@@ -147,11 +153,15 @@ class EngineOptions(Checked):
     pipeline_layers: Text | None = None
     seed: Annotated[int, whole()] | None = None
     logprobs_mode: Annotated[str, one_of(*MODES)] = "raw_logprobs"
+    generation_config: Text = "auto"
+    override_generation_config: JsonObject = None
     enable_lora: Flag = False
     max_loras: Count = 1
     max_lora_rank: Count = 16
 
     def __post_init__(self) -> None:
+        name = "override_generation_config"
+        object.__setattr__(self, name, json_text(self.override_generation_config, name))
         super().__post_init__()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outrider.checkpoints.hub import read_tokenizer
+from outrider.checkpoints.generation import SAMPLING, generation_config, sampling_of
+from outrider.checkpoints.hub import Checkpoint, read_tokenizer
 from outrider.config import EngineOptions, SpeculativeOptions, options
 from outrider.core.collector import rare_collections
 from outrider.core.params import SamplingParams, to_int
@@ -25,7 +27,7 @@ from outrider.core.validate import path_text
 from outrider.engine.chat_template import Messages, conversations
 from outrider.engine.engine import Engine
 from outrider.engine.loop import EngineLoop, Ticket
-from outrider.errors import EngineError, RequestError
+from outrider.errors import ConfigError, EngineError, RequestError, refuse_unknown
 from outrider.outputs import RequestOutput
 from outrider.progress import Request, RowState
 from outrider.requests import Prompt, Reader
@@ -63,6 +65,7 @@ class LLM:
         else:
             self.tokenizer = checkpoint.tokenizer
         self.reader = Reader(self.engine, self.tokenizer, self.seed)
+        self.sampling = sampling_defaults(checkpoint, given)
         self._ids = itertools.count()
         self.loop = EngineLoop(self.engine)
 
@@ -70,28 +73,41 @@ class LLM:
         """transformers' tokenizer."""
         return getattr(self.tokenizer, "full", self.tokenizer)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of requests without any, from the model's generation_config.json."""
+        return SamplingParams(**self.sampling)
+
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         sampling_params: Params = None,
         use_tqdm: bool = False,
         lora_request: Loras = None,
         priority: Sequence[int] | None = None,
+        *,
+        prompt_token_ids: None = None,
     ) -> list[RequestOutput]:
         """Generate outputs for all prompts in one continuous batch.
 
         Returns them in the order of the prompts.
 
         prompts: a text, a list of token ids or a dict (see `requests.Prompt`), or a list of these.
-        sampling_params: one for all prompts, or one for each.
+        sampling_params: one for all prompts, or one for each; None: `get_default_sampling_params()`.
         use_tqdm: show a progress bar.
         lora_request: an adapter for all prompts, or one (or None) for each.
         priority: a number for each prompt; those with a smaller one start first.
+        prompt_token_ids: of earlier versions of vLLM, refused: lists of token ids are prompts.
 
         A single invalid prompt raises, usually RequestError.  Among several, its output has `.error` set.
         Thread-safe: calls from several threads share one batch.  Each returns when its own prompts are
         finished.
         """
+        if prompt_token_ids is not None:
+            raise RequestError(
+                "prompt_token_ids is no argument of generate: a list of token ids is a prompt, and so is "
+                '{"prompt_token_ids": [1, 2, 3]}: call generate([[1, 2, 3], …], sampling_params).',
+                "prompt_token_ids",
+            )
         requests = self._enter(prompts, sampling_params, lora_request, priority)
         live = [request for request in requests if isinstance(request, Request)]
         try:
@@ -217,7 +233,11 @@ class LLM:
         ]
 
     def _enter(
-        self, prompts: Prompts, given: Params, lora_request: Loras, priority: Sequence[int] | None = None
+        self,
+        prompts: Prompts | None,
+        given: Params,
+        lora_request: Loras,
+        priority: Sequence[int] | None = None,
     ) -> list[Request | RequestOutput]:
         one = (
             isinstance(prompts, (str, bytes, Mapping))
@@ -225,10 +245,12 @@ class LLM:
             or hasattr(prompts, "tolist")  # an array is no prompt, nor are its numbers
             or _is_ids(prompts)
         )
-        several: list[Any] = [prompts] if one else list(prompts)
+        several: list[Any] = [prompts] if one or prompts is None else list(prompts)
         if not isinstance(given, (SamplingParams, Sequence, NoneType)):
             raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {given!r}.")
-        params = _one_each(SamplingParams() if given is None else given, len(several), "SamplingParams")
+        params = _one_each(
+            self.get_default_sampling_params() if given is None else given, len(several), "SamplingParams"
+        )
         loras = _one_each(lora_request, len(several), "LoRARequests")
         ranks = _one_each(0 if priority is None else priority, len(several), "priorities")
         read = self.reader.request
@@ -257,6 +279,33 @@ class LLM:
         with self.loop.idle():
             speculation = SpeculativeOptions.of(speculative_config)
             self.engine.use(self.engine.new_drafter(speculation), speculation)
+
+
+def sampling_defaults(checkpoint: Checkpoint, given: EngineOptions) -> dict[str, Any]:
+    """Sampling parameters for requests that do not give them.
+
+    Raises ConfigError for unknown ones, ModelError for a file that cannot be used.
+    """
+    match given.generation_config:
+        case "auto":
+            config = checkpoint.generation
+        case "none" | "vllm":
+            config = {}
+        case folder:
+            config = generation_config(Path(folder))
+            if not config:
+                raise ConfigError(
+                    f"generation_config {folder!r} has no generation_config.json: give a folder with one, "
+                    "auto or none."
+                )
+    override = given.override_generation_config or {}
+    refuse_unknown(override, SAMPLING, "key", "override_generation_config")
+    found = sampling_of({**config, **override})
+    try:
+        SamplingParams(**found)
+    except RequestError as error:
+        raise ConfigError(f"generation_config: {error}") from error
+    return found
 
 
 def _one_each(given: T | Sequence[T], count: int, what: str) -> list[T]:

@@ -30,6 +30,7 @@ from outrider.sampling.processors import processors_of
 # With "cache_salt", a dict shares cached pages with prompts of the same salt only.
 Prompt = str | Mapping[str, Any] | Sequence[int]
 LONG = 64  # characters a token; the beginning of a longer text is tokenized first
+MARKED = 32  # tokens at the end of a prompt that may have a marker of reasoning
 KEYS = ("prompt", "prompt_token_ids", "messages", "cache_salt")
 
 
@@ -173,7 +174,9 @@ class Reader:
 
         name: of their parameter.  Raises RequestError for ids outside the vocabulary.
         """
-        vocabulary = self.engine.checkpoint.spec.vocabulary
+        vocabulary, ids = self.engine.checkpoint.spec.vocabulary, list(ids)
+        if {*map(type, ids)} == {int} and min(ids) >= 0 and max(ids) < vocabulary:
+            return ids
         numbers = []
         for token in ids:
             number = to_int(token)
@@ -231,7 +234,7 @@ class Reader:
         rows: list[Row] = []
         for index in range(params.n):
             processors = processors_of(params, len(ids), limit, ending, bad_words)
-            grammar = self._grammar(params, len(ids))
+            grammar = self._grammar(params, ids)
             if grammar is not None:
                 processors.append(GrammarMask(grammar))  # the last: no other one can allow what it forbids
             rows.append(
@@ -281,7 +284,7 @@ class Reader:
                 given = self.encode(beginning, "prediction", special=False)
         return self._exist("prediction", given[: self.engine.max_len])
 
-    def _grammar(self, params: SamplingParams, prompt: int) -> GrammarState | None:
+    def _grammar(self, params: SamplingParams, prompt: Sequence[int]) -> GrammarState | None:
         """Position of a new row in the grammar of structured_outputs, if the request has one."""
         form = params.structured_outputs
         if not isinstance(form, StructuredOutputs):
@@ -291,8 +294,10 @@ class Reader:
                 engine = self.engine
                 vocabulary = engine.checkpoint.spec.vocabulary
                 self.compilers.append(GrammarCompiler(self.tokenizer, vocabulary, engine.ending))
+            if form.reasoning is not None and self.tokenizer is not None:
+                form = form.behind(self.tokenizer.decode(prompt[-MARKED:]))
         with about("structured_outputs"):
-            return self.compilers[0].state(form, prompt, params.stop_token_ids or ())
+            return self.compilers[0].state(form, len(prompt), params.stop_token_ids or ())
 
     def _logprobs(self, params: SamplingParams, index: int) -> Logprobs | None:
         """Log-probability store of a sample, or None.  Only the first sample stores those of the prompt."""

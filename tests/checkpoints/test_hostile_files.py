@@ -54,7 +54,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "fallback": ("Gemma", {}),
+    "fallback": ("Phi", {}),
 }
 
 
@@ -92,6 +92,7 @@ def test_every_key_of_a_target(name: str, third: int | None, tmp_path: Path) -> 
 def test_every_key_of_a_generation_config(tmp_path: Path) -> None:
     folder = Path(tiny_checkpoint(tmp_path / "model"))
     config = {"eos_token_id": [2], "bos_token_id": 0, "pad_token_id": 2}
+    config |= {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "max_new_tokens": 3}
     try_all(folder / "generation_config.json", config, lambda: answer(folder), ())
 
 
@@ -317,7 +318,7 @@ def test_a_tensor_without_its_elements(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("num_hidden_layers", 9999), ("intermediate_size", 1 << 24), ("vocab_size", 1 << 26)]
 )
-@pytest.mark.parametrize("family", ["Llama", "Gemma"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Phi"])
 def test_sizes_that_the_files_do_not_hold(family: str, key: str, value: int, tmp_path: Path) -> None:
     """Plausible each, and far beyond the weights: refused before anything of that size is allocated."""
     folder = Path(tiny_checkpoint(tmp_path / "m", family))

@@ -51,12 +51,12 @@ def test_drafts_of_a_trained_head_are_accepted(target: str, head: str) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "depth", "nodes"),
-    [({}, 7, 8), ({"nodes": 4}, 4, 4), ({"tree": "chain"}, 5, 5), ({"tree": "mc_sim_7b_63"}, 5, 8)],
+    [({}, 7, 7), ({"nodes": 4}, 4, 4), ({"tree": "chain"}, 5, 5), ({"tree": "mc_sim_7b_63"}, 5, 7)],
 )
 def test_trees_on_a_cpu_are_deep_by_default(
     target: str, head: str, keys: dict[str, Any], depth: int, nodes: int
 ) -> None:
-    """With 8 nodes, two siblings a level in a tree of 5 levels cost as much as 7 levels of one."""
+    """Two siblings a level in a tree of 5 levels cost as much as 7 levels of one."""
     llm = LLM(target, dtype="float32", speculative_config={"method": "eagle3", "model": head, **keys})
     drafter = llm.engine.drafter
     assert (drafter.depth, drafter.size(drafter.depth)) == (depth, nodes)
@@ -122,7 +122,7 @@ def test_pairs_of_states_and_tokens(target: str, tmp_path: Path) -> None:
 # ---- a target that transformers runs
 
 
-@pytest.fixture(scope="module", params=["gemma3", "qwen3-moe", "opt-post-norm-projected"])
+@pytest.fixture(scope="module", params=["vaultgemma", "qwen2-moe", "opt-post-norm-projected"])
 def other(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[LLM, Any]]:

@@ -11,8 +11,9 @@ from served import Served
 
 from outrider.serve.chat import Reply
 from outrider.serve.errors import ApiError
+from outrider.serve.tool_calls import ToolCall
 from outrider.serve.tool_choice import ToolUse
-from outrider.serve.tools import PARSERS, ToolCall
+from outrider.serve.tools import PARSERS
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 SCHEMA = {

@@ -108,26 +108,43 @@ def test_values_with_an_effect_are_refused(field: str, value: Any, server: Serve
 @pytest.fixture(scope="module")
 def reasoning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     template = tmp_path_factory.mktemp("template") / "template.jinja"
-    template.write_text("<{{ reasoning_effort }} {{ enable_thinking }}>{{ messages[0].content }}")
-    with forked(
-        "builtin", "--speculative-config", "off", "--chat-template", str(template), "--max-model-len", "256"
-    ) as running:
+    template.write_text(
+        "{{ greeting }}<{{ reasoning_effort }} {{ enable_thinking }}>{{ messages[0].content }}"
+    )
+    flags = ["--chat-template", str(template), "--default-chat-template-kwargs", '{"greeting": "Yo"}']
+    for name, value in (("temperature", "0"), ("max_new_tokens", "3")):
+        flags += [f"--override-generation-config.{name}", value]
+    with forked("builtin", "--speculative-config", "off", "--max-model-len", "256", *flags) as running:
         yield running
 
 
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ({}, "< >Hello"),
-        ({"reasoning_effort": "low"}, "<low True>Hello"),
-        ({"reasoning_effort": "none"}, "<none False>Hello"),
-        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "<low False>Hello"),
+        ({}, "Yo< >Hello"),
+        ({"reasoning_effort": "low"}, "Yo<low True>Hello"),
+        ({"reasoning_effort": "none"}, "Yo<none False>Hello"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            "Yo<low False>Hello",
+        ),
+        ({"chat_template_kwargs": {"greeting": "Hey"}}, "Hey< >Hello"),
     ],
 )
 def test_the_reasoning_effort_is_given_to_the_template(more: Any, expected: str, reasoning: Served) -> None:
     answer = reasoning.post(CHAT, {**BODIES[CHAT], **more, "return_token_ids": True}).json()
     prompt = reasoning.post("/detokenize", {"tokens": answer["prompt_token_ids"]}).json()["prompt"]
     assert prompt == expected
+
+
+def test_sampling_parameters_that_are_not_given_are_the_servers(reasoning: Served) -> None:
+    body = {"messages": BODIES[CHAT]["messages"], "ignore_eos": True}
+    given = {**body, "temperature": 0, "max_tokens": 3}
+    default, explicit, longer = (
+        reasoning.post(CHAT, each).json() for each in (body, given, {**body, "max_tokens": 5})
+    )
+    assert default["choices"] == explicit["choices"] and default["usage"]["completion_tokens"] == 3
+    assert longer["usage"]["completion_tokens"] == 5
 
 
 def test_the_effort_of_a_response_is_given_to_the_template(reasoning: Served) -> None:

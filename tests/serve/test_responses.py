@@ -119,6 +119,17 @@ def test_items_of_other_servers_are_read() -> None:
     ]  # fmt: skip
 
 
+def test_the_reasoning_of_an_item_belongs_to_the_message_behind_it() -> None:
+    thought = {"type": "reasoning", "id": "r", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
+    message = {"role": "assistant", "content": "Yes."}
+    user = {"role": "user", "content": "Add."}
+    assert messages_of([thought, message, thought, user, message], None) == [
+        {**message, "reasoning_content": "Hm."}, user, message
+    ]  # fmt: skip
+    assert messages_of([thought, call], None)[0]["reasoning_content"] == "Hm."
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [

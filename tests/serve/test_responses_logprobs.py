@@ -83,7 +83,7 @@ def test_tokens_of_tool_calls_are_no_part_of_the_message(
         entries = [{token: Logprob(-0.5, 1, None)} for token in ids]
         sample = CompletionOutput(0, visible, ids, "stop" if ended else None, logprobs=entries)
         parsed = reply.read(visible, sample.finish_reason)
-        events = items.grow(parsed, "completed" if ended else None, logprobs.of(sample, parsed.content))
+        events = items.grow(parsed, "completed" if ended else None, logprobs.of(sample, parsed))
         deltas += [event for event in events if event["type"] == "response.output_text.delta"]
     found = [
         one for item in items.items if item["type"] == "message" for one in item["content"][0]["logprobs"]

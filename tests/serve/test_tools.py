@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from outrider.serve.tools import HERMES, PARSERS, Parsed, ToolCall, parser_for
+from outrider.serve.tool_calls import Parsed, ToolCall
+from outrider.serve.tools import HERMES, PARSERS, parser_for
 
 CALLS = [("add", {"a": 1, "b": [2, "x"]}), ("now", {})]
 TEXTS = {
@@ -15,6 +16,7 @@ TEXTS = {
     "llama3": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": [2, "x"]}}; '
     '{"name": "now", "parameters": {}}',
     "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}, {"name": "now"}]',
+    "granite": '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}, {"name": "now"}]',
 }
 MORE = {
     "llama3": [TEXTS["llama3"].removeprefix("<|python_tag|>"), "\n" + TEXTS["llama3"]],
@@ -25,7 +27,7 @@ WHOLE = [(name, text) for name in TEXTS for text in [TEXTS[name], *MORE.get(name
 
 @pytest.mark.parametrize(("name", "text"), WHOLE)
 def test_calls_are_read(name: str, text: str) -> None:
-    content, calls, _ = PARSERS[name].parse(text, True)
+    content, calls, *_ = PARSERS[name].parse(text, True)
     assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS and not content
 
 
@@ -75,8 +77,8 @@ def test_what_follows_complete_arguments_is_no_part_of_them() -> None:
 
 def test_bare_json_that_calls_no_tool_is_content() -> None:
     for text in ('{"name": "Ada", "age": 36}', '{"name": "Ada", "parameters": {}}'):
-        assert PARSERS["llama3"].parse(text, True, {"add"}) == Parsed(text, [])
-    assert PARSERS["llama3"].parse('{"name": "add", "parameters": {}}', True, {"add"}).calls
+        assert PARSERS["llama3"].parse(text, True, {"add": {}}) == Parsed(text, [])
+    assert PARSERS["llama3"].parse('{"name": "add", "parameters": {}}', True, {"add": {}}).calls
 
 
 def test_the_template_names_the_format() -> None:
@@ -85,3 +87,55 @@ def test_the_template_names_the_format() -> None:
     assert parser_for("llama3_json", "") is PARSERS["llama3"]
     assert parser_for("auto", "<tool_call>") is parser_for("auto", "") is PARSERS["hermes"]
     assert parser_for("mistral", "<tool_call>") is PARSERS["mistral"]
+    assert parser_for("auto", "<tool_call>\n<function=f>\n<parameter=a>") is PARSERS["qwen3_coder"]
+    assert parser_for("auto", "'<|tool_call|>'") is PARSERS["granite"]
+
+
+XML = """<tool_call>
+<function=add>
+<parameter=a>
+1
+</parameter>
+<parameter=code>
+print("</function>")
+
+<tool_call>
+</parameter>
+<parameter=flag>
+True
+</parameter>
+</function>
+</tool_call>"""
+SCHEMAS = {
+    "add": {
+        "properties": {"a": {"type": "integer"}, "code": {"type": "string"}, "flag": {"type": "boolean"}},
+    },
+    "now": {},
+}
+EXPECTED = {"a": 1, "code": 'print("</function>")\n\n<tool_call>', "flag": True}
+NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+
+
+def test_calls_in_tags_come_in_parts_with_the_types_of_their_schemas() -> None:
+    parser, text = PARSERS["qwen3_coder"], f"Let me see.\n{XML}\n{NOW}\nDone."
+    content, arguments = "", ["", ""]
+    for end in range(len(text) + 1):
+        now = parser.parse(text[:end], end == len(text), SCHEMAS)
+        assert now.content.startswith(content)
+        for i, call in enumerate(now.calls):
+            assert call.arguments.startswith(arguments[i])
+            arguments[i] = call.arguments
+        content = now.content
+    assert content == "Let me see.\nDone." and [call.name for call in now.calls] == ["add", "now"]
+    assert [json.loads(each) for each in arguments] == [EXPECTED, {}]
+    assert all(call.complete for call in now.calls)
+
+
+def test_a_call_in_tags_that_is_cut_off_is_not_complete() -> None:
+    (call,) = PARSERS["qwen3_coder"].parse(XML[: XML.index("True")], True, SCHEMAS).calls
+    assert not call.complete and json.loads(call.arguments + "}") == {"a": 1, "code": EXPECTED["code"]}
+
+
+def test_a_value_of_another_type_than_its_schema_is_text() -> None:
+    (call,) = PARSERS["qwen3_coder"].parse(XML.replace("\n1\n", "\none\n"), True, SCHEMAS).calls
+    assert json.loads(call.arguments)["a"] == "one"

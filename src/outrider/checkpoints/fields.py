@@ -41,23 +41,32 @@ ROPE = _table(
 )
 ROPE |= _table((Section(ROPE), "full_attention sliding_attention"))  # one per kind of layer
 
-_BITS, _GROUP = whole(1, 64), whole(-1, 1 << 24)
+_BITS, _GROUP, _BLOCK = whole(1, 64), whole(-1, 1 << 24), whole(1, 1 << 16)
 _WEIGHTS = _table((_BITS, "num_bits"), (_GROUP, "group_size"), (FLAG, "symmetric"), (NAME, "type strategy"))
 QUANTIZATION: Table = _table(
     (_BITS, "bits"),
     (_GROUP, "group_size"),
     (FLAG, "zero_point sym desc_act"),
-    (NAME, "quant_method version checkpoint_format format"),
+    (NAME, "quant_method version checkpoint_format format fmt"),
+    (each(_BLOCK, 2), "weight_block_size"),
     (Section({ANY: Section({"weights": Section(_WEIGHTS)})}), "config_groups"),
     (Section({}), "dynamic"),
 )
 
-GENERATION = _table((one_or_more(TOKEN, 1 << 16), "bos_token_id eos_token_id pad_token_id"))
+_TOKENS = _table((one_or_more(TOKEN, 1 << 16), "bos_token_id eos_token_id pad_token_id"))
+GENERATION = _TOKENS | _table(
+    (real(0, 1e6), "temperature"),
+    (whole(-1, INT32), "top_k"),
+    (real(0, 1, above=True), "top_p"),
+    (SHARE, "min_p"),
+    (POSITIVE, "repetition_penalty"),
+    (whole(1, INT32), "max_new_tokens"),
+)
 
 # Sizes of a language model.  Families have different names for the same size.
 _HEADS, _INNER = one_or_more(HEAD_COUNT, MOST_LAYERS), one_or_more(whole(0, 1 << 24), MOST_LAYERS)
 _DIMENSION = whole(0, 1 << 16)
-CONFIG = GENERATION | _table(
+CONFIG = _TOKENS | _table(
     (LAYER_COUNT, "num_hidden_layers n_layer n_layers num_layers"),
     (WIDTH, "hidden_size n_embd d_model"),
     (_INNER, "intermediate_size n_inner ffn_dim ffn_hidden_size"),
@@ -72,6 +81,10 @@ CONFIG = GENERATION | _table(
     (SHARE, "partial_rotary_factor rotary_pct"),
     (SCALE, "logit_scale attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar"),
     (_DIMENSION, "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok"),
+    (whole(0, 1 << 24), "moe_intermediate_size"),
+    (LAYER_COUNT, "decoder_sparse_step"),
+    (each(whole(0, MOST_LAYERS), MOST_LAYERS), "mlp_only_layers"),
+    (FLAG, "norm_topk_prob"),
     (_DIMENSION, "num_labels"),
     (FLAG, "tie_word_embeddings is_encoder_decoder use_sliding_window attention_bias mlp_bias"),
     (NAME, "model_type hidden_act hidden_activation dtype torch_dtype transformers_version"),

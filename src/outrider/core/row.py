@@ -254,8 +254,10 @@ class Row:
 
     @property
     def stats(self) -> Speculation:
-        emitted, longest = len(self.tokens) - self.prompt, max(self.accepted_lengths, default=-1)
-        lengths = tuple(self.accepted_lengths[length] for length in range(longest + 1))
+        emitted, lengths = len(self.tokens) - self.prompt, tuple[int, ...]()
+        if self.accepted_lengths:
+            longest = max(self.accepted_lengths)
+            lengths = tuple(self.accepted_lengths[length] for length in range(longest + 1))
         return Speculation(self.steps, self.drafted, self.accepted, emitted, self.lossless, lengths)
 
     @property

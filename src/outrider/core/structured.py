@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
+from outrider.core.reasoning import ReasoningMarkers
 from outrider.core.structural_tag import tags_of
 from outrider.core.validate import TEXT, Flag, Kind, kinds_of, list_of
 from outrider.errors import RequestError, refuse_unknown, shortened
@@ -28,6 +29,15 @@ ELSEWHERE = {  # keys of vLLM or llama.cpp that are refused -> replacement
 
 SCHEMA = Kind("a JSON schema: a dict, or its text", lambda value: isinstance(value, Mapping))
 CHOICE = list_of("texts that are not empty", TEXT)
+MARKERS = Kind(
+    'two texts such as ("<think>", "</think>")',
+    lambda value: (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and TEXT.accepts(value[1])
+    ),
+)
 TRUE = Kind("True or False", lambda value: value is None or value is True)
 Filled = Annotated[str, Kind("a text that is not empty", TEXT.accepts)]
 
@@ -42,6 +52,8 @@ class StructuredOutputs:
     grammar                 a Lark grammar (rule `start`), or a GBNF one (rule `root`, `::=`)
     json_object             True: any JSON object
     structural_tag          free text with parts that follow JSON schemas, as a dict or as text
+    reasoning               ("<think>", "</think>"): markers of what the model may think first, in any form.
+                            Where the prompt ends with the first one, or it is empty, it does
     whitespace_pattern      regular expression of the whitespace between JSON tokens; None: at most a line
                             break and 24 spaces
     disable_any_whitespace  True: only ", " and ": ", as Python's json.dumps writes
@@ -57,6 +69,7 @@ class StructuredOutputs:
     structural_tag: Mapping[str, Any] | str | None = None
     whitespace_pattern: Annotated[str, Kind("a regular expression", TEXT.accepts)] | None = None
     disable_any_whitespace: Flag = False
+    reasoning: Annotated[Sequence[str], MARKERS] | None = None
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -72,6 +85,12 @@ class StructuredOutputs:
             kind.check(getattr(self, name), f"{WHERE}.{name}", RequestError)
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise RequestError(f"{WHERE}: whitespace_pattern has no effect beside disable_any_whitespace.")
+
+    def behind(self, prompt: str) -> StructuredOutputs:
+        """The same for the output behind a prompt, whose end tells whether a reasoning can come first."""
+        if self.reasoning is None:
+            return self
+        return replace(self, reasoning=ReasoningMarkers(*self.reasoning).behind(prompt))
 
     @staticmethod
     def of(given: Any) -> StructuredOutputs | None:

@@ -8,9 +8,10 @@ class Options(Checked):
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -119,7 +120,9 @@ FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 TEXT = Kind("a string", lambda value: isinstance(value, str) and bool(value))
 
 
+OBJECT = Kind("a dict, or its JSON text", lambda value: value is None or isinstance(value, Mapping))
 Flag = Annotated[bool, FLAG]
+JsonObject = Annotated[Mapping[str, Any] | None, OBJECT]  # `json_text` reads it
 Text = Annotated[str, TEXT]
 Count = Annotated[int, whole(1)]
 Natural = Annotated[int, whole(0)]
@@ -144,15 +147,31 @@ def _kind_in(hint: Any) -> Kind | None:
     return next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Kind)), None)
 
 
-def check_fields(options: Any, error: type[OutriderError] = ConfigError) -> None:
-    """Check the attributes of `options` that have a kind.  Raises `error` naming a bad one."""
+def check_fields(
+    options: Any, error: type[OutriderError] = ConfigError, given: Collection[str] | None = None
+) -> None:
+    """Check the attributes of `options` that have a kind.  Raises `error` naming a bad one.
+
+    given: only these, where the others are defaults.
+    """
     for name, kind in kinds_of(options.__class__).items():
-        kind.check(getattr(options, name), name, error)
+        if given is None or name in given:
+            kind.check(getattr(options, name), name, error)
 
 
 def path_text(value: Any) -> Any:
     """A path object as text; any other value as it is."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def json_text(value: Any, name: str) -> Any:
+    """The value of a JSON text, as the command line gives it; others as they are.  Raises ConfigError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is no JSON: {error}.") from error
 
 
 def text_of(file: str | Path, what: str, error: type[OutriderError] = ConfigError) -> str:

@@ -197,7 +197,8 @@ class EngineLoop:
                 self._recover(error)
             raise
         with self._lock:
-            grown = {row.id: self.tickets[row.id] for row in rows if row.id in self.tickets}
+            tickets = self.tickets
+            grown = {row.id: tickets[row.id] for row in rows if row.id in tickets}
             self._report(grown.values(), grown=True)
 
     def _between_steps(self) -> None:
@@ -227,7 +228,8 @@ class EngineLoop:
         """Close the tickets that ended, and call on_news of these and of those that grew."""
         for ticket in tickets:
             ended = None not in [row.finish_reason for row in ticket.rows]
-            ticket.finished |= ended
+            if ended:
+                ticket.finished = True
             if ticket.on_news is not None and (grown or ended):
                 try:
                     ticket.on_news()

@@ -48,7 +48,8 @@ from outrider.heads.recurrent_net import Net
 from outrider.heads.trees import DynamicTree, Growth, LevelTree, RankTree
 
 CHAIN, DYNAMIC = "chain", "dynamic"
-CPU_DEPTH = 7  # levels of one node cost little; with 8 nodes a tree of 5 levels has two in each forward
+TREE = one_of(DYNAMIC, CHAIN, *EAGLE)
+CPU_DEPTH = 7  # levels of one node cost little; in a tree of fewer levels forwards have two
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,12 @@ class RecurrentOptions(LayerOptions):
     """tree: "dynamic" (EAGLE-2), "chain", or the name of a published static tree (EAGLE-1).
 
     top_k: candidates after a node of a dynamic tree, and expanded nodes of a level.  nodes: of a tree
-    at most, but never fewer than levels (None: 59, EAGLE-2's total_token of 60 without the root; 8 on a
+    at most, but never fewer than levels (None: 59, EAGLE-2's total_token of 60 without the root; 7 on a
     CPU, where every node costs time, for published trees too).  A dynamic tree on a CPU has CPU_DEPTH
     levels by default, but no more than nodes.
     """
 
-    tree: Annotated[str, one_of(DYNAMIC, CHAIN, *EAGLE)] = DYNAMIC
+    tree: Annotated[str, TREE] = DYNAMIC
     top_k: Annotated[int, whole(1, 64)] = 10
     nodes: Annotated[int, whole(1, 1 << 20)] | None = None
 
@@ -220,7 +221,9 @@ class Recurrent(HeadDrafter):
         row, end, budget = step.row, step.end, step.budget
         reading = Reading(row, cursor, row.slots[: end + budget.nodes])
         if drafting:
-            reading.tree = self._tree(row, reading.pair_table, end - 1, budget)
+            offset = self.catch_up.offset
+            table = reading.pair_table if offset else reading.table
+            reading.tree = self._tree(row, table, end - offset, budget)
         return reading
 
     def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> LevelTree:

@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from outrider.core.reasoning import ReasoningMarkers, Thought
+from outrider.engine.detokenizer import Detokenizer
 from outrider.outputs import CompletionOutput
+from outrider.progress import Request
 from outrider.serve.answers import Job, name_of
 from outrider.serve.errors import ApiError
 from outrider.serve.logprobs import of_token
-from outrider.serve.protocol import ChatBody
+from outrider.serve.protocol import Calling, ChatBody
 from outrider.serve.sampling import check_logprobs, params_of
 from outrider.serve.state import Server
+from outrider.serve.tool_calls import Parsed, ToolCall, ToolParser, listed
 from outrider.serve.tool_choice import ToolUse
-from outrider.serve.tools import Parsed, ToolCall, ToolParser, listed
 
 
 async def chat_job(server: Server, body: ChatBody) -> Job:
@@ -32,9 +35,9 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
     more: dict[str, Any] = {"max_tokens": body.max_completion_tokens or body.max_tokens}
     if body.logprobs:
         more["logprobs"] = body.top_logprobs or 0
-    if use.tools and body.skip_special_tokens is None:
-        more["skip_special_tokens"] = False  # markers of calls may be special tokens
-    params = params_of(body, use.form, **more)
+    if body.skip_special_tokens is None and shows_special(server, use):
+        more["skip_special_tokens"] = False
+    params = params_of(body, server.llm.sampling, use.form, server.reasoning, **more)
     prompt = server.conversation(
         body.messages,
         chat_template=body.chat_template,
@@ -45,9 +48,9 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
         chat_template_kwargs={**of_effort(body.reasoning_effort), **(body.chat_template_kwargs or {})},
     )
     id = name_of(body, "chatcmpl-")
-    requests = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
-    made = Chat(server, body, reply_for(server, use, body.parallel_tool_calls is not False))
-    return Job(server, body, id, "chat.completion", "chat.completion.chunk", requests, made)
+    (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
+    made = Chat(server, body, request, reply_for(server, use, body, request))
+    return Job(server, body, id, "chat.completion", "chat.completion.chunk", [request], made)
 
 
 def of_effort(effort: str | None) -> dict[str, Any]:
@@ -55,38 +58,58 @@ def of_effort(effort: str | None) -> dict[str, Any]:
     return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
+def shows_special(server: Server, use: ToolUse) -> bool:
+    """Whether a text needs its special tokens: markers of calls and of reasoning may be such."""
+    added = server.tokenizer.added_tokens_decoder.values() if server.reasoning else ()
+    special = {str(token) for token in added if token.special}
+    return bool(use.tools) or not special.isdisjoint(server.reasoning or ())
+
+
 @dataclass
 class Reply:
-    """Reader of tool calls in the text of a reply.
+    """Reader of reasoning and tool calls in the text of a reply.
 
-    parser: None: the text has no calls.  use: the tools of the request.
+    parser: None: the text has no calls.  use: the tools of the request.  markers: of a reasoning behind the
+    prompt; None if there is none, or it stays in the text.
     """
 
     parser: ToolParser | None
     use: ToolUse = field(default_factory=ToolUse)
     ending: frozenset[str] = frozenset()  # special tokens at the end of a text, which are not part of it
     parallel: bool = True  # False: only the first call
+    markers: ReasoningMarkers | None = None
 
     def read(self, text: str, finish_reason: str | None) -> Parsed:
         """Content and calls of a text so far.
 
         The same for a text that came in parts and for a whole one: a call that has begun stays a call.
         """
-        parsed = self._parsed(text, finish_reason)
+        for token in self.ending:
+            text = text.removesuffix(token)
+        thought = self.markers.split(text, finish_reason is not None) if self.markers else Thought("", text)
+        parsed = self._parsed(thought.answer, finish_reason)
         if self.use.limited:
             parsed = parsed.only(self.use.names)
-        return parsed if self.parallel else parsed._replace(calls=parsed.calls[:1])
+        calls = parsed.calls if self.parallel else parsed.calls[:1]
+        return parsed._replace(calls=calls, reasoning=thought.reasoning, start=thought.start)
+
+    def reasoning_tokens(self, server: Server, request: Request, sample: CompletionOutput) -> int:
+        """Number of the tokens in front of the answer."""
+        if not self.markers or not (start := self.read(sample.text, sample.finish_reason).start):
+            return 0
+        text = Detokenizer(server.tokenizer, request.params.skip_special_tokens)
+        for token in sample.token_ids:
+            text.feed(token)
+        return sum(end <= start for end in text.ends)
 
     def _parsed(self, text: str, finish_reason: str | None) -> Parsed:
         if self.parser is None:
             return Parsed(text, [])
-        for token in self.ending:
-            text = text.removesuffix(token)
         if (name := self.use.name) is not None:
             return Parsed("", [ToolCall(name, text, finish_reason not in (None, "length"))])
         if self.use.required:
             return Parsed("", [each for each in listed(text) if isinstance(each, ToolCall)])
-        return self.parser.parse(text, finish_reason is not None, self.use.names)
+        return self.parser.parse(text, finish_reason is not None, self.use.parameters)
 
 
 def called(call: ToolCall) -> dict[str, Any]:
@@ -95,22 +118,27 @@ def called(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def reply_for(server: Server, use: ToolUse, parallel: bool) -> Reply:
-    """A reader for a request.  parallel: it may have several calls."""
-    if not use.tools:
+def reply_for(server: Server, use: ToolUse, body: Calling, request: Request) -> Reply:
+    """A reader of the replies to a request."""
+    markers = server.reasoning if body.separate_reasoning is not False else None
+    if markers is not None:
+        markers = markers.behind(request.prompt or "")
+    if not (use.tools or markers):
         return Reply(None)
     special = server.tokenizer.convert_ids_to_tokens(sorted(server.llm.engine.ending))
     ending = frozenset(token for token in special if token)
-    return Reply(server.tool_parser, use, ending, parallel)
+    parser = server.tool_parser if use.tools else None
+    return Reply(parser, use, ending, body.parallel_tool_calls is not False, markers)
 
 
 @dataclass
 class Sent:
-    """Progress of one choice, as sent: characters of content and of each call's arguments, tokens with
-    log-probabilities.
+    """Progress of one choice, as sent: characters of content, of reasoning and of each call's arguments,
+    tokens with log-probabilities.
     """
 
     characters: int = 0
+    reasoning: int = 0
     tokens: int = 0
     calls: list[int] = field(default_factory=list)
 
@@ -136,12 +164,14 @@ class Chat:
 
     server: Server
     body: ChatBody
+    request: Request
     reply: Reply
     sent: dict[int, Sent] = field(default_factory=dict)
 
     def choice(self, i: int, sample: CompletionOutput) -> dict[str, Any]:
         parsed = self.reply.read(sample.text, sample.finish_reason or "stop")
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+        message |= self._reasoning(parsed.reasoning)
         if parsed.calls:
             message["content"] = parsed.content or None
             message["tool_calls"] = [called(call) for call in parsed.calls]
@@ -160,17 +190,27 @@ class Chat:
         sent = self.sent.setdefault(sample.index, Sent())
         parsed = self.reply.read(sample.text, sample.finish_reason)
         content = parsed.content[sent.characters :]
-        made: dict[str, Any] = {"content": content} if content else {}
+        made = self._reasoning(parsed.reasoning[sent.reasoning :])
+        if content:
+            made["content"] = content
         if calls := sent.new_calls(parsed.calls):
             made["tool_calls"] = calls
         if not (made or sample.finish_reason):
             return []
         logprobs = self._logprobs(sample, sent.tokens)
-        sent.characters += len(content)
+        sent.characters, sent.reasoning = sent.characters + len(content), len(parsed.reasoning)
         sent.tokens = len(sample.token_ids)
         reason = self._reason(sample, parsed.calls)
         part = {"delta": made, "logprobs": logprobs, "finish_reason": reason}
         return [{**part, "stop_reason": sample.stop_reason} if reason else part]
+
+    def reasoning_tokens(self, sample: CompletionOutput) -> int:
+        return self.reply.reasoning_tokens(self.server, self.request, sample)
+
+    def _reasoning(self, text: str) -> dict[str, Any]:
+        """Fields of a message, under the names that vLLM and DeepSeek give them."""
+        shown = text and self.body.include_reasoning is not False
+        return {"reasoning": text, "reasoning_content": text} if shown else {}
 
     def _reason(self, sample: CompletionOutput, calls: Sequence[ToolCall]) -> str | None:
         forced = self.reply.use.name is not None  # OpenAI's servers return "stop" then

@@ -41,7 +41,7 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
         more["max_tokens"] = 1  # which `without_text` leaves out
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
-    params = params_of(body, **more)
+    params = params_of(body, server.llm.sampling, **more)
     id = name_of(body, "cmpl-")
     prompts = _prompts(body) if body.add_special_tokens else await asyncio.to_thread(_encoded, server, body)
     requests = await server.read(prompts, params, id, adapter, body.priority, body.cache_salt)
@@ -133,6 +133,9 @@ class Completion:
         self.sent[i, sample.index] = sent
         part = {"text": text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
         return [{**part, "stop_reason": sample.stop_reason}]
+
+    def reasoning_tokens(self, sample: CompletionOutput) -> int:
+        return 0
 
     def _echoed(self, request: Request) -> tuple[Sequence[int], Sequence[Entry | None]]:
         """Tokens of the prompt and their entries, if `logprobs` covers them."""

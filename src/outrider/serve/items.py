@@ -13,12 +13,13 @@ TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal":
 def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
     """Chat messages of an input.  Raises ApiError naming the item."""
     messages: list[dict[str, Any]] = []
+    thought = ""  # for the next message of the assistant
     if instructions:
         messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     for i, item in enumerate(given):
-        kind = item.get("type", "message")
+        kind, before = item.get("type", "message"), len(messages)
         if kind == "message":
             messages.append({"role": item.get("role"), "content": _content(item.get("content"), i)})
         elif kind == "function_call":
@@ -26,9 +27,24 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
         elif kind == "function_call_output":
             output = _content(item.get("output"), i)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-        elif kind != "reasoning":  # of other models: it is no part of the conversation
+        elif kind == "reasoning":
+            thought = _thought(item)
+        else:
             raise ApiError(400, f"input items of type {kind!r} are not supported.", f"input.{i}.type")
+        if len(messages) > before:
+            if thought and messages[-1]["role"] == "assistant":
+                messages[-1]["reasoning_content"] = thought
+            thought = ""
     return messages
+
+
+def _thought(item: Mapping[str, Any]) -> str:
+    """The text of a reasoning item; empty for one of a model that hides it."""
+    parts = item.get("content")
+    found = (
+        [part.get("text") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+    )
+    return "\n".join(text for text in found if isinstance(text, str))
 
 
 def _content(given: Any, i: int) -> str:

@@ -14,6 +14,7 @@ from outrider.outputs import CompletionOutput
 from outrider.progress import Request
 from outrider.requests import Reader
 from outrider.serve.protocol import Classic
+from outrider.serve.tool_calls import Parsed
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -81,21 +82,26 @@ class MessageLogprobs:
     """Log-probabilities of the tokens that make up the message of a response, in parts or whole.
 
     These are the tokens that begin within the content.  They do not include the end-of-sequence token, and
-    where the text has tool calls, only those in front of the first one.
+    where the text has tool calls, only those in front of the first one.  Nor those of a reasoning.
     """
 
     def __init__(self, reader: Reader, count: int, skip_special_tokens: bool) -> None:
         self.reader, self.count = reader, count
         self.text = Detokenizer(reader.tokenizer, skip_special_tokens)
         self.made: list[dict[str, Any]] = []
+        self.next = 0  # token that was not looked at yet
 
-    def of(self, sample: CompletionOutput, content: str) -> list[dict[str, Any]]:
+    def of(self, sample: CompletionOutput, parsed: Parsed) -> list[dict[str, Any]]:
         """Log-probabilities of the content so far.  All calls return one list, which grows."""
+        content, text = parsed.content, sample.text[parsed.start :]
         for token in sample.token_ids[self.text.count :]:
             self.text.feed(token)
-        whole = sample.text.startswith(content)
-        end = len(content) if whole else sum(takewhile(bool, map(eq, content, sample.text)))
-        entries = sample.logprobs or []
-        while (i := len(self.made)) < len(entries) and (self.text.ends[i - 1] if i else 0) < end:
-            self.made.append(of_token(self.reader, sample.token_ids[i], entries[i], self.count))
+        whole = text.startswith(content)
+        end = parsed.start + (len(content) if whole else sum(takewhile(bool, map(eq, content, text))))
+        entries, ends = sample.logprobs or [], self.text.ends
+        while self.next < len(entries) and (begin := ends[self.next - 1] if self.next else 0) < end:
+            if begin >= parsed.start:
+                found = of_token(self.reader, sample.token_ids[self.next], entries[self.next], self.count)
+                self.made.append(found)
+            self.next += 1
         return self.made

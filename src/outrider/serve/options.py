@@ -8,8 +8,22 @@ from dataclasses import dataclass
 from ssl import PROTOCOL_TLS_SERVER, SSLContext
 from typing import Annotated
 
-from outrider.core.validate import TEXT, Checked, Count, Flag, Kind, Text, one_of, real, text_of, whole
+from outrider.core.validate import (
+    TEXT,
+    Checked,
+    Count,
+    Flag,
+    JsonObject,
+    Kind,
+    Text,
+    json_text,
+    one_of,
+    real,
+    text_of,
+    whole,
+)
 from outrider.errors import ConfigError
+from outrider.serve import reasoning
 from outrider.serve.tools import PARSERS
 
 TEXTS = Kind("a list of strings", lambda value: isinstance(value, tuple) and all(map(TEXT.accepts, value)))
@@ -47,8 +61,12 @@ class ServerOptions(Checked):
     log_requests         log the prompts and parameters of requests
     ssl_certfile, ssl_keyfile   files for TLS
     chat_template        Jinja template, or a file with one, instead of the model's own
+    default_chat_template_kwargs  variables of the template that requests do not set, as
+                         {"enable_thinking": false}
     trust_request_chat_template   requests may have templates, which can take any time and memory
     tool_call_parser     format of tool calls in the text; auto: by the chat template
+    reasoning_parser     format of what the model thinks before its answer, which replies have apart then;
+                         auto: by the chat template; none: it stays in the text
     otlp_traces_endpoint  URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces
     root_path            path under which a proxy serves this server
     replicas             processes that serve the model; above 1, a router in front of them answers
@@ -77,14 +95,18 @@ class ServerOptions(Checked):
     ssl_certfile: Text | None = None
     ssl_keyfile: Text | None = None
     chat_template: Text | None = None
+    default_chat_template_kwargs: JsonObject = None
     trust_request_chat_template: Flag = False
     tool_call_parser: Annotated[str, one_of("auto", *PARSERS)] = "auto"
+    reasoning_parser: Annotated[str, one_of("none", "auto", *reasoning.PARSERS)] = "none"
     otlp_traces_endpoint: Text | None = None
     root_path: Annotated[str, ROOT] = ""
     replicas: Count = 1
     replica_timeout: Seconds = 10.0
 
     def __post_init__(self) -> None:
+        name = "default_chat_template_kwargs"
+        object.__setattr__(self, name, json_text(self.default_chat_template_kwargs, name))
         super().__post_init__()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("TLS needs both ssl_certfile and ssl_keyfile.")

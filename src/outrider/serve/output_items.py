@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.serve.answers import derived
-from outrider.serve.tools import Parsed, ToolCall
+from outrider.serve.tool_calls import Parsed, ToolCall
 
 Event = dict[str, Any]
+TEXTS = ("reasoning", "message")  # types of items with a text
 
 
 @dataclass
 class OutputItems:
-    """A message and function calls as they grow.  An item keeps its place once it has begun.
+    """Reasoning, a message and function calls as they grow.  An item keeps its place once it has begun.
 
-    id: of the response, from which those of its items follow.  items: as in the response.
-    calls: places of the function calls.
+    id: of the response, from which those of its items follow.  items: as in the response, a reasoning first.
+    message, calls: places of the message and the function calls.
     """
 
     id: str
@@ -32,6 +33,10 @@ class OutputItems:
 
         status: of the response, once the text has ended; None before.  logprobs: of the content.
         """
+        if parsed.reasoning:
+            yield from self._thought(parsed.reasoning)
+            if (parsed.content or parsed.calls) and self.items[0]["status"] == "in_progress":
+                yield from self._closed(0, "completed")
         for number, call in enumerate(parsed.calls[: parsed.calls_before]):
             yield from self._call(number, call)
         if parsed.content or (status and not (parsed.calls or self.items)):
@@ -41,8 +46,16 @@ class OutputItems:
         if status is not None:
             for place, item in enumerate(self.items):
                 if item["status"] == "in_progress":
-                    ended = status if item["type"] == "message" else "incomplete"
+                    ended = status if item["type"] in TEXTS else "incomplete"
                     yield from self._closed(place, ended)
+
+    def _thought(self, reasoning: str) -> Iterator[Event]:
+        """Events that bring the reasoning to this text."""
+        if not self.items:
+            item = {"type": "reasoning", "id": derived("rs_", self.id), "summary": [], "content": []}
+            yield from self._opened(item)
+            yield from self._part_added({"type": "reasoning_text", "text": ""})
+        yield from self._text_added(0, reasoning)
 
     def _text(self, content: str, logprobs: Sequence[dict[str, Any]]) -> Iterator[Event]:
         """Events that bring the message to this content."""
@@ -50,15 +63,28 @@ class OutputItems:
             self.message = len(self.items)
             item = {"type": "message", "id": derived("msg_", self.id), "role": "assistant", "content": []}
             yield from self._opened(item)
-            self.items[-1]["content"] = [_part("")]
-            yield {**self._place(self.message), "type": "response.content_part.added", "part": _part("")}
-        (part,) = self.items[self.message]["content"]
-        if new := content[len(part["text"]) :]:
-            part["text"] += new
-            found = [*logprobs[len(part["logprobs"]) :]]
-            part["logprobs"] += found
-            kind = "response.output_text.delta"
-            yield {**self._place(self.message), "type": kind, "delta": new, "logprobs": found}
+            yield from self._part_added(
+                {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            )
+        yield from self._text_added(self.message, content, logprobs)
+
+    def _part_added(self, part: dict[str, Any]) -> Iterator[Event]:
+        """Begin the text of the last item."""
+        self.items[-1]["content"] = [part]
+        added = {"type": "response.content_part.added", "part": {**part}}
+        yield {**self._place(len(self.items) - 1), **added}
+
+    def _text_added(self, place: int, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
+        (part,) = self.items[place]["content"]
+        new = text[len(part["text"]) :]
+        if not new:
+            return
+        part["text"] += new
+        event = {**self._place(place), "type": f"response.{part['type']}.delta", "delta": new}
+        if "logprobs" in part:
+            event["logprobs"] = [*logprobs[len(part["logprobs"]) :]]
+            part["logprobs"] += event["logprobs"]
+        yield event
 
     def _call(self, number: int, call: ToolCall) -> Iterator[Event]:
         """Events that bring a function call to these arguments."""
@@ -85,10 +111,10 @@ class OutputItems:
         item = self.items[place]
         item["status"] = status
         where = self._place(place)
-        if item["type"] == "message":
+        if item["type"] in TEXTS:
             (part,) = item["content"]
-            done = {"text": part["text"], "logprobs": part["logprobs"]}
-            yield {**where, "type": "response.output_text.done", **done}
+            done = {name: part[name] for name in ("text", "logprobs") if name in part}
+            yield {**where, "type": f"response.{part['type']}.done", **done}
             yield {**where, "type": "response.content_part.done", "part": part}
         else:
             kind = "response.function_call_arguments.done"
@@ -98,8 +124,4 @@ class OutputItems:
     def _place(self, place: int) -> dict[str, Any]:
         item = self.items[place]
         where = {"item_id": item["id"], "output_index": place}
-        return {**where, "content_index": 0} if item["type"] == "message" else where
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {**where, "content_index": 0} if item["type"] in TEXTS else where

@@ -217,11 +217,12 @@ Ids = Annotated[Many[Token], Field(min_length=1)]
 
 
 class Calling(Body):
-    """Fields of requests that may have tools."""
+    """Fields of conversations, which may have tools and reasoning."""
 
     tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None  # SGLang's; False: it stays in the text
 
 
 class CompletionBody(Classic):
@@ -246,8 +247,8 @@ class ChatBody(Classic, Calling):
     top_logprobs: int | None = Field(None, ge=-1)
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: str | None = None  # for the chat template
+    include_reasoning: bool | None = None  # False: it is left out of the response
     # without effect here
-    include_reasoning: bool | None = None
     verbosity: str | None = None
     # vLLM's
     chat_template: str | None = None

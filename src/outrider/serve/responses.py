@@ -13,7 +13,7 @@ from outrider.errors import shortened
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.answers import name_of, now
-from outrider.serve.chat import Reply, of_effort, reply_for
+from outrider.serve.chat import Reply, of_effort, reply_for, shows_special
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.items import chat_tools, messages_of
 from outrider.serve.logprobs import MessageLogprobs
@@ -47,12 +47,12 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
         more["logprobs"] = body.top_logprobs or 0
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
         more["truncate_prompt_tokens"] = -1  # as in vLLM
-    if use.tools and body.skip_special_tokens is None:
-        more["skip_special_tokens"] = False  # markers of calls may be special tokens
+    if body.skip_special_tokens is None and shows_special(server, use):
+        more["skip_special_tokens"] = False
     forms = [form for form in (_format(body), use.form) if form is not None]
     if len(forms) > 1:
         raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
-    params = params_of(body, forms[0] if forms else None, **more)
+    params = params_of(body, server.llm.sampling, forms[0] if forms else None, server.reasoning, **more)
     prompt = server.conversation(
         messages_of(body.input, body.instructions),
         tools=use.tools or None,
@@ -60,7 +60,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     )
     id = name_of(body, "resp_")
     (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
-    reply = reply_for(server, use, body.parallel_tool_calls is not False)
+    reply = reply_for(server, use, body, request)
     made = Responses(server, body, id, now(), [request], reply)
     if with_logprobs:
         made.logprobs = MessageLogprobs(
@@ -139,7 +139,7 @@ class Responses:
 
     async def _events(self, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
         head = self._head("in_progress")
-        async with aclosing(self.server.stream(self.requests, room)) as outputs:
+        async with self.server.stream(self.requests, room) as outputs:
             async for _, output in outputs:
                 if self.sequence == 0:
                     yield {"type": "response.created", "response": head}
@@ -152,7 +152,7 @@ class Responses:
     def _grown(self, sample: CompletionOutput) -> Iterator[dict[str, Any]]:
         """Events for what is new in the text."""
         parsed = self.reply.read(sample.text, sample.finish_reason)
-        logprobs = self.logprobs.of(sample, parsed.content) if self.logprobs is not None else ()
+        logprobs = self.logprobs.of(sample, parsed) if self.logprobs is not None else ()
         return self.items.grow(parsed, _status(sample), logprobs)
 
     def _ended(self, output: RequestOutput) -> dict[str, Any]:
@@ -161,7 +161,8 @@ class Responses:
         made["output"] = self.items.items
         if made["status"] == "incomplete":
             made["incomplete_details"] = {"reason": "max_output_tokens"}
-        usage = usage_of([output])
+        (request,) = self.requests
+        usage = usage_of([output], self.reply.reasoning_tokens(self.server, request, output.outputs[0]))
         of_prompt = {**usage["prompt_tokens_details"], "cache_write_tokens": 0}  # which OpenAI charges for
         of_output = usage["completion_tokens_details"]
         made["usage"] = {

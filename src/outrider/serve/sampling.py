@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from outrider.core.params import SamplingParams
+from outrider.core.reasoning import ReasoningMarkers
 from outrider.errors import RequestError
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.protocol import Classic, ResponseFormat, ResponsesBody, Sampling
@@ -29,10 +30,18 @@ FIELDS = {"draft_method": "speculation.method", "lora_request": "model"}
 PROMPTS = ("prompt", "messages", "input")
 
 
-def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any) -> SamplingParams:
+def params_of(
+    body: Sampling,
+    defaults: Mapping[str, Any],
+    form: Mapping[str, Any] | None = None,
+    markers: ReasoningMarkers | None = None,
+    **more: Any,
+) -> SamplingParams:
     """SamplingParams of a body.
 
-    form: structured_outputs of another field.  more: fields of other names; None is left out.
+    defaults: of what the body does not give.
+    form: structured_outputs of another field.  markers: of a reasoning that may come before any form.
+    more: fields of other names; None is left out.
     Raises RequestError or ApiError naming the field.
     """
     given = {name: getattr(body, name) for name in SHARED & type(body).model_fields.keys()}
@@ -49,13 +58,14 @@ def params_of(body: Sampling, form: Mapping[str, Any] | None = None, **more: Any
         raise ApiError(
             400, f"only one constraint on the output can be given, got {names}.", next(iter(forms))
         )
-    given["structured_outputs"] = next(iter(forms.values()), None)
+    form = next(iter(forms.values()), None)
+    given["structured_outputs"] = {"reasoning": markers, **form} if form and markers else form
     if body.speculation is not None:
         given["speculate"] = body.speculation.enabled and body.speculation.max_tokens != 0
         given["max_draft_tokens"] = body.speculation.max_tokens or None
         given["draft_method"] = body.speculation.method
     known = {key: value for key, value in {**given, **more}.items() if value is not None}
-    return SamplingParams(**{"max_tokens": None, **known})
+    return SamplingParams(**{"max_tokens": None, **defaults, **known})
 
 
 def check_logprobs(body: Sampling, most: int) -> None:

@@ -7,14 +7,15 @@ import copy
 import itertools
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, TypeVar
 
 from outrider.async_llm import AsyncLLM
 from outrider.core.params import SamplingParams
+from outrider.core.reasoning import ReasoningMarkers
 from outrider.core.row import LoRARequest
 from outrider.core.validate import text_of
 from outrider.errors import RequestError, about, shortened
@@ -25,10 +26,13 @@ from outrider.requests import Prompt, Reader
 from outrider.serve.errors import ApiError, not_ready
 from outrider.serve.metrics import Metrics
 from outrider.serve.options import ServerOptions
-from outrider.serve.tools import ToolParser, parser_for
+from outrider.serve.reasoning import markers_for
+from outrider.serve.tool_calls import ToolParser
+from outrider.serve.tools import parser_for
 from outrider.serve.traces import Traces
 
 Result = TypeVar("Result")
+Outputs = AsyncGenerator[tuple[int, RequestOutput]]
 MEMORY = 0.9  # weight of the past in the mean duration of requests
 log = logging.getLogger("outrider.serve")
 
@@ -95,9 +99,19 @@ class Server:
         return tokenizer
 
     @property
-    def tool_parser(self) -> ToolParser:
+    def known_template(self) -> str:
+        """The chat template; empty if there is none, or several."""
         template = self.template or getattr(self.llm.tokenizer, "chat_template", None)
-        return parser_for(self.options.tool_call_parser, template if isinstance(template, str) else "")
+        return template if isinstance(template, str) else ""
+
+    @property
+    def tool_parser(self) -> ToolParser:
+        return parser_for(self.options.tool_call_parser, self.known_template)
+
+    @property
+    def reasoning(self) -> ReasoningMarkers | None:
+        """Markers of the reasoning that replies have apart; None if it stays in their text."""
+        return markers_for(self.options.reasoning_parser, self.known_template)
 
     def started(self, engine: AsyncLLM) -> None:
         """Accept requests from now on.  Raises RequestError for an adapter that cannot be used."""
@@ -210,23 +224,27 @@ class Server:
     async def outputs(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run requests to their ends.  Raises EngineError, and TimeoutError after request_timeout."""
         with self.room(requests) as room:
-            found = {i: output async for i, output in self._followed(requests, room)}
+            async with self._followed(requests, room) as outputs:
+                found = {i: output async for i, output in outputs}
         return [found[i] for i in range(len(requests))]
 
     def stream(
         self, requests: Sequence[Request], room: ExitStack, every_step: bool = False
-    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """Yield (index of the request, its output so far) of several requests as they come.
+    ) -> AbstractAsyncContextManager[Outputs]:
+        """(index of the request, its output so far) of several requests as they come, within a block.
 
         All outputs of a request are one object.  room: places of the requests, left when all have been
-        generated, also if the reader is slow.  every_step: without stream_interval.  Errors are those of
-        `outputs`.
+        generated, also if the reader is slow.  every_step: without stream_interval, and with `token_ends`.
+        Errors are those of `outputs`.
         """
+        for request in requests:
+            request.ends = every_step
         return self._followed(requests, room, interval=0.0 if every_step else self.options.stream_interval)
 
+    @asynccontextmanager
     async def _followed(
         self, requests: Sequence[Request], room: ExitStack, interval: float | None = None
-    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    ) -> AsyncIterator[Outputs]:
         """interval: least seconds between two outputs of a request; None: only the last ones."""
         running = set(range(len(requests)))
 
@@ -241,8 +259,7 @@ class Server:
         try:
             final, least = interval is None, interval or 0.0
             async with aclosing(self.engine.follow(requests, final, end, timeout, least)) as outputs:
-                async for each in outputs:
-                    yield each
+                yield outputs
         except BaseException as error:
             while running:
                 running.pop()
@@ -286,13 +303,20 @@ class Server:
         return text
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-        """A prompt of messages, in the template of the server.  OpenAI's role "developer" is "system"."""
-        known = [
-            {**message, "role": "system"} if message.get("role") == "developer" else message
-            for message in messages
-        ]
+        """A prompt of messages, in the template of the server."""
+        known = [*map(_known, messages)]
         given = {"chat_template": self.template, **{k: v for k, v in more.items() if v is not None}}
+        if (defaults := self.options.default_chat_template_kwargs) is not None:
+            given["chat_template_kwargs"] = {**defaults, **(more.get("chat_template_kwargs") or {})}
         return {"messages": known, **given}
+
+
+def _known(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as templates know it: its role is not "developer", its reasoning `reasoning_content`."""
+    if message.get("role") == "developer":
+        return {**message, "role": "system"}
+    thought = message.get("reasoning")
+    return {"reasoning_content": thought, **message} if isinstance(thought, str) else message
 
 
 def _dict_of(prompt: Prompt) -> Mapping[str, Any]:

@@ -53,6 +53,11 @@ class ToolUse:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
     @property
+    def parameters(self) -> Mapping[str, Mapping[str, Any]]:
+        """Their JSON schemas, by the name of the function."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
+
+    @property
     def form(self) -> dict[str, Any] | None:
         """Constraint on the output (structured_outputs): None if the model may answer with a text.
 

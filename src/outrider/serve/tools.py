@@ -1,187 +1,36 @@
-"""Tool calls in the text of a model: the formats of Hermes and Qwen, Llama 3 and Mistral."""
+"""Formats of tool calls: those of Hermes and Qwen, Qwen3-Coder, Llama 3, Granite and Mistral."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+
+from outrider.serve.tool_calls import Pieces, ToolCall, ToolParser, Tools, calls_in, end_of, listed, unmarked
+from outrider.serve.tool_xml import read_xml
+
+GRANITE = "<|tool_call|>"
 
 
-def _refused(number: str) -> Any:
-    raise ValueError(f"{number} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refused)
-# the beginning of a call as models write it, up to the brace of its arguments
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-
-
-class ToolCall(NamedTuple):
-    """name: of the function.  arguments: JSON text, as the model wrote it if they come last.
-
-    complete: False while the arguments are incomplete.
-    """
-
-    name: str
-    arguments: str
-    complete: bool = True
-
-
-class Parsed(NamedTuple):
-    """content: text that is no call.  calls_before: calls in front of the content."""
-
-    content: str
-    calls: list[ToolCall]
-    calls_before: int = 0
-
-    def only(self, names: Container[str]) -> Parsed:
-        """The same without calls of other functions."""
-        before = sum(call.name in names for call in self.calls[: self.calls_before])
-        return Parsed(self.content, [call for call in self.calls if call.name in names], before)
-
-
-Pieces = list[ToolCall | str]  # calls and the texts behind them, in their order
-
-
-@dataclass(frozen=True)
-class ToolParser:
-    """One format.
-
-    marker: where calls begin.  bare: a text that begins with `{` is a call, too.
-    read: text from the first marker on -> its calls and other texts.
-    """
-
-    marker: str
-    read: Callable[[str], Pieces]
-    bare: bool = False
-
-    def parse(self, text: str, finished: bool, names: Container[str] | None = None) -> Parsed:
-        """Content and calls.  Of a text that is not finished, an end that may become a marker is withheld.
-
-        A call that has begun stays one, also if the text ends within it.  A finished text without a call is
-        content.  names: functions; a bare object that calls none of them is content.
-        """
-        text = text if finished else self._certain(text)
-        is_bare = self.bare and text.lstrip().startswith("{")
-        if is_bare:
-            pieces = self.read(text)
-            if names is not None:
-                pieces = [piece for piece in pieces if isinstance(piece, str) or piece.name in names]
-            if any(isinstance(piece, ToolCall) for piece in pieces):
-                return _joined("", pieces)
-        start = text.find(self.marker)
-        if start >= 0:
-            found = _joined(text[:start].rstrip(), self.read(text[start:]))
-            return found if found.calls or not finished else Parsed(text, [])
-        if finished:
-            return Parsed(text, [])
-        return Parsed("" if is_bare else text.rstrip(), [])  # a marker may follow the space
-
-    def _certain(self, text: str) -> str:
-        """The text without an end that may become a marker."""
-        most = min(len(text), len(self.marker) - 1)
-        held = next((n for n in range(most, 0, -1) if self.marker.startswith(text[-n:])), 0)
-        return text[: len(text) - held]
-
-
-def _joined(content: str, pieces: Pieces) -> Parsed:
-    """Calls, and the content in front of them with the texts behind them."""
-    calls, before = list[ToolCall](), 0
-    for piece in pieces:
-        if isinstance(piece, ToolCall):
-            calls.append(piece)
-        elif part := piece.strip():
-            before = before if content else len(calls)
-            content += f"\n{part}" if content else part
-    return Parsed(content, calls, before)
-
-
-def call_at(text: str, at: int, strict: bool = False) -> tuple[ToolCall | None, int]:
-    """The call of a JSON object at an index of the text, and where it ends: -1 if it is not complete.
-
-    strict: an object without arguments is no call.
-    """
-    head = _HEAD.match(text, at)
-    try:
-        name = json.loads(head[1]) if head else ""
-    except ValueError:
-        return None, -1
-    try:
-        value, end = _DECODER.raw_decode(text, at)
-        if head is None:
-            return _call(value, strict), end
-        return ToolCall(name, text[head.end() : _DECODER.raw_decode(text, head.end())[1]]), end
-    except (ValueError, RecursionError):
-        given = text[head.end() :] if head else ""
-        return (ToolCall(name, given[: _end_of(given)], False) if head else None), -1
-
-
-def _end_of(text: str) -> int | None:
-    """Length of the JSON value at the beginning of a text; None if it is not complete."""
-    try:
-        return _DECODER.raw_decode(text)[1]
-    except (ValueError, RecursionError):
-        return None
-
-
-def _call(value: Any, strict: bool) -> ToolCall | None:
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        return None
-    if strict and not ("arguments" in value or "parameters" in value):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(value["name"], text)
-
-
-def calls_in(text: str, at: int, separator: str, strict: bool = False) -> tuple[list[ToolCall], int]:
-    """The calls from an index on, with a separator between two, and the end of the last: -1 if incomplete."""
-    calls: list[ToolCall] = []
-    between = re.compile(rf"\s*{separator}\s*")
-    while True:
-        call, end = call_at(text, at, strict)
-        calls += [] if call is None else [call]
-        follows = between.match(text, end) if end >= 0 else None
-        if follows is None:
-            return calls, end
-        at = follows.end()
-
-
-def listed(text: str) -> Pieces:
-    """The calls of a JSON list, or of a single object."""
-    opening = re.match(r"\s*(\[?)\s*", text)
-    assert opening is not None, "it matches every text"
-    calls, end = calls_in(text, opening.end(), ",")
-    if opening[1] and end >= 0:
-        closing = re.compile(r"\s*\]").match(text, end)
-        end = closing.end() if closing else -1
-    return [*calls, text[end:]] if calls and end >= 0 else [*calls]
-
-
-def _hermes(text: str) -> Pieces:
+def _hermes(text: str, _: Tools) -> Pieces:
     """<tool_call>{"name": …, "arguments": {…}}</tool_call>, several times."""
     pieces: Pieces = []
     for part in text.split("<tool_call>")[1:]:
-        pieces += [_unmarked(each) if isinstance(each, str) else each for each in listed(part)]
+        pieces += [unmarked(each) if isinstance(each, str) else each for each in listed(part)]
     return pieces
 
 
-def _unmarked(rest: str) -> str:
-    """The text behind a call without its closing marker, or the beginning of that."""
-    rest = rest.strip()
-    return "" if "</tool_call>".startswith(rest) else rest.removeprefix("</tool_call>")
-
-
-def _llama3(text: str) -> Pieces:
+def _llama3(text: str, _: Tools) -> Pieces:
     """<|python_tag|>{"name": …, "parameters": {…}}; several are separated by semicolons."""
     begins = re.match(r"(<\|python_tag\|>)?\s*", text)
     calls, end = calls_in(text, begins.end() if begins else 0, ";", strict=True)
     return [*calls, text[end:].lstrip("; ")] if calls and end >= 0 else [*calls]
 
 
-def _mistral(text: str) -> Pieces:
+def _granite(text: str, _: Tools) -> Pieces:
+    """<|tool_call|>[{"name": …, "arguments": {…}}]"""
+    return listed(text.removeprefix(GRANITE))
+
+
+def _mistral(text: str, _: Tools) -> Pieces:
     """[TOOL_CALLS][{"name": …, "arguments": {…}}], or [TOOL_CALLS]name[ARGS]{…}, several times."""
     pieces: Pieces = []
     for part in text.split("[TOOL_CALLS]")[1:]:
@@ -192,11 +41,12 @@ def _mistral(text: str) -> Pieces:
 
 def _named(name: str, text: str) -> Pieces:
     """A call whose arguments are the JSON object at the beginning of a text."""
-    end = _end_of(text)
+    end = end_of(text)
     return [ToolCall(name, text, False)] if end is None else [ToolCall(name, text[:end]), text[end:]]
 
 
 HERMES = ToolParser("<tool_call>", _hermes)
+XML = ToolParser("<tool_call>", read_xml)
 LLAMA3 = ToolParser("<|python_tag|>", _llama3, bare=True)
 PARSERS: dict[str, ToolParser] = {
     "hermes": HERMES,
@@ -204,6 +54,9 @@ PARSERS: dict[str, ToolParser] = {
     "llama3": LLAMA3,
     "llama3_json": LLAMA3,
     "mistral": ToolParser("[TOOL_CALLS]", _mistral),
+    "qwen3_coder": XML,
+    "qwen3_xml": XML,
+    "granite": ToolParser(GRANITE, _granite),
 }
 
 
@@ -213,5 +66,9 @@ def parser_for(name: str, template: str) -> ToolParser:
         return PARSERS[name]
     if "[TOOL_CALLS]" in template:
         return PARSERS["mistral"]
+    if "<function=" in template and "<parameter=" in template:
+        return XML
+    if f"{GRANITE}[" in template or f"'{GRANITE}'" in template:
+        return PARSERS["granite"]
     llama = "<|python_tag|>" in template or ("parameters" in template and "ipython" in template)
     return PARSERS["llama3"] if llama else HERMES

@@ -11,8 +11,8 @@ from outrider.core.row import DraftingSummary, LastDraft, Speculation
 from outrider.outputs import CompletionOutput, RequestOutput
 
 
-def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
-    """OpenAI's `usage` of completions, over all prompts and samples."""
+def usage_of(outputs: Iterable[RequestOutput], reasoning: int = 0) -> dict[str, Any]:
+    """OpenAI's `usage`, over all prompts and samples.  reasoning: tokens in front of the answers."""
     outputs = list(outputs)
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     emitted = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
@@ -25,7 +25,7 @@ def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
         "completion_tokens_details": {
             "accepted_prediction_tokens": total.accepted,
             "rejected_prediction_tokens": total.drafted - total.accepted,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": reasoning,
         },
     }
 

@@ -131,6 +131,18 @@ def test_log_probabilities_of_a_response_are_left_out_with_their_text() -> None:
     assert rest == [None, delta("c", 1), delta("d", 2)]
 
 
+def test_reasoning_is_left_out_as_far_as_it_was_sent() -> None:
+    def part(**delta: str) -> str:
+        return event({"choices": [{"index": 0, "delta": delta}], "created": 1})
+
+    def thought(text: str) -> str:
+        return part(reasoning=text, reasoning_content=text)
+
+    replay = Replay([thought("Let"), thought(" me")])
+    rest = [replay.rest(text) for text in (thought("Le"), thought("t me see"), part(content="Hi"))]
+    assert rest == [None, thought(" see"), part(content="Hi")]
+
+
 def test_a_stream_that_had_not_begun_is_passed_on_as_it_is() -> None:
     text = 'data: {"choices": [],  "created": 1}\n\n'
     assert Replay([]).rest(text) is text

@@ -17,12 +17,13 @@ from functools import cached_property, partial
 from threading import Lock
 from typing import Any, TypeVar
 
+from outrider.core.reasoning import ReasoningMarkers
 from outrider.core.structural_tag import tags_of
 from outrider.core.structured import FORMS, WHERE, StructuredOutputs
 from outrider.errors import RequestError, shortened
 from outrider.sampling.grammar.faults import place_of, readable
 from outrider.sampling.grammar.state import GrammarState, Source
-from outrider.sampling.grammar.tags import tagged
+from outrider.sampling.grammar.tags import tagged, thought_first
 
 CACHED = 64  # compiled grammars
 CACHED_SOURCES = 2_000_000  # characters of their sources; a compiled one takes up to 100 bytes for each
@@ -162,6 +163,12 @@ class GrammarCompiler:
         return matcher
 
     def _grammar(self, form: StructuredOutputs) -> str:
+        grammar = self._answer(form)
+        if form.reasoning is None:
+            return grammar
+        return thought_first(ReasoningMarkers(*form.reasoning), grammar, self.special)
+
+    def _answer(self, form: StructuredOutputs) -> str:
         from llguidance import LLMatcher
 
         if form.json is not None:
@@ -177,7 +184,7 @@ class GrammarCompiler:
         if form.choice is not None:
             # as a rule of the grammar, it could have 2,000 alternatives
             return LLMatcher.grammar_from_regex("|".join(map(_literal, dict.fromkeys(form.choice))))
-        return LLMatcher.grammar_from_lark(_lark(str(form.grammar)))
+        return json.dumps({"grammars": [{"lark_grammar": _lark(str(form.grammar))}]})
 
     def _schema(self, form: StructuredOutputs, schema: Any) -> str:
         from llguidance import LLMatcher

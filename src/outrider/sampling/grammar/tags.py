@@ -14,9 +14,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outrider.core.reasoning import ReasoningMarkers
 from outrider.core.structural_tag import Tag
 
 FREE = "TEXT: /(.|\\n)*/"
+SPACE = "SPACE: /[ \\n]{0,4}/"  # between reasoning and answer; more is where small models get lost
 
 
 def tagged(tags: Sequence[Tag], schemas: Sequence[Any], special: Mapping[str, int]) -> str:
@@ -40,6 +42,30 @@ def tagged(tags: Sequence[Tag], schemas: Sequence[Any], special: Mapping[str, in
     rules.insert(0, f"start: ({' | '.join(names)})* rest")
     parts = [{"name": f"json_{i}", "json_schema": schema} for i, schema in enumerate(schemas)]
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *parts]})
+
+
+def thought_first(markers: ReasoningMarkers, answer: str, special: Mapping[str, int]) -> str:
+    """The grammar of an answer, in llguidance's JSON, after a reasoning.
+
+    start: ("<think>" thought SPACE)? @answer       or, where it has begun already, thought SPACE @answer
+    thought[lazy]: TEXT "</think>"                  ends with the first marker
+
+    special: as in `tagged`.
+    """
+    first, *parts = json.loads(answer)["grammars"]
+    others = [str(token) for text, token in special.items() if text != markers.end]
+    free = f"(TEXT <[{','.join(others)}]>)*" if others else ""
+    token = f" | TEXT <[{special[markers.end]}]>" if markers.end in special else ""
+    thought = f"{_literals(markers.begin, special)} thought SPACE"
+    first_part = f"({thought})?" if markers.begin else thought
+    rules = [
+        f"start: {first_part} @answer",
+        f"thought: {free} (until{token})",
+        f"until[lazy]: TEXT {json.dumps(markers.end)}",
+        FREE,
+        SPACE,
+    ]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, {**first, "name": "answer"}, *parts]})
 
 
 def _literals(text: str, special: Mapping[str, int]) -> str:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from outrider.serve.wire import DONE, event
 
+TEXTS = ("text", "content", "reasoning", "reasoning_content")  # fields of a choice that grow
+
 
 class Part(NamedTuple):
     """A field of an event.  key: of the sequence (a text or list) that it continues, or of a single value."""
@@ -108,7 +110,7 @@ def _parts(value: dict[str, Any]) -> Iterator[Part]:
 
 def _choice_parts(index: int, choice: dict[str, Any]) -> Iterator[Part]:
     delta = choice.get("delta", choice)
-    for field in ("text", "content"):
+    for field in TEXTS:
         if field in delta:
             yield Part((index, field), delta, field)
     yield Part((index, "role"), delta, "role", True)
@@ -134,8 +136,9 @@ def _tidy(value: dict[str, Any]) -> None:
         delta = choice.get("delta", {})
         if delta.get("role", "") is None:
             del delta["role"]
-        if "content" in delta and not delta["content"]:
-            del delta["content"]
+        for field in TEXTS:
+            if field in delta and not delta[field]:
+                del delta[field]
         calls = delta.get("tool_calls", [])
         for call in calls:
             if call.get("id", "") is None:

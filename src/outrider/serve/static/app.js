@@ -57,6 +57,7 @@ function asked(prompt) {
   }
   const system = $("system").value ? [{ role: "system", content: $("system").value }] : [];
   const more = count ? { logprobs: true, top_logprobs: count } : {};
+  more.separate_reasoning = false; // tokens have their places in the whole text
   return ["v1/chat/completions", { ...body, ...more, messages: [...system, ...messages] }];
 }
 

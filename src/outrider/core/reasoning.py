@@ -1,0 +1,61 @@
+"""What a model thinks before it answers, between two markers: `<think>…</think>`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Thought(NamedTuple):
+    """reasoning, answer: parts of a text, without the markers and the space around them.
+
+    start: of the answer in the text; its end while the reasoning goes on.
+    """
+
+    reasoning: str
+    answer: str
+    start: int = 0
+
+
+class ReasoningMarkers(NamedTuple):
+    """Texts in front of the reasoning and behind it.  An empty `begin`: texts begin within the reasoning."""
+
+    begin: str
+    end: str
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether the reasoning begins in the prompt, as templates of models write that always think."""
+        return prompt.rstrip().endswith(self.begin)
+
+    def closed_by(self, prompt: str) -> bool:
+        """Whether the prompt has a reasoning already: an empty one, if the model is not to think."""
+        return prompt.rstrip().endswith(self.end)
+
+    def behind(self, prompt: str) -> ReasoningMarkers | None:
+        """The markers in a text behind this prompt; None if it has no reasoning."""
+        if self.closed_by(prompt):
+            return None
+        return self._replace(begin="") if self.opened_by(prompt) else self
+
+    def split(self, text: str, finished: bool) -> Thought:
+        """Reasoning and answer.  Of a text that is not finished, an end that may become a marker is withheld.
+
+        A reasoning that has begun and does not end is all of the text.
+        """
+        given = text.lstrip()
+        if not given.startswith(self.begin):
+            waits = not finished and self.begin.startswith(given)
+            return Thought("", "" if waits else text)
+        start = len(text) - len(given) + len(self.begin)
+        at = text.find(self.end, start)
+        if at >= 0:
+            answer = text[at + len(self.end) :].lstrip()
+            return Thought(text[start:at].strip(), answer, len(text) - len(answer))
+        reasoning = text[start:] if finished else without_beginning(text[start:], self.end)
+        return Thought(reasoning.strip(), "", len(text))
+
+
+def without_beginning(text: str, marker: str) -> str:
+    """A text without an end that may become the marker."""
+    most = min(len(text), len(marker) - 1)
+    held = next((n for n in range(most, 0, -1) if marker.startswith(text[-n:])), 0)
+    return text[: len(text) - held]

@@ -1,0 +1,48 @@
+"""Reasoning and answer, of whole texts and of texts that grow."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.core.reasoning import ReasoningMarkers, Thought
+
+THINK = ReasoningMarkers("<think>", "</think>")
+TEXTS = [  # text, whether the prompt opens the reasoning, reasoning, answer
+    ("<think>\nSo, 2 < 3.\n</think>\n\nYes.", False, "So, 2 < 3.", "Yes."),
+    ("\n<think>a</think>b</think>", False, "a", "b</think>"),
+    ("a\n</think>\nb", True, "a", "b"),
+    ("</think>b", True, "", "b"),
+    ("No <think>x</think> here", False, "", "No <think>x</think> here"),
+    (" <thin", False, "", " <thin"),
+    ("<think>It goes </thin", False, "It goes </thin", ""),
+    ("still at it", True, "still at it", ""),
+    ("", False, "", ""),
+    ("", True, "", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "opened", "reasoning", "answer"), TEXTS)
+def test_reasoning_and_answer_of_a_growing_text_are_never_taken_back(
+    text: str, opened: bool, reasoning: str, answer: str
+) -> None:
+    markers = THINK._replace(begin="") if opened else THINK
+    before = Thought("", "")
+    for end in range(len(text) + 1):
+        now = markers.split(text[:end], end == len(text))
+        assert now.reasoning.startswith(before.reasoning) and now.answer.startswith(before.answer)
+        before = now
+    assert before[:2] == (reasoning, answer)
+    assert before.answer == text[before.start :]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("<|assistant|>\n", THINK),
+        ("<|assistant|>\n<think>\n", ReasoningMarkers("", "</think>")),
+        ("<|assistant|>\n<think>\n\n</think>\n\n", None),
+        ("What is <think>?<|assistant|>", THINK),
+    ],
+)
+def test_the_end_of_a_prompt_tells_whether_a_reasoning_has_begun(prompt: str, expected: object) -> None:
+    assert THINK.behind(prompt) == expected

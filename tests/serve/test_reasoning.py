@@ -1,0 +1,148 @@
+"""Reasoning apart from the answer, in chats and responses, whole and in streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from served import Served, forked
+
+from outrider.serve.reasoning import markers_for
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+THOUGHT = "<think>\\n[a-z]{3} [a-z]{12}\\n</think>\\n\\n"  # makes any model think
+ANSWER = "[a-z]{6}"
+BODY: dict[str, Any] = {
+    "messages": MESSAGES, "temperature": 0, "max_tokens": 80,
+    "structured_outputs": {"regex": THOUGHT + ANSWER, "reasoning": None},
+}  # fmt: skip
+# always thinks, unless it is told not to
+OPENED = (
+    "{{ messages[0].reasoning_content }}"
+    "{{ messages[0].content }}{% if enable_thinking is not defined or enable_thinking %}<seed:think>\n"
+    "{% else %}<seed:think></seed:think>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[Served]:
+    flags = ["--max-model-len", "512", "--stream-interval", "0", "--speculative-config", "suffix"]
+    with forked("builtin", "--reasoning-parser", "qwen3", *flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Served]:
+    flags = ["--max-model-len", "256", "--speculative-config", "suffix", "--chat-template", OPENED]
+    with forked("builtin", "--reasoning-parser", "auto", *flags) as running:
+        yield running
+
+
+def client(server: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY")
+
+
+def test_a_message_has_its_reasoning_apart(thinking: Served) -> None:
+    answer = thinking.post(CHAT, BODY).json()
+    whole = thinking.post(CHAT, {**BODY, "separate_reasoning": False}).json()
+    message, text = answer["choices"][0]["message"], whole["choices"][0]["message"]["content"]
+    assert text.startswith("<think>\n") and "reasoning" not in whole["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == text[8:].split("\n</think>")[0]
+    assert message["content"] == text.split("</think>\n\n")[1] and len(message["content"]) == 6
+    counts = answer["usage"]["completion_tokens_details"]
+    assert 0 < counts["reasoning_tokens"] < answer["usage"]["completion_tokens"]
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+    hidden = thinking.post(CHAT, {**BODY, "include_reasoning": False}).json()["choices"][0]["message"]
+    assert hidden == {"role": "assistant", "content": message["content"], "refusal": None}
+
+
+def test_a_stream_has_the_reasoning_in_parts_before_the_answer(thinking: Served) -> None:
+    message = thinking.post(CHAT, BODY).json()["choices"][0]["message"]
+    body = {**BODY}
+    form = body.pop("structured_outputs")
+    options: Any = {
+        "stream_options": {"include_usage": True},
+        "extra_body": {"structured_outputs": form, "speculation": {"enabled": False}},
+    }
+    thought, content, usage = [], [], None
+    for chunk in client(thinking).chat.completions.create(model="builtin", stream=True, **body, **options):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            if part := getattr(choice.delta, "reasoning_content", None):
+                assert not content, "the answer has begun"
+                thought.append(part)
+            if choice.delta.content:
+                content.append(choice.delta.content)
+    assert len(thought) > 1 and "".join(thought) == message["reasoning"]
+    assert "".join(content) == message["content"]
+    assert usage.completion_tokens_details.reasoning_tokens > 0
+
+
+def test_a_text_that_ends_within_its_reasoning_has_no_answer(thinking: Served) -> None:
+    (choice,) = thinking.post(CHAT, {**BODY, "max_tokens": 8}).json()["choices"]
+    assert choice["finish_reason"] == "length" and not choice["message"]["content"]
+    assert choice["message"]["reasoning"]
+
+
+def test_a_response_has_a_reasoning_item_before_its_message(thinking: Served) -> None:
+    form = {"structured_outputs": BODY["structured_outputs"]}
+    asked: Any = {"model": "builtin", "input": "Hello", "temperature": 0, "extra_body": form}
+    asked["include"] = ["message.output_text.logprobs"]
+    whole = client(thinking).responses.create(**asked)
+    thought, message = whole.output
+    assert (thought.type, message.type) == ("reasoning", "message")
+    assert len(thought.content[0].text) == 16 and len(whole.output_text) == 6
+    assert "".join(each.token for each in message.content[0].logprobs).strip() == whole.output_text
+    assert whole.usage.output_tokens_details.reasoning_tokens > 0
+    kinds, parts, ended = [], [], None
+    for event in client(thinking).responses.create(stream=True, **asked):
+        kinds.append(event.type.removeprefix("response."))
+        if event.type == "response.reasoning_text.delta":
+            parts.append(event.delta)
+        if event.type == "response.completed":
+            ended = event.response
+    assert "".join(parts) == thought.content[0].text and ended.output_text == whole.output_text
+    order = [kind for kind in kinds if not kind.endswith("delta")]
+    assert order[2:6] == [
+        "output_item.added", "content_part.added", "reasoning_text.done", "content_part.done"
+    ]  # fmt: skip
+
+
+def test_tool_calls_are_read_behind_the_reasoning(thinking: Served) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    form = {"regex": THOUGHT + call.replace("{", r"\{").replace("}", r"\}"), "reasoning": None}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    answer = thinking.post(CHAT, {**BODY, "structured_outputs": form, "tools": tools}).json()
+    (choice,) = answer["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]
+    assert choice["message"]["reasoning"] and choice["finish_reason"] == "tool_calls"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**SCHEMA, "maxProperties": 1}}}
+
+
+def test_a_schema_holds_for_the_answer_behind_an_opened_reasoning(opened: Served) -> None:
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "response_format": FORMAT}
+    free = opened.post(CHAT, body).json()["choices"][0]["message"]
+    assert free["reasoning"] and not free["content"], "it thinks until the end, without a constraint"
+    told = opened.post(CHAT, {**body, "chat_template_kwargs": {"enable_thinking": False}}).json()
+    message = told["choices"][0]["message"]
+    assert "reasoning" not in message and message["content"].startswith("{")
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_the_reasoning_of_earlier_messages_reaches_the_template(name: str, opened: Served) -> None:
+    messages = [{"role": "assistant", "content": "Hi.", name: "I greet."}, *MESSAGES]
+    answer = opened.post(CHAT, {"messages": messages, "max_tokens": 1, "return_token_ids": True}).json()
+    prompt = opened.post("/detokenize", {"tokens": answer["prompt_token_ids"]}).json()["prompt"]
+    assert prompt.startswith("I greet.Hi.")
+
+
+def test_formats_are_found_by_the_template() -> None:
+    assert markers_for("auto", "… '<think>\\n\\n</think>\\n\\n' …") == markers_for("deepseek_r1", "")
+    assert markers_for("auto", "[THINK]{{ x }}[/THINK]") == markers_for("mistral", "")
+    assert markers_for("auto", "{{ messages }}") is None is markers_for("none", "</think>")
