@@ -215,6 +215,19 @@ def test_on_a_device_the_last_step_of_a_row_is_taken_in_before_it_leaves() -> No
     assert row.drafting is not None and sum(row.drafting.steps.values()) == row.steps
 
 
+def test_on_a_device_a_chunk_behind_the_last_decoding_row_begins_no_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No draft paid for that row, which is found out while its last step is computed."""
+    auto, row = on_a_device()
+    monkeypatch.setattr(auto.planner, "plans", lambda *_: {})
+    step_on_a_device(auto, row, last=True)
+    assert auto.vain
+    prompt = make_row([1] * 8, limit=1000)
+    batch = Batch([RowStep(prompt, 0, 4, emits=False)], prefill=True)
+    assert [budget.depth for budget in auto.budget(batch)] == [0] and auto.rest is None
+
+
 def test_on_a_device_a_row_that_joins_takes_nothing_from_those_that_have_ended() -> None:
     auto, row = on_a_device()
     while not step_on_a_device(auto, row)[0].tree.tokens:

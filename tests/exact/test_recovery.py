@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -20,6 +22,7 @@ from outrider.core.step import Batch
 from outrider.core.tree import Draft, DraftTree
 from outrider.draft.scripted import Scripted
 from outrider.engine.detokenizer import Detokenizer
+from outrider.sampling.processors import Penalties
 from outrider.testing import KnownTexts, Scripts, check_idle
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -126,6 +129,55 @@ def test_a_request_that_fails_in_an_interrupted_step_fails_again(
         llm.loop.run_until(lambda: ticket.finished)
     llm.loop.run_until(lambda: ticket.finished or time.monotonic() > limit)
     assert ticket.finished and ticket.rows[0].finish_reason == "error"
+    check_idle(llm)
+
+
+def test_an_interrupt_while_tokens_are_counted_counts_none_twice(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each new token is counted twice: the first time, an interrupt comes before its penalty is kept."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, frequency_penalty=-2.0)
+    before, penalty, counted = output(llm, params=params), Penalties._penalty, set[int]()
+
+    def interrupted(self: Penalties, count: int) -> float:
+        if (length := len(ticket.rows[0].tokens)) not in counted:
+            counted.add(length)
+            raise KeyboardInterrupt
+        return penalty(self, count)
+
+    monkeypatch.setattr(Penalties, "_penalty", interrupted)
+    ticket = llm.enqueue(PROMPT, params)[0]
+    while not ticket.finished:
+        with suppress(KeyboardInterrupt):
+            llm.loop.run_until(lambda: ticket.finished)
+    assert len(counted) == 11 and ticket.rows[0].output == before
+    check_idle(llm)
+
+
+def test_an_interrupt_while_a_grammar_takes_a_token_repeats_it(llm: LLM) -> None:
+    form = {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 3}}
+    params = SamplingParams(temperature=0, max_tokens=30, structured_outputs=form)
+    before, interrupted = output(llm, params=params), list[int]()
+    ticket = llm.enqueue(PROMPT, params)[0]
+    row = ticket.rows[0]
+    state: Any = row.grammar
+    matcher = state.matcher
+
+    def consume(tokens: list[int]) -> int:
+        found = matcher.try_consume_tokens(tokens)
+        if len(row.tokens) not in interrupted:
+            interrupted.append(len(row.tokens))
+            raise KeyboardInterrupt
+        return int(found)
+
+    others = ("compute_bitmask", "is_accepting", "is_error", "reset", "rollback", "compute_ff_tokens")
+    state.matcher = SimpleNamespace(
+        try_consume_tokens=consume, **{name: getattr(matcher, name) for name in others}
+    )
+    while not ticket.finished:
+        with suppress(KeyboardInterrupt):
+            llm.loop.run_until(lambda: ticket.finished)
+    assert interrupted and row.error is None and row.output == before
     check_idle(llm)
 
 

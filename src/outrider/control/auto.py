@@ -156,6 +156,7 @@ class AutoController(StandingPlans):
     def _follow(self, batch: Batch) -> None:
         """Go on with the plans so far, while they hold: others are made while the device computes."""
         self._take_changed(batch)
+        self.vain = self.vain and self.load.batch > 0  # the rows that no plan was made for may have ended
         self.due |= self.stale or any(step.emits and step.row not in self.considered for step in batch)
 
     # ---- while drafting

@@ -59,3 +59,6 @@ class Grammar(Protocol):
 
     def checked(self, ids: Ids) -> int:
         """Number of the tokens of `ids.path`, emitted ones, that it could judge: those after are dropped."""
+
+    def restart(self) -> None:
+        """Forget the tokens so far, after a step that was interrupted."""

@@ -240,9 +240,13 @@ class Row:
         """
         if self.finish_reason is None:
             self.error = None
+        if self.grammar is not None:
+            self.grammar.restart()
         del self.sources[len(self.arrivals) :]
-        if len(self.output) > len(self.arrivals):
-            del self.tokens[self.prompt + len(self.arrivals) :]
+        dropped = len(self.output) > len(self.arrivals)
+        # another list: processors count the tokens of this one anew, of which they may have counted some
+        self.tokens = self.tokens[: self.prompt + len(self.arrivals)]
+        if dropped:
             if self.finish_reason in ("stop", "length"):
                 self.finish_reason = self.stop_reason = None
             if self.text is not None:

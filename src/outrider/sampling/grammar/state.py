@@ -98,6 +98,17 @@ class GrammarState:
         lengths = [len(known) for known in here if wanted[: len(known)] == known]
         return min([len(wanted), *lengths]) - output
 
+    def restart(self) -> None:
+        """Go back to the beginning: an interrupt may have come between a move and its record."""
+        if self.matcher is not None and not self.matcher.is_error():
+            self.matcher.reset()
+        self._at_beginning()
+
+    def _at_beginning(self) -> None:
+        """Record that the matcher has consumed nothing."""
+        self.tokens, self.consumed, self.emitted = [], 0, 0
+        self.masks.clear()
+
     def forced(self, ids: Ids) -> list[int]:
         """Tokens of the only text that can follow `ids`, without a last one that later text could change."""
         if not self._follows() or not self.move(ids) or self.consumed < len(self.tokens):
@@ -220,8 +231,7 @@ class GrammarState:
         self.source = replace(self.source, seconds=seconds, shared=lambda: False)
         self.spent += seconds if alone else 0.0
         self.drafted = False
-        self.tokens, self.consumed, self.emitted = [], 0, 0
-        self.masks.clear()
+        self._at_beginning()
         return True
 
     def _fault(self) -> RequestError:
