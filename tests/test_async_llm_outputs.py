@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +71,36 @@ def test_the_crowd_is_the_number_of_running_samples(
                 await asyncio.sleep(0)
         await asyncio.gather(*tasks)
         assert max(crowds) == 3
+
+    running(engine, task)
+
+
+def test_an_end_between_waking_and_reading_is_reported_once(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that is woken for the first tokens of a request reads them when the request has ended."""
+    wait, gate = async_llm._Inbox.wait, Gate(4)
+
+    async def late(inbox: async_llm._Inbox) -> list[async_llm._Reader]:
+        news = await wait(inbox)
+        first = next((reader for reader in news if reader.index == 0), None)
+        gate.opened.set()
+        while first is not None and None in [state.finish_reason for state in first.states]:
+            time.sleep(0.001)  # the event loop does nothing else
+        return news
+
+    async def task() -> None:
+        monkeypatch.setattr(async_llm._Inbox, "wait", late)
+        given = params_of(0, logits_processors=[gate]), params_of(1, max_tokens=150)
+        requests = [await engine.read(PROMPTS[i], given[i]) for i in range(2)]
+        finished, ended = list[int](), list[int]()
+        outputs = engine.follow(requests, on_end=lambda i, _: ended.append(i))
+        async with asyncio.timeout(10):
+            async for i, output in outputs:
+                if output.finished:
+                    finished.append(i)
+            await asyncio.sleep(0)  # for a call that is scheduled
+        assert sorted(finished) == sorted(ended) == [0, 1]
 
     running(engine, task)
 

@@ -177,7 +177,6 @@ def test_the_shortest_ngram_is_never_longer_than_the_longest(longest: int, short
         ("tensor_parallel_size", "Did you mean 'draft_tensor_parallel_size'?"),
         ("rejection_sample_method", "Did you mean 'verification'?"),
         ("draft_sample_method", "Leave it out"),
-        ("parallel_drafting", "method 'peagle'"),
         ("use_heterogeneous_vocab", "Did you mean 'vocab_mismatch'?"),
         ("speculative_token_tree", "Did you mean 'siblings'?"),
         ("posterior_threshold", "'verification': 'typical'"),

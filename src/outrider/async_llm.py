@@ -62,6 +62,8 @@ class _Reader:
     """Receiver of one request's news.  Keeps the newest states only.
 
     index: of the request among those of its task.  final: receives the end only.
+    states: set by the engine's thread.  shown: those of the last waking, of which the task gets the output:
+    a later end is news of its own.
     interval: seconds between two wakings of the task, the first and the last one aside.  A timer ends the
     wait, whether or not a step adds to what is there, at a multiple of the interval: at once for all tasks.
     """
@@ -73,6 +75,7 @@ class _Reader:
         self.interval, self.due = interval, 0.0
         self.ticket: Ticket | None = None  # once the request is queued
         self.states: Sequence[RowState] = ()
+        self.shown: Sequence[RowState] = ()
         self.last: RequestOutput | None = None
         self.waking = self.ended = False  # a call of `wake` is scheduled; there was one for the end
 
@@ -80,11 +83,13 @@ class _Reader:
         """Wake the task, unless it is not due yet: then False is returned.  crowd: factor of the interval."""
         if self.ended:
             return True
-        self.ended = None not in [state.finish_reason for state in self.states]
-        if not self.ended and now < self.due:
+        if now < self.due and not _ended(self.states):
             return False
+        self.waking = False  # from here on, later states wake the task again
+        self.shown = self.states
+        self.ended = _ended(self.shown)
         interval = crowd * self.interval
-        self.waking, self.due = False, (now // interval + 1) * interval if interval else 0.0
+        self.due = (now // interval + 1) * interval if interval else 0.0
         if self.on_end is not None and self.ended:
             # before the task reads it
             self.inbox.loop.call_soon(self.on_end, self.index, self.output(), context=self.inbox.context)
@@ -99,12 +104,17 @@ class _Reader:
     def output(self) -> RequestOutput:
         """The output so far: always the same object."""
         if not self.final:
-            made = self.request.extended(self.states)
+            made = self.request.extended(self.shown)
             if made.outputs[0].token_ends[-1:] == [0]:
                 self.due = 0.0  # the interval begins with the first text
             return made
-        self.last = self.last or self.request.output(self.states)
+        self.last = self.last or self.request.output(self.shown)
         return self.last
+
+
+def _ended(states: Sequence[RowState]) -> bool:
+    """Whether all samples of a request have ended."""
+    return None not in [state.finish_reason for state in states]
 
 
 class AsyncLLM:
@@ -289,9 +299,10 @@ class AsyncLLM:
         while not self._closed:
             try:
                 self.llm.loop.run_until(self._between_steps)
-            except Exception as error:  # the loop has ended the requests of the step
+            except BaseException as error:  # the loop has ended the requests of the step, or will
                 log.exception("a step of the engine failed")
-                if self.restart_on_error and not isinstance(error, RankError):
+                fatal = isinstance(error, RankError) or not isinstance(error, Exception)
+                if self.restart_on_error and not fatal:
                     self.restarts += 1
                 else:
                     self._error = EngineError(f"the engine has stopped: {type(error).__name__}: {error}")

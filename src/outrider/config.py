@@ -58,7 +58,7 @@ RENAMED = {  # keys of other programs or of earlier versions of vLLM -> hint
     "max_model_len": "A draft sees what its target sees: leave it out.",
     "tensor_parallel_size": "Did you mean 'draft_tensor_parallel_size'?",
     "draft_sample_method": "The request's own parameters sample drafts, too. Leave it out.",
-    "parallel_drafting": "A head that drafts all tokens in one pass has the method 'peagle'.",
+    "parallel_drafting": "It is a key of 'draft_model'; a head for one pass has the method 'peagle'.",
     "use_heterogeneous_vocab": "Did you mean 'vocab_mismatch'?",
     "speculative_token_tree": "Did you mean 'siblings'?",
     "hf_overrides": "Change config.json in a copy of the draft's folder.",

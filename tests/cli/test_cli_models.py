@@ -18,6 +18,7 @@ from outrider.cli import main
 from outrider.config import EngineOptions
 from outrider.draft.datastore.store import Store, fingerprint, path_of
 from outrider.inspect.card import card_of
+from outrider.testing import tiny_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,13 @@ def test_output_as_a_table_and_as_json(run: Run, tiny: Path) -> None:
         2,
         False,
     )
+
+
+def test_a_draft_model_for_one_forward_is_described(run: Run, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, pard_token=299)
+    sheet = " ".join(run("models", folder).out.split())
+    assert "drafts in one forward (PARD), with the mask token 299" in sheet
+    assert json.loads(run("models", folder, "--json").out)["mask_token"] == 299
 
 
 def test_unsupported_model_gives_the_reason(run: Run, tmp_path: Path) -> None:

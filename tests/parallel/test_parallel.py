@@ -106,8 +106,8 @@ def test_a_draft_divided_like_the_target_keeps_every_token(
     ranks: Ranks, plain: Plain, model: str, layout: str
 ) -> None:
     llm, expected = ranks(LAYOUTS[layout]), plain(layout, 0.8)
-    for siblings in (1, 2):
-        llm.use({"model": model, "draft_tensor_parallel_size": 2, "siblings": siblings})
+    for more in ({}, {"siblings": 2}, {"siblings": 2, "mask_token_id": 7}):
+        llm.use({"model": model, "draft_tensor_parallel_size": 2, **more})
         drafter = llm.engine.drafter
         assert isinstance(drafter, ModelDrafter) and drafter.decoder.group is llm.engine.decoder.group
         outputs = llm.generate(token_prompts(PROMPTS), params_of(0.8))

@@ -24,6 +24,7 @@ DRAFT_MODELS: dict[str, dict[str, Any]] = {
         "num_assistant_tokens_schedule": "heuristic_transient",
         "num_assistant_tokens": 3,
     },
+    "masks": {"parallel_drafting": True, "mask_token_id": 7, "draft_kv_budget": 6, "draft_kv_sink": 2},
     "staged": {"drafter": {"method": "recycle", "min_token_prob": 0.0}},
 }
 ADAPTIVE = ("draft_model", "lookahead", "union", "layerskip")

@@ -40,6 +40,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "dflash": {"rate": 1e-2, "block": 3, "layers": 1, "inner": 96},
     "peagle": {"draft_vocab_size": 200, "depths": 2, "layers": 1, "inner": 96},
     "draft_model": {"layers": 2},
+    "pard": {"layers": 2, "depths": 3, "rate": 3e-3},
     "layerskip": {"early_exit": 3, "rate": 1e-2},
 }
 PROMPTS = [{"prompt": text} for text in ("the cat", "ten men", "it is", "rain")]
@@ -333,6 +334,7 @@ def test_mistakes_are_refused_by_name(run_options: Any, tmp_path: Path) -> None:
         ("medusa", {"heads": 0}), ("hydra", {"dropout": 1.0}), ("dflash", {"block": 1}),
         ("layerskip", {"early_exit": "3"}), ("eagle3", {"taps": 3}), ("eagle", {"temperatures": 0.5}),
         ("dflash", {"markov_kind": "gated"}), ("dflash", {"markov_kind": "rnn", "domino": 8}),
+        ("dflash", {"selector": 8, "domino": 8}),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             run_options(name, tmp_path, **wrong)

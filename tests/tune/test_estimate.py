@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.bench.prompts import TASKS, rendered
+from outrider.checkpoints.hub import locate
 from outrider.core.clock import Times
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.errors import ConfigError
@@ -134,6 +139,15 @@ def test_a_context_without_room_for_the_steps_is_refused() -> None:
     small = LLM("builtin", max_model_len=40, seed=0)
     with pytest.raises(ConfigError, match="a context of 40 tokens is too short"):
         estimate(small, "builtin-draft", [("sql", {"prompt_token_ids": [5, 6, 7]})], GREEDY, 4, print)
+
+
+def test_a_draft_model_for_one_forward_is_refused(target: LLM, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(locate("builtin-draft") / name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "pard_token": 2}))
+    with pytest.raises(ConfigError, match="PARD model"):
+        _variant(target, str(tmp_path), 1, 2)
 
 
 def test_a_head_is_refused(target: LLM) -> None:

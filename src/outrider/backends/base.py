@@ -48,13 +48,14 @@ class DecoderLayer:
     """Weights of one decoder block (`AttentionShape`), packed by the backend that runs it.
 
     norm_in: None if the caller computes the input of `qkv`
+    norm_post, gate_up, down: None in a block without an MLP, which runs with that skipped
     window:  attention window in tokens, 0 for all keys
     """
 
     norm_in: Any  # Tensor
     qkv: Any  # [(heads + 2 kv_heads) head_dim, hidden]
     o: Any
-    norm_post: Tensor
+    norm_post: Any  # Tensor
     gate_up: Any  # [2 inner, hidden]
     down: Any
     q_norm: Tensor | None

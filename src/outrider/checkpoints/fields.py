@@ -41,13 +41,14 @@ ROPE = _table(
 )
 ROPE |= _table((Section(ROPE), "full_attention sliding_attention"))  # one per kind of layer
 
-_BITS, _GROUP = whole(1, 64), whole(-1, 1 << 24)
+_BITS, _GROUP, _BLOCK = whole(1, 64), whole(-1, 1 << 24), whole(1, 1 << 16)
 _WEIGHTS = _table((_BITS, "num_bits"), (_GROUP, "group_size"), (FLAG, "symmetric"), (NAME, "type strategy"))
 QUANTIZATION: Table = _table(
     (_BITS, "bits"),
     (_GROUP, "group_size"),
     (FLAG, "zero_point sym desc_act"),
-    (NAME, "quant_method version checkpoint_format format"),
+    (NAME, "quant_method version checkpoint_format format fmt"),
+    (each(_BLOCK, 2), "weight_block_size"),
     (Section({ANY: Section({"weights": Section(_WEIGHTS)})}), "config_groups"),
     (Section({}), "dynamic"),
 )

@@ -24,7 +24,7 @@ KNOWN = STATED | {
     "head_dim", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "rope_theta",
     "rope_scaling", "rope_parameters", "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype",
     "bos_token_id", "pad_token_id", "initializer_range", "attention_bias", "attention_dropout", "mlp_bias",
-    "pretraining_tp", "use_cache", "transformers_version",
+    "pretraining_tp", "use_cache", "transformers_version", "pard_token", "spd_type",
 }  # fmt: skip
 DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_TYPES = {"full_attention", "sliding_attention"}

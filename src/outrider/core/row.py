@@ -234,7 +234,12 @@ class Row:
         return self.tokens[self.prompt :]
 
     def undo(self) -> None:
-        """Drop the tokens of a step that was not completed: those without an entry in `arrivals`."""
+        """Drop the tokens of a step that was not completed: those without an entry in `arrivals`.
+
+        Drop its error, too, unless it has ended the row: the step that repeats it raises it again.
+        """
+        if self.finish_reason is None:
+            self.error = None
         del self.sources[len(self.arrivals) :]
         if len(self.output) > len(self.arrivals):
             del self.tokens[self.prompt + len(self.arrivals) :]

@@ -27,7 +27,6 @@ RENAMED = {  # of vLLM and others -> hint
     **dict.fromkeys(("prompt_lookup", "prompt_lookup_decoding"), "Did you mean 'ngram'?"),
     "draft": "Did you mean 'draft_model'?",
     "custom_class": "A method of your own is one file: docs/add-a-drafter.md.",
-    "pard": "A head that drafts all tokens in one pass has the method 'peagle'.",
     "arctic": "Did you mean 'mlp_speculator' or 'suffix'?",
 }
 

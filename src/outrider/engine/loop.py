@@ -209,8 +209,14 @@ class EngineLoop:
     def _settle(self) -> None:
         """Bring arrivals into the engine and take aborted requests out."""
         while self._arriving:
-            for row in self._arriving.pop(0).rows:
-                self.engine.add(row)
+            rows = self._arriving[0].rows
+            try:
+                for row in rows:
+                    self.engine.add(row)
+            except BaseException:  # an interrupt: the next call adds them all
+                self.engine.scheduler.withdraw(rows)
+                raise
+            self._arriving.pop(0)
         while self._aborted:
             ticket = self._aborted.pop()
             for row in ticket.rows:

@@ -19,14 +19,15 @@ from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.grown import LAYER
 from outrider.checkpoints.heads import builtin
 from outrider.checkpoints.hub import BUILTIN, PROCESSOR_TEMPLATE, Checkpoint, locate
-from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.quantize import GROUP, bits_of
+from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.spec import Spec, largest
 from outrider.checkpoints.weights import SAFE, Weights, open_weights
 from outrider.config import EngineOptions
 from outrider.core.block_table import PAGE
 from outrider.core.quantized import QuantizedWeight
 from outrider.draft.datastore.store import BUILTIN as STORES
+from outrider.draft.draft_model.one_pass import MASK
 from outrider.engine.memory import free_memory
 from outrider.errors import ModelError
 from outrider.models.load import needs_fallback
@@ -57,6 +58,7 @@ class Card:
     parameters: int
     stored_as: dict[str, int]  # type -> weights
     chat_template: bool
+    mask_token: int | None = None  # of a draft model that drafts all tokens in one forward
     dtype: str = ""  # of the computation
     weight_bytes: int = 0
     token_bytes: int = 0  # K/V of one token
@@ -128,6 +130,7 @@ def _sizes(config: Any) -> dict[str, Any]:
         "kv_heads": largest(config, "num_key_value_heads") or heads,
         "vocabulary": getattr(config, "vocab_size", 0),
         "context": getattr(config, "max_position_embeddings", 0),
+        "mask_token": getattr(config, MASK, None),
     }
 
 
@@ -209,13 +212,13 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None) -> Iterator[St
         for name, shape, kind in headers(weights):
             yield Stored(name, count(shape), kind, len(shape) == 1)
         return
-    scheme, packed = checkpoint.scheme, PackedWeights(weights, checkpoint.scheme)
+    scheme, packed = checkpoint.scheme, quantized(weights, checkpoint.scheme)
     for name in packed.layer_of:
-        bits, group = packed.bits([name]) or 0, min(scheme.sizes).group
-        few = _few(bits, group, not scheme.symmetric)
-        yield Stored(name, count(packed.shape(name)), f"{scheme.method} in {bits} bits", False, few)
+        bits = packed.bits([name])  # None: it is expanded
+        few = _few(bits, min(scheme.sizes).group, not scheme.symmetric) if bits else None
+        yield Stored(name, count(packed.shape(name)), f"{scheme.method} in {bits or 8} bits", False, few)
     for name, shape, kind in headers(weights):
-        if name in packed:
+        if name in packed and name not in packed.layer_of:
             yield Stored(name, count(shape), kind, len(shape) == 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
@@ -55,3 +56,14 @@ def text_logits(module: Any, tokens: Tensor, places: Tensor, texts: Ragged | Non
         return logits[0].float()
     every = texts.rows(module(texts.entries(tokens), use_cache=False).logits)
     return every.index_select(0, places).float()
+
+
+def row_logits(module: Any, tokens: Tensor, positions: Tensor, visible: Tensor, rows: Tensor) -> Tensor:
+    """float32 [n, V]: after the tokens of `rows` [n] among N rows with positions of their own.
+
+    tokens, positions: int64 [N].  visible: bool [N, N], whether a row attends to another.
+    """
+    masked = torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, torch.finfo().min)
+    given = {"position_ids": positions[None], "attention_mask": masked[None, None], "use_cache": False}
+    logits: Tensor = module(tokens[None], **given, logits_to_keep=rows).logits
+    return logits[0].float()

@@ -23,6 +23,7 @@ from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.names import GPT
 from outrider.checkpoints.packed import MIDPOINT, PackedWeights
 from outrider.checkpoints.quantize import GROUP, quantize
+from outrider.checkpoints.scaled import ScaledWeights, quantized
 from outrider.checkpoints.validate import read_json
 from outrider.checkpoints.weights import SAFE, Weights, open_weights, write_tensors
 from outrider.core.quantized import QuantizedWeight
@@ -31,6 +32,7 @@ from outrider.models.load import needs_fallback
 
 OUTER = ("embed_tokens", "lm_head")
 PLAIN = {16: torch.bfloat16, 32: torch.float32}  # bits: not quantized
+EXPANDED = ("compressed-tensors", "fp8")  # what can be written with 16 or 32 bits
 CHOICES = (8, 4, *PLAIN)
 PARTS = {"text_config", "vision_config", "audio_config"}  # keys of models that read more than text
 
@@ -87,10 +89,10 @@ def _check(checkpoint: Checkpoint, bits: int) -> None:
             )
     elif bits not in PLAIN:
         raise ModelError(f"{checkpoint.name!r} is quantized already: write it with 16 bits first.")
-    elif checkpoint.scheme.method != "compressed-tensors":
+    elif checkpoint.scheme.method not in EXPANDED:
         raise ModelError(
             f"{checkpoint.name!r} is quantized by {checkpoint.scheme.method}; "
-            f"only compressed-tensors can be written with {bits} bits."
+            f"only {' and '.join(EXPANDED)} can be written with {bits} bits."
         )
 
 
@@ -107,7 +109,7 @@ def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits:
         elif checkpoint.scheme is None:
             tensors = {name: weights.raw(name).to(PLAIN[bits]).contiguous() for name in names}
         else:
-            dense = _dense(PackedWeights(weights, checkpoint.scheme), names)
+            dense = _dense(quantized(weights, checkpoint.scheme), names)
             tensors = {name: tensor.to(PLAIN[bits]).contiguous() for name, tensor in dense.items()}
         write_tensors(tensors, target)
         where |= dict.fromkeys(tensors, target.name)
@@ -120,7 +122,7 @@ def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits:
     return size
 
 
-def _dense(weights: PackedWeights, names: Iterable[str]) -> dict[str, Tensor]:
+def _dense(weights: PackedWeights | ScaledWeights, names: Iterable[str]) -> dict[str, Tensor]:
     words = f".{weights.layout.words}"
     found = (f"{name.removesuffix(words)}.weight" if name.endswith(words) else name for name in names)
     return {name: weights.raw(name) for name in found if name in weights}

@@ -36,25 +36,32 @@ class LayerReader:
     bits: int | None
 
     def layer(self, backend: Backend, i: int, prefix: str = "", inputs: int = 0) -> DecoderLayer:
-        """Layer i, packed.  prefix, inputs: see `LayerSource`; without a prefix a model's layer."""
+        """Layer i, packed.  prefix, inputs: see `LayerSource`; without a prefix a model's layer.
+
+        With an `inner` of 0 it has no MLP.
+        """
         spec, prefix = self.spec, prefix or f"model.layers.{i}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         qkv = [(f"{attention}.q_proj", q), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)]
-        gate_up = [(f"{mlp}.gate_proj", spec.inner), (f"{mlp}.up_proj", spec.inner)]
-        q_norm = k_norm = norm_in = None
+        q_norm = k_norm = norm_in = norm_post = gate_up = down = None
         if spec.qk_norm:
             q_norm = self._vector(backend, f"{attention}.q_norm", spec.head_dim)
             k_norm = self._vector(backend, f"{attention}.k_norm", spec.head_dim)
         if not inputs:
             norm_in = self._vector(backend, f"{prefix}.input_layernorm", spec.hidden)
+        if spec.inner:
+            halves = [(f"{mlp}.gate_proj", spec.inner), (f"{mlp}.up_proj", spec.inner)]
+            norm_post = self._vector(backend, f"{prefix}.post_attention_layernorm", spec.hidden)
+            gate_up = self._fused(backend, halves, spec.hidden, self.bits)
+            down = self._fused(backend, [(f"{mlp}.down_proj", spec.hidden)], spec.inner, self.bits)
         return DecoderLayer(
             norm_in=norm_in,
             qkv=self._fused(backend, qkv, inputs or spec.hidden, self.bits),
             o=self._fused(backend, [(f"{attention}.o_proj", spec.hidden)], q, self.bits),
-            norm_post=self._vector(backend, f"{prefix}.post_attention_layernorm", spec.hidden),
-            gate_up=self._fused(backend, gate_up, spec.hidden, self.bits),
-            down=self._fused(backend, [(f"{mlp}.down_proj", spec.hidden)], spec.inner, self.bits),
+            norm_post=norm_post,
+            gate_up=gate_up,
+            down=down,
             q_norm=q_norm,
             k_norm=k_norm,
             heads=spec.heads,

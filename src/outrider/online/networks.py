@@ -55,6 +55,8 @@ class Trainable:
 
 def _draft_model(drafter: DraftModel) -> Any:
     options, vocabulary = drafter.options, drafter.target.vocabulary
+    if drafter.one_pass is not None:
+        raise ConfigError(f"online: the PARD model {options.model!r} {CURE.replace('head', 'draft model')}")
     own = not drafter.itself and options.draft_tensor_parallel_size == 1
     checkpoint = drafter.checkpoint if own and options.vocab_mismatch == "refuse" else None
     readable = checkpoint and isinstance(checkpoint.spec, Spec) and checkpoint.gguf is None

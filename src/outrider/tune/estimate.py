@@ -113,6 +113,11 @@ def _variant(llm: LLM, draft: str, siblings: int, depth: int) -> LLM:
         raise ConfigError(f"{draft!r} is a head for {method!r}: only draft models can be estimated.")
     config = {"method": method, "model": draft, "siblings": siblings, "num_speculative_tokens": depth}
     variant = llm.variant(config)
+    if _drafter(variant).one_pass is not None:
+        raise ConfigError(
+            f"{draft!r} is a PARD model, whose deeper tokens cannot be estimated from known text: measure it "
+            "with `outrider bench`."
+        )
     if _drafter(variant).stop.active:
         raise ConfigError(f"{draft!r} cannot be estimated: it does not draft in the target's vocabulary.")
     return variant

@@ -132,7 +132,8 @@ class CpuBackend(Picking):
         packed = (STRUCTS["Layer"] * len(layers))()
         for to, layer in zip(packed, layers):
             for name in structs.LINEARS:
-                setattr(to, name, getattr(layer, name).c)
+                if (linear := getattr(layer, name)) is not None:
+                    setattr(to, name, linear.c)
             for name in structs.VECTORS:
                 setattr(to, name, address(getattr(layer, name)))
             to.window = layer.window

@@ -26,6 +26,7 @@ from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
 from outrider.draft.draft_model.first import FirstForward, Part
 from outrider.draft.draft_model.intersect import TranslatedModel, shared_tokens
 from outrider.draft.draft_model.loading import default_draft, load_draft
+from outrider.draft.draft_model.one_pass import OnePass
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
 from outrider.drafting import stop
@@ -66,11 +67,13 @@ class ModelDrafter(Drafter):
             self._load(options, target)
         self.stop = stop.Stop(options)
         self.depth = stop.MAX_DEPTH if self.stop.active else self.depth
+        self.one_pass = None if self.itself else OnePass.of(options, self)
         self.staged = None if options.drafter is None else Staged(options.drafter, self)
+        self.grower = self.staged or self.one_pass
         self.sees_plain = self.stop.active or self.staged is not None
         # Rules that judge samples need lengths that no sampled token decides.  On a GPU a chain would be read
         # after every token.
-        others = self.staged is not None or self.stop.active or target.needs_probs
+        others = self.grower is not None or self.stop.active or target.needs_probs
         self.heeds_floors = self.decoder.device.type == "cpu" and not others
 
     def _load(self, options: DraftModelOptions, target: Target) -> None:
@@ -143,14 +146,15 @@ class ModelDrafter(Drafter):
                 continue
             reached = part.done + count
             tokens = self.in_vocabulary(row.tokens[part.done : reached])
-            adapter = row.adapter if self.itself else None
-            nodes = part.budget.nodes
+            adapter, nodes = row.adapter if self.itself else None, part.budget.nodes
             view = self.window.read(first.step_input, row.slots, part.done, tokens, nodes, adapter)
             if part.cursor is not None:
                 first.reached.append((part.cursor, reached))
             if nodes and count == part.missing:
                 part.at, part.view = first.step_input.length - 1, view
                 first.starts.append(part)
+                if self.one_pass is not None:
+                    self.one_pass.add_masks(first.step_input, part)
         return first
 
     def _parts(self, batch: Batch) -> list[Part]:
@@ -193,10 +197,8 @@ class ModelDrafter(Drafter):
         if not first.starts:
             self.decoder.forward(first.step_input.build(), self.pool)
             return {}
-        chained = self.staged is None and self.options.siblings == 1
-        if chained and self._fuses(first.starts):
-            return self._chains(first)
-        return self._trees(first)
+        chained = self.grower is None and self.options.siblings == 1 and self._fuses(first.starts)
+        return self._chains(first) if chained else self._trees(first)
 
     def _fuses(self, chains: Sequence[Part | Tree]) -> bool:
         """Whether the backend drafts these chains: nothing has to be applied between forwards."""
@@ -247,18 +249,15 @@ class ModelDrafter(Drafter):
         return True
 
     def _trees(self, first: FirstForward) -> Mapping[int, DraftTree]:
-        """Draft with one forward for each depth, or with those of the staged drafter."""
+        """Draft with one forward for each depth, or those of the `grower`."""
         siblings, repeats = self.options.siblings, self.options.sibling_draws == "independent"
         trees: dict[int, Tree] = {}
         for start in first.starts:
-            row, end = start.row, start.done + start.missing
             level = {"view": start.view, "repeats": repeats, "stream_id": self.target.stream_id}
-            trees[start.r] = Tree(row, end, start.budget, siblings, **level)
+            trees[start.r] = Tree(start.row, start.end, start.budget, siblings, **level)
         tips = [(tree, start.at) for tree, start in zip(trees.values(), first.starts)]
-        if self.staged is not None:
-            self.staged.grow(first.step_input, tips)
-        else:
-            self._grow(first.step_input, tips)
+        grow = self._grow if self.grower is None else self.grower.grow
+        grow(first.step_input, tips)
         return {r: tree.draft_tree for r, tree in trees.items()}
 
     def _grow(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> None:

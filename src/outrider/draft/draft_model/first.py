@@ -30,6 +30,11 @@ class Part:
     at: int = -1
     view: View = NO_VIEW
 
+    @property
+    def end(self) -> int:
+        """Position of its first draft token, once nothing is missing."""
+        return self.done + self.missing
+
 
 @dataclass(slots=True, eq=False)
 class FirstForward:

@@ -95,10 +95,15 @@ class TranslatedModel:
     """A model that takes and gives the ids of another vocabulary."""
 
     def __init__(self, model: Model, shared: SharedTokens) -> None:
-        self.model, self.draft_id_of = model, shared.draft_id_of
+        self.model, self.draft_id_of, self.vocabulary = model, shared.draft_id_of, len(shared.draft_id_of)
         self.draft_ids, self.target_ids = (ids.to(model.device) for ids in shared[1:])
         self.backend, self.device = model.backend, model.device
         self.footprint, self.pool = model.footprint, model.pool
+
+    def add(self, draft_id: int) -> int:
+        """A new id, beyond those of the target, for a token that only the draft model has."""
+        self.draft_id_of = [*self.draft_id_of, draft_id]
+        return len(self.draft_id_of) - 1
 
     def forward(self, step_input: StepInput, pool: Pool) -> Tensor:
         step_input.translate(self.draft_id_of)
@@ -106,7 +111,7 @@ class TranslatedModel:
 
     def logits(self, x: Tensor, rows: list[int]) -> Tensor:
         own = self.model.logits(x, rows)
-        logits = own.new_full((len(rows), len(self.draft_id_of)), NEVER)
+        logits = own.new_full((len(rows), self.vocabulary), NEVER)
         return logits.index_copy_(1, self.target_ids, own.index_select(1, self.draft_ids))
 
     fuses_chains = False  # a fused chain would pick among the model's own ids

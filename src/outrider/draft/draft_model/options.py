@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from outrider.checkpoints.quantize import Quantization
-from outrider.core.validate import Count, Kind, Natural, Text, one_of, whole
+from outrider.core.validate import Count, Flag, Kind, Natural, Text, one_of, whole
 from outrider.drafting import stop, view
 from outrider.drafting.options import refuse_idle
 from outrider.drafting.vocab.mismatch import MISMATCH, check_mismatch
@@ -38,6 +38,9 @@ class DraftModelOptions(stop.Options):
     draft_kv_budget: tokens of a request that the draft sees: the first draft_kv_sink and the most recent.
         None: all.
     drafter: the speculative_config of a cheaper drafter that drafts for the draft model (staged.py).
+    parallel_drafting: draft all tokens in one forward, with a PARD model (one_pass.py); None: if there is a
+        mask token.
+    mask_token_id: that of a PARD model; None: `pard_token` of its config.
     """
 
     model: Annotated[str, MODEL] | None = None
@@ -55,11 +58,14 @@ class DraftModelOptions(stop.Options):
     draft_kv_budget: int | None = None
     draft_kv_sink: Natural = 4
     drafter: Annotated[Mapping[str, Any], DRAFTER] | None = None
+    parallel_drafting: Flag | None = None
+    mask_token_id: Natural | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         lookbehind = ("target_lookbehind", "assistant_lookbehind")
         refuse_idle(self, self.siblings > 1, "siblings > 1", "sibling_draws")
+        refuse_idle(self, self.parallel_drafting is not False, "parallel_drafting", "mask_token_id")
         refuse_idle(self, self.draft_kv_budget is not None, "draft_kv_budget", "draft_kv_sink")
         refuse_idle(self, self.vocab_mismatch == "retokenize", 'vocab_mismatch "retokenize"', *lookbehind)
         check_mismatch(self.vocab_mismatch, self.siblings, self.stops or self.drafter is not None)
@@ -67,6 +73,11 @@ class DraftModelOptions(stop.Options):
         if self.drafter is not None and self.siblings > 1:
             raise ConfigError(
                 f"a drafter speeds up a chain, and siblings is {self.siblings}: leave one of them out."
+            )
+        if self.model == view.SELF and (self.parallel_drafting or self.mask_token_id is not None):
+            raise ConfigError(
+                'parallel_drafting is of PARD models, and model "self" is the target: give a PARD model, or '
+                "leave parallel_drafting and mask_token_id out."
             )
         placed = self.draft_device != "auto" or self.draft_gpu_layers is not None
         if self.draft_tensor_parallel_size > 1 and placed:

@@ -74,6 +74,10 @@ class DraftModel(Method):
     def loss(self, sample: Sample) -> Tensor:
         places = sample.places(0, len(sample.tokens))
         logits = text_logits(self.network, sample.tokens, places, sample.texts)
+        return self.distance(sample, logits, places)
+
+    def distance(self, sample: Sample, logits: Tensor, places: Tensor) -> Tensor:
+        """The chosen divergence of logits [n, V] from the target's at the places [n]."""
         if self.options.divergence == "forward":
             return sample.target_loss(logits, places)
         theirs = sample.logits[places]
