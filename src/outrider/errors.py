@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC
+from pathlib import Path
 
 NEAR = 0.65  # difflib cutoff of a suggestion
 SHORTEST = 3  # fewest letters that are matched as a prefix or suffix of a name
@@ -113,6 +114,19 @@ def writing(path: object, *others: type[Exception]) -> Iterator[None]:
         if getattr(error, "filename", None) is not None and not is_full(error):
             raise
         raise OSError(f"{str(path)!r} cannot be written: {write_fault(error)}") from error
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Raise ConfigError unless a file can be written: before anything slow.  A new one is not left behind."""
+    path = path.expanduser()
+    try:
+        new = not path.exists()
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"the {what} cannot be written to {str(path)!r}: {write_fault(error)}") from error
 
 
 def write_fault(error: Exception) -> str:

@@ -90,6 +90,15 @@ def test_a_plot_without_its_folder_is_refused_before_measuring(tmp_path: Path) -
         check_plot(tmp_path / "nowhere" / "x.png")
 
 
+def test_a_plot_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    long = tmp_path / f"{'x' * 300}.png"  # refused for every user, unlike a file without permission
+    with pytest.raises(ConfigError, match=r"the plot cannot be written to .*too long"):
+        check_plot(long)
+    check_plot(tmp_path / "x.png")
+    assert not [*tmp_path.iterdir()], "nothing is left behind"
+
+
 def test_a_plot_of_an_unknown_kind_is_refused_before_measuring(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ConfigError, match=r"'x\.jpg' must end in one of \.png, \.svg"):

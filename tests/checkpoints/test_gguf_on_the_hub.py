@@ -10,7 +10,7 @@ import pytest
 from gguf_files import logits, write
 
 from outrider import LLM, ModelError, draft
-from outrider.checkpoints.hub import locate
+from outrider.checkpoints.hub import is_tagged, locate
 from outrider.cli.llama_cpp import translated
 from outrider.testing import tiny_checkpoint
 
@@ -84,6 +84,10 @@ def test_it_is_a_target_and_a_draft(downloaded: Downloaded, file: Path) -> None:
 def test_what_is_not_there_is_named(name: str, message: str, downloaded: Downloaded) -> None:
     with pytest.raises(ModelError, match=message):
         locate(name)
+
+
+def test_the_letter_of_a_drive_is_no_repository() -> None:
+    assert is_tagged("me/tiny:Q8_0") and not is_tagged("C:/tiny.gguf")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])

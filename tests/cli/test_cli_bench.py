@@ -314,6 +314,18 @@ def test_methods_all_selects_every_method() -> None:
     assert list(configs_of(["all"], [], None, None)) == list(demonstrations())
 
 
+def test_methods_all_leaves_out_heads_of_the_builtin_target(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(configs_of(["all"], [], None, None, "builtin-100m")) == list(demonstrations())
+    alone, drafted = (configs_of(["all"], [], draft, None, str(tiny)) for draft in (None, str(tiny)))
+    assert {"n-gram look-up", "layer skipping", "suffix or recycling"} < alone.keys() < {*demonstrations()}
+    assert "builtin" not in json.dumps([alone, drafted])
+    assert alone["auto"] == {"method": "auto"} and drafted["auto"] == {"method": "auto", "model": str(tiny)}
+    assert drafted.keys() - alone.keys() == {"draft model"}
+    assert "note: left out" in (told := capsys.readouterr().err) and "EAGLE-3" in told and "REST" in told
+
+
 def test_the_label_of_a_row_selects_it_too() -> None:
     """Those of "all" have a built-in model, and some methods have two.  A method's name is the method."""
     assert configs_of(["auto"], [], None, None)["auto"] == {"method": "auto"}

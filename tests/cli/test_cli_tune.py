@@ -125,7 +125,11 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_search(
     run: Run, tmp_path: Path, command: list[str]
 ) -> None:
     """A folder was refused when the minutes of the search were over."""
-    for out, fault in ((tmp_path, "is a folder: name a file"), (tmp_path / "no" / "x", "there is no folder")):
+    for out, fault in (
+        (tmp_path, "is a folder: name a file"),
+        (tmp_path / "no" / "x", "there is no folder"),
+        (tmp_path / ("x" * 300), "cannot be written to"),
+    ):
         refused = run("tune", *command, "-m", tmp_path / "never loaded", "--out", out)
         assert refused.status == 2 and fault in refused.err, refused.err
 

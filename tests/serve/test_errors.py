@@ -230,6 +230,9 @@ def test_other_faults_have_their_status(server: Served) -> None:
     refused(server.get("/v1/models/no"), 404)
     refused(server.get("/v1/nothing"), 404)
     refused(server.post("/v1/audio/speech", {}), 404, "no route /v1/audio/speech: see /openapi.json")
+    for near in ("/completion", "/completions", "/v1/completion"):  # of llama-server, and mistakes
+        refused(server.post(near, {}), 404, f"no route {near}: did you mean '/v1/completions'?")
+    refused(server.post("/chat/completions", {}), 404, "did you mean '/v1/chat/completions'?")
     wrong = server.get(COMPLETIONS)
     refused(wrong, 405, "GET /v1/completions is not allowed, only POST")
     assert wrong.headers["allow"] == "POST"

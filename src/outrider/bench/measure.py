@@ -19,6 +19,7 @@ from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, RequestOutput
 
 PLAIN, ALL = "plain decoding", "all"
+BUILTIN_DRAFT = "builtin-draft"
 TOLERANCE = 1.01  # of a speed-up above the limit
 Configs = Mapping[str, Mapping[str, Any] | None]  # label -> speculative_config
 Prompts = Sequence[tuple[str, Any]]  # (kind, prompt for LLM.generate)
@@ -215,6 +216,27 @@ def demonstrations() -> dict[str, Mapping[str, Any] | None]:
         for label, config in method.demo.items():
             shown[label] = {"method": name, **config}
     return shown
+
+
+def demonstrations_for(draft_model: str | None) -> dict[str, Mapping[str, Any] | None]:
+    """Those of `demonstrations` that suit any target: without what was trained for the built-in one.
+
+    draft_model: in place of the built-in one; the rows of that method are left out, as it has one of its own.
+    """
+    suited: dict[str, Mapping[str, Any] | None] = {}
+    for label, config in demonstrations().items():
+        made = dict(config or {})
+        if made.get("model") == BUILTIN_DRAFT:
+            del made["model"]
+            made |= {} if draft_model is None else {"model": draft_model}
+            suited[label] = made
+        elif made.get("method") != draft.PLAIN_MODEL and not any(map(_is_builtin, made.values())):
+            suited[label] = config
+    return suited
+
+
+def _is_builtin(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("builtin-")
 
 
 def grouped(prompts: Prompts, size: int) -> list[tuple[str, list[Any]]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.control.ledger import Moment
-from outrider.errors import ConfigError, write_fault
+from outrider.errors import ConfigError, check_writable, write_fault
 
 FORMATS = (".png", ".svg", ".pdf")
 BLUE, RED, GREY = "#0072b2", "#d55e00", "#7a7a7a"  # Okabe and Ito: safe for colour-blind readers
@@ -30,6 +30,7 @@ def check_plot(out: Path) -> None:
         raise ConfigError(f"the plot {out.name!r} must end in one of {', '.join(FORMATS)}.")
     if not out.expanduser().parent.is_dir():
         raise ConfigError(f"there is no folder {str(out.parent)!r} for the plot {out.name!r}.")
+    check_writable(out, "plot")
 
 
 def pyplot() -> Any:

@@ -88,7 +88,7 @@ def on_hub(name: str) -> bool:
 
 def is_tagged(name: str) -> bool:
     """Whether a name is llama.cpp's owner/name:QUANTIZATION, a GGUF file on the hub."""
-    return ":" in name and on_hub(name)
+    return ":" in name.partition("/")[2] and on_hub(name)  # "C:/model" is a path
 
 
 def _download_gguf(name: str, revision: str | None) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Option
 
 from outrider.cli.flags import BUILTIN, MODEL_DRAFT, TEMPERATURE, Given, load
-from outrider.errors import ConfigError, RequestError
+from outrider.errors import ConfigError, RequestError, check_writable
 
 if TYPE_CHECKING:
     from outrider.bench.measure import Prompts
@@ -71,8 +72,9 @@ def check_folder(out: Path, what: str) -> None:
 def check_file(out: Path, what: str) -> None:
     """Raise ConfigError unless a file of this name can be made: before anything slow."""
     check_folder(out, what)
-    if out.expanduser().is_dir():
+    if isdir(out.expanduser()):  # False, not an error, for names that are too long
         raise ConfigError(f"{str(out)!r} is a folder: name a file for the {what}.")
+    check_writable(out, what)
 
 
 def with_prompts(engine: Given, asked: Given, params: SamplingParams, **more: Any) -> tuple[LLM, Prompts]:

@@ -14,7 +14,7 @@ import typer
 from typer import Option
 
 from outrider.cli.arguments import one_of
-from outrider.cli.flags import OUT, Given, load, shared
+from outrider.cli.flags import BUILTIN, OUT, Given, load, note, shared
 from outrider.cli.speculation import parsed
 from outrider.errors import ConfigError, write_fault, writing
 
@@ -71,15 +71,13 @@ def bench(
     from outrider.bench.peers import Rival, running
     from outrider.bench.questions import prompts_for, read
     from outrider.bench.rounds import Rounds
-    from outrider.core.params import SamplingParams
 
-    params = SamplingParams(**measured)
-    if measured["max_tokens"] < 2:
-        raise ConfigError("-n must be at least 2: the first token comes from prefill, whatever the method.")
+    params = params_of(measured)
     file, raw = one_of("file of prompts", file, asked.get("file")), asked["raw"]
     draft, levels = compared.get("draft"), compared.get("levels")
     peers = [Rival.parse(text, engine["model"], draft) for text in compared.get("peers") or []]
-    configs = configs_of(compared.get("methods") or [], compared.get("configs") or [], draft, levels)
+    given = compared.get("methods"), compared.get("configs"), draft, levels
+    configs = configs_of(*given, engine["model"])
     if plot is not None:
         _check_drawn(plot, len(configs) > 1 or bool(peers))
     sink, console = opened(out), Console(stderr=out == "-")
@@ -97,6 +95,15 @@ def bench(
         draw(results, plot, f"{engine['model']}, batch {batch_size}, {described(params)}")
     if llm.engine.exact and any(result.differs(results[0]) for result in results):
         raise typer.Exit(1)
+
+
+def params_of(measured: Given) -> SamplingParams:
+    """Raise ConfigError for answers of one token."""
+    from outrider.core.params import SamplingParams
+
+    if measured["max_tokens"] < 2:
+        raise ConfigError("-n must be at least 2: the first token comes from prefill, whatever the method.")
+    return SamplingParams(**measured)
 
 
 def _check_drawn(plot: Path, methods: bool) -> None:
@@ -127,26 +134,36 @@ def print_line(value: Any, sink: IO[str]) -> None:
 
 
 def configs_of(
-    methods: Sequence[str], configs: Sequence[str], draft: str | None, depth: int | None
+    methods: Sequence[str] | None,
+    configs: Sequence[str] | None,
+    draft: str | None,
+    depth: int | None,
+    target: str = BUILTIN,
 ) -> dict[str, dict[str, Any] | None]:
     """Label -> speculative_config, plain decoding first.  Raises ConfigError before anything is loaded."""
-    from outrider.bench.measure import PLAIN, demonstrations
+    from outrider.bench.measure import PLAIN, demonstrations, demonstrations_for
+    from outrider.checkpoints.hub import BUILTIN as SHIPPED
     from outrider.config import SpeculativeOptions
     from outrider.draft import names
 
     levels = {} if depth is None else {"num_speculative_tokens": depth}
     made: dict[str, dict[str, Any] | None] = {PLAIN: None}
     shown = {label: dict(config) for label, config in demonstrations().items() if config}
-    for name in methods:
-        if name == ALL_METHODS:
+    for name in methods or ():
+        if name == ALL_METHODS and target in SHIPPED:
             made |= shown
+        elif name == ALL_METHODS:
+            suited = demonstrations_for(draft)
+            made |= {label: dict(config) for label, config in suited.items() if config}
+            left = "; ".join(label for label in shown if label not in suited)
+            note(f"left out, as their models were trained for the built-in target: {left}.")
         elif name in shown and name not in names():
             made[name] = {**shown[name], **levels}
         else:
             made[name] = {"method": name, **levels}
     if draft is not None:
         made["draft model"] = {"model": draft, **levels}
-    for text in configs:
+    for text in configs or ():
         label, _, rest = ("", "", text) if text.lstrip().startswith(("{", "@")) else text.partition("=")
         made[label or text] = parsed(rest)
     for given in made.values():

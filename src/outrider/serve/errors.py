@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from outrider.errors import ContextError, EngineError, RequestError, shortened
+from outrider.errors import ContextError, EngineError, RequestError, nearest, shortened
 from outrider.serve.protocol import CURES, UNSUPPORTED
 from outrider.serve.wire import Json
 
@@ -121,12 +121,19 @@ def _place(fault: Mapping[str, Any], body: Any) -> list[str | int]:
     return place
 
 
+def _other_route(request: Request) -> str:
+    """What to ask instead of a route that there is not: the nearest one, or their list."""
+    paths = [str(getattr(route, "path", "")) for route in request.app.routes]
+    near = nearest(request.url.path, paths).strip()
+    return near.replace("Did", "did") or "see /openapi.json."
+
+
 async def refused(request: Request, error: Exception) -> Json:
     """Handler of an exception for an application."""
     refusal, path = api_error(error), shortened(request.url.path)[1:-1]
     if isinstance(error, HTTPException):  # of the router, whose texts name nothing
         if error.status_code == 404:
-            refusal.message = f"there is no route {path}: see /openapi.json."
+            refusal.message = f"there is no route {path}: {_other_route(request)}"
         if error.status_code == 405:
             allowed = refusal.headers.get("Allow")
             refusal.message = f"{request.method} {path} is not allowed, only {allowed}."
